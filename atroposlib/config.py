@@ -1,0 +1,385 @@
+"""Configuration: defaults < YAML < flags, for every command of this project.
+
+The only reader of `argv`. A flag is read as its field's own type (so `-1`, `None`, `1e-5`, enum values, JSON and
+comma lists work), `-` and `_` are the same, a boolean may stand bare, and an unknown flag is refused with the nearest
+valid name. Unknown *keys* in YAML or code are ignored with a warning that names them, because existing environments
+pass keys of their own making. `parse_flags` serves commands with one model; `parse_sections` serves the environment
+command line, where a flag belongs to a section (`--env.group_size`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import json
+import logging
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
+
+import yaml
+from pydantic import AliasChoices, BaseModel, ConfigDict, PydanticUserError, TypeAdapter
+from pydantic import ValidationError as PydanticValidationError
+from pydantic.errors import PydanticSchemaGenerationError
+from pydantic.fields import FieldInfo
+
+from atroposlib.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=BaseModel)
+
+_BOOLEAN_WORDS = frozenset(
+    {"true", "false", "yes", "no", "on", "off", "1", "0", "t", "f", "y", "n"}
+)
+"""The words pydantic reads as a boolean; a bare boolean flag takes the next argument only if it is one of these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flag:
+    """One field as the command line sees it."""
+
+    section: str
+    """Namespace before the dot; "" for none."""
+    name: str
+    info: FieldInfo
+
+    @property
+    def spelling(self) -> str:
+        """The flag as documented, e.g. `--env.group_size`."""
+        return f"--{self.section}.{self.name}" if self.section else f"--{self.name}"
+
+    @property
+    def is_boolean(self) -> bool:
+        return bool in _union_members(self.info.annotation)
+
+    @property
+    def is_list(self) -> bool:
+        return any(
+            origin in (list, tuple, set, frozenset)
+            for member in _union_members(self.info.annotation)
+            for origin in [get_origin(member) or member]
+        )
+
+    @property
+    def aliases(self) -> list[str]:
+        """Other names the model accepts for this field."""
+        alias = self.info.validation_alias
+        choices = alias.choices if isinstance(alias, AliasChoices) else [alias, self.info.alias]
+        return [choice for choice in choices if isinstance(choice, str) and choice != self.name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionValues:
+    """What the command line and the YAML file said, before it is merged with an environment's own defaults."""
+
+    flags: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Section -> field -> value, only what was typed."""
+    yaml: dict[str, Any] = field(default_factory=dict)
+    """The whole YAML file; {} without one."""
+
+
+def parse_flags(
+    model: type[M], argv: Sequence[str] | None, *, prog: str, description: str = ""
+) -> M:
+    """Build `model` from its defaults, then `--config FILE`, then flags; `argv` None reads the process's arguments.
+
+    `-h` prints every field and exits 0. Raises ConfigError for an unknown flag, a missing or bad value, a bad file.
+
+    >>> class Serve(BaseModel):
+    ...     port: int = 8000
+    ...     verbose: bool = False
+    >>> parse_flags(Serve, ["--port=-1", "--verbose"], prog="serve")
+    Serve(port=-1, verbose=True)
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    values = parse_sections({"": model}, arguments, prog=prog, description=description)
+    from_yaml = {key.replace("-", "_"): value for key, value in values.yaml.items()}
+    return build(model, from_yaml, values.flags.get("", {}))
+
+
+def parse_sections(
+    sections: Mapping[str, type[BaseModel]],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str = "",
+) -> SectionValues:
+    """Read flags of several models at once; the key of each model is its namespace, "" for flags without one.
+
+    A name without its namespace is accepted when exactly one section has it. Nothing is validated here: the caller
+    merges the values with its own defaults and calls `build`.
+    """
+    flags = [
+        _Flag(section=section, name=name, info=info)
+        for section, model in sections.items()
+        for name, info in model.model_fields.items()
+    ]
+    index, ambiguous = _index_flags(flags)
+    reads_yaml = "config" not in index
+    typed: dict[str, dict[str, Any]] = {}
+    document: dict[str, Any] = {}
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        if argument in ("-h", "--help"):
+            _print_help(flags, prog=prog, description=description, reads_yaml=reads_yaml)
+            raise SystemExit(0)
+        if not argument.startswith("--"):
+            raise ConfigError(f"unexpected argument {argument!r}: flags start with '--'")
+        spelled, equals, text = argument[2:].partition("=")
+        name = spelled.replace("-", "_")
+        given = [text] if equals else None
+        if name == "config" and reads_yaml:
+            document = read_yaml(_take(rest, given, "--config", "a YAML file")[0])
+            continue
+        flag = index.get(name)
+        if flag is None:
+            _refuse_flag(spelled, name, flags, ambiguous)
+        values = typed.setdefault(flag.section, {})
+        values[flag.name] = _read_value(flag, rest, given, values.get(flag.name))
+    return SectionValues(flags=typed, yaml=document)
+
+
+def build(model: type[M], *layers: Mapping[str, Any], namespace: str = "") -> M:
+    """Merge `layers` (later wins, dicts recursively) into `model`; ConfigError names each bad field and its value."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = merge(merged, layer)
+    names = _accepted_names(model)
+    unknown = [key for key in merged if key not in names]
+    warn_unknown_keys(model, unknown)
+    by_name = bool(
+        model.model_config.get("populate_by_name") or model.model_config.get("validate_by_name")
+    )
+    values: dict[str, Any] = {}
+    for key, value in merged.items():
+        if key not in names:
+            continue
+        info = model.model_fields.get(names[key])
+        alias = info.validation_alias if info is not None else None
+        if isinstance(alias, AliasChoices):
+            alias = next((choice for choice in alias.choices if isinstance(choice, str)), None)
+        values[names[key] if by_name or not isinstance(alias, str) else alias] = value
+    try:
+        return model.model_validate(values)
+    except PydanticValidationError as error:
+        raise ConfigError(_explain(error, namespace)) from error
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` overlaid with `over`; where both hold a dict, they are merged in turn.
+
+    >>> merge({"a": 1, "b": {"x": 1, "y": 2}}, {"b": {"y": 3}})
+    {'a': 1, 'b': {'x': 1, 'y': 3}}
+    """
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = merge(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML mapping; an empty file is {}. ConfigError when the file is absent, broken or not a mapping."""
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {str(path)!r} is not valid YAML: {error}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        kind = type(document).__name__
+        raise ConfigError(
+            f"the config file {str(path)!r} must hold a mapping at its top, not {kind}"
+        )
+    return {str(key): value for key, value in document.items()}
+
+
+def warn_unknown_keys(model: type[BaseModel], unknown: Iterable[str]) -> None:
+    """Log one line naming the keys that `model` does not have and therefore ignores."""
+    names = _accepted_names(model)
+    hints = [f"{key!r}{_did_you_mean(key, names)}" for key in unknown]
+    if hints:
+        logger.warning("%s ignores unknown keys: %s", model.__name__, ", ".join(hints))
+
+
+def unknown_keys(model: type[BaseModel], keys: Iterable[str]) -> list[str]:
+    """Return those of `keys` that `model` neither has as a field nor accepts as an alias."""
+    names = _accepted_names(model)
+    return [key for key in keys if key not in names]
+
+
+def _accepted_names(model: type[BaseModel]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for name, info in model.model_fields.items():
+        names[name] = name
+        for alias in _Flag(section="", name=name, info=info).aliases:
+            names.setdefault(alias, name)
+    return names
+
+
+def _index_flags(flags: Iterable[_Flag]) -> tuple[dict[str, _Flag], dict[str, list[_Flag]]]:
+    """Return every accepted spelling -> flag, and the bare names that more than one section has."""
+    index: dict[str, _Flag] = {}
+    bare: dict[str, list[_Flag]] = {}
+    for flag in flags:
+        for name in [flag.name, *flag.aliases]:
+            index[f"{flag.section}.{name}" if flag.section else name] = flag
+            if flag.section:
+                bare.setdefault(name, []).append(flag)
+    ambiguous = {name: owners for name, owners in bare.items() if len(owners) > 1}
+    for name, owners in bare.items():
+        if len(owners) == 1:
+            index.setdefault(name, owners[0])
+    return index, ambiguous
+
+
+def _refuse_flag(
+    spelled: str, name: str, flags: Iterable[_Flag], ambiguous: Mapping[str, list[_Flag]]
+) -> NoReturn:
+    if name in ambiguous:
+        choices = " or ".join(flag.spelling for flag in ambiguous[name])
+        raise ConfigError(f"flag --{spelled} is ambiguous: write {choices}")
+    full = {flag.spelling[2:]: flag.spelling for flag in flags} | {"config": "--config"}
+    near = difflib.get_close_matches(name, full, n=1, cutoff=0.5)
+    if not near:
+        short = {key.rpartition(".")[2]: spelling for key, spelling in full.items()}
+        tail = difflib.get_close_matches(name.rpartition(".")[2], short, n=1, cutoff=0.5)
+        hint = f"; did you mean {short[tail[0]]}?" if tail else "; --help lists the flags"
+    else:
+        hint = f"; did you mean {full[near[0]]}?"
+    raise ConfigError(f"unknown flag --{spelled}{hint}")
+
+
+def _take(rest: list[str], given: list[str] | None, spelling: str, what: str) -> list[str]:
+    """Return the flag's one value: what followed `=`, else the next argument."""
+    if given is not None:
+        return given
+    if not rest or rest[0].startswith("--"):
+        raise ConfigError(f"{spelling} needs a value: {what}")
+    return [rest.pop(0)]
+
+
+def _read_value(flag: _Flag, rest: list[str], given: list[str] | None, earlier: Any) -> Any:
+    """Consume the flag's value from `rest`; a list flag takes every following word and adds to `earlier`."""
+    if given is None and flag.is_boolean:
+        if not rest or rest[0].lower() not in _BOOLEAN_WORDS | {"none"}:
+            return True
+        return _decode(flag.info, rest.pop(0))
+    texts = _take(rest, given, flag.spelling, f"{_type_name(flag.info.annotation)} expected")
+    if not flag.is_list:
+        return _decode(flag.info, texts[0])
+    while given is None and rest and not rest[0].startswith("--"):
+        texts.append(rest.pop(0))
+    if len(texts) > 1:
+        value: Any = texts
+    else:
+        value = _decode(flag.info, texts[0])
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(earlier, list) and isinstance(value, list):
+        return earlier + value
+    return value
+
+
+def _decode(info: FieldInfo, text: str) -> Any:
+    """Read `text` as JSON where that fits the field's type, else hand it on as text; `None` is null."""
+    if text == "None":
+        return None
+    for member in _union_members(info.annotation):
+        if (
+            isinstance(member, type)
+            and issubclass(member, enum.Enum)
+            and text in member.__members__
+        ):
+            return member[text]
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return text
+    if parsed is None or isinstance(parsed, str):
+        return text
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(
+            Annotated[info.annotation, "flag"], config=ConfigDict(arbitrary_types_allowed=True)
+        )
+        adapter.validate_python(parsed)
+    except (PydanticValidationError, PydanticSchemaGenerationError, PydanticUserError):
+        return text
+    return parsed
+
+
+def _union_members(annotation: Any) -> list[Any]:
+    """Return the alternatives of `X | Y`, `Optional[X]`, `Annotated[...]`; a plain type is its own only one."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _union_members(get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        return [leaf for member in get_args(annotation) for leaf in _union_members(member)]
+    return [annotation]
+
+
+def _type_name(annotation: Any) -> str:
+    names: list[str] = []
+    for member in _union_members(annotation):
+        if member is type(None):
+            names.append("None")
+        elif get_origin(member) is typing.Literal:
+            names.extend(str(value) for value in get_args(member))
+        elif isinstance(member, type) and issubclass(member, enum.Enum):
+            names.extend(str(value.value) for value in member)
+        elif get_origin(member) is None and isinstance(member, type):
+            names.append(member.__name__)
+        else:
+            names.append(str(member).replace("typing.", ""))
+    return "|".join(names)
+
+
+def _did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _explain(error: PydanticValidationError, namespace: str) -> str:
+    """Say per bad field: flag spelling, the value given, and pydantic's reason."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        path = ".".join(str(part) for part in problem["loc"])
+        reason = problem["msg"]
+        if problem["type"] == "missing":
+            lines.append(f"--{namespace}{path}: a value is required")
+            continue
+        shown = repr(problem.get("input"))
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        lines.append(f"--{namespace}{path}: got {shown}: {reason}" if path else reason)
+    return "; ".join(lines)
+
+
+def _print_help(flags: Sequence[_Flag], *, prog: str, description: str, reads_yaml: bool) -> None:
+    lines = [f"usage: {prog} [--flag VALUE | --flag=VALUE]...", ""]
+    if description:
+        lines += [description, ""]
+    if reads_yaml:
+        lines += ["  --config FILE", "      YAML file read before the flags; flags win", ""]
+    for flag in flags:
+        lines.append(f"  {flag.spelling} {_type_name(flag.info.annotation)}")
+        default = "required" if flag.info.is_required() else f"default: {_default_text(flag.info)}"
+        lines.append(
+            f"      {(flag.info.description or '').strip()} ({default})".replace("  (", " (")
+        )
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _default_text(info: FieldInfo) -> str:
+    value = info.get_default(
+        call_default_factory=info.default_factory is not None, validated_data={}
+    )
+    return str(value.value) if isinstance(value, enum.Enum) else repr(value)

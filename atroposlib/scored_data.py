@@ -1,0 +1,540 @@
+"""One group of scored sequences: the dict that authors write and the checked form that everything else reads.
+
+`check_group` is the only code in the project that compares lengths and values of tokens, masks, logprobs,
+advantages, scores and distillation arrays. It runs at three gates: the environment's outbox and the trainer's client
+(`Strictness.MEANING`), and the hub (`Strictness.WIRE`). After it, alignment is a fact: the checked form keeps every
+per-token array flat, as long as `tokens`, and cut by the same `lengths`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, NamedTuple, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atroposlib.errors import GroupError
+
+IGNORE_INDEX: Final = -100
+"""Mask value of a position that is not trained (the label convention of torch's cross entropy)."""
+
+MASKED_LOGPROB: Final = 1.0
+"""`inference_logprobs` value at masked positions: an impossible log-probability, so it cannot pass for a real one."""
+
+MAX_TOKEN_ID: Final = 2**31 - 1
+MAX_GROUP_ID_CHARS: Final = 128
+
+LOGPROB_TOLERANCE: Final = 1e-4
+"""How far above 0 a sampled log-probability may lie: float32 log-softmax of a near-certain token rounds upwards."""
+
+WIRE_KEYS: Final = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "generation_params",
+    "inference_logprobs",
+    "overrides",
+    "group_overrides",
+    "images",
+    "env_id",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+"""The fourteen keys of a group in JSON, in the order in which the hub hands them out."""
+
+PER_TOKEN_FIELDS: Final = ("advantages", "ref_logprobs", "inference_logprobs")
+LOGPROB_FIELDS: Final = ("ref_logprobs", "inference_logprobs")
+DISTILL_FIELDS: Final = ("distill_token_ids", "distill_logprobs")
+PER_SEQUENCE_FIELDS: Final = ("messages", "overrides")
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float64]
+
+
+class ScoredDataGroup(TypedDict, total=False):
+    """What an author returns: parallel lists, one entry per sequence. `tokens`, `masks`, `scores` are required."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[list[float]] | None
+    ref_logprobs: list[list[float]] | None
+    messages: list[list[Any]] | None
+    generation_params: dict[str, Any] | None
+    inference_logprobs: list[list[float]] | None
+    overrides: list[dict[str, Any]] | None
+    group_overrides: dict[str, Any] | None
+    images: Any
+    env_id: int | None
+    distill_token_ids: list[list[list[int]]] | None
+    distill_logprobs: list[list[list[float]]] | None
+    group_id: str
+    policy_version: int | None
+
+
+class ScoredDataItem(TypedDict, total=False):
+    """One sequence of a group, as `collect_trajectory` returns it."""
+
+    tokens: list[int]
+    masks: list[int]
+    scores: float
+    advantages: list[float] | None
+    ref_logprobs: list[float] | None
+    messages: list[Any] | None
+    inference_logprobs: list[float] | None
+    overrides: dict[str, Any] | None
+    group_overrides: dict[str, Any] | None
+    images: Any
+    distill_token_ids: list[list[int]] | None
+    distill_logprobs: list[list[float]] | None
+    policy_version: int | None
+
+
+class Strictness(enum.Enum):
+    """How much a gate asks of a group."""
+
+    WIRE = "wire"
+    """Shapes, types, ranges and finiteness; what passes is handed on exactly as it came (the hub)."""
+
+    MEANING = "meaning"
+    """Also: masks are labels and sampled logprobs are log-probabilities (our environments, our trainer)."""
+
+
+class SequenceView(NamedTuple):
+    """Views into one sequence of a `ScoredGroup`; every array is `[num_tokens]`."""
+
+    tokens: IntArray
+    masks: IntArray
+    score: float
+    inference_logprobs: FloatArray | None
+    ref_logprobs: FloatArray | None
+    advantages: FloatArray | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoredGroup:
+    """A group that passed `check_group`. S sequences with N tokens in all; build it only through the gate or `wire`."""
+
+    lengths: IntArray
+    """[S] tokens per sequence."""
+    tokens: IntArray
+    """[N] token ids, sequence after sequence."""
+    masks: IntArray
+    """[N] labels: the token itself where it is trained, `IGNORE_INDEX` elsewhere."""
+    scores: FloatArray
+    """[S]"""
+    inference_logprobs: FloatArray | None = None
+    """[N] log-probability of each token under the policy that sampled it; `MASKED_LOGPROB` where masked."""
+    ref_logprobs: FloatArray | None = None
+    """[N]"""
+    advantages: FloatArray | None = None
+    """[N] token-level advantages that replace those computed from scores."""
+    distill_token_ids: list[list[list[int]]] | None = None
+    """[S][num_tokens][k]"""
+    distill_logprobs: list[list[list[float]]] | None = None
+    """[S][num_tokens][k]"""
+    messages: list[list[Any]] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    generation_params: dict[str, Any] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = None
+    group_id: str | None = None
+    """Chosen by the sender; the hub stores a group id once, however often it arrives."""
+    policy_version: int | None = None
+    """The oldest policy version that sampled a token of this group; None where the engine does not tell."""
+    empty_fields: frozenset[str] = frozenset()
+    """Optional per-sequence fields that came as `[]`, which is not the same JSON as null."""
+    repairs: tuple[str, ...] = ()
+    """What the gate reinterpreted, for the caller to count: `binary_masks`."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of trained positions."""
+        return int(np.count_nonzero(self.masks != IGNORE_INDEX))
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """[S + 1] where each sequence starts in the flat arrays; the last entry is N."""
+        out = np.zeros(len(self.lengths) + 1, dtype=np.int64)
+        np.cumsum(self.lengths, out=out[1:])
+        return out
+
+    def sequence(self, index: int) -> SequenceView:
+        """Return views (no copies) of one sequence."""
+        offsets = self.offsets
+        cut = slice(int(offsets[index]), int(offsets[index + 1]))
+        return SequenceView(
+            tokens=self.tokens[cut],
+            masks=self.masks[cut],
+            score=float(self.scores[index]),
+            inference_logprobs=None
+            if self.inference_logprobs is None
+            else self.inference_logprobs[cut],
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[cut],
+            advantages=None if self.advantages is None else self.advantages[cut],
+        )
+
+    def replace(self, **changes: Any) -> ScoredGroup:
+        """Return a copy with some fields changed (ids, versions); arrays are shared."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> ScoredDataGroup:
+        """Return the fourteen keys of the JSON form, in order, as plain lists."""
+        bounds = self.offsets.tolist()
+
+        def cut(name: str, flat: NDArray[Any] | None) -> list[list[Any]] | None:
+            if flat is None:
+                return [] if name in self.empty_fields else None
+            values = flat.tolist()
+            return [values[start:stop] for start, stop in pairwise(bounds)]
+
+        def optional(name: str) -> Any:
+            return [] if name in self.empty_fields else getattr(self, name)
+
+        return {
+            "tokens": cut("tokens", self.tokens) or [],
+            "masks": cut("masks", self.masks) or [],
+            "scores": self.scores.tolist(),
+            "advantages": cut("advantages", self.advantages),
+            "ref_logprobs": cut("ref_logprobs", self.ref_logprobs),
+            "messages": optional("messages"),
+            "generation_params": self.generation_params,
+            "inference_logprobs": cut("inference_logprobs", self.inference_logprobs),
+            "overrides": optional("overrides"),
+            "group_overrides": self.group_overrides,
+            "images": self.images,
+            "env_id": self.env_id,
+            "distill_token_ids": optional("distill_token_ids"),
+            "distill_logprobs": optional("distill_logprobs"),
+        }
+
+
+def check_group(
+    group: Mapping[str, Any], *, strictness: Strictness, environment: str | None = None
+) -> ScoredGroup:
+    """Turn an author's or a client's dict into a `ScoredGroup`, or raise `GroupError` with the path of the fault.
+
+    Per-token fields may be lists or numpy arrays. Unknown keys are ignored. Nothing is padded or cut to fit.
+    Masks of 0 and 1 alone are read as "trained or not" under `Strictness.MEANING` and reported in `repairs`.
+
+    >>> group = {"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [1.0]}
+    >>> check_group(group, strictness=Strictness.MEANING).num_trained
+    1
+    """
+    fail = _Failure(environment)
+    if not isinstance(group, Mapping):
+        raise fail("group", f"expected a dict, got {_short(group)}")
+    for name in ("tokens", "masks", "scores"):
+        if group.get(name) is None:
+            raise fail(name, "required, but missing or null")
+
+    token_rows = _rows(group["tokens"], "tokens", fail)
+    num_sequences = len(token_rows)
+    mask_rows = _rows(group["masks"], "masks", fail)
+    if len(mask_rows) != num_sequences:
+        raise fail("masks", f"{len(mask_rows)} entries for {num_sequences} sequences")
+    tokens, lengths = _int_rows(token_rows, "tokens", fail)
+    masks, mask_lengths = _int_rows(mask_rows, "masks", fail)
+    _same_lengths(mask_lengths, lengths, "masks", fail)
+    bad = np.flatnonzero((tokens < 0) | (tokens > MAX_TOKEN_ID))
+    if bad.size:
+        raise fail.at(
+            lengths, bad[0], "tokens", f"token id {tokens[bad[0]]} is not in 0..{MAX_TOKEN_ID}"
+        )
+    bad = np.flatnonzero((masks < -(2**31)) | (masks > MAX_TOKEN_ID))
+    if bad.size:
+        raise fail.at(lengths, bad[0], "masks", f"value {masks[bad[0]]} does not fit 32 bits")
+
+    scores = _float_row(group["scores"], "scores", fail)
+    if len(scores) != num_sequences:
+        raise fail("scores", f"{len(scores)} entries for {num_sequences} sequences")
+
+    empty: set[str] = set()
+    per_token: dict[str, FloatArray | None] = {}
+    for name in PER_TOKEN_FIELDS:
+        rows = _optional_rows(group, name, num_sequences, empty, fail)
+        per_token[name] = None
+        if rows is not None:
+            values = [_float_row(row, f"sequences[{i}].{name}", fail) for i, row in enumerate(rows)]
+            _same_lengths(np.array([len(v) for v in values], dtype=np.int32), lengths, name, fail)
+            per_token[name] = np.concatenate(values) if values else np.zeros(0)
+
+    distill = _check_distillation(group, lengths, empty, fail)
+    messages = _check_messages(group, num_sequences, empty, fail)
+    overrides = _optional_rows(group, "overrides", num_sequences, empty, fail)
+    if overrides is not None:
+        for i, entry in enumerate(overrides):
+            if not isinstance(entry, Mapping):
+                raise fail(f"sequences[{i}].overrides", f"expected a dict, got {_short(entry)}")
+
+    tokens32, masks32 = tokens.astype(np.int32), masks.astype(np.int32)
+    repairs: tuple[str, ...] = ()
+    if strictness is Strictness.MEANING:
+        if num_sequences == 0:
+            raise fail("tokens", "the group has no sequences")
+        masks32, repairs = _check_labels(tokens32, masks32, lengths, fail)
+        _check_logprobs(per_token, masks32, lengths, fail)
+
+    return ScoredGroup(
+        lengths=lengths,
+        tokens=tokens32,
+        masks=masks32,
+        scores=scores,
+        inference_logprobs=per_token["inference_logprobs"],
+        ref_logprobs=per_token["ref_logprobs"],
+        advantages=per_token["advantages"],
+        distill_token_ids=distill["distill_token_ids"],
+        distill_logprobs=distill["distill_logprobs"],
+        messages=messages,
+        overrides=overrides,
+        generation_params=_optional_mapping(group, "generation_params", fail),
+        group_overrides=_optional_mapping(group, "group_overrides", fail),
+        images=group.get("images"),
+        env_id=_optional_int(group, "env_id", fail),
+        group_id=_group_id(group, fail),
+        policy_version=_optional_int(group, "policy_version", fail),
+        empty_fields=frozenset(empty),
+        repairs=repairs,
+    )
+
+
+def recheck_meaning(group: ScoredGroup, *, environment: str | None = None) -> ScoredGroup:
+    """Apply the `MEANING` rules to a group whose shapes are already checked (the trainer's gate)."""
+    fail = _Failure(environment)
+    if group.num_sequences == 0:
+        raise fail("tokens", "the group has no sequences")
+    masks, repairs = _check_labels(group.tokens, group.masks, group.lengths, fail)
+    per_token = {name: getattr(group, name) for name in LOGPROB_FIELDS}
+    _check_logprobs(per_token, masks, group.lengths, fail)
+    return group.replace(masks=masks, repairs=repairs) if repairs else group
+
+
+class _Failure:
+    """Builds `GroupError`s that end with the environment's name."""
+
+    def __init__(self, environment: str | None) -> None:
+        self._suffix = "" if environment is None else f" (environment {environment!r})"
+
+    def __call__(self, path: str, what: str) -> GroupError:
+        return GroupError(f"{path}: {what}{self._suffix}")
+
+    def at(self, lengths: IntArray, flat: int | np.intp, name: str, what: str) -> GroupError:
+        """Name the sequence and position of a flat index."""
+        ends = np.cumsum(lengths)
+        row = int(np.searchsorted(ends, flat, side="right"))
+        position = int(flat) - (int(ends[row - 1]) if row else 0)
+        return self(f"sequences[{row}].{name}[{position}]", what)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    kind = type(value).__name__
+    return f"{kind} {text}" if len(text) <= 60 else f"{kind} {text[:57]}..."
+
+
+def _rows(value: Any, name: str, fail: _Failure) -> Sequence[Any]:
+    if isinstance(value, np.ndarray):
+        return list(value)
+    if not isinstance(value, list | tuple):
+        raise fail(name, f"expected one list per sequence, got {_short(value)}")
+    return value
+
+
+def _array(row: Any, path: str, fail: _Failure) -> NDArray[Any]:
+    if not isinstance(row, list | tuple | np.ndarray):
+        raise fail(path, f"expected a list of numbers, got {_short(row)}")
+    try:
+        array = np.asarray(row)
+    except (ValueError, OverflowError) as e:
+        raise fail(path, f"expected a flat list of numbers, got {_short(row)} ({e})") from e
+    if array.ndim != 1:
+        raise fail(path, f"expected a flat list of numbers, got {_short(row)}")
+    return array
+
+
+def _int_rows(rows: Sequence[Any], name: str, fail: _Failure) -> tuple[NDArray[np.int64], IntArray]:
+    arrays = []
+    for i, row in enumerate(rows):
+        array = _array(row, f"sequences[{i}].{name}", fail)
+        if array.size and array.dtype.kind not in "iu":
+            wrong = next((v for v in row if isinstance(v, bool) or not isinstance(v, int)), row)
+            raise fail(f"sequences[{i}].{name}", f"expected integers, got {_short(wrong)}")
+        arrays.append(array.astype(np.int64, copy=False))
+    lengths = np.array([len(a) for a in arrays], dtype=np.int32)
+    return (np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)), lengths
+
+
+def _float_row(row: Any, path: str, fail: _Failure) -> FloatArray:
+    array = _array(row, path, fail)
+    if array.size and array.dtype.kind not in "iuf":
+        wrong = next((v for v in row if isinstance(v, bool) or not isinstance(v, int | float)), row)
+        raise fail(path, f"expected numbers, got {_short(wrong)}")
+    values = array.astype(np.float64, copy=False)
+    if not np.isfinite(values).all():
+        i = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise fail(
+            f"{path}[{i}]", f"{values[i]} is not finite; send a number or leave the group out"
+        )
+    return values
+
+
+def _same_lengths(found: IntArray, lengths: IntArray, name: str, fail: _Failure) -> None:
+    wrong = np.flatnonzero(found != lengths)
+    if wrong.size:
+        i = int(wrong[0])
+        raise fail(f"sequences[{i}].{name}", f"{found[i]} values for {lengths[i]} tokens")
+
+
+def _optional_rows(
+    group: Mapping[str, Any], name: str, num_sequences: int, empty: set[str], fail: _Failure
+) -> list[Any] | None:
+    """Return the per-sequence entries of an optional field; None for null and for `[]` (noted in `empty`)."""
+    value = group.get(name)
+    if value is None:
+        return None
+    rows = list(_rows(value, name, fail))
+    if not rows:
+        empty.add(name)
+        return None
+    if len(rows) != num_sequences:
+        raise fail(name, f"{len(rows)} entries for {num_sequences} sequences")
+    return rows
+
+
+def _optional_mapping(group: Mapping[str, Any], name: str, fail: _Failure) -> dict[str, Any] | None:
+    value = group.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise fail(name, f"expected a dict or null, got {_short(value)}")
+    return dict(value)
+
+
+def _optional_int(group: Mapping[str, Any], name: str, fail: _Failure) -> int | None:
+    value = group.get(name)
+    if value is None:
+        return None
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_int or not -(2**63) <= int(value) < 2**63:
+        raise fail(name, f"expected a 64-bit integer or null, got {_short(value)}")
+    return int(value)
+
+
+def _group_id(group: Mapping[str, Any], fail: _Failure) -> str | None:
+    value = group.get("group_id")
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_GROUP_ID_CHARS:
+        raise fail(
+            "group_id",
+            f"expected 1 to {MAX_GROUP_ID_CHARS} characters or null, got {_short(value)}",
+        )
+    return value
+
+
+def _check_messages(
+    group: Mapping[str, Any], num_sequences: int, empty: set[str], fail: _Failure
+) -> list[list[Any]] | None:
+    rows = _optional_rows(group, "messages", num_sequences, empty, fail)
+    if rows is None:
+        return None
+    for i, conversation in enumerate(rows):
+        if not isinstance(conversation, list | tuple):
+            raise fail(
+                f"sequences[{i}].messages",
+                f"expected a list of messages, got {_short(conversation)}",
+            )
+        for j, message in enumerate(conversation):
+            path = f"sequences[{i}].messages[{j}]"
+            if not isinstance(message, Mapping):
+                raise fail(path, f"expected a dict, got {_short(message)}")
+            for key in ("role", "content"):
+                if key not in message:
+                    raise fail(f"{path}.{key}", "required, but missing")
+            if not isinstance(message["role"], str):
+                raise fail(f"{path}.role", f"expected a string, got {_short(message['role'])}")
+    return [list(conversation) for conversation in rows]
+
+
+def _check_distillation(
+    group: Mapping[str, Any], lengths: IntArray, empty: set[str], fail: _Failure
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in DISTILL_FIELDS:
+        rows = _optional_rows(group, name, len(lengths), empty, fail)
+        found[name] = rows
+        for i, row in enumerate(rows or ()):
+            path = f"sequences[{i}].{name}"
+            if not isinstance(row, list | tuple | np.ndarray):
+                raise fail(path, f"expected [num_tokens][k] numbers, got {_short(row)}")
+            if len(row) != lengths[i]:
+                raise fail(path, f"{len(row)} positions for {lengths[i]} tokens")
+            for j, values in enumerate(row):
+                if name == "distill_token_ids":
+                    _int_rows([values], f"{name}[{i}][{j}]", fail)
+                else:
+                    _float_row(values, f"{path}[{j}]", fail)
+        if rows is not None:
+            found[name] = [[np.asarray(values).tolist() for values in row] for row in rows]
+    ids, logprobs = found["distill_token_ids"], found["distill_logprobs"]
+    if ids is not None and logprobs is not None:
+        for i, (id_row, logprob_row) in enumerate(zip(ids, logprobs, strict=True)):
+            for j, (a, b) in enumerate(zip(id_row, logprob_row, strict=True)):
+                if len(a) != len(b):
+                    raise fail(
+                        f"sequences[{i}].distill_logprobs[{j}]", f"{len(b)} values for {len(a)} ids"
+                    )
+    return found
+
+
+def _check_labels(
+    tokens: IntArray, masks: IntArray, lengths: IntArray, fail: _Failure
+) -> tuple[IntArray, tuple[str, ...]]:
+    is_label = (masks == IGNORE_INDEX) | (masks == tokens)
+    if is_label.all():
+        return masks, ()
+    if ((masks == 0) | (masks == 1)).all():
+        labels = np.where(masks == 1, tokens, IGNORE_INDEX).astype(np.int32)
+        return labels, ("binary_masks",)
+    flat = np.flatnonzero(~is_label)[0]
+    raise fail.at(
+        lengths,
+        flat,
+        "masks",
+        f"{masks[flat]} is neither {IGNORE_INDEX} nor the token {tokens[flat]}; masks are labels",
+    )
+
+
+def _check_logprobs(
+    per_token: Mapping[str, FloatArray | None], masks: IntArray, lengths: IntArray, fail: _Failure
+) -> None:
+    trained = masks != IGNORE_INDEX
+    for name in LOGPROB_FIELDS:
+        values = per_token[name]
+        if values is None:
+            continue
+        bad = np.flatnonzero(trained & (values > LOGPROB_TOLERANCE))
+        if bad.size:
+            raise fail.at(
+                lengths,
+                bad[0],
+                name,
+                f"{values[bad[0]]} at a trained position; a log-probability is at most 0",
+            )

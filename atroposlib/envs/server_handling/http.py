@@ -1,0 +1,129 @@
+"""One long-lived HTTP session per inference server, and the meaning of each way a request can end.
+
+A request is ONE attempt: `APIServer` owns the retries. Connection errors, timeouts, 5xx, 408 and 429 raise
+`EngineUnavailable` (the same request may succeed later), other 4xx `EngineHttpRejected`, unreadable bodies
+`EngineProtocolError`. Messages carry the URL and an excerpt of the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+from pydantic import BaseModel
+
+from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+
+CONNECT_TIMEOUT_S = 10.0
+EXCERPT_CHARS = 400
+TRANSIENT_4XX = frozenset({408, 425, 429})
+"""Request timeout, too early, too many requests: the request itself is fine."""
+
+
+class EngineHttpRejected(EngineRejected):
+    """A 4xx answer; `status` tells an unknown route (404, 405) from a bad request."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def strip_v1(base_url: str) -> str:
+    """Return the server's root: `http://h:1/v1/` and `http://h:1` both give `http://h:1`."""
+    return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def excerpt(body: bytes) -> str:
+    """Return the head of a body for an error message."""
+    text = body[: EXCERPT_CHARS * 4].decode("utf-8", "replace").strip()
+    return text if len(text) <= EXCERPT_CHARS else text[:EXCERPT_CHARS] + "..."
+
+
+def _encode_model(value: Any) -> Any:
+    # Environments append `completion.choices[0].message`, a pydantic object, to their messages.
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_none=True)
+    if hasattr(value, "tolist"):
+        return value.tolist()  # numpy scalars and arrays of token ids
+    raise TypeError(f"{type(value).__name__} cannot be sent as JSON: {value!r:.200}")
+
+
+class HttpPeer:
+    """An inference server as seen through one aiohttp session, opened at the first request."""
+
+    def __init__(self, root: str, *, api_key: str | None) -> None:
+        self.root = root.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        host = urlsplit(root).hostname or ""
+        # HTTP_PROXY is for the outside world; a proxy cannot reach this machine's loopback.
+        self._use_proxy_variables = host != "localhost" and not host.startswith("127.")
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session.closed or self._loop is not loop:
+            self._session = aiohttp.ClientSession(
+                # The limiter above decides how many requests are in flight, not the connection pool.
+                connector=aiohttp.TCPConnector(limit=0),
+                headers=self._headers,
+                trust_env=self._use_proxy_variables,
+            )
+            self._loop = loop
+        return self._session
+
+    async def close(self) -> None:
+        """Close the session; a later request opens another."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def post_json(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        query: Mapping[str, str] | None = None,
+    ) -> Any:
+        """POST a JSON body and return the decoded JSON answer."""
+        payload = msgspec.json.encode(body, enc_hook=_encode_model)
+        all_headers = {"Content-Type": "application/json", **(headers or {})}
+        status, answer = await self._request(
+            "POST", path, timeout_s=timeout_s, data=payload, headers=all_headers, params=query
+        )
+        where = f"POST {self.root}{path}"
+        if status in TRANSIENT_4XX or status >= 500:
+            raise EngineUnavailable(f"{where} answered {status}: {excerpt(answer)}")
+        if status >= 400:
+            raise EngineHttpRejected(f"{where} answered {status}: {excerpt(answer)}", status=status)
+        try:
+            return msgspec.json.decode(answer)
+        except msgspec.DecodeError as e:
+            raise EngineProtocolError(
+                f"{where} answered {status} with a body that is not JSON ({e}): {excerpt(answer)}"
+            ) from e
+
+    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+        """GET a path and return status and body, whatever the status is."""
+        return await self._request("GET", path, timeout_s=timeout_s)
+
+    async def _request(
+        self, method: str, path: str, *, timeout_s: float, **options: Any
+    ) -> tuple[int, bytes]:
+        url = self.root + path
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        try:
+            async with self._open_session().request(
+                method, url, timeout=timeout, **options
+            ) as response:
+                return response.status, await response.read()
+        except TimeoutError as e:
+            raise EngineUnavailable(f"{method} {url}: no answer within {timeout_s:g} s") from e
+        except (aiohttp.ClientError, OSError) as e:
+            raise EngineUnavailable(f"{method} {url}: {type(e).__name__}: {e}") from e

@@ -1,0 +1,85 @@
+"""How many requests may be at a server at once.
+
+One limiter per budget (training, evaluation). First come, first served; a cancelled waiter never keeps a slot.
+Written on futures rather than on `asyncio.Semaphore`, because its capacity changes while requests wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Self
+
+
+class AsyncSemWithAdaptiveWeight:
+    """A semaphore of `value` slots of which the share `weight` may be used.
+
+    Several environments share an inference server in proportion to their weight: with 100 slots and weight 0.25,
+    25 are usable. At least one slot always is, so that a small weight slows an environment down but never stops it.
+    """
+
+    def __init__(self, value: int) -> None:
+        if value < 1:
+            raise ValueError(f"a limiter needs at least one slot, got {value}")
+        self.max_val = value
+        self.weight = 1.0
+        self._in_use = 0
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def _value(self) -> int:
+        """Free slots, as `asyncio.Semaphore` names them; environments peek at it."""
+        return self.max_val - self._in_use
+
+    @property
+    def capacity(self) -> int:
+        """Slots that may be used."""
+        return max(1, int(self.max_val * self.weight + 1e-9))
+
+    def min_val(self) -> float:
+        """Slots that stay reserved for other environments."""
+        return self.max_val * (1.0 - self.weight)
+
+    def update_weight(self, weight: float) -> None:
+        """Set the usable share, in 0..1; waiters that now fit are let in at once."""
+        self.weight = min(max(weight, 0.0), 1.0)
+        self._wake()
+
+    def locked(self) -> bool:
+        """Whether a new request would have to wait."""
+        return self._in_use >= self.capacity or bool(self._waiters)
+
+    async def acquire(self) -> bool:
+        if not self.locked():
+            self._in_use += 1
+            return True
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if not waiter.cancelled():
+                self.release()  # the slot was handed over in the same tick as the cancel
+            elif waiter in self._waiters:
+                self._waiters.remove(waiter)
+            raise
+        return True
+
+    def release(self) -> None:
+        assert self._in_use > 0, "released more often than acquired"
+        self._in_use -= 1
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiters and self._in_use < self.capacity:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                self._in_use += 1
+                waiter.set_result(None)
+
+    async def __aenter__(self) -> Self:
+        await self.acquire()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.release()

@@ -1,0 +1,92 @@
+"""How to reach the inference servers: three small pydantic models, without any behaviour.
+
+Unknown keys given in code or YAML are ignored, with a warning that names them: environments in the wild
+pass keys of their own (`weight` in YAML server entries, for example).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+logger = logging.getLogger(__name__)
+
+ServerType = Literal["openai", "trl", "sglang", "vllm"]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(
+        extra="ignore", protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            unknown = sorted(str(key) for key in data if key not in cls.model_fields)
+            if unknown:
+                logger.warning("%s ignores unknown keys: %s", cls.__name__, ", ".join(unknown))
+        return data
+
+
+class ServerBaseline(_Config):
+    """Settings shared by all servers of an environment; alone, it means local servers on the default ports."""
+
+    timeout: int = Field(default=1200, gt=0)
+    """Seconds one request may take."""
+    num_max_requests_at_once: int = Field(default=512, ge=1)
+    """Training requests in flight per server."""
+    num_requests_for_eval: int = Field(default=64, ge=1)
+    """Evaluation requests in flight per server; a budget of its own, beside the training one."""
+    model_name: str = "default"
+    """Model named in every request."""
+    rolling_buffer_length: int = Field(default=1000, ge=1)
+    """How many requests the timing statistics look back on."""
+    server_type: ServerType = "openai"
+    """Protocol the servers speak."""
+    tokenizer_name: str = "none"
+    """Tokenizer to load; "none" means the one of `model_name`."""
+
+    @property
+    def tokenizer_source(self) -> str:
+        """The name or path to load the tokenizer from."""
+        return self.model_name if self.tokenizer_name in ("", "none") else self.tokenizer_name
+
+
+class APIServerConfig(ServerBaseline):
+    """One server."""
+
+    api_key: str | None = ""
+    """Bearer token; empty means none (for api.openai.com: the variable OPENAI_API_KEY)."""
+    base_url: str | None = ""
+    """For example http://localhost:9001/v1; empty means the OpenAI API."""
+    n_kwarg_is_ignored: bool = False
+    """The server returns one choice whatever `n` says: send n requests instead."""
+    health_check: bool = True
+    """Ask the server whether it is up, before its first use and after a failed connection."""
+    health_wait_s: float = Field(default=600.0, ge=0)
+    """Seconds a request waits for a server that is down before it fails."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _check_base_url(cls, value: str | None) -> str | None:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError(
+                f"base_url {value!r} has no scheme; write http://{value} or https://{value}"
+            )
+        return value
+
+
+class ServerManagerConfig(_Config):
+    """Settings of the `ServerManager` itself."""
+
+    slurm: bool = False
+    """Find the servers on the nodes of the SLURM job."""
+    testing: bool = False
+    """Use the scripted `ServerHarness` instead of a real server."""
+    max_n_completions: int = Field(default=8, ge=1)
+    """Requests for more completions than this are split."""
+    proxy_url: str | None = None
+    """URL of a managed-server proxy."""

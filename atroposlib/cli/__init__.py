@@ -1,0 +1,1 @@
+"""Commands; each starts the other parts as processes and never imports them."""

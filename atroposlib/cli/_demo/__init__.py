@@ -1,0 +1,1 @@
+"""Parts of `atropos-demo`; nothing else imports them."""

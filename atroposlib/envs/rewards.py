@@ -1,0 +1,336 @@
+"""Run a scoring function in a worker process that can be killed.
+
+Scoring code meets whatever a model writes: it hangs, eats memory, calls `sys.exit`, dies in C. Here
+it costs one `RewardFailure` - never the environment, and never a score of zero that looks like one.
+
+    async with RewardWorkers(num_workers=2, preload=("math_verify",)) as workers:
+        outcome = await workers.run(score_answer, gold, completion, timeout_s=10)
+
+Functions travel by name and arguments and results as JSON; nothing is pickled. A worker is this
+module as a process of its own session, with a memory limit, speaking JSON lines over a pipe. It keeps
+accidents in; it is not a sandbox for hostile code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import IO, Any, Literal, Self, TypeAlias
+
+from atroposlib.errors import EnvError
+
+JsonValue: TypeAlias = Any
+"""None, bool, int, float, str, or lists and string-keyed dicts of these."""
+
+FailureReason: TypeAlias = Literal["timeout", "exception", "memory", "crash", "output"]
+
+_TAIL_BYTES = 4000
+_STARTUP_TIMEOUT_S = 120.0
+"""For starting Python and importing the preloaded modules, on a busy machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFailure:
+    """Scoring did not produce a value. It says nothing about the completion: do not read it as zero."""
+
+    reason: FailureReason
+    """timeout: killed at the deadline. exception: the function raised, `SystemExit` included.
+    memory: the limit was hit. crash: the process died. output: the result was too large or no JSON."""
+    detail: str
+    """The end of the traceback or of the worker's stderr."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class RewardWorkers:
+    """A pool of worker processes; they start on first use and are replaced after a kill."""
+
+    def __init__(
+        self,
+        *,
+        num_workers: int = 1,
+        memory_limit_mb: int | None = 2048,
+        max_output_bytes: int = 1 << 20,
+        preload: Sequence[str] = (),
+    ) -> None:
+        """Describe the pool.
+
+        `memory_limit_mb` bounds each worker's address space in MiB (None: no limit).
+        `max_output_bytes` bounds one result's JSON. `preload` names modules that every worker
+        imports when it starts, so that slow imports are not counted against a call's deadline.
+        """
+        if num_workers < 1:
+            raise ValueError(f"num_workers={num_workers}: at least one worker is needed")
+        self._workers = [
+            _Worker(memory_limit_mb, max_output_bytes, tuple(preload)) for _ in range(num_workers)
+        ]
+        self._idle: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+
+    async def run(
+        self, function: Callable[..., JsonValue] | str, *args: JsonValue, timeout_s: float
+    ) -> JsonValue | RewardFailure:
+        """Call `function(*args)` in a worker; return its value or why there is none.
+
+        `function` is a module-level function or its name, `"package.module:function"`. `timeout_s`
+        bounds the call itself, in seconds of wall-clock time; waiting for a free worker and starting
+        one are not counted. Raises `TypeError` for arguments that are not JSON and `EnvError` when
+        the function cannot be imported: those are the author's mistakes, not the completion's.
+        """
+        request = json.dumps({**_address(function), "args": args}).encode() + b"\n"
+        worker = await self._idle.get()
+        try:
+            return await worker.call(request, timeout_s)
+        finally:
+            self._idle.put_nowait(worker)
+
+    async def close(self) -> None:
+        """Kill every worker."""
+        for worker in self._workers:
+            await worker.kill()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+class _Worker:
+    """The parent's end of one process: idle or in exactly one call."""
+
+    def __init__(
+        self, memory_limit_mb: int | None, max_output_bytes: int, preload: tuple[str, ...]
+    ) -> None:
+        self._settings = json.dumps(
+            {
+                "memory_limit_mb": memory_limit_mb,
+                "max_output_bytes": max_output_bytes,
+                "preload": preload,
+                "sys_path": [entry for entry in sys.path if entry],
+            }
+        )
+        self._line_limit = max_output_bytes + _TAIL_BYTES + 1024
+        self._process: asyncio.subprocess.Process | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self._stderr_tail = b""
+
+    async def call(self, request: bytes, timeout_s: float) -> JsonValue | RewardFailure:
+        try:
+            async with asyncio.timeout(_STARTUP_TIMEOUT_S):
+                await self._ensure_started()
+            async with asyncio.timeout(timeout_s):
+                reply = await self._exchange(request)
+        except TimeoutError:
+            await self.kill()
+            return RewardFailure(reason="timeout", detail=f"no result within {timeout_s:g} s")
+        except BaseException:
+            await self.kill()
+            raise
+        if isinstance(reply, RewardFailure):
+            await self.kill()
+            return reply
+        match reply:
+            case {"value": value}:
+                return value
+            case {"unusable": detail}:
+                raise EnvError(f"the scoring function cannot be called: {detail}")
+        return RewardFailure(reason=reply["reason"], detail=reply["detail"])
+
+    async def _ensure_started(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            return
+        await self.kill()
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "atroposlib.envs.rewards",
+            self._settings,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=self._line_limit,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+        )
+        self._drain = asyncio.create_task(self._keep_stderr_tail(self._process))
+        ready = await self._read(self._process)
+        if isinstance(ready, RewardFailure) or "unusable" in ready:
+            detail = ready.detail if isinstance(ready, RewardFailure) else ready["unusable"]
+            await self.kill()
+            raise EnvError(f"a reward worker did not start: {detail}")
+
+    async def _exchange(self, request: bytes) -> dict[str, Any] | RewardFailure:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        process.stdin.write(request)
+        # A worker that died between two calls shows itself as an end of file in the read below.
+        with contextlib.suppress(ConnectionError):
+            await process.stdin.drain()
+        return await self._read(process)
+
+    async def _read(self, process: asyncio.subprocess.Process) -> dict[str, Any] | RewardFailure:
+        assert process.stdout is not None
+        try:
+            line = await process.stdout.readline()
+        except ValueError:
+            return RewardFailure(reason="output", detail="the worker's reply exceeds its limit")
+        if not line.endswith(b"\n"):
+            status = await process.wait()
+            if self._drain is not None:
+                await self._drain
+            tail = self._stderr_tail.decode(errors="replace")
+            return RewardFailure(reason="crash", detail=f"exit status {status}. {tail}".strip())
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    async def _keep_stderr_tail(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        self._stderr_tail = b""
+        while chunk := await process.stderr.read(1 << 16):
+            self._stderr_tail = (self._stderr_tail + chunk)[-_TAIL_BYTES:]
+
+    async def kill(self) -> None:
+        """Kill the process with everything it started, and wait for it."""
+        process, self._process = self._process, None
+        if process is not None:
+            # Its session outlives a dead leader, so the group is signalled whether or not it is dead.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            # Break the pipe's transport here rather than when the loop collects it.
+            if process.stdin is not None:
+                process.stdin.close()
+        drain, self._drain = self._drain, None
+        if drain is not None:
+            drain.cancel()
+            await asyncio.gather(drain, return_exceptions=True)
+
+
+def _address(function: Callable[..., JsonValue] | str) -> dict[str, str | None]:
+    """Say where a worker finds the function: a module name, its file as a fallback, a name."""
+    if isinstance(function, str):
+        module_name, separator, qualname = function.partition(":")
+        if not (module_name and separator and qualname):
+            raise ValueError(f"{function!r} does not have the form 'package.module:function'")
+        return {"module": module_name, "file": None, "qualname": qualname}
+    if "<" in function.__qualname__:
+        raise ValueError(
+            f"{function.__qualname__} is local; a worker needs a module-level function"
+        )
+    module = sys.modules[function.__module__]
+    file = getattr(module, "__file__", None)  # a builtin module has none
+    return {
+        "module": function.__module__,
+        "file": str(Path(file).resolve()) if file else None,
+        "qualname": function.__qualname__,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------
+# The worker's side
+
+
+def _serve(settings: dict[str, Any]) -> None:
+    """Answer requests until the parent closes the pipe."""
+    requests, replies = _take_the_pipes()
+    if settings["memory_limit_mb"] is not None:
+        limit = settings["memory_limit_mb"] << 20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        for name in settings["preload"]:
+            importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - the parent raises it
+        _reply(replies, {"unusable": _describe(error)})
+        return
+    _reply(replies, {"ready": True})
+    for line in requests:
+        _reply(replies, _answer(json.loads(line), max_output_bytes=settings["max_output_bytes"]))
+
+
+def _take_the_pipes() -> tuple[IO[bytes], IO[bytes]]:
+    """Keep the pipes for the protocol alone: what scoring code prints or reads goes nowhere."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    return requests, replies
+
+
+def _answer(request: dict[str, Any], *, max_output_bytes: int) -> dict[str, JsonValue]:
+    try:
+        function = _resolve(request["module"], request["file"], request["qualname"])
+    except Exception as error:  # noqa: BLE001 - the parent raises it
+        return {"unusable": _describe(error)}
+    try:
+        value = function(*request["args"])
+        if len(json.dumps(value)) > max_output_bytes:
+            return {"reason": "output", "detail": f"the result exceeds {max_output_bytes} bytes"}
+    except MemoryError as error:
+        return {"reason": "memory", "detail": _describe(error)}
+    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt included
+        return {"reason": "exception", "detail": _describe(error)}
+    return {"value": value}
+
+
+def _resolve(module_name: str, file: str | None, qualname: str) -> Callable[..., JsonValue]:
+    found: Any = _import(module_name, file)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise TypeError(f"{module_name}:{qualname} is not callable")
+    return found  # type: ignore[no-any-return]
+
+
+def _import(module_name: str, file: str | None) -> ModuleType:
+    """Import by name; a script's own module, or one not on the path, is loaded from its file."""
+    if module_name != "__main__":
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if file is None or error.name not in {module_name, module_name.partition(".")[0]}:
+                raise
+    alias = f"_scored_by_{Path(file).stem}" if file else module_name
+    if alias in sys.modules:
+        return sys.modules[alias]
+    if file is None:
+        raise ModuleNotFoundError(f"module {module_name!r} has no file to load")
+    spec = importlib.util.spec_from_file_location(alias, file)
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"{file} is not a Python file")
+    module = sys.modules[alias] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _reply(replies: IO[bytes], reply: dict[str, JsonValue]) -> None:
+    replies.write(json.dumps(reply).encode() + b"\n")
+    replies.flush()
+
+
+def _describe(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-_TAIL_BYTES:].strip()
+
+
+if __name__ == "__main__":
+    _serve(json.loads(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Small pieces for authors of environments and trainers."""

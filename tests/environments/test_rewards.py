@@ -1,0 +1,145 @@
+"""The promises of `atroposlib.envs.rewards`: a failure is data, a worker is replaced, nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from atroposlib.envs.rewards import RewardFailure, RewardWorkers
+from atroposlib.errors import EnvError
+
+MODULE = "tests.environments.helpers_rewards"
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[RewardWorkers]:
+    async with RewardWorkers(memory_limit_mb=512, max_output_bytes=10_000) as pool:
+        yield pool
+
+
+async def run(workers: RewardWorkers, name: str, *args: object, timeout_s: float = 20.0) -> object:
+    return await workers.run(f"{MODULE}:{name}", *args, timeout_s=timeout_s)
+
+
+async def test_a_value_comes_back_and_the_worker_is_kept(workers: RewardWorkers) -> None:
+    first = await run(workers, "pid")
+    assert await run(workers, "add", 1, 0.5) == 1.5
+    assert await run(workers, "pid") == first != os.getpid()
+
+
+async def test_a_hang_is_killed_and_the_next_call_is_served(workers: RewardWorkers) -> None:
+    before = await run(workers, "pid")
+    outcome = await run(workers, "hang", timeout_s=0.1)
+    assert outcome == RewardFailure(reason="timeout", detail="no result within 0.1 s")
+    assert not _is_alive(before)
+    assert await run(workers, "add", 1, 1) == 2
+
+
+async def test_a_kill_takes_the_children_of_the_scoring_code(
+    workers: RewardWorkers, tmp_path: Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    await run(workers, "pid")
+    outcome = await run(workers, "hang_with_a_child", str(pid_file), timeout_s=1.5)
+    assert isinstance(outcome, RewardFailure)
+    child = int(pid_file.read_text())
+    for _ in range(100):
+        if not _is_alive(child):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"process {child} survived")
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "reason", "said"),
+    [
+        ("leave", [], "exception", "SystemExit: 3"),
+        ("fail", [], "exception", "ValueError: a bad completion"),
+        ("die", [], "crash", "exit status 7. last words"),
+        ("flood", [20_000], "output", "exceeds 10000 bytes"),
+        ("hoard", [1 << 30], "memory", "MemoryError"),
+        ("not_json", [], "exception", "not JSON serializable"),
+    ],
+)
+async def test_misbehaviour_is_a_failure_with_its_reason(
+    workers: RewardWorkers, name: str, args: list[object], reason: str, said: str
+) -> None:
+    outcome = await run(workers, name, *args)
+    assert isinstance(outcome, RewardFailure)
+    assert outcome.reason == reason
+    assert said in outcome.detail
+    assert await run(workers, "add", 2, 2) == 4
+
+
+async def test_a_flooded_stderr_neither_blocks_nor_fills_memory(workers: RewardWorkers) -> None:
+    assert await run(workers, "flood_stderr", 1 << 20) == "done"
+
+
+async def test_a_failure_is_not_zero() -> None:
+    failure = RewardFailure(reason="crash", detail="")
+    assert failure != 0.0
+    assert not failure
+
+
+async def test_the_authors_mistakes_are_raised(workers: RewardWorkers) -> None:
+    with pytest.raises(EnvError, match="no_such_function"):
+        await run(workers, "no_such_function")
+    with pytest.raises(EnvError, match="no_such_module"):
+        await workers.run("no_such_module:score", timeout_s=20)
+    with pytest.raises(TypeError, match="JSON"):
+        await run(workers, "add", object(), 1)
+    with pytest.raises(ValueError, match="package.module:function"):
+        await workers.run("score", timeout_s=1)
+    with pytest.raises(ValueError, match="module-level"):
+        await workers.run(lambda: 1, timeout_s=1)
+    assert await run(workers, "add", 1, 1) == 2
+
+
+async def test_a_preload_that_is_missing_is_named() -> None:
+    async with RewardWorkers(preload=("no_such_package",)) as workers:
+        with pytest.raises(EnvError, match="no_such_package"):
+            await workers.run(f"{MODULE}:pid", timeout_s=20)
+
+
+async def test_a_function_is_found_by_its_file_when_its_module_is_a_script(
+    workers: RewardWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "some_env.py"
+    script.write_text("def score(text):\n    return len(text)\n\nassert __name__ != '__main__'\n")
+    namespace = {"__name__": "__main__"}
+    exec(compile(script.read_text().partition("assert")[0], script, "exec"), namespace)
+    main = type(os)("__main__")
+    main.__file__ = str(script)
+    monkeypatch.setitem(__import__("sys").modules, "__main__", main)
+    assert await workers.run(namespace["score"], "four", timeout_s=20) == 4  # type: ignore[arg-type]
+
+
+async def test_workers_run_in_parallel() -> None:
+    async with RewardWorkers(num_workers=2) as workers:
+        pids = await asyncio.gather(*(run(workers, "pid") for _ in range(2)))
+    assert len(set(pids)) == 2
+    assert not any(_is_alive(pid) for pid in pids)
+
+
+async def test_a_cancelled_call_kills_its_worker(workers: RewardWorkers) -> None:
+    before = await run(workers, "pid")
+    call = asyncio.create_task(run(workers, "hang"))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not _is_alive(before)
+    assert await run(workers, "add", 1, 1) == 2
+
+
+def _is_alive(pid: object) -> bool:
+    assert isinstance(pid, int)
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

@@ -1,10 +1,11 @@
 """Configuration: defaults < YAML < flags, for every command of this project.
 
-The only reader of `argv`. A flag is read as its field's own type (so `-1`, `None`, `1e-5`, enum values, JSON and
-comma lists work), `-` and `_` are the same, a boolean may stand bare, and an unknown flag is refused with the nearest
-valid name. Unknown *keys* in YAML or code are ignored with a warning that names them, because existing environments
-pass keys of their own making. `parse_flags` serves commands with one model; `parse_sections` serves the environment
-command line, where a flag belongs to a section (`--env.group_size`).
+The only reader of `argv`. A flag is read as its field's own type (so `-1`, `None`, `1e-5`, enum
+values, JSON and comma lists work), `-` and `_` are the same, a boolean may stand bare, and an
+unknown flag is refused with the nearest valid name. Unknown *keys* in YAML or code are ignored
+with a warning that names them, because existing environments pass keys of their own making.
+`parse_flags` serves commands with one model; `parse_sections` serves the environment command
+line, where a flag belongs to a section (`--env.group_size`).
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
 
+_ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
+
 _BOOLEAN_WORDS = frozenset(
     {"true", "false", "yes", "no", "on", "off", "1", "0", "t", "f", "y", "n"}
 )
-"""The words pydantic reads as a boolean; a bare boolean flag takes the next argument only if it is one of these."""
+"""What pydantic reads as a boolean; a bare boolean flag takes the next argument only if it is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,7 @@ class _Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionValues:
-    """What the command line and the YAML file said, before it is merged with an environment's own defaults."""
+    """What the command line and the YAML file said, before it is merged with other defaults."""
 
     flags: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Section -> field -> value, only what was typed."""
@@ -86,9 +89,10 @@ class SectionValues:
 def parse_flags(
     model: type[M], argv: Sequence[str] | None, *, prog: str, description: str = ""
 ) -> M:
-    """Build `model` from its defaults, then `--config FILE`, then flags; `argv` None reads the process's arguments.
+    """Build `model` from its defaults, then `--config FILE`, then flags.
 
-    `-h` prints every field and exits 0. Raises ConfigError for an unknown flag, a missing or bad value, a bad file.
+    `argv` None reads the process's arguments; `-h` prints every field and exits 0. Raises
+    ConfigError for an unknown flag, a missing or bad value, a bad file.
 
     >>> class Serve(BaseModel):
     ...     port: int = 8000
@@ -109,10 +113,10 @@ def parse_sections(
     prog: str,
     description: str = "",
 ) -> SectionValues:
-    """Read flags of several models at once; the key of each model is its namespace, "" for flags without one.
+    """Read flags of several models at once; each key is a namespace, "" for flags without one.
 
-    A name without its namespace is accepted when exactly one section has it. Nothing is validated here: the caller
-    merges the values with its own defaults and calls `build`.
+    A name without its namespace is accepted when exactly one section has it. Nothing is validated
+    here: the caller merges the values with its own defaults and calls `build`.
     """
     flags = [
         _Flag(section=section, name=name, info=info)
@@ -146,7 +150,10 @@ def parse_sections(
 
 
 def build(model: type[M], *layers: Mapping[str, Any], namespace: str = "") -> M:
-    """Merge `layers` (later wins, dicts recursively) into `model`; ConfigError names each bad field and its value."""
+    """Merge `layers` (later wins, dicts recursively) into `model`.
+
+    Unknown keys are ignored with a warning; ConfigError names each bad field and its value.
+    """
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = merge(merged, layer)
@@ -172,7 +179,7 @@ def build(model: type[M], *layers: Mapping[str, Any], namespace: str = "") -> M:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` overlaid with `over`; where both hold a dict, they are merged in turn.
+    """Return `base` overlaid with `over`; where both hold a dict (or a model), they are merged.
 
     >>> merge({"a": 1, "b": {"x": 1, "y": 2}}, {"b": {"y": 3}})
     {'a': 1, 'b': {'x': 1, 'y': 3}}
@@ -180,13 +187,19 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = merge(old, value) if both else value  # type: ignore[arg-type]
+        if isinstance(old, BaseModel):
+            old = old.model_dump()
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = merge(old, value)
+        merged[key] = value
     return merged
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML mapping; an empty file is {}. ConfigError when the file is absent, broken or not a mapping."""
+    """Read a YAML mapping; an empty file is {}.
+
+    Raises ConfigError when the file is absent, broken or not a mapping.
+    """
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -269,7 +282,7 @@ def _take(rest: list[str], given: list[str] | None, spelling: str, what: str) ->
 
 
 def _read_value(flag: _Flag, rest: list[str], given: list[str] | None, earlier: Any) -> Any:
-    """Consume the flag's value from `rest`; a list flag takes every following word and adds to `earlier`."""
+    """Consume the flag's value; a list flag takes every following word and adds to `earlier`."""
     if given is None and flag.is_boolean:
         if not rest or rest[0].lower() not in _BOOLEAN_WORDS | {"none"}:
             return True
@@ -291,7 +304,7 @@ def _read_value(flag: _Flag, rest: list[str], given: list[str] | None, earlier: 
 
 
 def _decode(info: FieldInfo, text: str) -> Any:
-    """Read `text` as JSON where that fits the field's type, else hand it on as text; `None` is null."""
+    """Read `text` as JSON where that fits the field's type, else keep the text; `None` is null."""
     if text == "None":
         return None
     for member in _union_members(info.annotation):
@@ -308,17 +321,21 @@ def _decode(info: FieldInfo, text: str) -> Any:
     if parsed is None or isinstance(parsed, str):
         return text
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(
-            Annotated[info.annotation, "flag"], config=ConfigDict(arbitrary_types_allowed=True)
-        )
-        adapter.validate_python(parsed)
-    except (PydanticValidationError, PydanticSchemaGenerationError, PydanticUserError):
+        _adapter(info.annotation).validate_python(parsed)
+    except (PydanticValidationError, PydanticSchemaGenerationError):
         return text
     return parsed
 
 
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(annotation, config=_ANY_TYPE)
+    except PydanticUserError:  # models and dataclasses bring their own config
+        return TypeAdapter(annotation)
+
+
 def _union_members(annotation: Any) -> list[Any]:
-    """Return the alternatives of `X | Y`, `Optional[X]`, `Annotated[...]`; a plain type is its own only one."""
+    """Return the alternatives of `X | Y` or `Optional[X]`; a plain type is its own only one."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _union_members(get_args(annotation)[0])
@@ -379,7 +396,7 @@ def _print_help(flags: Sequence[_Flag], *, prog: str, description: str, reads_ya
 
 
 def _default_text(info: FieldInfo) -> str:
-    value = info.get_default(
-        call_default_factory=info.default_factory is not None, validated_data={}
-    )
+    value = info.default
+    if info.default_factory is not None:
+        value = info.get_default(call_default_factory=True, validated_data={})
     return str(value.value) if isinstance(value, enum.Enum) else repr(value)

@@ -19,6 +19,11 @@ class Colour(enum.Enum):
     BLUE = "blue"
 
 
+class Limits(BaseModel):
+    low: int = 0
+    high: int = 9
+
+
 class Settings(BaseModel):
     port: int = Field(8000, ge=-1, description="TCP port; 100% yours")
     rate: float = 0.5
@@ -29,6 +34,7 @@ class Settings(BaseModel):
     layers: list[int] = [1]
     urls: list[str] = []
     extra: dict[str, Any] = {}
+    limits: Limits = Limits()
     hub_url: str = Field("http://h", validation_alias=AliasChoices("hub_url", "atropos_url"))
 
 
@@ -62,6 +68,7 @@ def parse(*argv: str) -> Settings:
         (["--layers", "None,"], "layers", ConfigError),
         (["--urls", "http://a", "--urls", "http://b"], "urls", ["http://a", "http://b"]),
         (["--extra", '{"a": {"b": 1}}'], "extra", {"a": {"b": 1}}),
+        (["--limits", '{"low": 5}'], "limits", Limits(low=5)),
         (["--hub-url", "http://z"], "hub_url", "http://z"),
         (["--atropos_url", "http://z"], "hub_url", "http://z"),
     ],

@@ -1,0 +1,262 @@
+"""`example_trainer/vllm_process.py` against a small real server: it starts, notices death, and kills only its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from atroposlib.errors import ConfigError, EngineError
+from example_trainer.vllm_process import (
+    EngineProcess,
+    local_engine_command,
+    vllm_command,
+    vllm_environment,
+)
+
+FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def make_engine(port: int, tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
+    made: list[EngineProcess] = []
+
+    def make(*options: str, **settings: float) -> EngineProcess:
+        engine = EngineProcess(
+            [sys.executable, str(FAKE_ENGINE), str(port), *options],
+            url=f"http://127.0.0.1:{port}",
+            log_path=tmp_path / "logs" / "engine.log",
+            **settings,
+        )
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.stop()
+
+
+def wait_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether `pid` does work; a zombie that nobody has reaped yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_engine_answers_inside_the_block_and_is_gone_after_it(
+    make_engine: Callable[..., EngineProcess],
+) -> None:
+    with make_engine() as engine:
+        assert httpx.get(f"{engine.url}/health").status_code == 200
+        assert engine.poll() is None
+        pid = engine.pid
+        assert pid is not None
+    assert engine.pid is None
+    assert not is_running(pid)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{engine.url}/health")
+
+
+def test_engine_can_be_started_again_on_the_same_port(
+    make_engine: Callable[..., EngineProcess],
+) -> None:
+    engine = make_engine()
+    for _ in range(2):
+        with engine:
+            assert httpx.get(f"{engine.url}/health").status_code == 200
+
+
+def test_early_death_is_reported_with_status_command_and_the_reason_from_the_log(
+    make_engine: Callable[..., EngineProcess],
+) -> None:
+    engine = make_engine("--die", "head size 16 is not supported")
+    with pytest.raises(EngineError, match="exited with status 3") as caught, engine:
+        pass
+    assert "ValueError: head size 16 is not supported" in str(caught.value)
+    assert "fake_engine.py" in str(caught.value)
+    assert engine.poll() == 3
+
+
+def test_log_tail_shows_only_the_last_run(make_engine: Callable[..., EngineProcess]) -> None:
+    with pytest.raises(EngineError), make_engine("--die", "first run"):
+        pass
+    second = make_engine("--die", "second run")
+    with pytest.raises(EngineError), second:
+        pass
+    assert "second run" in second.log_tail()
+    assert "first run" not in second.log_tail()
+
+
+def test_death_by_signal_is_named(make_engine: Callable[..., EngineProcess]) -> None:
+    with make_engine() as engine:
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        wait_gone(engine.pid)
+        with pytest.raises(EngineError, match="ended by SIGKILL"):
+            engine.check_alive()
+
+
+def test_startup_timeout_stops_the_engine(make_engine: Callable[..., EngineProcess]) -> None:
+    engine = make_engine("--never-healthy", startup_timeout_s=0.5)
+    with pytest.raises(EngineError, match="not healthy after"), engine:
+        pass
+    assert engine.pid is None
+
+
+def test_taken_port_is_refused_and_its_owner_left_alone(
+    make_engine: Callable[..., EngineProcess], port: int
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        engine = make_engine()
+        with pytest.raises(EngineError, match=f"cannot listen on port {port}.*left alone"):
+            engine.start()
+        assert engine.pid is None
+        socket.create_connection(("127.0.0.1", port)).close()  # it still listens
+
+
+def test_engine_that_ignores_sigterm_is_killed(make_engine: Callable[..., EngineProcess]) -> None:
+    with make_engine("--deaf", stop_grace_s=0.2) as engine:
+        pid = engine.pid
+        assert pid is not None
+    assert not is_running(pid)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+def test_children_of_the_engine_end_with_it_and_strangers_do_not(
+    make_engine: Callable[..., EngineProcess], tmp_path: Path
+) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        with make_engine("--child", str(tmp_path / "child")):
+            child = int((tmp_path / "child").read_text())
+            assert is_running(child)
+        wait_gone(child)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+def test_children_of_an_engine_that_died_are_killed_when_its_death_is_seen(
+    make_engine: Callable[..., EngineProcess], tmp_path: Path
+) -> None:
+    with make_engine("--child", str(tmp_path / "child")) as engine:
+        child = int((tmp_path / "child").read_text())
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        wait_gone(engine.pid)
+        assert engine.poll() == -signal.SIGKILL
+        wait_gone(child)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs prctl")
+def test_engine_ends_when_its_parent_is_killed(port: int, tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path\n"
+        "from example_trainer.vllm_process import EngineProcess\n"
+        f"engine = EngineProcess([sys.executable, {str(FAKE_ENGINE)!r}, '{port}'],"
+        f" url='http://127.0.0.1:{port}', log_path=Path({str(tmp_path / 'log')!r}))\n"
+        "engine.start(); engine.wait_healthy(); print(engine.pid, flush=True); time.sleep(60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=FAKE_ENGINE.parents[2]
+    )
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_running(pid)
+    finally:
+        parent.kill()
+        parent.communicate()
+    wait_gone(pid)
+
+
+def test_missing_program_is_a_configuration_error(tmp_path: Path) -> None:
+    engine = EngineProcess(
+        ["/no/such/python"], url="http://127.0.0.1:9001", log_path=tmp_path / "log"
+    )
+    with pytest.raises(ConfigError, match="/no/such/python.*no such program"):
+        engine.start()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9001", "http://127.0.0.1", "https://host:1"])
+def test_url_without_host_or_port_is_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected http://HOST:PORT"):
+        EngineProcess(["python"], url=url, log_path=tmp_path / "log")
+
+
+def test_every_setting_reaches_vllm() -> None:
+    command = vllm_command(
+        python="/venv/bin/python",
+        model=Path("/run/step_3"),
+        port=9001,
+        served_model_name="base",
+        max_model_len=256,
+        gpu_memory_utilization=0.45,
+        dtype="float32",
+        enforce_eager=True,
+        seed=7,
+        extra_args=["--swap-space", "0"],
+    )
+    assert command[:3] == ["/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    flags = dict(zip(command[3::2], command[4::2], strict=False))
+    assert flags["--model"] == "/run/step_3"
+    assert flags["--port"] == "9001"
+    assert flags["--host"] == "127.0.0.1"
+    assert flags["--served-model-name"] == "base"
+    assert flags["--max-model-len"] == "256"
+    assert flags["--gpu-memory-utilization"] == "0.45"
+    assert flags["--dtype"] == "float32"
+    assert "--enforce-eager" in command
+    assert command[-4:] == ["--seed", "7", "--swap-space", "0"]
+
+
+def test_vllm_environment_hides_this_process_s_packages_and_opens_the_development_routes() -> None:
+    base = {
+        "PYTHONPATH": "/here",
+        "VIRTUAL_ENV": "/venv",
+        "HOME": "/home/a",
+        "OMP_NUM_THREADS": "4",
+    }
+    environment = vllm_environment(base=base, cpu=True, gpu=1)
+    assert "PYTHONPATH" not in environment
+    assert "VIRTUAL_ENV" not in environment
+    assert environment["HOME"] == "/home/a"
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment["OMP_NUM_THREADS"] == "4"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in vllm_environment(base=base)
+
+
+def test_local_engine_command_is_what_the_engine_s_flags_are_called() -> None:
+    command = local_engine_command(model="/m", port=1, served_model_name="base", device="cpu")
+    assert command[:3] == [sys.executable, "-m", "atroposlib.engine.server"]
+    assert command[-2:] == ["--served_model_name", "base"]
+    assert command[command.index("--device") :][:2] == ["--device", "cpu"]

@@ -1,0 +1,69 @@
+"""Accuracy of whatever weights an engine holds, measured over HTTP as any client would see it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+from atroposlib.utils.letter_reversal import MAX_ANSWER_TOKENS, is_correct
+
+_MAX_CONCURRENT_REQUESTS = 64
+_TIMEOUT = aiohttp.ClientTimeout(total=300)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """Fraction of prompts answered exactly, 0 to 1."""
+
+    sampled: float
+    """At temperature 1, one answer per prompt."""
+    greedy: float
+
+
+def measure(engine_url: str, model_name: str, prompts: Sequence[str]) -> Accuracy:
+    """Answer every prompt twice, sampled and greedily; raises `EngineError` when one has no answer."""
+    return asyncio.run(_measure(engine_url, model_name, prompts))
+
+
+async def _measure(url: str, model_name: str, prompts: Sequence[str]) -> Accuracy:
+    connector = aiohttp.TCPConnector(limit=_MAX_CONCURRENT_REQUESTS)
+    async with aiohttp.ClientSession(url, connector=connector, timeout=_TIMEOUT) as session:
+
+        async def num_correct(temperature: float) -> int:
+            body = {
+                "model": model_name,
+                "max_tokens": MAX_ANSWER_TOKENS,
+                "temperature": temperature,
+            }
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(_is_answered(session, prompt, {**body, "prompt": prompt}))
+                    for prompt in prompts
+                ]
+            return sum(task.result() for task in tasks)
+
+        return Accuracy(
+            sampled=await num_correct(1.0) / len(prompts),
+            greedy=await num_correct(0.0) / len(prompts),
+        )
+
+
+async def _is_answered(session: aiohttp.ClientSession, prompt: str, body: dict[str, Any]) -> bool:
+    try:
+        async with session.post("/v1/completions", json=body) as response:
+            if response.status >= 400:
+                detail = (await response.text())[:500]
+                raise EngineRejected(f"the engine answered {response.status} to {body}: {detail}")
+            reply = await response.json()
+    except aiohttp.ClientError as error:
+        raise EngineUnavailable(f"the engine did not answer: {error}") from error
+    try:
+        choice = reply["choices"][0]
+        return is_correct(prompt, choice["text"], finished=choice["finish_reason"] == "stop")
+    except (KeyError, IndexError, TypeError) as error:
+        raise EngineProtocolError(f"not a completion: {str(reply)[:500]}") from error

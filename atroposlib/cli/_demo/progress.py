@@ -1,0 +1,128 @@
+"""What the demo shows while it runs: a live display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+StepMetrics: TypeAlias = Mapping[str, Any]
+"""One line of the trainer's metrics file."""
+
+_BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+_PLAIN_LINES = 30
+"""About as many step lines are printed where there is no terminal."""
+
+
+class JsonLines:
+    """Reads the complete lines that were added to a growing file since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        """Remember the path; the file may not exist yet."""
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return what was added; a line still being written is left for the next call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            added = file.read()
+        complete = added[: added.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
+
+
+class Display:
+    """Lines about phases, and the state of training after each step."""
+
+    def __init__(self, console: Console, *, num_steps: int) -> None:
+        """Show progress towards `num_steps` optimizer steps on `console`."""
+        self._console = console
+        self._num_steps = num_steps
+        self._rewards: list[float] = []
+        self._progress = Progress(
+            TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        )
+        self._bar = self._progress.add_task("step", total=num_steps, start=False)
+        self._live = Live(console=console, refresh_per_second=4, transient=False)
+
+    def say(self, text: str) -> None:
+        """Print one line about what happens now."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        """Begin the training phase."""
+        if self._console.is_terminal:
+            self._progress.start_task(self._bar)
+            self._live.update(self._view(Text("waiting for the first batch")))
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live.is_started:
+            self._live.stop()
+
+    def show_step(self, metrics: StepMetrics) -> None:
+        """Show the metrics of one finished step."""
+        self._rewards.append(metrics["reward_mean"])
+        line = describe_step(metrics)
+        step = len(self._rewards)
+        if self._live.is_started:
+            self._progress.update(self._bar, completed=step)
+            self._live.update(self._view(Text(line)))
+        elif step % max(1, self._num_steps // _PLAIN_LINES) == 0 or step in (1, self._num_steps):
+            self.say(f"step {step:>4}/{self._num_steps}  {line}")
+
+    def _view(self, line: Text) -> Group:
+        width = max(10, self._console.width - 8)
+        return Group(self._progress, line, Text(f"reward {sparkline(self._rewards, width=width)}"))
+
+
+def describe_step(metrics: StepMetrics) -> str:
+    """Return one line: reward, throughput, staleness, queue, agreement of engine and trainer.
+
+    >>> describe_step({"reward_mean": 0.5, "num_trained_tokens": 1500, "wall_s": 0.5})
+    'reward 0.500  3,000 tok/s  staleness -  queue -  logprob gap -'
+    """
+    tokens_per_s = metrics["num_trained_tokens"] / max(metrics["wall_s"], 1e-9)
+    return (
+        f"reward {metrics['reward_mean']:.3f}  {tokens_per_s:,.0f} tok/s  "
+        f"staleness {_number(metrics.get('staleness_mean'), '.1f')}  "
+        f"queue {_number(metrics.get('queue_size'), 'd')}  "
+        f"logprob gap {_number(metrics.get('logprob_gap_max'), '.1e')}"
+    )
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def sparkline(values: list[float], *, width: int) -> str:
+    """Draw values between 0 and 1 as one line of at most `width` blocks, averaging neighbours.
+
+    >>> sparkline([0.0, 0.5, 1.0], width=3)
+    ' ▄█'
+    """
+    if not values:
+        return ""
+    num_columns = min(width, len(values))
+    edges = [round(column * len(values) / num_columns) for column in range(num_columns + 1)]
+    means = [
+        sum(values[left:right]) / (right - left)
+        for left, right in zip(edges[:-1], edges[1:], strict=True)
+    ]
+    return "".join(_BLOCKS[round(min(max(mean, 0.0), 1.0) * 8)] for mean in means)

@@ -1,0 +1,19 @@
+"""The hub: environments post groups, a trainer takes exact batches. `uvicorn atroposlib.api:app` serves it; README.md is the wire."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atroposlib.api.server import app
+
+__all__ = ["app"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load FastAPI only when the application is asked for, so that the client can import `api.schemas` cheaply."""
+    if name == "app":
+        from atroposlib.api.server import app
+
+        return app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,58 @@
+"""The original's batching functions, at the original's import path, over dicts with a `tokens` key.
+
+The policy is `batching`; here only the shapes differ. The hub itself does not come through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atroposlib.api.batching import (
+    GroupHeader,
+    NoBatch,
+    oldest_subset,
+    plan_batch,
+    sequence_floors,
+)
+
+Group = dict[str, Any]
+
+
+def find_groups_summing_to_target(buffer: Sequence[Group], target_size: int) -> list[int]:
+    """Indices, ascending, of groups whose sequences sum to exactly `target_size`; empty when there are none."""
+    return oldest_subset([len(group["tokens"]) for group in buffer], target_size)
+
+
+def grab_exact_from_heterogeneous_queue(
+    queue: list[Group], batch_size: int
+) -> tuple[list[Group] | None, list[Group]]:
+    """Return `(batch, remaining queue)`, or `(None, queue)` when no exact batch exists."""
+    return _grab(queue, batch_size, {})
+
+
+def grab_batch_with_minimum_allocations(
+    queue: list[Group], batch_size: int, env_configs: Sequence[Mapping[str, Any]]
+) -> tuple[list[Group] | None, list[Group]]:
+    """As above, with the `min_batch_allocation` (share, 0 to 1) of every connected environment as a floor."""
+    minimums = {
+        env["registered_id"]: env["min_batch_allocation"]
+        for env in env_configs
+        if env.get("connected") and env.get("min_batch_allocation") is not None
+    }
+    return _grab(queue, batch_size, sequence_floors(batch_size, minimums))
+
+
+def _grab(
+    queue: list[Group], batch_size: int, floors: Mapping[int, int]
+) -> tuple[list[Group] | None, list[Group]]:
+    headers = [
+        GroupHeader(number=n, env_id=group.get("env_id"), num_sequences=len(group["tokens"]))
+        for n, group in enumerate(queue)
+    ]
+    plan = plan_batch(headers, batch_size=batch_size, floors=floors)
+    if isinstance(plan, NoBatch):
+        return None, queue
+    taken = {header.number for header in plan.groups}
+    batch = [queue[header.number] for header in plan.groups]
+    return batch, [group for n, group in enumerate(queue) if n not in taken]

@@ -1,7 +1,8 @@
 """Clients of the hub: `HubClient` (async) for environments, `TrainerClient` (sync) for any trainer.
 
-Both speak packed groups to our hub and JSON to an original server. `HubClient` makes one attempt per call: retries belong to the
-environment runtime. `TrainerClient` retries its control calls itself; `batch()` is one attempt.
+Both speak packed groups to our hub and JSON to an original server. `HubClient` makes one attempt
+per call: retries belong to the environment runtime. `TrainerClient` retries its control calls
+itself; `batch()` is one attempt.
 
     HubUnavailable     nobody answered, or 5xx: the same call may succeed later
     HubRejected        the hub refused: the same call will not succeed
@@ -99,7 +100,8 @@ class SendReceipt:
 class HubClient:
     """One environment's connection to the hub. One attempt per call, one session per client.
 
-    Open it with `async with`. Every call raises `HubUnavailable` or `HubRejected`, or `HubError` when the answer makes no sense.
+    Open it with `async with`. Every call raises `HubUnavailable` or `HubRejected`, or `HubError`
+    when the answer makes no sense.
     """
 
     def __init__(self, base_url: str, *, token: str | None = None, timeout_s: float = 60.0) -> None:
@@ -172,7 +174,10 @@ class HubClient:
             raise UnknownEnvironment(f"POST /disconnect-env: {detail}", status=200, detail=detail)
 
     async def send(self, groups: Sequence[ScoredGroup]) -> SendReceipt:
-        """Send groups, all or none. Each carries a `group_id`: sending again what may have arrived is safe."""
+        """Send groups, all or none.
+
+        Each carries a `group_id`: sending again what may have arrived is safe.
+        """
         missing = [index for index, group in enumerate(groups) if group.group_id is None]
         if missing:
             raise ValueError(f"groups[{missing[0]}].group_id: None; a retry would store it twice")
@@ -228,7 +233,8 @@ class HubClient:
 class TrainerClient:
     """A trainer's connection to the hub.
 
-    Control calls are retried here, for up to `retry_for_s`, while the hub is unavailable; `batch()` is one attempt per call.
+    Control calls are retried here, for up to `retry_for_s`, while the hub is unavailable; `batch()`
+    is one attempt per call.
     """
 
     def __init__(
@@ -270,7 +276,10 @@ class TrainerClient:
         self._client.close()
 
     def register(self, registration: Registration) -> int:
-        """Begin the run and return the trainer's id. If a run is live, the hub keeps it and ignores `registration`."""
+        """Begin the run and return the trainer's id.
+
+        If a run is live, the hub keeps it and ignores `registration`.
+        """
         body = self._control("POST", "/register", json=registration.model_dump())
         return _parse(RegistrationReply, body).uuid
 
@@ -288,7 +297,8 @@ class TrainerClient:
     def batch(self, wait_s: float = 0.0) -> list[ScoredGroup] | None:
         """Return the next batch; None when there is none within `wait_s`.
 
-        One attempt: raises `HubUnavailable`, `TrainerNotRegistered`, or `GroupError` for a group that fails the trainer's gate.
+        One attempt: raises `HubUnavailable`, `TrainerNotRegistered`, or `GroupError` for a group
+        that fails the trainer's gate.
         """
         began = time.monotonic()
         response = self._request(

@@ -1,4 +1,8 @@
-"""The hub: environments post groups, a trainer takes exact batches. `uvicorn atroposlib.api:app` serves it; README.md is the wire."""
+"""The hub: environments post groups, a trainer takes exact batches.
+
+`uvicorn atroposlib.api:app` serves it;
+README.md is the wire.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ __all__ = ["app"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load FastAPI only when the application is asked for, so that the client can import `api.schemas` cheaply."""
+    """Load FastAPI only when the application is asked for: clients import `api.schemas` cheaply."""
     if name == "app":
         from atroposlib.api.server import app
 

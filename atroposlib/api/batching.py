@@ -1,11 +1,14 @@
 """Which queued groups form the next batch, or why none can: a pure policy over group headers.
 
-Guarantees: a batch sums to exactly `batch_size` sequences; groups are never split; it is the batch that could have been cut
-earliest, made of the oldest groups possible; groups of one size from one environment leave in arrival order; an additional group
-never makes a feasible batch infeasible. Reachable sums are bits of one integer (bit n set: n sequences can be reached), so the
-work is bounded by the batch size, never exponential in the queue. The coordinator calls it; tokens and time never enter it.
+Guarantees: a batch sums to exactly `batch_size` sequences; groups are never split; it is the batch
+that could have been cut earliest, made of the oldest groups possible; groups of one size from one
+environment leave in arrival order; an additional group never makes a feasible batch infeasible.
+Reachable sums are bits of one integer (bit n set: n sequences can be reached), so the work is
+bounded by the batch size, never exponential in the queue. The coordinator calls it; tokens and time
+never enter it.
 
->>> queue = [GroupHeader(number=n, env_id=0, num_sequences=size) for n, size in enumerate([3, 4, 4])]
+>>> sizes = [3, 4, 4]
+>>> queue = [GroupHeader(number=n, env_id=0, num_sequences=s) for n, s in enumerate(sizes)]
 >>> [group.number for group in plan_batch(queue, batch_size=8).groups]
 [1, 2]
 """
@@ -53,9 +56,10 @@ class NoBatch:
 
 
 def sequence_floors(batch_size: int, minimums: Mapping[int, float]) -> dict[int, int]:
-    """Sequences of a batch that each environment must supply, given its share (0 to 1) of the batch.
+    """Turn shares of the batch, 0 to 1, into the sequences that each environment must supply.
 
-    Shares that ask for more than the batch are scaled down proportionally, each to at least one sequence.
+    Shares that ask for more than the batch are scaled down proportionally, each to at least one
+    sequence.
 
     >>> sequence_floors(8, {0: 0.25, 1: 0.5}), sequence_floors(8, {0: 0.75, 1: 0.75})
     ({0: 2, 1: 4}, {0: 4, 1: 4})
@@ -77,9 +81,9 @@ def plan_batch(
 ) -> Plan | NoBatch:
     """Choose the next batch from `queue`, which is in arrival order.
 
-    `floors` are sequences that an environment must supply, in order of importance. An environment that has not queued its floor
-    is waited for. When all have, and whole groups still cannot honour every floor at once, the last floors are waived until a
-    batch exists: waiting would not help.
+    `floors` are sequences that an environment must supply, in order of importance. An environment
+    that has not queued its floor is waited for. When all have, and whole groups still cannot honour
+    every floor at once, the last floors are waived until a batch exists: waiting would not help.
     """
     queued: Counter[int | None] = Counter()
     candidates = _Candidates(batch_size, floors)
@@ -111,7 +115,9 @@ def plan_batch(
 
 
 def oldest_subset(sizes: Sequence[int], target: int) -> list[int]:
-    """Indices, ascending, of the oldest subset of `sizes` that sums to `target`; empty when there is none.
+    """Indices, ascending, of the oldest subset of `sizes` that sums to `target`.
+
+    Empty when there is none.
 
     "Oldest": index 0 takes part if any solution contains it, then index 1 given that, and so on.
 
@@ -168,14 +174,15 @@ def _earliest_batch(
 
 
 class _LaneSums:
-    """What a walk over `groups`, oldest first, can still reach: sums per lane over the groups not yet visited."""
+    """A walk over `groups`, oldest first, that knows which sums the rest of each lane can reach."""
 
     def __init__(
         self, groups: Sequence[GroupHeader], batch_size: int, floors: Mapping[int, int]
     ) -> None:
         self._floors = floors
         self._missing = batch_size
-        self._owed: dict[int | None, int] = {None: 0, **floors}
+        self._owed: dict[int | None, int] = {None: 0}
+        self._owed.update(floors)
         sizes: dict[int | None, list[int]] = {lane: [] for lane in self._owed}
         for group in groups:
             sizes[_lane(group, floors)].append(group.num_sequences)
@@ -209,7 +216,7 @@ class _LaneSums:
 
 
 def _suffix_sums(sizes: Sequence[int], limit: int) -> list[int]:
-    """`[len(sizes) + 1]` bit sets: entry i holds the sums, up to `limit`, of subsets of `sizes[i:]`."""
+    """Entry i, of `len(sizes) + 1`, is the bit set of sums up to `limit` of subsets of `sizes[i:]`."""
     mask = (1 << (max(0, limit) + 1)) - 1
     sums = [1] * (len(sizes) + 1)
     for index in range(len(sizes) - 1, -1, -1):

@@ -1,8 +1,9 @@
 """One run as a state machine: trainer, environments, queue, step, ledger.
 
-The only owner of the hub's state. No HTTP and no files: the server calls it from one event loop, payloads go to the store it was
-given, clock and run ids are injected. Every method is synchronous and either changes everything it says or raises before it
-changed anything. Every group that ever came in is in exactly one place of the ledger.
+The only owner of the hub's state. No HTTP and no files: the server calls it from one event loop,
+payloads go to the store it was given, clock and run ids are injected. Every method is synchronous
+and either changes everything it says or raises before it changed anything. Every group that ever
+came in is in exactly one place of the ledger.
 """
 
 from __future__ import annotations
@@ -62,10 +63,13 @@ class IncomingGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """What became of one accepted group. A repeated `group_id` gets the receipt of the first time."""
+    """What became of one accepted group.
+
+    A repeated `group_id` gets the receipt of the first time.
+    """
 
     buffer_size: int | None
-    """Sequences still buffered for the environment after this group; None: it went straight to the queue."""
+    """Sequences buffered for the environment after this group; None: it went to the queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +107,7 @@ class Environment:
 
 
 class _Queue:
-    """Headers of queued groups, first in first, with the counts that `/status-env` polls many times a second."""
+    """Headers of queued groups, first in first, with the counts that `/status-env` polls for."""
 
     def __init__(self) -> None:
         self._headers: dict[int, GroupHeader] = {}
@@ -159,7 +163,7 @@ class Coordinator:
     def _begin(self) -> None:
         self._trainer: Registration | None = None
         self._has_started = False
-        """True from the trainer's first request for a batch on: this is what lets environments in."""
+        """True once the trainer has asked for a batch: this is what lets environments in."""
         self._step = 0
         self._policy_version: int | None = None
         self._environments: list[Environment] = []
@@ -189,7 +193,10 @@ class Coordinator:
     # Trainer
 
     def register(self, registration: Registration) -> int:
-        """Register the trainer and return a 128-bit id. A second registration joins the live run and changes nothing."""
+        """Register the trainer and return a 128-bit id.
+
+        A second registration joins the live run and changes nothing.
+        """
         if self._trainer is not None:
             logger.warning(
                 "a second trainer registered; the live run keeps its state (batch_size %d, step %d)"
@@ -205,7 +212,7 @@ class Coordinator:
         too_large = [h for h in self._queue if h.num_sequences > registration.batch_size]
         if too_large:
             logger.warning(
-                "rejecting %d groups that came before the trainer and are larger than its batch_size %d",
+                "rejecting %d groups, sent before the trainer came, larger than its batch_size %d",
                 len(too_large),
                 registration.batch_size,
             )
@@ -233,7 +240,10 @@ class Coordinator:
         )
 
     def set_policy(self, version: int) -> None:
-        """Note the policy version that the engines serve from now on. It may go back after a rollback."""
+        """Note the policy version that the engines serve from now on.
+
+        It may go back after a rollback.
+        """
         self._policy_version = version
 
     def next_batch(self) -> Batch | None:
@@ -258,7 +268,7 @@ class Coordinator:
         self._is_stuck = False
         if plan.waived:
             logger.warning(
-                "no batch of whole groups honours every min_batch_allocation; waived for environments %s",
+                "no batch of whole groups honours every min_batch_allocation; waived for %s",
                 list(plan.waived),
             )
         payloads = self._store.take([header.number for header in plan.groups])
@@ -301,7 +311,10 @@ class Coordinator:
         )
 
     def disconnect_env(self, env_id: int) -> None:
-        """Take the environment out of weights and minimums; its queued groups stay. Raises `UnknownEnvironment`."""
+        """Take the environment out of weights and minimums.
+
+        Its queued groups stay. Raises `UnknownEnvironment`.
+        """
         environment = self._environment(env_id)
         environment.is_connected = False
         self._is_plan_stale = True
@@ -310,7 +323,8 @@ class Coordinator:
     def status_env(self, env_id: int) -> EnvStatus:
         """Tell an environment how much work is ahead of it. Raises `UnknownEnvironment`.
 
-        Formulas: `CONTRACT.md` 2.8; other environments' sequences are rounded up to the largest queued group.
+        Formulas: `CONTRACT.md` 2.8; other environments' sequences are rounded up to the largest
+        queued group.
         """
         environment = self._environment(env_id)
         environment.last_seen = self._clock()
@@ -352,7 +366,8 @@ class Coordinator:
     def accept(self, groups: Sequence[IncomingGroup]) -> list[Receipt]:
         """Take in checked groups, all or none; one receipt per group.
 
-        Raises `GroupError` when a group could never be part of a batch: it has no sequences, or more than the batch.
+        Raises `GroupError` when a group could never be part of a batch: it has no sequences, or
+        more than the batch.
         """
         for index, group in enumerate(groups):
             problem = self._refusal(group)
@@ -363,7 +378,7 @@ class Coordinator:
         return [self._accept_one(group) for group in groups]
 
     def reject(self, reason: str, *, num_groups: int = 1) -> None:
-        """Count groups that were refused before they came this far, or a request whose groups could not be counted."""
+        """Count refused groups; a request whose groups could not be counted is one."""
         self._num_refused_at_entry += num_groups
         self._rejected[reason] += num_groups
 
@@ -396,7 +411,10 @@ class Coordinator:
         return receipt
 
     def _place(self, header: GroupHeader, payload: Payload) -> int | None:
-        """Queue the group, or buffer it until odd sizes add up to a full group; the buffer's size, or None."""
+        """Queue the group, or buffer it until odd sizes add up to a full group.
+
+        Return the sequences left in the buffer; None when the group did not go there.
+        """
         env_id = header.env_id
         if env_id is None or not 0 <= env_id < len(self._environments):
             self._enqueue([header], payload)
@@ -436,7 +454,10 @@ class Coordinator:
         )
 
     def ledger(self) -> Ledger:
-        """Where every group is; `produced` is counted apart from the places, so that a leak would show."""
+        """Where every group is.
+
+        `produced` is counted apart from the places, so that a leak would show.
+        """
         return Ledger(
             produced=self._next_number + self._num_refused_at_entry,
             queued=len(self._queue),

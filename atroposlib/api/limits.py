@@ -1,7 +1,8 @@
 """Request bodies: a size limit and transparent gzip, before any route sees them.
 
-Pure ASGI, so that a handler reads the body with one `await request.body()`. Inflation is streaming and capped: a bomb costs at
-most the limit. Who may send how often, and back-pressure, are not decided here.
+Pure ASGI, so that a handler reads the body with one `await request.body()`. Inflation is streaming
+and capped: a bomb costs at most the limit. Who may send how often, and back-pressure, are not
+decided here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class HubLimits:
     max_body_bytes: int = 256 * 2**20
     """Of a request, on the wire and inflated."""
     offload_bytes: int = 256 * 2**10
-    """Bodies from this size on are inflated, decoded and encoded in a thread, so that other clients are served meanwhile."""
+    """Bodies from this size on are inflated, decoded and encoded in a thread: others are served."""
     max_wait_s: float = 60.0
     """Longest `GET /batch?wait=`."""
 
@@ -38,7 +39,10 @@ class InvalidGzip(Exception):
 
 
 def inflate(data: bytes, *, max_bytes: int) -> bytes:
-    """Inflate one or more gzip members. Raises `InvalidGzip` or, past `max_bytes` of output, `BodyTooLarge`."""
+    """Inflate one or more gzip members.
+
+    Raises `InvalidGzip` or, past `max_bytes` of output, `BodyTooLarge`.
+    """
     out: list[bytes] = []
     room = max_bytes
     while data:

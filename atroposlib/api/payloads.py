@@ -1,6 +1,7 @@
 """Bodies of the token routes: request bytes to checked groups, payloads to response bytes.
 
-Everything here is CPU work without state, safe to run in a thread. JSON is parsed by typed decoders of `wire`, never by pydantic.
+Everything here is CPU work without state, safe to run in a thread. JSON is parsed by typed decoders
+of `wire`, never by pydantic.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class EncodedBody:
 
 
 def decode_groups(body: bytes, *, content_type: str, many: bool) -> list[IncomingGroup]:
-    """Decode and check the body of `/scored_data` or, with `many`, `/scored_data_list`. Raises `GroupError`."""
+    """Decode and check the body of `/scored_data` or, with `many`, `/scored_data_list`.
+
+    Raises `GroupError`.
+    """
     if is_packed(content_type):
         return _decode_packed(body, many=many)
     groups = decode_json_groups(body, many=many)
@@ -47,7 +51,10 @@ def decode_groups(body: bytes, *, content_type: str, many: bool) -> list[Incomin
 
 
 def encode_batch(batch: Batch, *, packed: bool, compress: bool) -> EncodedBody:
-    """Encode the body of a `GET /batch` that delivers `batch`; stored bytes are joined, not parsed."""
+    """Encode the body of a `GET /batch` that delivers `batch`.
+
+    Stored bytes are joined, not parsed.
+    """
     if packed:
         content = join_packed([p.packed for p in batch.payloads], {"step": batch.step})
     else:

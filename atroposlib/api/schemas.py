@@ -1,6 +1,9 @@
-"""Bodies of the hub's control endpoints, shared by server and client. Token arrays never come through here.
+"""Bodies of the hub's control endpoints, shared by server and client.
 
-Field names and their order are the original's wire contract (README.md). Unknown fields are ignored.
+Token arrays never come through here.
+
+Field names and their order are the original's wire contract (README.md). Unknown fields are
+ignored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The hub over HTTP: `create_app(coordinator)` makes as many applications as wanted; `app` is the one `uvicorn` serves.
+"""The hub over HTTP: `create_app(coordinator)` makes applications, `app` is the one to serve.
 
-Handlers translate between HTTP and the coordinator and hold no state. Token-carrying routes take the raw body and return bytes;
-pydantic sees control bodies only. No CORS headers are sent and there is no authentication. README.md is the wire contract.
+Handlers translate between HTTP and the coordinator and hold no state. Token-carrying routes take
+the raw body and return bytes; pydantic sees control bodies only. No CORS headers are sent and there
+is no authentication. README.md is the wire contract.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ _GROUP_BODY = {"description": "Scored groups, see the wire contract", "required"
 
 
 class _Arrivals:
-    """Wakes those who wait for groups to arrive. One event loop; between `wait()` and the caller's next look nothing is lost."""
+    """Wakes those who wait for groups to arrive.
+
+    One event loop; between `wait()` and the caller's next look nothing is lost.
+    """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -130,7 +134,10 @@ def create_app(coordinator: Coordinator, *, limits: HubLimits | None = None) -> 
         return receipts
 
     async def next_batch(request: Request, wait_s: float) -> Batch | None:
-        """Return the next batch, waiting for it up to `wait_s`; a client that has left takes none."""
+        """Return the next batch, waiting for it up to `wait_s`.
+
+        A client that has left takes none.
+        """
         await request.body()  # what follows the body is the disconnect that is looked for below
         deadline = time.monotonic() + wait_s
         batch = coordinator.next_batch()
@@ -252,7 +259,7 @@ def create_app(coordinator: Coordinator, *, limits: HubLimits | None = None) -> 
 
 
 async def _read_env_id(request: Request, env_id: int | None = None) -> int:
-    """Read the id from the query or, as every deployed client sends it even with GET, from a JSON body."""
+    """Read the id from the query or from a JSON body, which deployed clients send even with GET."""
     if env_id is not None:
         return env_id
     body = await request.body()

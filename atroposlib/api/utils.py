@@ -20,7 +20,10 @@ Group = dict[str, Any]
 
 
 def find_groups_summing_to_target(buffer: Sequence[Group], target_size: int) -> list[int]:
-    """Indices, ascending, of groups whose sequences sum to exactly `target_size`; empty when there are none."""
+    """Indices, ascending, of groups whose sequences sum to exactly `target_size`.
+
+    Empty when there are none.
+    """
     return oldest_subset([len(group["tokens"]) for group in buffer], target_size)
 
 
@@ -34,7 +37,7 @@ def grab_exact_from_heterogeneous_queue(
 def grab_batch_with_minimum_allocations(
     queue: list[Group], batch_size: int, env_configs: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Group] | None, list[Group]]:
-    """As above, with the `min_batch_allocation` (share, 0 to 1) of every connected environment as a floor."""
+    """As above, with every connected environment's `min_batch_allocation` (0 to 1) as a floor."""
     minimums = {
         env["registered_id"]: env["min_batch_allocation"]
         for env in env_configs

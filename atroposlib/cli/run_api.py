@@ -1,4 +1,7 @@
-"""`run-api`: serve the hub. One process, one run, state in memory; nothing is watched and nothing restarts it."""
+"""`run-api` serves the hub.
+
+One process, one run, state in memory; nothing is watched and nothing restarts it.
+"""
 
 from __future__ import annotations
 
@@ -58,19 +61,20 @@ def serve(argv: Sequence[str] | None) -> int:
     def stop(signum: int, frame: FrameType | None) -> None:
         server.should_exit = True
 
-    # uvicorn raises a signal again after its shutdown; these make that a return, and they cover the start.
+    # uvicorn raises a signal again after its shutdown; these make that a return, and they also cover
+    # the time before uvicorn listens to signals.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    port = listener.getsockname()[1]
-    shown = f"[{config.host}]" if ":" in config.host else config.host
     if not is_loopback(config.host):
         print(
-            f"warning: {config.host} is reachable from other machines and there is no authentication:"
-            " whoever reaches this port can read, add and erase data; use --host 127.0.0.1 or a firewall",
+            f"warning: {config.host} is reachable from other machines and there is no"
+            " authentication: whoever reaches this port can read, add and erase data;"
+            " use --host 127.0.0.1 or a firewall",
             file=sys.stderr,
             flush=True,
         )
-    print(f"atropos hub listening on http://{shown}:{port}", flush=True)
+    shown = f"[{config.host}]" if ":" in config.host else config.host
+    print(f"atropos hub listening on http://{shown}:{listener.getsockname()[1]}", flush=True)
     server.run(sockets=[listener])
     return 0
 

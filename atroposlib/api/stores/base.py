@@ -1,7 +1,8 @@
 """The contract of a payload store.
 
-A store keeps the bytes of queued groups by arrival number and knows nothing of queues, batches or environments: headers and
-policy stay in the coordinator, so that no policy ever reads a token. One test-suite runs on every store.
+A store keeps the bytes of queued groups by arrival number and knows nothing of queues, batches or
+environments: headers and policy stay in the coordinator, so that no policy ever reads a token. One
+test-suite runs on every store.
 """
 
 from __future__ import annotations
@@ -18,18 +19,24 @@ class Payload:
     packed: bytes
     """`wire.pack_group`."""
     json: bytes | None = None
-    """`wire.encode_json`; None for a group that came packed, encoded only if a JSON client asks for it."""
+    """`wire.encode_json`; None if it came packed: encoded only when a JSON client asks."""
 
 
 class PayloadStore(Protocol):
     """Payloads by arrival number. Every call is made by the coordinator, from one thread."""
 
     def put(self, number: int, payload: Payload) -> None:
-        """Keep `payload`; when this returns it is as durable as the store promises. `number` is not in use."""
+        """Keep `payload`.
+
+        When this returns it is as durable as the store promises. `number` is not in use.
+        """
         ...
 
     def take(self, numbers: Sequence[int]) -> list[Payload]:
-        """Remove and return the payloads in the order asked. KeyError, with nothing removed, for an absent number."""
+        """Remove and return the payloads in the order asked.
+
+        KeyError, with nothing removed, for an absent number.
+        """
         ...
 
     def clear(self) -> None:

@@ -1,0 +1,51 @@
+"""The README's promises that a machine can check: its length, its environment, its commands."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def environment_source() -> str:
+    found = re.search(r"<!-- readme-environment -->\n```python\n(.*?)```", README, re.S)
+    assert found
+    return found.group(1)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) < 200
+
+
+def test_the_environment_in_the_readme_runs(tmp_path: Path) -> None:
+    namespace: dict[str, object] = {"__name__": "readme"}
+    exec(compile(environment_source(), "README.md", "exec"), namespace)
+    environment = namespace["CountVowels"]
+    config, servers = environment.config_init()  # type: ignore[attr-defined]
+    assert environment.name == "count_vowels"  # type: ignore[attr-defined]
+    assert config.group_size == 8
+    assert servers[0].base_url == "http://localhost:9001/v1"
+    assert not environment.__abstractmethods__  # type: ignore[attr-defined]
+
+
+def test_the_body_of_the_environment_has_at_most_25_lines() -> None:
+    body = (
+        environment_source().split("class CountVowels(BaseEnv):\n")[1].split("\n\n\nif __name__")[0]
+    )
+    code = [line for line in body.splitlines() if line.strip()]
+    assert len(code) <= 25, len(code)
+
+
+def test_every_command_of_the_readme_is_installed_and_the_other_way_round() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    named = set(re.findall(r"^\| `([a-z0-9-]+)` \|", README, re.M))
+    assert named == set(scripts)
+
+
+def test_files_named_in_the_reading_order_exist() -> None:
+    section = README.split("## Reading the code")[1]
+    for path in re.findall(r"`((?:atroposlib|example_trainer)/[\w/]+\.py)`", section):
+        assert (ROOT / path).is_file(), path

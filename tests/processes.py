@@ -1,0 +1,103 @@
+"""Start the project's own commands as real processes, and stop exactly those."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def free_port() -> int:
+    """Return a loopback port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Process:
+    """One child in a process group of its own; its output goes to `log_path`."""
+
+    def __init__(self, name: str, argv: Sequence[str], *, log_path: Path) -> None:
+        self.name = name
+        self.log_path = log_path
+        with log_path.open("ab") as log:
+            self.popen = subprocess.Popen(
+                [sys.executable, *argv],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=log_path.parent,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    "PYTHONPATH": str(ROOT),
+                },
+                start_new_session=True,
+            )
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the end; on time-out fail with the log."""
+        try:
+            return self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"{self.name} still runs after {timeout_s} s:\n{self.log()[-4000:]}"
+            ) from None
+
+    def stop(self, sig: signal.Signals = signal.SIGTERM) -> int:
+        """Signal the child's group and return its exit code; SIGKILL after 15 s."""
+        if self.popen.poll() is None:
+            os.killpg(self.popen.pid, sig)
+            try:
+                self.popen.wait(15)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.popen.pid, signal.SIGKILL)
+                self.popen.wait()
+        return int(self.popen.returncode)
+
+
+@contextmanager
+def running(name: str, argv: Sequence[str], *, log_path: Path) -> Iterator[Process]:
+    """Run a command for the length of the block."""
+    process = Process(name, argv, log_path=log_path)
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+def wait_for(condition: Callable[[], bool], *, timeout_s: float, process: Process) -> None:
+    """Poll until `condition` holds; fail with the log if the process ends or time is up."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if process.popen.poll() is not None:
+            raise AssertionError(
+                f"{process.name} ended with {process.popen.returncode}:\n{process.log()[-4000:]}"
+            )
+        if time.monotonic() > deadline:
+            raise AssertionError(
+                f"{process.name}: nothing after {timeout_s} s:\n{process.log()[-4000:]}"
+            )
+        time.sleep(0.05)
+
+
+def answers(url: str) -> bool:
+    """Does a GET of `url` answer 200?"""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False

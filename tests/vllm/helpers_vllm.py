@@ -1,0 +1,94 @@
+"""A real vLLM for the tests of this directory, and an oracle for what it samples."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from example_trainer.vllm_process import EngineProcess, vllm_command, vllm_environment
+
+MAX_MODEL_LEN = 128
+STARTUP_TIMEOUT_S = 240.0
+
+
+class Sample(NamedTuple):
+    """One completion: ids and raw logprobs of what was sampled after `prompt`."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def vllm_python() -> Path:
+    """Return the Python that has vLLM, or skip saying what was not tested."""
+    path = os.environ.get("ATROPOS_VLLM_PYTHON")
+    if not path:
+        pytest.skip(
+            "REAL vLLM WAS NOT TESTED: set ATROPOS_VLLM_PYTHON to the Python of the environment that "
+            ".ci/vllm_env.sh makes"
+        )
+    assert Path(path).exists(), f"ATROPOS_VLLM_PYTHON={path}: no such file"
+    return Path(path)
+
+
+def vllm_engine(model: Path, *, port: int, log_path: Path) -> EngineProcess:
+    """Return vLLM's CPU build on `model`, not yet started."""
+    argv = vllm_command(
+        python=vllm_python(),
+        model=model,
+        port=port,
+        served_model_name=str(model),
+        max_model_len=MAX_MODEL_LEN,
+        dtype="float32",
+        cpu=True,
+    )
+    return EngineProcess(
+        argv,
+        url=f"http://127.0.0.1:{port}",
+        env={**vllm_environment(cpu=True), "HF_HUB_OFFLINE": "1"},
+        log_path=log_path,
+        startup_timeout_s=STARTUP_TIMEOUT_S,
+    )
+
+
+def sample(
+    url: str, model_name: str, prompt: list[int], *, num_samples: int, max_tokens: int
+) -> list[Sample]:
+    """Sample from an engine, token ids in and out."""
+    answer = httpx.post(
+        f"{url}/v1/completions",
+        json={
+            "model": model_name,
+            "prompt": prompt,
+            "n": num_samples,
+            "max_tokens": max_tokens,
+            "temperature": 1.0,
+            "logprobs": 0,
+            "return_token_ids": True,
+        },
+        timeout=120,
+        trust_env=False,
+    )
+    assert answer.status_code == 200, answer.text
+    return [
+        Sample(prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        for choice in answer.json()["choices"]
+    ]
+
+
+def largest_gap(samples: list[Sample], model_dir: Path) -> float:
+    """Return max |engine's logprob - transformers' logprob of the same token| in nats, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    gap = 0.0
+    for prompt, tokens, logprobs in samples:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        own = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        gap = max(gap, float((own - torch.tensor(logprobs)).abs().max()))
+    return gap

@@ -154,7 +154,8 @@ class APIServer(ABC):
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Return the top logprobs at every position of a prompt.
 
-        Keys: prompt_tokens [P], prompt_topk_token_ids [P][k], prompt_topk_logprobs [P][k]; the first position may be empty.
+        Keys: prompt_tokens [P], prompt_topk_token_ids [P][k], prompt_topk_logprobs [P][k]; the first
+        position may be empty.
         """
         return await self._call(self._get_logprobs_wrapper, kwargs)
 

@@ -1,0 +1,47 @@
+"""One answer of `n` completions out of several requests: split, run, merge."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def split_n(n: int, *, at_most: int) -> list[int]:
+    """Cut `n` completions into requests: `split_n(10, at_most=4) == [4, 4, 2]`."""
+    return [min(at_most, n - start) for start in range(0, n, at_most)]
+
+
+async def run_together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run calls concurrently and return their results in order; the first failure cancels the rest and is raised."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def merge_bodies(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge (chat) completion bodies: all choices, numbered anew, and the sum of the token counts.
+
+    The prompt is counted once per request, as it was billed.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    choices = [choice for part in parts for choice in part["choices"]]
+    merged = {
+        **parts[0],
+        "choices": [{**choice, "index": i} for i, choice in enumerate(choices)],
+    }
+    usages = [part["usage"] for part in parts if part.get("usage")]
+    if len(usages) == len(parts):
+        merged["usage"] = {
+            key: sum(usage.get(key) or 0 for usage in usages)
+            for key in ("prompt_tokens", "completion_tokens", "total_tokens")
+        }
+    return merged

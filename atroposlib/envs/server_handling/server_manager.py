@@ -1,0 +1,288 @@
+"""All inference servers of an environment behind one object, `BaseEnv.server`.
+
+Chooses the server for each call in ONE place (`_choose`: the healthy one with most free slots), splits calls for many
+completions, and opens managed sessions. It does not retry: `APIServer` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from atroposlib.envs.server_handling.api_server import APIServer, TokenCompletions
+from atroposlib.envs.server_handling.choices import run_together, split_n
+from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.server_config import (
+    APIServerConfig,
+    ServerBaseline,
+    ServerManagerConfig,
+)
+from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.envs.server_handling.slurm import inference_urls, list_hostnames
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORTS = (9004, 9005, 9006, 9007)
+"""Where the original looks for local servers when it is told nothing."""
+
+ALLOW_DUMMY_VARIABLE = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
+
+Configs = ServerBaseline | Sequence[APIServerConfig]
+
+
+class ServerManager:
+    """The servers of one environment.
+
+    `configs` is a list with one entry per server, or one `APIServerConfig`, or a bare `ServerBaseline`, which means
+    local servers on ports 9004 to 9007 (or those of the SLURM job).
+    """
+
+    def __init__(
+        self,
+        configs: Configs,
+        server_class: type[APIServer] = APIServer,
+        slurm: bool = False,
+        testing: bool = False,
+        max_n_completions: int = 8,
+        reasoning_config: ReasoningConfig | None = None,
+        proxy_url: str | None = None,
+        use_proxy: bool = False,
+        tool_parser: str | None = None,
+    ) -> None:
+        self.max_n_completions = max_n_completions
+        self.reasoning_config = reasoning_config
+        self.tool_parser = tool_parser
+        self.proxy_url = proxy_url or os.environ.get("ATROPOS_PROXY_URL") or None
+        self.use_proxy = bool(self.proxy_url)
+        if self.proxy_url or use_proxy:
+            raise ConfigError(
+                f"a managed-server proxy is asked for (proxy_url={self.proxy_url!r}), which this version"
+                " cannot use; unset proxy_url and ATROPOS_PROXY_URL"
+            )
+        self.servers: list[APIServer]
+        if testing:
+            self.servers = [ServerHarness.answering_anything(_first(configs), reasoning_config)]
+            return
+        entries = expand_configs(configs, slurm=slurm)
+        if inspect.isabstract(server_class):
+            server_class = server_class_for(entries[0].server_type)
+        self.servers = [
+            server_class(config, reasoning_config=reasoning_config) for config in entries
+        ]
+
+    # ------------------------------------------------------------------ calls
+
+    async def chat_completion(self, **kwargs: Any) -> Any:
+        """Return a `ChatCompletion`. `split` is "train" or "eval"; `timeout` is in seconds."""
+        return await self._split_call("chat_completion", kwargs)
+
+    async def completion(self, **kwargs: Any) -> Any:
+        """Return a `Completion`. `split` is "train" or "eval"; `timeout` is in seconds."""
+        return await self._split_call("completion", kwargs)
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokenCompletions:
+        """Return (prompt_tokens, output_tokens, output_logprobs, finish_reasons) for `input_ids` or `prompt`."""
+        parts = await self._parts("tokens_and_logprobs_completion", kwargs)
+        if len(parts) == 1:
+            return TokenCompletions.of(parts[0])
+        answers = [TokenCompletions.of(part) for part in parts]
+        return TokenCompletions(
+            answers[0].prompt_tokens,
+            [tokens for answer in answers for tokens in answer.output_tokens],
+            [logprobs for answer in answers for logprobs in answer.output_logprobs],
+            [reason for answer in answers for reason in answer.finish_reasons],
+            weight_versions=[spans for answer in answers for spans in answer.weight_versions],
+        )
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """Return the top logprobs at every position of a prompt, from one server."""
+        server = await self._choose(kwargs.get("split", "train"))
+        return await server.get_logprobs(**kwargs)
+
+    async def _split_call(self, method: str, kwargs: dict[str, Any]) -> Any:
+        parts = await self._parts(method, kwargs)
+        whole = parts[0]
+        for part in parts[1:]:
+            whole.choices.extend(part.choices)
+            if whole.usage is not None and part.usage is not None:
+                whole.usage.prompt_tokens += part.usage.prompt_tokens
+                whole.usage.completion_tokens += part.usage.completion_tokens
+                whole.usage.total_tokens += part.usage.total_tokens
+        if len(parts) > 1:
+            for i, choice in enumerate(whole.choices):
+                choice.index = i
+        return whole
+
+    async def _parts(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
+        """Make the calls that together give `n` completions, each to the server that is freest at that moment."""
+        n = int(kwargs.get("n") or 1)
+        if n <= self.max_n_completions:
+            return [await self._call_one(method, kwargs)]
+        sizes = split_n(n, at_most=self.max_n_completions)
+        return await run_together([self._call_one(method, {**kwargs, "n": size}) for size in sizes])
+
+    async def _call_one(self, method: str, kwargs: dict[str, Any]) -> Any:
+        server = await self._choose(kwargs.get("split", "train"))
+        return await getattr(server, method)(**kwargs)
+
+    # ------------------------------------------------------------------ choosing
+
+    async def _choose(self, split: str = "train") -> APIServer:
+        """Return the healthy server with most free slots; if none is healthy, the freest, whose gate will wait."""
+        if len(self.servers) == 1:
+            return self.servers[0]
+        unknown = [server for server in self.servers if not server.initialized]
+        if unknown:
+            await asyncio.gather(*(server.probe() for server in unknown))
+        # No await from here to the call: the choice and the slot it takes belong together.
+        healthy = [server for server in self.servers if server.server_healthy]
+        return max(healthy or self.servers, key=lambda server: server.num_free(split))
+
+    @asynccontextmanager
+    async def dedicated_server(self) -> AsyncIterator[APIServer]:
+        """Yield one server for several calls; it counts as busier by one for everybody else."""
+        server = await self._choose()
+        server.num_assigned["train"] += 1
+        try:
+            yield server
+        finally:
+            server.num_assigned["train"] -= 1
+
+    @asynccontextmanager
+    async def managed_server(
+        self,
+        tokenizer: Any = None,
+        base_url: str | None = None,
+        preserve_think_blocks: bool = False,
+        *,
+        tool_call_parser: str | None = None,
+        tool_parser: str | None = None,
+        track_tree: bool = False,
+    ) -> AsyncIterator[Any]:
+        """Yield a `ManagedServer` bound to one server (that at `base_url`, if given) and forget its state afterwards.
+
+        Raises NotImplementedError for an API without token ids, unless ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
+        """
+        server = self._at(base_url) if base_url else await self._choose()
+        managed: ManagedServer | DummyManagedServer
+        if isinstance(server, OpenAIServer):
+            if os.environ.get(ALLOW_DUMMY_VARIABLE, "").strip().lower() not in ("1", "true", "yes"):
+                raise NotImplementedError(
+                    "server_type 'openai' returns no token ids, so its completions cannot be trained on. Use"
+                    f" server_type 'vllm', or set {ALLOW_DUMMY_VARIABLE}=1 to try the environment with made-up tokens"
+                )
+            logger.warning(
+                "%s is set: token ids and logprobs are made up and must not be trained on",
+                ALLOW_DUMMY_VARIABLE,
+            )
+            managed = DummyManagedServer(server, tokenizer=tokenizer, track_tree=track_tree)
+        else:
+            managed = ManagedServer(
+                server,
+                tokenizer=tokenizer,
+                track_tree=track_tree,
+                tool_parser=tool_call_parser or tool_parser or self.tool_parser,
+                preserve_think_blocks=preserve_think_blocks,
+            )
+        server.num_assigned["train"] += 1
+        try:
+            yield managed
+        finally:
+            server.num_assigned["train"] -= 1
+            managed.reset()
+
+    def _at(self, base_url: str) -> APIServer:
+        for server in self.servers:
+            if (server.config.base_url or "").rstrip("/") == base_url.rstrip("/"):
+                return server
+        known = ", ".join(str(server.config.base_url) for server in self.servers)
+        raise ConfigError(f"no server at base_url {base_url!r}; there are: {known}")
+
+    # ------------------------------------------------------------------ the rest
+
+    async def update_weight(self, weight: float) -> None:
+        """Set this environment's share (0..1) of every server."""
+        for server in self.servers:
+            await server.update_weight(weight)
+
+    async def wandb_metrics(self, metrics: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Add every server's figures to `metrics`, under `server/server_<i>_...`."""
+        metrics = {} if metrics is None else metrics
+        for i, server in enumerate(self.servers):
+            metrics = await server.wandb_metrics(metrics, f"server_{i}")
+        return metrics
+
+    async def close(self) -> None:
+        """Close the sessions of all servers."""
+        for server in self.servers:
+            await server.close()
+
+
+def server_class_for(server_type: str) -> type[APIServer]:
+    """Return the class that speaks a `server_type`."""
+    if server_type == "openai":
+        return OpenAIServer
+    if server_type == "vllm":
+        return VLLMServer
+    if server_type in ("sglang", "trl"):
+        raise ConfigError(
+            f"server_type {server_type!r} is not available in this version; use 'vllm' or 'openai'"
+        )
+    raise ConfigError(f"server_type {server_type!r} is unknown; use 'vllm' or 'openai'")
+
+
+def expand_configs(configs: Configs, *, slurm: bool) -> list[APIServerConfig]:
+    """Return one config per server (the table of inputs is in the class docstring)."""
+    if isinstance(configs, ServerBaseline):
+        if isinstance(configs, APIServerConfig) and configs.base_url:
+            return [configs]
+        hostnames = list_hostnames()
+        urls = [f"http://localhost:{port}/v1" for port in DEFAULT_PORTS]
+        if len(hostnames) >= 2:
+            urls = inference_urls(hostnames)
+        return [_at_url(configs, url) for url in urls]
+    entries = list(configs)
+    if not entries:
+        raise ConfigError("server_configs is empty; give at least one APIServerConfig")
+    if slurm:
+        hostnames = list_hostnames()
+        if len(hostnames) >= 2:
+            return [_at_url(entries[0], url) for url in inference_urls(hostnames)]
+        logger.warning("slurm is set but there are fewer than 2 nodes; using the servers as given")
+    return entries
+
+
+def _at_url(config: ServerBaseline, url: str) -> APIServerConfig:
+    # "x": servers that are told nothing about keys get the original's placeholder.
+    values = {"api_key": "x", **config.model_dump(), "base_url": url}
+    values["api_key"] = values["api_key"] or "x"
+    return APIServerConfig(**values)
+
+
+def _first(configs: Configs) -> APIServerConfig:
+    first = configs if isinstance(configs, ServerBaseline) else next(iter(configs), None)
+    if isinstance(first, APIServerConfig):
+        return first
+    return APIServerConfig(**(first or ServerBaseline()).model_dump())
+
+
+__all__ = [
+    "APIServer",
+    "APIServerConfig",
+    "OpenAIServer",
+    "ReasoningConfig",
+    "ServerBaseline",
+    "ServerHarness",
+    "ServerManager",
+    "ServerManagerConfig",
+    "VLLMServer",
+]

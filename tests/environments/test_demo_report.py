@@ -1,0 +1,192 @@
+"""Progress lines, the learning curve, the rollouts page and the claimed directory."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from atroposlib.cli import demo
+from atroposlib.cli._demo import progress, report
+from atroposlib.cli._demo.evaluation import Accuracy
+from atroposlib.cli._demo.progress import Display, JsonLines, sparkline
+from atroposlib.errors import ConfigError, MissingDependency
+from atroposlib.utils import letter_reversal
+
+
+@pytest.mark.parametrize("module", [progress, report, letter_reversal])
+def test_examples_in_docstrings_hold(module: object) -> None:
+    result = doctest.testmod(module)  # type: ignore[arg-type]
+    assert result.attempted
+    assert not result.failed
+
+
+def metrics(reward: float) -> dict[str, object]:
+    return {
+        "reward_mean": reward,
+        "num_trained_tokens": 1500,
+        "wall_s": 0.5,
+        "staleness_mean": 0.0,
+        "queue_size": 3,
+        "logprob_gap_max": 1.5e-5,
+        "num_groups": 32,
+    }
+
+
+def quiet_display(steps: int = 3) -> tuple[Display, io.StringIO]:
+    out = io.StringIO()
+    return Display(Console(file=out, width=120), num_steps=steps), out
+
+
+def test_without_a_terminal_steps_are_plain_lines_with_every_figure() -> None:
+    display, out = quiet_display()
+    with display:
+        display.show_step(metrics(0.25))
+    assert out.getvalue() == (
+        "step    1/3  reward 0.250  3,000 tok/s  staleness 0.0  queue 3  logprob gap 1.5e-05\n"
+    )
+
+
+def test_a_long_run_prints_few_lines_but_always_the_first_and_the_last() -> None:
+    display, out = quiet_display(steps=150)
+    with display:
+        for _ in range(150):
+            display.show_step(metrics(0.5))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 31
+    assert lines[0].startswith("step    1/150")
+    assert lines[-1].startswith("step  150/150")
+
+
+def test_on_a_terminal_the_latest_step_and_the_curve_are_live() -> None:
+    out = io.StringIO()
+    display = Display(Console(file=out, width=120, force_terminal=True), num_steps=2)
+    with display:
+        display.show_step(metrics(0.0))
+        display.show_step(metrics(1.0))
+    assert "reward 1.000" in out.getvalue()
+    assert "2/2" in out.getvalue()
+    assert "\u2588" in out.getvalue()
+
+
+def test_a_sparkline_never_exceeds_its_width() -> None:
+    assert len(sparkline([0.5] * 1000, width=40)) == 40
+    assert sparkline([], width=40) == ""
+
+
+def test_json_lines_leaves_a_line_that_is_still_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    assert lines.read() == []
+    path.write_text('{"step": 1}\n{"st')
+    assert lines.read() == [{"step": 1}]
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    assert lines.read() == [{"step": 2}]
+    assert lines.read() == []
+
+
+def test_the_learning_curve_is_a_png(tmp_path: Path) -> None:
+    path = tmp_path / "curve.png"
+    report.draw_learning_curve(
+        path,
+        [metrics(0.1 * step) for step in range(10)],
+        before=Accuracy(sampled=0.3, greedy=0.6),
+        after=Accuracy(sampled=0.8, greedy=0.9),
+    )
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def write_groups(path: Path, num_groups: int) -> None:
+    with path.open("w") as file:
+        for number in range(num_groups):
+            prompt = f"<{number}>"
+            answers = ["<b>&", "right"]
+            group = {
+                "scores": [0.0, 1.0],
+                "messages": [
+                    [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+                    for answer in answers
+                ],
+            }
+            file.write(json.dumps(group) + "\n")
+
+
+def test_the_rollouts_page_shows_early_and_late_groups_and_escapes_them(tmp_path: Path) -> None:
+    rollouts, page = tmp_path / "rollouts.jsonl", tmp_path / "rollouts.html"
+    write_groups(rollouts, 100)
+    with rollouts.open("a") as file:
+        file.write('{"scores": [0.0')
+    report.write_rollouts_page(page, rollouts)
+    html = page.read_text()
+    early, late = html.split("<h2>Late</h2>")
+    assert "&lt;5&gt;" in early
+    assert "&lt;6&gt;" not in html
+    assert "&lt;94&gt;" in late
+    assert "&lt;99&gt;" in late
+    assert "<b>&<" not in html
+    assert "&lt;b&gt;&amp;" in html
+
+
+def test_a_short_run_shows_every_group_once(tmp_path: Path) -> None:
+    rollouts = tmp_path / "rollouts.jsonl"
+    write_groups(rollouts, 5)
+    assert len(report.read_ends(rollouts, num_groups=6)) == 5
+
+
+def claim(out: Path) -> None:
+    display, _ = quiet_display()
+    with demo._claim(out, display) as files:
+        (files.root / "config.yaml").write_text("demo: {}\n")
+
+
+def test_an_earlier_run_is_moved_aside_and_keeps_its_files(tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "demo"
+    for number in range(3):
+        claim(out)
+        (out / "mark").write_text(str(number))
+    marks = [(out.with_name(name) / "mark").read_text() for name in ("demo-1", "demo-2", "demo")]
+    assert marks == ["0", "1", "2"]
+
+
+def test_a_directory_that_is_no_demo_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="not a run of the demo"):
+        claim(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_two_demos_do_not_share_a_directory(tmp_path: Path) -> None:
+    display, _ = quiet_display()
+    with demo._claim(tmp_path / "demo", display):
+        with pytest.raises(ConfigError, match="another demo is running there"):
+            claim(tmp_path / "demo")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--engine", "vllm"], "--vllm_python"),
+        (["--vllm_python", "/x/python"], "--engine vllm"),
+        (["--steps", "0"], "steps"),
+        (["--step", "3"], "--steps"),
+    ],
+)
+def test_bad_flags_exit_2_before_anything_starts(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main([*flags, "--out", str(tmp_path / "demo")]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "_NEEDED_MODULES", ("no_such_package",))
+    with pytest.raises(MissingDependency, match=r"no_such_package.*atroposlib\[demo\]"):
+        demo._check_prerequisites(demo.DemoConfig())

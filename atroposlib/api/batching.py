@@ -182,7 +182,7 @@ class _LaneSums:
         self._floors = floors
         self._missing = batch_size
         self._owed: dict[int | None, int] = {None: 0}
-        self._owed.update(floors)
+        self._owed |= dict(floors.items())
         sizes: dict[int | None, list[int]] = {lane: [] for lane in self._owed}
         for group in groups:
             sizes[_lane(group, floors)].append(group.num_sequences)
@@ -216,7 +216,7 @@ class _LaneSums:
 
 
 def _suffix_sums(sizes: Sequence[int], limit: int) -> list[int]:
-    """Entry i, of `len(sizes) + 1`, is the bit set of sums up to `limit` of subsets of `sizes[i:]`."""
+    """Entry i of `len(sizes) + 1`: bit set of sums, up to `limit`, of subsets of `sizes[i:]`."""
     mask = (1 << (max(0, limit) + 1)) - 1
     sums = [1] * (len(sizes) + 1)
     for index in range(len(sizes) - 1, -1, -1):

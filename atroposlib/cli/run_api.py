@@ -61,8 +61,8 @@ def serve(argv: Sequence[str] | None) -> int:
     def stop(signum: int, frame: FrameType | None) -> None:
         server.should_exit = True
 
-    # uvicorn raises a signal again after its shutdown; these make that a return, and they also cover
-    # the time before uvicorn listens to signals.
+    # uvicorn raises a signal again after its shutdown; these make that a return, and they also
+    # cover the time before uvicorn listens to signals.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     if not is_loopback(config.host):

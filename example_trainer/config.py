@@ -1,0 +1,222 @@
+"""Every setting of the trainer: one model, read from flags and YAML by `atroposlib.config`.
+
+Names and spellings of the original trainer keep working (`--model`, `--atropos-url`, `--training-steps`, ...).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_MODES = {"none": "restart", "shared_vllm": "reload"}
+"""The original's `--weight-bridge-mode` -> our bridge."""
+
+
+class TrainerConfig(BaseModel):
+    """Settings of one training run; counts of sequences, tokens and steps, times in seconds."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    # Model
+    model_name: str = Field(
+        validation_alias=AliasChoices("model_name", "model", "model_name_or_path"),
+        description="checkpoint directory, or a name on the Hugging Face hub",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where there is one"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="of the forward pass and of the published weights; auto: bfloat16 on cuda, float32 on cpu. "
+        "Master weights are always float32",
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: less memory, more time"
+    )
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="torch CPU threads; None: torch's choice, or 1 on two cores or fewer",
+    )
+    seed: int = Field(0, description="of torch, numpy and python")
+
+    # Hub
+    hub_url: str = Field(
+        "http://localhost:8000",
+        validation_alias=AliasChoices("hub_url", "atropos_url"),
+        description="address of run-api",
+    )
+    hub_token: str | None = Field(
+        None, description="bearer token of the hub, where it asks for one"
+    )
+
+    # Training
+    num_steps: int = Field(
+        10,
+        ge=1,
+        validation_alias=AliasChoices("num_steps", "training_steps"),
+        description="optimizer steps",
+    )
+    batch_size: int = Field(
+        64,
+        ge=1,
+        description="sequences per micro-batch; times gradient_accumulation_steps = sequences per optimizer step",
+    )
+    gradient_accumulation_steps: int = Field(1, ge=1, description="see batch_size")
+    max_microbatch_tokens: int = Field(
+        32768, ge=1, description="positions per micro-batch, padding included; bounds memory"
+    )
+    seq_len: int = Field(
+        2048, ge=2, description="longest sequence in tokens; longer ones are skipped and counted"
+    )
+    pad_to_multiple_of: int = Field(8, ge=1, description="micro-batch width is rounded up to this")
+    lr: float = Field(1e-5, gt=0, description="learning rate after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear learning-rate warm-up")
+    optimizer: Literal["adamw"] = Field("adamw", description="the only one so far")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
+    adam_beta2: float = Field(0.99, ge=0, lt=1, description="AdamW")
+    adam_eps: float = Field(1e-8, gt=0, description="AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradient norm is clipped to this")
+
+    # Objective
+    clip_eps: float = Field(0.2, gt=0, description="the ratio is clipped to 1 -/+ this")
+    kl_coef: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the KL to the reference: the groups' ref_logprobs, else a frozen copy of the model",
+    )
+    scale_advantages: bool = Field(
+        True, description="divide advantages by the group's std (false: Dr. GRPO)"
+    )
+    loss_mean: Literal["token", "sequence"] = Field(
+        "token", description="mean over all trained tokens, or over sequences of their token means"
+    )
+    logprobs_mode: Literal["raw", "processed"] = Field(
+        "raw",
+        description="what the engines report: raw (before temperature; vLLM's default) or processed logprobs",
+    )
+    max_logprob_gap: float | None = Field(
+        None,
+        gt=0,
+        description="stop when sampled and own logprobs of the current policy differ by more; None: warn above 0.05",
+    )
+
+    # Checkpoints and records
+    save_path: Path = Field(
+        Path("trained_model_checkpoints"), description="step_<N>/ and final_model/ are written here"
+    )
+    checkpoint_interval: int = Field(
+        3, ge=0, description="steps between checkpoints; 0: only the final one"
+    )
+    metrics_path: Path | None = Field(
+        None, description="JSON lines, one object per step; None: <save_path>/metrics.jsonl"
+    )
+    use_wandb: bool = Field(False, description="log to Weights & Biases as well")
+    wandb_project: str | None = Field(None, description="needed with use_wandb")
+    wandb_group: str | None = Field(None, description="None: eight random characters")
+
+    # Weights to the engines
+    bridge: Literal["restart", "reload"] = Field(
+        "restart",
+        description="restart: the trainer starts an engine and restarts it on new weights; "
+        "reload: running engines load new weights in place",
+    )
+    weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "lora_restart"] | None = Field(
+        None, description="the original's name for bridge: none = restart, shared_vllm = reload"
+    )
+    publish_interval: int | None = Field(
+        None,
+        ge=1,
+        validation_alias=AliasChoices("publish_interval", "vllm_restart_interval"),
+        description="steps between hand-overs of weights; None: 1 for reload, 3 for restart",
+    )
+    weights_dir: Path | None = Field(
+        None,
+        description="where weights are handed over; None: /dev/shm if there is room, else save_path",
+    )
+    engine_url: str = Field(
+        "",
+        description="reload: addresses of the engines, comma-separated; empty: port vllm_port here",
+    )
+    engine_timeout_s: float = Field(
+        600.0, gt=0, description="for an engine to start, or to take weights"
+    )
+
+    # The engine that the trainer starts itself
+    engine: Literal["vllm", "local"] = Field("vllm", description="local is atropos-engine")
+    vllm_python: str | None = Field(
+        None, description="interpreter of the environment that has vLLM; None: this one"
+    )
+    vllm_port: int = Field(9001, ge=1, le=65535, description="port of the engine")
+    vllm_gpu: int | None = Field(
+        None, ge=0, description="CUDA device of the engine; None: unchanged"
+    )
+    gpu_memory_utilization: float = Field(
+        0.45,
+        gt=0,
+        le=1,
+        validation_alias=AliasChoices("gpu_memory_utilization", "vllm_gpu_memory_utilization"),
+        description="share of the GPU that vLLM takes",
+    )
+    max_model_len: int = Field(4096, ge=1, description="longest sequence of the engine")
+    log_dir: Path = Field(Path("logs"), description="the engine's log goes here")
+
+    @field_validator("hub_url")
+    @classmethod
+    def _hub_is_http(cls, value: str) -> str:
+        return _http_url(value)
+
+    @field_validator("engine_url", mode="before")
+    @classmethod
+    def _join_engines(cls, value: Any) -> Any:
+        return ",".join(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _settle(self) -> Self:
+        if self.weight_bridge_mode is not None:
+            if self.weight_bridge_mode not in _MODES:
+                raise ValueError(
+                    f"--weight_bridge_mode {self.weight_bridge_mode} is not available; use none or shared_vllm"
+                )
+            chosen = _MODES[self.weight_bridge_mode]
+            if "bridge" in self.model_fields_set and self.bridge != chosen:
+                raise ValueError(
+                    f"--bridge {self.bridge} contradicts --weight_bridge_mode {self.weight_bridge_mode}"
+                )
+            self.bridge = chosen  # type: ignore[assignment]
+        for url in self.engine_urls:
+            _http_url(url)
+        return self
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """Addresses of the engines, without a trailing slash or `/v1`."""
+        urls = [url.strip() for url in self.engine_url.split(",") if url.strip()]
+        urls = urls or [f"http://127.0.0.1:{self.vllm_port}"]
+        return [url.rstrip("/").removesuffix("/v1").rstrip("/") for url in urls]
+
+    @property
+    def sequences_per_step(self) -> int:
+        """What the trainer registers at the hub as its batch size."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def steps_per_publish(self) -> int:
+        return self.publish_interval or (1 if self.bridge == "reload" else 3)
+
+    @property
+    def num_threads(self) -> int | None:
+        """torch CPU threads to set; None leaves torch's choice."""
+        if self.threads is not None:
+            return self.threads
+        return 1 if (os.cpu_count() or 1) <= 2 else None
+
+
+def _http_url(value: str) -> str:
+    if not value.startswith(("http://", "https://")):
+        raise ValueError(f"{value!r} is not an http:// or https:// address")
+    return value.rstrip("/")

@@ -1,0 +1,132 @@
+"""Do the engines sample from the weights we think they do? Sampled logprobs against the trainer's own.
+
+A permanent assertion: every sequence of the current policy version is compared, free of charge, in the training
+forward. Sequences of an older version are compared once, at the first use of that version, with the weights that were
+published as it. The latter only warns: `policy_version` is the oldest that sampled a token, and a sequence that was in
+flight during a hand-over holds tokens of two.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from atroposlib.errors import EngineError
+from example_trainer.data import UNKNOWN_VERSION, Batch, MicroBatch
+from example_trainer.model import Policy
+from example_trainer.weights import WeightsDirectory
+
+logger = logging.getLogger(__name__)
+
+WARN_ABOVE = 0.05
+"""Nats. bfloat16 kernels of two programs differ by up to about this on single tokens."""
+
+_SEQUENCES_COMPARED = 16
+"""Of an older version: enough to see wrong weights, few enough to cost nothing."""
+
+
+class LogprobGapError(EngineError):
+    """Engine and trainer disagree by more than `--max_logprob_gap`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapReport:
+    """Nats over the trained positions of one step; None when nothing could be compared."""
+
+    maximum: float | None
+    mean: float | None
+
+
+class LogprobGap:
+    """Collects the comparisons of one step after the other."""
+
+    def __init__(self, policy: Policy, weights: WeightsDirectory, *, limit: float | None) -> None:
+        self._policy = policy
+        self._weights = weights
+        self._limit = limit
+        self._seen: set[int] = set()
+        """Older versions compared already."""
+        self._warned: set[int] = set()
+        self._current: list[Tensor] = []
+        """Gaps at trained positions, one tensor per micro-batch."""
+        self._unknown: list[Tensor] = []
+        self._older: list[Tensor] = []
+
+    def observe(self, micro_batch: MicroBatch, logprobs_BT: Tensor, version: int) -> None:
+        """Note what a training forward under the weights of `version` computed."""
+        gap_BT = _gap(micro_batch, logprobs_BT)
+        for wanted, found in ((version, self._current), (UNKNOWN_VERSION, self._unknown)):
+            rows_BT = (micro_batch.version_B == wanted)[:, None] & (micro_batch.weights_BT > 0)
+            found.append(gap_BT[rows_BT])
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def compare_older(self, batch: Batch, version: int) -> None:
+        """Compare each version other than `version` that is used for the first time, while its weights are on disk."""
+        for micro_batch in batch.micro_batches:
+            for older in (
+                set(micro_batch.version_B.tolist()) - self._seen - {version, UNKNOWN_VERSION}
+            ):
+                self._seen.add(older)
+                if not self._weights.holds(older):
+                    continue
+                rows = (micro_batch.version_B == older).nonzero()[:_SEQUENCES_COMPARED, 0]
+                some = micro_batch.rows(rows).to(self._policy.device)
+                parameters = _load(self._weights, older, self._policy.device)
+                gap_BT = _gap(some, self._policy.logprobs(some, parameters=parameters))
+                # The median sequence: those that were in flight during a hand-over belong to no single version.
+                typical = gap_BT.amax(dim=1).argsort()[(len(rows) - 1) // 2]
+                gap_T = gap_BT[typical][some.weights_BT[typical] > 0]
+                self._older.append(gap_T)
+                self._warn(older, gap_T)
+
+    def settle(self, version: int) -> GapReport:
+        """Return the step's report and begin the next; LogprobGapError if the current version is off by too much."""
+        current, unknown, older = (
+            torch.cat(found) if found else torch.zeros(0)
+            for found in (self._current, self._unknown, self._older)
+        )
+        self._current, self._unknown, self._older = [], [], []
+        self._warn(UNKNOWN_VERSION, unknown)
+        self._warn(version, current)
+        if self._limit is not None and current.numel() and current.max().item() > self._limit:
+            raise LogprobGapError(
+                f"sampled logprobs of policy version {version} differ from the trainer's own by up to "
+                f"{current.max().item():.3g} nats (--max_logprob_gap {self._limit:g}): the engine does not sample from "
+                "the published weights, or reports processed logprobs (--logprobs_mode processed)"
+            )
+        compared = torch.cat([current, older])
+        if not compared.numel():
+            return GapReport(maximum=None, mean=None)
+        return GapReport(maximum=compared.max().item(), mean=compared.mean().item())
+
+    def _warn(self, version: int, gap: Tensor) -> None:
+        if version in self._warned or not gap.numel() or gap.max().item() <= WARN_ABOVE:
+            return
+        self._warned.add(version)
+        of = (
+            "an unknown policy version"
+            if version == UNKNOWN_VERSION
+            else f"policy version {version}"
+        )
+        logger.warning(
+            "sampled logprobs of %s differ from the trainer's own by up to %.3g nats (mean %.3g)",
+            of,
+            gap.max().item(),
+            gap.mean().item(),
+        )
+
+
+def _gap(micro_batch: MicroBatch, logprobs_BT: Tensor) -> Tensor:
+    """Return `|sampled - own|`, `[B, T]`; 0 where nothing is trained."""
+    return (logprobs_BT.detach() - micro_batch.sampled_logprobs_BT).abs()
+
+
+def _load(weights: WeightsDirectory, version: int, device: torch.device) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(weights.directory(version).glob("*.safetensors")):
+        tensors.update(load_file(path, device=str(device)))
+    return tensors

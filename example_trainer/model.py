@@ -1,0 +1,154 @@
+"""The model that is trained: loading it, and saving it so that no reader ever sees half a checkpoint.
+
+Master weights are float32 (AdamW at 1e-5 loses its updates in bfloat16); the forward pass and saved weights use the
+configured dtype. Dropout is off: the trainer's logprobs must be those of the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from atroposlib.errors import ConfigError
+from example_trainer.config import TrainerConfig
+from example_trainer.data import MicroBatch
+from example_trainer.loss import token_logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A causal language model, its tokenizer, and the precision it computes in."""
+
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+
+    def logprobs(
+        self, micro_batch: MicroBatch, *, parameters: dict[str, Tensor] | None = None
+    ) -> Tensor:
+        """Return the log-probability of every label, `[B, T]` float32, 0 where the label is -100.
+
+        `parameters` stand in for the model's own for this one call. Right padding needs no attention mask: a causal
+        model never looks to the right.
+        """
+        inputs = {"input_ids": micro_batch.tokens_BT, "use_cache": False}
+        with torch.autocast(
+            self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32
+        ):
+            if parameters is None:
+                logits_BTV = self.model(**inputs).logits
+            else:
+                logits_BTV = functional_call(self.model, parameters, (), inputs).logits
+        return token_logprobs(logits_BTV, micro_batch.labels_BT, micro_batch.temperature_B)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of a saved checkpoint, roughly."""
+        return sum(int(p.numel()) for p in self.model.parameters()) * int(self.dtype.itemsize)
+
+    def save(self, target: Path) -> None:
+        """Write weights, config and tokenizer to `target`, replacing it, all at once."""
+        write_directory(target, self._write)
+
+    def _write(self, directory: Path) -> None:
+        converted: dict[int, Tensor] = {}  # tied parameters stay tied
+        weights = {
+            name: converted.setdefault(value.data_ptr(), value.detach().to(self.dtype))
+            for name, value in self.model.state_dict().items()
+            if value.is_floating_point()
+        }
+        self.model.save_pretrained(directory, state_dict=weights)
+        self.tokenizer.save_pretrained(directory)
+        path = directory / "config.json"  # save_pretrained writes the dtype of the master weights
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["dtype"] = str(self.dtype).removeprefix("torch.")
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def load_policy(config: TrainerConfig) -> Policy:
+    """Load model and tokenizer for training; ConfigError names the path when they cannot be loaded."""
+    device = choose_device(config)
+    dtype = choose_dtype(config, device)
+    name = config.model_name
+    if _is_path(name) and not (Path(name) / "config.json").is_file():
+        found = "has no config.json" if Path(name).is_dir() else "does not exist"
+        raise ConfigError(
+            f"--model_name {name}: this directory {found}; give a checkpoint directory"
+        )
+    try:
+        settings = AutoConfig.from_pretrained(name)
+        for key, value in vars(settings).items():
+            if "drop" in key and isinstance(value, float):
+                setattr(settings, key, 0.0)
+        model = AutoModelForCausalLM.from_pretrained(name, config=settings, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(f"--model_name {name} cannot be loaded: {reason}") from error
+    model.to(device).train()
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Policy(model=model, tokenizer=tokenizer, device=device, dtype=dtype)
+
+
+def choose_device(config: TrainerConfig) -> torch.device:
+    """Return the configured device; ConfigError when cuda is asked for and absent."""
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+
+
+def choose_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def write_directory(target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a directory and put it at `target` complete; an earlier one stays until then.
+
+    A reader sees the old directory, for an instant none, or the new one, never a part of either.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        fresh.chmod(0o755)
+        write(fresh)
+        for path in fresh.rglob("*"):
+            if path.is_file():
+                _fsync(path)
+        old = fresh.with_name(fresh.name + ".old")
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(old)
+        fresh.rename(target)
+        _fsync(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_path(name: str) -> bool:
+    """True for what can only be a directory here, not a hub name such as `org/model`."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).is_dir()

@@ -1,0 +1,99 @@
+"""Builders and an in-process client for the hub's tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from atroposlib.api.coordinator import Coordinator
+from atroposlib.api.limits import HubLimits
+from atroposlib.api.server import create_app
+from atroposlib.api.stores.memory import MemoryStore
+
+FOURTEEN_KEYS = [
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "generation_params",
+    "inference_logprobs",
+    "overrides",
+    "group_overrides",
+    "images",
+    "env_id",
+    "distill_token_ids",
+    "distill_logprobs",
+]
+
+
+def registration(**changes: Any) -> dict[str, Any]:
+    return {
+        "wandb_group": "g",
+        "wandb_project": "p",
+        "batch_size": 4,
+        "max_token_len": 128,
+        "checkpoint_dir": "ck",
+        "save_checkpoint_interval": 1,
+        "starting_step": 0,
+        "num_steps": 3,
+    } | changes
+
+
+def environment(**changes: Any) -> dict[str, Any]:
+    return {
+        "max_token_length": 2048,
+        "desired_name": "foo",
+        "weight": 1.0,
+        "min_batch_allocation": None,
+        "group_size": 2,
+    } | changes
+
+
+def group(num_sequences: int = 2, first_token: int = 7, **changes: Any) -> dict[str, Any]:
+    """A group whose first token tells it from others."""
+    return {
+        "tokens": [[first_token, i] for i in range(num_sequences)],
+        "masks": [[-100, i] for i in range(num_sequences)],
+        "scores": [float(i) for i in range(num_sequences)],
+    } | changes
+
+
+class Hub:
+    """One hub in this process and a client of it."""
+
+    def __init__(self, http: httpx.AsyncClient, coordinator: Coordinator) -> None:
+        self.http = http
+        self.coordinator = coordinator
+
+    async def get(self, path: str, **request: Any) -> Any:
+        return (await self.http.get(path, **request)).raise_for_status().json()
+
+    async def post(self, path: str, body: Any) -> Any:
+        return (await self.http.post(path, json=body)).raise_for_status().json()
+
+    async def start(self, *environments: dict[str, Any], **changes: Any) -> None:
+        """Register a trainer, let environments in and register them."""
+        await self.post("/register", registration(**changes))
+        await self.get("/batch")
+        for each in environments:
+            await self.post("/register-env", each)
+
+    async def balanced_ledger(self) -> dict[str, Any]:
+        ledger: dict[str, Any] = await self.get("/ledger")
+        rejected = sum(ledger["rejected"].values())
+        places = ledger["queued"] + ledger["buffered"] + ledger["delivered"] + rejected
+        assert ledger["produced"] == places, ledger
+        return ledger
+
+
+@asynccontextmanager
+async def running_hub(limits: HubLimits | None = None) -> AsyncIterator[Hub]:
+    coordinator = Coordinator(MemoryStore())
+    transport = httpx.ASGITransport(create_app(coordinator, limits=limits))
+    async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
+        yield Hub(http, coordinator)

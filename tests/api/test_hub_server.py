@@ -1,0 +1,535 @@
+"""The hub's HTTP contract: shapes, order, refusals, encodings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from atroposlib.api.limits import HubLimits
+from atroposlib.scored_data import Strictness, check_group
+from atroposlib.wire import (
+    CONTENT_TYPE_PACKED,
+    join_packed,
+    pack_group,
+    split_packed,
+    unpack_group,
+)
+from tests.api.helpers_api import (
+    FOURTEEN_KEYS,
+    Hub,
+    environment,
+    group,
+    registration,
+    running_hub,
+)
+
+
+@pytest.fixture
+async def hub() -> AsyncIterator[Hub]:
+    async with running_hub() as running:
+        yield running
+
+
+def packed(*groups: dict[str, Any]) -> bytes:
+    checked = [check_group(each, strictness=Strictness.WIRE) for each in groups]
+    return join_packed([pack_group(each) for each in checked], {})
+
+
+# Before and at registration
+
+
+async def test_empty_hub_answers_every_question(hub: Hub) -> None:
+    assert await hub.get("/") == {"message": "AtroposLib API"}
+    assert await hub.get("/healthz") == {"status": "ok"}
+    assert await hub.get("/wandb_info") == {"group": None, "project": None}
+    assert await hub.get("/info") == {"batch_size": -1, "max_token_len": -1}
+    assert await hub.get("/status") == {"current_step": 0, "queue_size": 0}
+    assert await hub.get("/batch") == {
+        "status": "error",
+        "message": "Trainer not registered. Call /register first.",
+        "batch": [],
+    }
+    assert await hub.get("/latest_example") == {
+        name: []
+        for name in (
+            "tokens",
+            "masks",
+            "scores",
+            "advantages",
+            "ref_logprobs",
+            "generation_params",
+            "inference_logprobs",
+            "messages",
+            "images",
+        )
+    }
+
+
+async def test_registration_shows_the_run_and_gives_a_128_bit_id(hub: Hub) -> None:
+    reply = await hub.post("/register", registration(wandb_group="", unknown_field=1))
+    assert list(reply) == ["uuid"]
+    assert reply["uuid"].bit_length() > 100
+    assert await hub.get("/wandb_info") == {"group": "", "project": "p"}
+    assert await hub.get("/info") == {"batch_size": 4, "max_token_len": 128}
+
+
+@pytest.mark.parametrize("missing", sorted(registration()))
+async def test_registration_needs_all_eight_fields(hub: Hub, missing: str) -> None:
+    body = registration()
+    del body[missing]
+    response = await hub.http.post("/register", json=body)
+    assert response.status_code == 422
+    assert response.json()["detail"][0]["loc"] == ["body", missing]
+
+
+async def test_second_registration_keeps_the_live_run(
+    hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    await hub.start(starting_step=5)
+    first = await hub.post("/scored_data", group(2))
+    second = await hub.post("/register", registration(batch_size=999, starting_step=0))
+    assert first == {"status": "received"}
+    assert second["uuid"].bit_length() > 100
+    assert await hub.get("/status") == {"current_step": 5, "queue_size": 1}
+    assert (await hub.get("/info"))["batch_size"] == 4
+    assert "second trainer registered" in caplog.text
+
+
+async def test_groups_that_come_before_the_trainer_are_kept(hub: Hub) -> None:
+    assert await hub.post("/scored_data", group(2, 1)) == {"status": "received"}
+    assert await hub.post("/scored_data", group(2, 2)) == {"status": "received"}
+    assert await hub.post("/scored_data", group(5, 3)) == {"status": "received"}
+    await hub.post("/register", registration())
+    batch = (await hub.get("/batch"))["batch"]
+    assert [each["tokens"][0][0] for each in batch] == [1, 2]
+    ledger = await hub.balanced_ledger()
+    assert ledger["rejected"] == {"larger_than_batch": 1}
+
+
+async def test_environments_wait_for_the_first_request_for_a_batch(hub: Hub) -> None:
+    wait = {"status": "wait for trainer to start"}
+    assert await hub.post("/register-env", environment()) == wait
+    await hub.post("/register", registration())
+    assert await hub.post("/register-env", environment()) == wait
+    await hub.get("/batch")
+    replies = [
+        await hub.post("/register-env", environment(desired_name=name))
+        for name in ("foo", "bar", "foo")
+    ]
+    assert replies[0] == {
+        "status": "success",
+        "env_id": 0,
+        "wandb_name": "foo_0",
+        "checkpoint_dir": "ck",
+        "starting_step": 0,
+        "checkpoint_interval": 1,
+        "num_steps": 3,
+    }
+    assert [(r["env_id"], r["wandb_name"]) for r in replies[1:]] == [(1, "bar_0"), (2, "foo_1")]
+
+
+async def test_environment_that_joins_late_starts_at_the_current_step(hub: Hub) -> None:
+    await hub.start(starting_step=10)
+    await hub.post("/scored_data", group(4))
+    await hub.get("/batch")
+    assert (await hub.post("/register-env", environment()))["starting_step"] == 11
+
+
+async def test_environment_needs_a_name(hub: Hub) -> None:
+    response = await hub.http.post("/register-env", json=environment(desired_name=None))
+    assert response.status_code == 422
+
+
+# Groups and batches
+
+
+async def test_batches_leave_oldest_first_and_step_advances_at_delivery(hub: Hub) -> None:
+    await hub.start(environment())
+    for number in range(6):
+        await hub.post("/scored_data", group(2, number, env_id=0))
+    assert await hub.get("/status") == {"current_step": 0, "queue_size": 6}
+    for step in range(3):
+        batch = (await hub.get("/batch"))["batch"]
+        assert [each["tokens"][0][0] for each in batch] == [2 * step, 2 * step + 1]
+        assert await hub.get("/status") == {"current_step": step + 1, "queue_size": 4 - 2 * step}
+    assert await hub.get("/batch") == {"batch": None}
+    assert await hub.get("/status") == {"current_step": 3, "queue_size": 0}
+
+
+async def test_group_is_handed_out_as_it_was_sent_with_fourteen_keys_in_order(hub: Hub) -> None:
+    sent = group(
+        4,
+        scores=[1, 0, 0.1, -2.5],
+        inference_logprobs=[[1.0, -0.123456789012345]] * 4,
+        advantages=[],
+        messages=[[{"role": "user", "content": None, "extra": {"a": 1}}]] * 4,
+        overrides=[{"x": 1}, {}, {}, {}],
+        group_overrides={"k": [1]},
+        generation_params={"temperature": 1},
+        images=["data"],
+        group_id="never handed out",
+        policy_version=3,
+        unknown="ignored",
+    )
+    await hub.start()
+    await hub.post("/scored_data", sent)
+    latest = await hub.get("/latest_example")
+    [received] = (await hub.get("/batch"))["batch"]
+    assert list(received) == FOURTEEN_KEYS
+    assert latest == received
+    for key in FOURTEEN_KEYS:
+        assert received[key] == sent.get(key), key
+    assert isinstance(received["scores"][0], float)
+
+
+async def test_odd_sizes_are_buffered_until_they_make_a_full_group(hub: Hub) -> None:
+    await hub.start(environment(group_size=4), batch_size=8)
+    assert await hub.post("/scored_data", group(2, 1, env_id=0)) == {
+        "status": "buffered",
+        "buffer_size": 2,
+    }
+    assert await hub.get("/status") == {"current_step": 0, "queue_size": 0}
+    assert (await hub.get("/latest_example"))["tokens"] == []
+    assert await hub.post("/scored_data", group(2, 2, env_id=0)) == {
+        "status": "buffered",
+        "buffer_size": 0,
+    }
+    assert await hub.post("/scored_data", group(4, 3, env_id=0)) == {"status": "received"}
+    batch = (await hub.get("/batch"))["batch"]
+    assert [(g["tokens"][0][0], len(g["tokens"])) for g in batch] == [(1, 2), (2, 2), (3, 4)]
+
+
+async def test_list_reports_what_was_buffered(hub: Hub) -> None:
+    await hub.start(environment(group_size=4), batch_size=8)
+    assert await hub.post("/scored_data_list", []) == {"status": "received", "groups_processed": 0}
+    mixed = [group(4, env_id=0), group(2, env_id=0)]
+    assert await hub.post("/scored_data_list", mixed) == {
+        "status": "received",
+        "groups_processed": 2,
+        "buffered": 1,
+        "last_buffer_size": 2,
+    }
+    full = [group(4, env_id=0), group(4, env_id=99), group(3, env_id=-1)]
+    assert await hub.post("/scored_data_list", full) == {
+        "status": "received",
+        "groups_processed": 3,
+    }
+    ledger = await hub.balanced_ledger()
+    assert (ledger["queued"], ledger["buffered"]) == (4, 1)
+
+
+async def test_group_larger_than_the_environments_size_is_queued_not_lost(hub: Hub) -> None:
+    await hub.start(environment(group_size=2))
+    assert await hub.post("/scored_data", group(4, env_id=0)) == {"status": "received"}
+    assert len((await hub.get("/batch"))["batch"]) == 1
+    # Asking for the status must not raise the expected size.
+    await hub.get("/status-env", params={"env_id": 0})
+    assert await hub.post("/scored_data", group(2, env_id=0)) == {"status": "received"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "path", "reason"),
+    [
+        (group(2, scores=[0.0, float("nan")]), "scores[1]", "invalid"),
+        (group(2, scores=[0.0]), "scores", "invalid"),
+        (group(2, masks=[[1, 2], [1]]), "sequences[1].masks", "invalid"),
+        (group(2, inference_logprobs=[[0.0, float("-inf")]] * 2), None, "invalid"),
+        ({"tokens": [[1]], "masks": [[1]]}, None, "invalid"),
+        (group(0), "tokens", "empty"),
+        (group(5), "tokens", "larger_than_batch"),
+    ],
+)
+async def test_unusable_group_is_refused_with_its_path_and_counted(
+    hub: Hub, bad: dict[str, Any], path: str | None, reason: str
+) -> None:
+    await hub.start()
+    response = await hub.http.post("/scored_data", content=json.dumps(bad))
+    assert response.status_code == 422
+    [detail] = response.json()["detail"]
+    assert detail["loc"][0] == "body"
+    assert path is None or detail["loc"][1] == path
+    assert detail["msg"]
+    assert (await hub.balanced_ledger())["rejected"] == {reason: 1}
+    assert await hub.get("/batch") == {"batch": None}
+    assert (await hub.http.get("/latest_example")).status_code == 200
+
+
+async def test_list_with_one_bad_group_is_refused_whole(hub: Hub) -> None:
+    await hub.start()
+    response = await hub.http.post("/scored_data_list", json=[group(2), group(9)])
+    assert response.status_code == 422
+    assert response.json()["detail"][0]["loc"] == ["body", "[1].tokens"]
+    assert await hub.get("/status") == {"current_step": 0, "queue_size": 0}
+    assert (await hub.balanced_ledger())["rejected"] == {"larger_than_batch": 2}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])
+async def test_body_that_is_no_group_is_422(hub: Hub, content: bytes) -> None:
+    response = await hub.http.post("/scored_data", content=content)
+    assert response.status_code == 422
+    assert response.json()["detail"][0]["msg"]
+
+
+async def test_repeated_group_id_gets_the_first_answer_and_is_stored_once(hub: Hub) -> None:
+    await hub.start(environment(group_size=4), batch_size=8)
+    odd = group(2, env_id=0, group_id="a")
+    first = await hub.post("/scored_data", odd)
+    await hub.post("/scored_data", group(1, env_id=0, group_id="b"))
+    assert await hub.post("/scored_data", odd) == first == {"status": "buffered", "buffer_size": 2}
+    assert await hub.post("/scored_data_list", [odd, group(4, group_id="c")]) == {
+        "status": "received",
+        "groups_processed": 2,
+        "buffered": 1,
+        "last_buffer_size": 2,
+    }
+    ledger = await hub.balanced_ledger()
+    assert ledger == {
+        "produced": 3,
+        "queued": 1,
+        "buffered": 2,
+        "delivered": 0,
+        "rejected": {},
+        "duplicates": 2,
+    }
+
+
+async def test_delivered_group_stays_known(hub: Hub) -> None:
+    await hub.start()
+    await hub.post("/scored_data", group(4, group_id="a"))
+    assert (await hub.get("/batch"))["batch"]
+    assert await hub.post("/scored_data", group(4, group_id="a")) == {"status": "received"}
+    assert await hub.get("/batch") == {"batch": None}
+    assert (await hub.balanced_ledger())["delivered"] == 1
+
+
+async def test_minimum_of_an_absent_environment_does_not_hold_the_batch(hub: Hub) -> None:
+    await hub.start(environment(min_batch_allocation=0.5), environment())
+    await hub.post("/scored_data_list", [group(2, env_id=1)] * 2)
+    assert await hub.get("/batch") == {"batch": None}
+    await hub.post("/disconnect-env", {"env_id": 0})
+    assert len((await hub.get("/batch"))["batch"]) == 2
+
+
+async def test_minimum_is_honoured_ahead_of_older_groups(hub: Hub) -> None:
+    await hub.start(environment(), environment(min_batch_allocation=0.5))
+    await hub.post("/scored_data_list", [group(2, 1, env_id=0), group(2, 2, env_id=0)])
+    await hub.post("/scored_data", group(2, 3, env_id=1))
+    batch = (await hub.get("/batch"))["batch"]
+    assert [each["tokens"][0][0] for each in batch] == [1, 3]
+
+
+# Waiting for a batch
+
+
+async def test_waiting_request_gets_the_batch_when_it_becomes_complete(hub: Hub) -> None:
+    await hub.start()
+    waiting = asyncio.create_task(hub.get("/batch", params={"wait": 10}))
+    await hub.post("/scored_data", group(2))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await hub.post("/scored_data", group(2))
+    assert len((await waiting)["batch"]) == 2
+
+
+async def test_two_waiting_requests_get_one_batch_each(hub: Hub) -> None:
+    await hub.start()
+    waiting = [asyncio.create_task(hub.get("/batch", params={"wait": 10})) for _ in range(2)]
+    await asyncio.sleep(0.02)
+    await hub.post("/scored_data_list", [group(4, 1), group(4, 2)])
+    batches = [(await each)["batch"] for each in waiting]
+    assert sorted(each[0]["tokens"][0][0] for each in batches) == [1, 2]
+
+
+async def test_waiting_ends_without_a_batch(hub: Hub) -> None:
+    await hub.start()
+    assert await hub.get("/batch", params={"wait": 0.05}) == {"batch": None}
+    assert (await hub.http.get("/batch", params={"wait": -1})).status_code == 422
+
+
+# Environment status
+
+
+async def test_status_env_answers_body_query_and_post_alike(hub: Hub) -> None:
+    await hub.start(environment())
+    await hub.post("/scored_data_list", [group(2, env_id=0)] * 6)
+    expected = {
+        "current_step": 0,
+        "queue_size": 6,
+        "unallocated_fraction": 1.0,
+        "self_queue_size": 6,
+        "max_group_size": 2,
+        "env_weight": 1.0,
+    }
+    body = await hub.http.request("GET", "/status-env", json={"env_id": 0})
+    assert body.json() == expected
+    assert await hub.get("/status-env", params={"env_id": 0}) == expected
+    assert await hub.post("/status-env", {"env_id": 0}) == expected
+
+
+@pytest.mark.parametrize("env_id", [0, 5, -1])
+async def test_unknown_environment_is_404_json(hub: Hub, env_id: int) -> None:
+    response = await hub.http.request("GET", "/status-env", json={"env_id": env_id})
+    assert response.status_code == 404
+    assert f"environment {env_id} is not registered" in response.json()["detail"]
+    failure = await hub.post("/disconnect-env", {"env_id": env_id})
+    assert failure["status"] == "failure"
+    assert failure["error"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b'{"env_id": null}', b"[]"])
+async def test_status_env_without_an_id_is_422(hub: Hub, content: bytes) -> None:
+    response = await hub.http.request("GET", "/status-env", content=content)
+    assert response.status_code == 422
+    assert response.json()["detail"]
+
+
+async def test_status_env_counts_others_minus_their_minimum(hub: Hub) -> None:
+    await hub.start(
+        environment(max_token_length=100, weight=3.0),
+        environment(max_token_length=100, weight=1.0, min_batch_allocation=0.25),
+        batch_size=8,
+    )
+    await hub.post("/scored_data_list", [group(2, env_id=0)] * 3 + [group(4, env_id=1)] * 2)
+    status = await hub.get("/status-env", params={"env_id": 0})
+    # own 6, others ceil(8 / 4) * 4 - int(8 * 0.25) = 6
+    assert status == {
+        "current_step": 0,
+        "queue_size": 6,
+        "unallocated_fraction": 0.75,
+        "self_queue_size": 3,
+        "max_group_size": 4,
+        "env_weight": 0.75,
+    }
+    await hub.post("/disconnect-env", {"env_id": 1})
+    status = await hub.get("/status-env", params={"env_id": 0})
+    assert (status["env_weight"], status["unallocated_fraction"]) == (1.0, 1.0)
+    assert status["queue_size"] == 7  # its data stay, its minimum is gone
+
+
+async def test_single_sequence_groups_of_others_are_counted(hub: Hub) -> None:
+    await hub.start(environment(group_size=1), environment(group_size=1))
+    await hub.post("/scored_data_list", [group(1, env_id=1)] * 3)
+    assert (await hub.get("/status-env", params={"env_id": 0}))["queue_size"] == 3
+
+
+async def test_zero_weights_give_the_least_weight(hub: Hub) -> None:
+    await hub.start(environment(weight=0.0), environment(weight=-1.0))
+    assert (await hub.get("/status-env", params={"env_id": 0}))["env_weight"] == 0.01
+
+
+async def test_policy_version_is_shown_once_announced(hub: Hub) -> None:
+    await hub.start(environment())
+    assert await hub.post("/policy", {"version": 7}) == {"status": "success"}
+    assert (await hub.get("/status"))["policy_version"] == 7
+    assert (await hub.get("/status-env", params={"env_id": 0}))["policy_version"] == 7
+    assert (await hub.http.post("/policy", json={"version": -1})).status_code == 422
+
+
+# Reset
+
+
+async def test_reset_forgets_the_run_and_says_so(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    await hub.start(environment())
+    await hub.post("/scored_data", group(2, env_id=0, group_id="a"))
+    response = await hub.http.get("/reset_data")
+    assert (response.status_code, response.text) == (200, "Reset successful")
+    assert response.headers["content-type"].startswith("text/plain")
+    assert "discarding 1 queued" in caplog.text
+    assert (await hub.get("/batch"))["status"] == "error"
+    assert await hub.get("/status") == {"current_step": 0, "queue_size": 0}
+    assert (await hub.http.request("GET", "/status-env", json={"env_id": 0})).status_code == 404
+    await hub.start(environment())
+    assert await hub.post("/scored_data", group(2, env_id=0, group_id="a")) == {
+        "status": "received"
+    }
+    assert (await hub.balanced_ledger())["queued"] == 1
+
+
+# Packed encoding
+
+
+async def test_packed_in_packed_out_is_the_same_blob(hub: Hub) -> None:
+    await hub.start()
+    body = packed(group(2, 1, policy_version=4), group(2, 2))
+    headers = {"Content-Type": CONTENT_TYPE_PACKED}
+    response = await hub.http.post("/scored_data_list", content=body, headers=headers)
+    assert response.json() == {"status": "received", "groups_processed": 2}
+    response = await hub.http.get("/batch", headers={"Accept": CONTENT_TYPE_PACKED})
+    assert response.headers["content-type"] == CONTENT_TYPE_PACKED
+    envelope = split_packed(response.content)
+    assert envelope.blobs == split_packed(body).blobs
+    assert envelope.meta["step"] == 1
+    # Without a batch the answer is JSON, whatever is accepted.
+    response = await hub.http.get("/batch", headers={"Accept": CONTENT_TYPE_PACKED})
+    assert response.json() == {"batch": None}
+
+
+async def test_encodings_translate_into_each_other(hub: Hub) -> None:
+    await hub.start()
+    sent = group(4, 9, inference_logprobs=[[1.0, -0.1]] * 4, overrides=[], group_overrides={})
+    headers = {"Content-Type": CONTENT_TYPE_PACKED}
+    response = await hub.http.post("/scored_data", content=packed(sent), headers=headers)
+    assert response.json() == {"status": "received"}
+    as_json = (await hub.get("/batch"))["batch"][0]
+    assert list(as_json) == FOURTEEN_KEYS
+    assert as_json == {key: sent.get(key) for key in FOURTEEN_KEYS}
+    await hub.post("/scored_data", sent)
+    response = await hub.http.get("/batch", headers={"Accept": CONTENT_TYPE_PACKED})
+    [blob] = split_packed(response.content).blobs
+    assert unpack_group(blob, strictness=Strictness.WIRE).to_dict() == as_json
+
+
+@pytest.mark.parametrize("content", [b"", b"\xc1", join_packed([], {}), join_packed([b"x"], {})])
+async def test_packed_body_that_is_no_group_is_422(hub: Hub, content: bytes) -> None:
+    headers = {"Content-Type": CONTENT_TYPE_PACKED}
+    response = await hub.http.post("/scored_data", content=content, headers=headers)
+    assert response.status_code == 422
+    assert response.json()["detail"][0]["msg"]
+
+
+# Threads, documentation, cross-origin
+
+
+async def test_large_bodies_are_handled_in_threads_with_the_same_result() -> None:
+    async with running_hub(HubLimits(offload_bytes=1)) as hub:
+        await hub.start()
+        groups = [group(2, number) for number in range(8)]
+        await asyncio.gather(*(hub.post("/scored_data", each) for each in groups))
+        seen = [g["tokens"][0][0] for _ in range(4) for g in (await hub.get("/batch"))["batch"]]
+        assert sorted(seen) == list(range(8))
+        assert (await hub.balanced_ledger())["delivered"] == 8
+
+
+async def test_documentation_lists_every_route(hub: Hub) -> None:
+    paths = (await hub.get("/openapi.json"))["paths"]
+    assert set(paths) == {
+        "/",
+        "/healthz",
+        "/register",
+        "/register-env",
+        "/disconnect-env",
+        "/wandb_info",
+        "/info",
+        "/batch",
+        "/latest_example",
+        "/scored_data",
+        "/scored_data_list",
+        "/status",
+        "/status-env",
+        "/reset_data",
+        "/policy",
+        "/ledger",
+    }
+    assert set(paths["/scored_data"]["post"]["requestBody"]["content"]) == {
+        "application/json",
+        CONTENT_TYPE_PACKED,
+    }
+
+
+async def test_browsers_of_other_origins_get_no_permission(hub: Hub) -> None:
+    response = await hub.http.get("/status", headers={"Origin": "http://evil.example"})
+    assert not [name for name in response.headers if name.startswith("access-control")]

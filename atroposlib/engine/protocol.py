@@ -1,0 +1,530 @@
+"""The bodies of `/v1/completions` and `/v1/chat/completions`: read and refuse, or build an answer.
+
+A body is checked whole before anything is generated: a wrong type, an unknown parameter, or a known one whose value
+asks for something this engine does not do, raises `ApiError` (400) naming the parameter. Nothing is ignored but
+`user` and `request_id`, which ask for nothing. Defaults are vLLM's own (no `generation_config.json` is read into
+them). No HTTP and no engine here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from atroposlib.engine.sampling import GREEDY_BELOW, SamplingParams
+from atroposlib.engine.scheduler import Completion, VersionSpan
+
+MAX_LOGPROBS = 20
+"""vLLM's default `--max-logprobs`."""
+
+_DEFAULT_COMPLETION_TOKENS = 16
+"""vLLM's and OpenAI's `max_tokens` of `/v1/completions`."""
+
+_LOWEST_LOGPROB = -9999.0
+"""What vLLM writes for a logprob of minus infinity, which JSON cannot hold."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "echo": (None, False),
+    "stream": (None, False),
+    "stream_options": (None,),
+    "suffix": (None, ""),
+    "best_of": (None,),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "prompt_logprobs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "priority": (None, 0),
+    "spaces_between_special_tokens": (None, True),
+}
+"""Parameters of vLLM that are understood but not implemented, and the values that ask for nothing."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class ApiError(Exception):
+    """A request that is refused; becomes `{"error": {"message", "type", "param", "code"}}`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        type: str = "BadRequestError",
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.status = status
+        self.type = type
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.status,
+            }
+        }
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used here."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Parameters that both routes share. Each of `_NEUTRAL` is a field whose value must ask for nothing."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
+    request_id: str | None = None
+
+    echo: Any = None
+    stream: Any = None
+    stream_options: Any = None
+    suffix: Any = None
+    best_of: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    priority: Any = None
+    spaces_between_special_tokens: Any = None
+
+
+class CompletionBody(_Body, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/v1/completions`; `prompt` is one prompt or several, as text or as token ids."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+
+
+class ChatBody(_Body, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/tokenize`: a prompt, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class RpcBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/collective_rpc`."""
+
+    method: str
+    args: list[Any] | None = None
+    kwargs: dict[str, Any] | None = None
+    timeout: float | None = None
+
+
+class VersionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/update_weight_version`."""
+
+    weight_version: str | int
+
+
+class Limits(NamedTuple):
+    """What the model can take."""
+
+    context_len: int
+    """Tokens of a prompt and its completion together."""
+    vocab_size: int
+
+
+def read_body(raw: bytes, kind: type[T]) -> T:
+    """Decode JSON into `kind`; a wrong type or an unknown name is an ApiError that names the parameter."""
+    try:
+        body = msgspec.json.decode(raw or b"{}", type=kind)
+    except msgspec.ValidationError as e:
+        raise _explain(str(e), kind) from e
+    except msgspec.DecodeError as e:
+        raise ApiError(f"the body is not JSON: {e}") from e
+    if isinstance(body, _Body):
+        for name, neutral in _NEUTRAL.items():
+            value = getattr(body, name)
+            if not any(value == accepted for accepted in neutral):
+                raise ApiError(
+                    f"{name}={_short(value)} is not implemented by this engine; leave {name} out",
+                    param=name,
+                )
+    return body
+
+
+def read_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the token ids of each prompt."""
+    prompt = body.prompt
+    special = body.add_special_tokens is not False
+    if isinstance(prompt, str):
+        return [tokenizer.encode(prompt, add_special_tokens=special)]
+    kinds = {type(entry) for entry in prompt}
+    if len(kinds) != 1:
+        problem = "is empty" if not kinds else "mixes text, token ids and lists of token ids"
+        raise ApiError(f"prompt {problem}", param="prompt")
+    if kinds == {int}:
+        return [[entry for entry in prompt if isinstance(entry, int)]]
+    return [
+        tokenizer.encode(entry, add_special_tokens=special) if isinstance(entry, str) else entry
+        for entry in prompt
+        if not isinstance(entry, int)
+    ]
+
+
+def check_prompt(prompt_ids: Sequence[int], limits: Limits) -> None:
+    """Refuse a prompt that is empty, holds an id the model lacks, or leaves no room for one token."""
+    if not prompt_ids:
+        raise ApiError("the prompt has no tokens", param="prompt")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= limits.vocab_size:
+        wrong = next(i for i in prompt_ids if not 0 <= i < limits.vocab_size)
+        raise ApiError(
+            f"token id {wrong} of the prompt is out of vocabulary [0, {limits.vocab_size})",
+            param="prompt",
+        )
+    if len(prompt_ids) >= limits.context_len:
+        raise ApiError(
+            f"this model's maximum context length is {limits.context_len} tokens and the prompt has "
+            f"{len(prompt_ids)}; shorten it to at most {limits.context_len - 1}",
+            param="prompt",
+        )
+
+
+def sampling_params(
+    body: CompletionBody | ChatBody, prompt_len: int, limits: Limits
+) -> SamplingParams:
+    """Check the values of one request, for its longest prompt, and return them with vLLM's defaults filled in."""
+    room = limits.context_len - prompt_len
+    if isinstance(body, ChatBody):
+        max_tokens = _pick(body.max_completion_tokens, _pick(body.max_tokens, room))
+        logprobs = _chat_logprobs(body)
+    else:
+        max_tokens = _pick(body.max_tokens, _DEFAULT_COMPLETION_TOKENS)
+        if body.max_tokens is None:
+            max_tokens = min(max_tokens, room)
+        logprobs = body.logprobs
+    stop = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        n=_pick(body.n, 1),
+        temperature=_pick(body.temperature, 1.0),
+        top_p=_pick(body.top_p, 1.0),
+        top_k=0 if body.top_k in (None, -1) else _pick(body.top_k, 0),
+        min_p=_pick(body.min_p, 0.0),
+        seed=body.seed,
+        min_tokens=_pick(body.min_tokens, 0),
+        ignore_eos=bool(body.ignore_eos),
+        stop=tuple(stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        logprobs=logprobs,
+    )
+    _check_values(params, limits)
+    if max_tokens > room:
+        raise ApiError(
+            f"max_tokens={max_tokens} is too large: this model's maximum context length is "
+            f"{limits.context_len} tokens and the prompt has {prompt_len}; ask for at most {room}",
+            param="max_tokens",
+        )
+    return params
+
+
+def _check_values(p: SamplingParams, limits: Limits) -> None:
+    def require(claim: bool, param: str, value: object, rule: str) -> None:
+        if not claim:
+            raise ApiError(f"{param} must be {rule}, got {_short(value)}", param=param)
+
+    require(p.n >= 1, "n", p.n, "at least 1")
+    require(p.max_tokens >= 1, "max_tokens", p.max_tokens, "at least 1")
+    require(
+        math.isfinite(p.temperature) and p.temperature >= 0,
+        "temperature",
+        p.temperature,
+        "a finite number >= 0",
+    )
+    require(0 < p.top_p <= 1, "top_p", p.top_p, "in (0, 1]")
+    require(p.top_k >= 0, "top_k", p.top_k, "-1 or 0 (all tokens) or at least 1")
+    require(0 <= p.min_p <= 1, "min_p", p.min_p, "in [0, 1]")
+    require(
+        0 <= p.min_tokens <= p.max_tokens,
+        "min_tokens",
+        p.min_tokens,
+        f"between 0 and max_tokens={p.max_tokens}",
+    )
+    require(
+        p.logprobs is None or 0 <= p.logprobs <= MAX_LOGPROBS,
+        "logprobs",
+        p.logprobs,
+        f"between 0 and {MAX_LOGPROBS}",
+    )
+    require(all(p.stop), "stop", list(p.stop), "strings that are not empty")
+    require(
+        all(0 <= token < limits.vocab_size for token in p.stop_token_ids),
+        "stop_token_ids",
+        list(p.stop_token_ids),
+        f"token ids in [0, {limits.vocab_size})",
+    )
+    require(
+        p.n == 1 or p.temperature >= GREEDY_BELOW,
+        "n",
+        p.n,
+        "1 when sampling is greedy (temperature 0): all completions would be the same",
+    )
+
+
+def _chat_logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
+    return _pick(body.top_logprobs, 0) if body.logprobs else None
+
+
+class Renderer:
+    """Builds the bodies of answers for one model and tokenizer."""
+
+    def __init__(self, model_name: str, tokenizer: Tokenizer) -> None:
+        self._model_name = model_name
+        self._tokenizer = tokenizer
+        self._token_texts: dict[int, str] = {}
+
+    def completion(
+        self,
+        body: CompletionBody,
+        params: SamplingParams,
+        prompts: Sequence[Sequence[int]],
+        results: Sequence[Sequence[Completion]],
+    ) -> dict[str, Any]:
+        """Return the answer of `/v1/completions`: all completions of the first prompt, then of the second..."""
+        choices = []
+        for prompt_ids, completions in zip(prompts, results, strict=True):
+            for completion in completions:
+                choice: dict[str, Any] = {
+                    "index": len(choices),
+                    "text": self._text(completion, params),
+                    "logprobs": None,
+                    "finish_reason": completion.finish_reason.value,
+                    "stop_reason": completion.stop_reason,
+                    "weight_versions": _versions(completion.weight_versions),
+                }
+                if params.logprobs is not None:
+                    choice["logprobs"] = self._completion_logprobs(completion, body)
+                if body.return_token_ids:
+                    choice["token_ids"] = completion.token_ids
+                    choice["prompt_token_ids"] = prompt_ids
+                choices.append(choice)
+        return {
+            **self._head("cmpl", "text_completion"),
+            "choices": choices,
+            "usage": _usage(prompts, results),
+        }
+
+    def chat(
+        self,
+        body: ChatBody,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        completions: Sequence[Completion],
+    ) -> dict[str, Any]:
+        """Return the answer of `/v1/chat/completions`; `prompt_token_ids` stands at the top, as in vLLM."""
+        choices = []
+        for index, completion in enumerate(completions):
+            choice: dict[str, Any] = {
+                "index": index,
+                "message": {"role": "assistant", "content": self._text(completion, params)},
+                "logprobs": None,
+                "finish_reason": completion.finish_reason.value,
+                "stop_reason": completion.stop_reason,
+                "weight_versions": _versions(completion.weight_versions),
+            }
+            if params.logprobs is not None:
+                choice["logprobs"] = {"content": self._chat_logprobs(completion, body)}
+            if body.return_token_ids:
+                choice["token_ids"] = completion.token_ids
+            choices.append(choice)
+        return {
+            **self._head("chatcmpl", "chat.completion"),
+            "choices": choices,
+            "usage": _usage([prompt_ids], [completions]),
+            "prompt_token_ids": prompt_ids if body.return_token_ids else None,
+        }
+
+    def _head(self, prefix: str, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._model_name,
+        }
+
+    def _text(self, completion: Completion, params: SamplingParams) -> str:
+        if completion.text is not None:
+            return completion.text
+        token_ids = completion.token_ids
+        if completion.ended_by_token and not params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
+        return self._tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+
+    def _completion_logprobs(self, completion: Completion, body: CompletionBody) -> dict[str, Any]:
+        as_ids = bool(body.return_tokens_as_token_ids)
+        tokens = [self._token(token, as_ids=as_ids) for token in completion.token_ids]
+        offsets, offset = [], 0
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        top = []
+        for place, (token, logprob) in enumerate(zip(tokens, completion.logprobs, strict=True)):
+            row = {token: _json_float(logprob)}
+            for token_id, value in (
+                completion.top_logprobs[place] if completion.top_logprobs else ()
+            ):
+                row.setdefault(self._token(token_id, as_ids=as_ids), _json_float(value))
+            top.append(row)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_json_float(value) for value in completion.logprobs],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+    def _chat_logprobs(self, completion: Completion, body: ChatBody) -> list[dict[str, Any]]:
+        as_ids = bool(body.return_tokens_as_token_ids)
+
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            token = self._token(token_id, as_ids=as_ids)
+            return {
+                "token": token,
+                "logprob": _json_float(logprob),
+                "bytes": list(token.encode()),
+            }
+
+        tops = completion.top_logprobs or [[] for _ in completion.token_ids]
+        return [
+            {**entry(token_id, logprob), "top_logprobs": [entry(*pair) for pair in top]}
+            for token_id, logprob, top in zip(
+                completion.token_ids, completion.logprobs, tops, strict=True
+            )
+        ]
+
+    def _token(self, token_id: int, *, as_ids: bool) -> str:
+        if as_ids:
+            return f"token_id:{token_id}"
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text
+        return text
+
+
+def _versions(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
+    return [span._asdict() for span in spans]
+
+
+def _usage(
+    prompts: Sequence[Sequence[int]], results: Sequence[Sequence[Completion]]
+) -> dict[str, int]:
+    prompt_tokens = sum(map(len, prompts))
+    completion_tokens = sum(len(c.token_ids) for completions in results for c in completions)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def _explain(problem: str, kind: type[msgspec.Struct]) -> ApiError:
+    """Turn msgspec's words into ours: which parameter, and what it might have been."""
+    unknown = re.search(r"unknown field `([^`]*)`", problem)
+    if unknown:
+        name = unknown[1]
+        close = difflib.get_close_matches(name, kind.__struct_fields__, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return ApiError(f"unknown parameter {name!r}{hint}", param=name)
+    field = re.search(r"`\$\.(\w+)|missing required field `([^`]*)`", problem)
+    param = (field[1] or field[2]) if field else None
+    return ApiError(f"{param}: {problem}" if param else problem, param=param)
+
+
+def _json_float(logprob: float) -> float:
+    return max(logprob, _LOWEST_LOGPROB)
+
+
+V = TypeVar("V")
+
+
+def _pick(value: V | None, default: V) -> V:
+    return default if value is None else value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

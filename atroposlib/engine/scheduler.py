@@ -1,0 +1,647 @@
+"""Continuous batching over one transformers causal LM, on one thread that owns the model.
+
+Everything that touches the model, the cache or the lists of sequences runs on that thread; other threads post
+commands to its queue and hold `concurrent.futures.Future`s. Sequences join and leave at every decode step; identical
+prompts admitted together are prefilled once. Weights are swapped between two steps, and every completion says under
+which weight versions its tokens were sampled. If the thread dies, every waiting future gets the reason and every
+later call raises it: nobody waits for ever. No HTTP and no text except stop strings here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from transformers import Cache, DynamicCache
+
+from atroposlib.engine.cache import RunningCache
+from atroposlib.engine.sampling import BatchSampler, Sampled, SamplingParams
+from atroposlib.engine.weights import copy_weights
+from atroposlib.errors import EngineError, EngineRejected, EngineUnavailable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_PREFILL_TOKENS = 16384
+"""Prompt tokens, padding included, of one prefill pass; bounds its memory. One prompt may exceed it."""
+
+_DIVERGED = (
+    "the model returned NaN or infinite logits; its weights have probably diverged or were "
+    "written from a broken checkpoint"
+)
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended, in OpenAI's words; ABORT as vLLM says it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class PauseMode(StrEnum):
+    """What `pause` does with sequences in flight: freeze them, let them finish, or end them now."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+class VersionSpan(NamedTuple):
+    """`num_tokens` consecutive tokens were sampled under `weight_version`."""
+
+    weight_version: str
+    num_tokens: int
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that stop strings need."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished sequence; `logprobs` has one raw logprob per token of `token_ids`."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]] | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    """The stop string or stop token id that ended it; None for the end-of-sequence token, length and abort."""
+    ended_by_token: bool
+    """True if the last token is a stop token, which is no part of the text."""
+    text: str | None
+    """The text up to a stop string that ended it; None otherwise (the caller decodes `token_ids`)."""
+    weight_versions: list[VersionSpan]
+    """Spans in sampling order; their `num_tokens` sum to the number of tokens."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Stats:
+    """Counters since the start; `*_s` are seconds on the engine's thread."""
+
+    decode_steps: int = 0
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    shared_prompt_tokens: int = 0
+    """Prompt tokens that were not computed because an identical prompt was prefilled in the same pass."""
+    finished_requests: int = 0
+    aborted_requests: int = 0
+    weight_reloads: int = 0
+    busy_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+class Request:
+    """One prompt with its sampling parameters; `future` resolves to `params.n` completions in order."""
+
+    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        self.prompt_ids = tuple(prompt_ids)
+        self.params = params
+        self.future: Future[list[Completion]] = Future()
+        # Running from the start: cancelling the asyncio side must not race with the engine setting the result.
+        self.future.set_running_or_notify_cancel()
+        self.num_open = params.n
+        self._completions: list[Completion | None] = [None] * params.n
+
+    def complete(self, index: int, completion: Completion) -> None:
+        """Hand in completion `index`; the last one resolves the future."""
+        self._completions[index] = completion
+        self.num_open -= 1
+        if self.num_open == 0 and not self.future.done():
+            self.future.set_result([c for c in self._completions if c is not None])
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class _Sequence:
+    """One completion in the making."""
+
+    __slots__ = (
+        "finished",
+        "generator",
+        "index",
+        "logprobs",
+        "request",
+        "stop_text",
+        "stops",
+        "token_ids",
+        "top",
+        "versions",
+    )
+
+    def __init__(self, request: Request, index: int, stops: frozenset[int]) -> None:
+        params = request.params
+        self.request = request
+        self.index = index
+        self.stops = stops
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.top: list[list[tuple[int, float]]] = []
+        self.versions: list[tuple[str, int]] = []
+        """(weight version, index of the first token sampled under it)"""
+        self.generator = None if params.seed is None else random.Random(params.seed + index)
+        self.stop_text = _StopText(params) if params.stop else None
+        self.finished = False
+
+    def hits_stop_string(self, token: int, decoder: Decoder) -> bool:
+        """Look for a stop string that `token` completed; finish the sequence if there is one."""
+        if self.stop_text is None:
+            return False
+        may_stop = len(self.token_ids) > self.request.params.min_tokens
+        stop = self.stop_text.feed(token, decoder, may_stop=may_stop)
+        if stop is None:
+            return False
+        self.finish(FinishReason.STOP, stop_reason=stop, text=self.stop_text.text)
+        return True
+
+    def finish(
+        self,
+        reason: FinishReason,
+        *,
+        stop_reason: int | str | None = None,
+        ended_by_token: bool = False,
+        text: str | None = None,
+    ) -> None:
+        """Hand the completion to the request."""
+        self.finished = True
+        num_top = self.request.params.logprobs or 0
+        completion = Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            # The batch's largest k was recorded for every row.
+            top_logprobs=[top[:num_top] for top in self.top] if num_top else None,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            ended_by_token=ended_by_token,
+            text=text,
+            weight_versions=self._spans(),
+        )
+        self.request.complete(self.index, completion)
+
+    def _spans(self) -> list[VersionSpan]:
+        ends = [first for _, first in self.versions[1:]] + [len(self.token_ids)] * bool(
+            self.versions
+        )
+        spans = [
+            VersionSpan(version, end - first)
+            for (version, first), end in zip(self.versions, ends, strict=True)
+        ]
+        return [span for span in spans if span.num_tokens]
+
+
+class _Command(NamedTuple):
+    """Something for the engine's thread to do, and the future to fail if it never gets there."""
+
+    run: Callable[[], None]
+    future: Future[Any] | None = None
+
+
+class _StopText:
+    """Text of a growing sequence, and the first stop string in it.
+
+    Decodes a short tail only: from the token before the last point where the text was complete (a token may hold a
+    part of a character). Text before it is never decoded again.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._overlap = max(map(len, params.stop)) - 1
+        self._done_ids: list[int] = []
+        self._new_ids: list[int] = []
+        self.text = ""
+
+    def feed(self, token_id: int, decoder: Decoder, *, may_stop: bool) -> str | None:
+        """Add a token; return the stop string it completed, with `text` cut there."""
+        self._new_ids.append(token_id)
+        skip = self._params.skip_special_tokens
+        # Two decodes of the same context: some tokenizers drop a leading space at the start of what they decode.
+        before = decoder.decode(self._done_ids, skip_special_tokens=skip)
+        after = decoder.decode(self._done_ids + self._new_ids, skip_special_tokens=skip)
+        if after.endswith("\ufffd") and len(self._new_ids) < 8:
+            return None
+        search_from = max(0, len(self.text) - self._overlap)
+        self.text += after[len(before) :]
+        self._done_ids, self._new_ids = self._new_ids, []
+        if not may_stop:
+            return None
+        return self._cut(search_from)
+
+    def _cut(self, search_from: int) -> str | None:
+        found = [
+            (position, stop)
+            for stop in self._params.stop
+            if (position := self.text.find(stop, search_from)) >= 0
+        ]
+        if not found:
+            return None
+        position, stop = min(found)
+        end = position + (len(stop) if self._params.include_stop_str_in_output else 0)
+        self.text = self.text[:end]
+        return stop
+
+
+class Engine:
+    """Generates on its own thread. `start()` it, `submit` requests, `close()` it."""
+
+    def __init__(
+        self,
+        model: Any,
+        decoder: Decoder,
+        *,
+        eos_token_ids: Sequence[int],
+        max_num_seqs: int = 256,
+        seed: int = 0,
+        weight_version: str = "0",
+    ) -> None:
+        """`model` is a causal LM in eval mode. `eos_token_ids[0]`, if any, is the tokenizer's own."""
+        self.model = model
+        self.weight_version = weight_version
+        self.stats = Stats()
+        self.is_paused = False
+        self._decoder = decoder
+        self._device = model.device
+        self._eos = tuple(eos_token_ids)
+        self._max_num_seqs = max_num_seqs
+        self._generator = torch.Generator().manual_seed(seed)
+        accepted = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._waiting: deque[_Sequence] = deque()
+        self._held: deque[_Sequence] = deque()
+        """Arrived while `pause(WAIT)` lets earlier ones finish."""
+        self._drains: list[Future[None]] = []
+        """Callers of `pause(WAIT)`; while there are any, the queue does not grow."""
+        self._rows: list[_Sequence] = []
+        self._cache = RunningCache()
+        self._sampler: BatchSampler | None = None
+        self._closing = False
+        self._failure: BaseException | None = None
+        # Protects the pair (failure, posting): no command is posted after the crash has emptied the queue.
+        self._gate = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # What other threads call.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; requests in flight fail with EngineUnavailable."""
+        if self._thread.is_alive():
+            try:
+                self._post(_Command(self._begin_close))
+            except EngineUnavailable:
+                pass
+            self._thread.join()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine's thread died, or None while it is well."""
+        return None if self._failure is None else _explain(self._failure)
+
+    def submit(self, request: Request) -> Future[list[Completion]]:
+        """Queue a request. Its future fails with EngineUnavailable if the engine dies or closes."""
+        self._post(_Command(lambda: self._enqueue(request), request.future))
+        return request.future
+
+    def abort(self, request: Request) -> None:
+        """Drop a request's sequences; those unfinished end with FinishReason.ABORT. Finished ones are left alone."""
+        self._post(_Command(lambda: self._abort(lambda other: other is request)))
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop decoding; resolves when nothing runs any more. Raises EngineRejected through the future."""
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+        self._post(_Command(lambda: self._pause(mode, future), future))
+        return future
+
+    def resume(self) -> Future[None]:
+        return self.control(self._resume)
+
+    def reload(
+        self, tensors: Mapping[str, torch.Tensor], *, weight_version: str | None
+    ) -> Future[None]:
+        """Copy tensors from `weights.read_checkpoint` between two steps, and set the version if one is given."""
+        return self.control(lambda: self._reload(tensors, weight_version))
+
+    def set_weight_version(self, version: str) -> Future[None]:
+        return self.control(lambda: self._set_version(version))
+
+    def snapshot(self) -> Future[dict[str, Any]]:
+        """Counters, the numbers of running and waiting sequences and the weight version, at one instant."""
+        return self.control(self._snapshot)
+
+    def control(self, function: Callable[[], T]) -> Future[T]:
+        """Run `function` on the engine's thread between two steps; its exceptions go to the future alone."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                result = function()
+            except Exception as e:  # noqa: BLE001 - a boundary: the caller gets it with its traceback
+                future.set_exception(e)
+            else:
+                future.set_result(result)
+
+        self._post(_Command(run, future))
+        return future
+
+    def _post(self, command: _Command) -> None:
+        with self._gate:
+            if self._failure is not None:
+                raise EngineUnavailable(_explain(self._failure))
+            self._commands.put(command)
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while not self._closing:
+                    self._take_commands()
+                    if self._rows or self._waiting:
+                        if not self.is_paused:
+                            self._step()
+                    elif self._drains:
+                        self._finish_drain()
+            self._fail(EngineUnavailable("the engine is closed"))
+        except BaseException as e:
+            logger.exception("the engine's thread died")
+            self._fail(e)
+
+    def _take_commands(self) -> None:
+        """Run what was posted; sleep until something is if there is nothing to decode."""
+        has_work = self._drains or (not self.is_paused and (self._rows or self._waiting))
+        try:
+            command = self._commands.get(block=not has_work)
+            while True:
+                command.run()
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    def _step(self) -> None:
+        """Admit what fits, then decode one token of every running sequence."""
+        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+        admitted = self._admit()
+        if admitted:
+            self._prefill(admitted)
+        if self._rows:
+            self._decode()
+        self.stats.busy_s += time.perf_counter() - began_s
+        self.stats.cpu_s += time.thread_time() - began_cpu_s
+
+    def _admit(self) -> list[_Sequence]:
+        """Take sequences from the queue, oldest first, as long as rows and the prefill budget last."""
+        admitted: list[_Sequence] = []
+        prompts: set[tuple[int, ...]] = set()
+        width, num_free = 0, self._max_num_seqs - len(self._rows)
+        while self._waiting and len(admitted) < num_free:
+            prompt_ids = self._waiting[0].request.prompt_ids
+            if prompt_ids not in prompts:
+                width = max(width, len(prompt_ids))
+                if prompts and width * (len(prompts) + 1) > _MAX_PREFILL_TOKENS:
+                    break
+                prompts.add(prompt_ids)
+            admitted.append(self._waiting.popleft())
+        return admitted
+
+    def _prefill(self, admitted: list[_Sequence]) -> None:
+        """Compute each distinct prompt once, sample the first tokens and let the unfinished join the rows."""
+        row_of: dict[tuple[int, ...], int] = {}
+        sources = [row_of.setdefault(s.request.prompt_ids, len(row_of)) for s in admitted]
+        width = max(map(len, row_of))
+        pads = [width - len(prompt_ids) for prompt_ids in row_of]
+        ids = [[0] * pad + list(p) for pad, p in zip(pads, row_of, strict=True)]
+        mask = [[0] * pad + [1] * (width - pad) for pad in pads]
+        mask_BT = torch.tensor(mask, device=self._device)
+        positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
+        # No config: every layer keeps all its keys, sliding windows included; the mask limits what they see.
+        prefilled = DynamicCache()
+        logits_BV = self._forward(
+            torch.tensor(ids, device=self._device), mask_BT, positions_BT, prefilled
+        )
+        for sequence in admitted:
+            sequence.versions.append((self.weight_version, 0))
+        sampler = BatchSampler([s.request.params for s in admitted], self._device)
+        finished = set(self._sample(admitted, sampler, logits_BV[sources]))
+        joining = [j for j in range(len(admitted)) if j not in finished]
+        if joining:
+            self._cache.insert(
+                prefilled,
+                [sources[j] for j in joining],
+                [len(admitted[j].request.prompt_ids) for j in joining],
+            )
+            self._rows += [admitted[j] for j in joining]
+            self._sampler = None
+        num_computed = sum(map(len, row_of))
+        self.stats.prefilled_tokens += num_computed
+        self.stats.shared_prompt_tokens += (
+            sum(len(s.request.prompt_ids) for s in admitted) - num_computed
+        )
+
+    def _decode(self) -> None:
+        """Feed every row its last token and sample the next."""
+        self._cache.prepare_step()
+        last_B1 = torch.tensor([s.token_ids[-1:] for s in self._rows], device=self._device)
+        mask_BT = self._cache.attention_mask(self._device)
+        positions_B1 = self._cache.positions(self._device)
+        logits_BV = self._forward(last_B1, mask_BT, positions_B1, self._cache)
+        self._cache.finish_step()
+        if self._sampler is None:
+            self._sampler = BatchSampler([s.request.params for s in self._rows], self._device)
+        self._leave(self._sample(self._rows, self._sampler, logits_BV))
+        self.stats.decode_steps += 1
+
+    def _forward(
+        self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, positions_BT: torch.Tensor, cache: Cache
+    ) -> torch.Tensor:
+        """Return the logits after the last column, `[B, V]`."""
+        positions = {"position_ids": positions_BT} if self._takes_positions else {}
+        output = self.model(
+            input_ids=ids_BT,
+            attention_mask=mask_BT,
+            past_key_values=cache,
+            use_cache=True,
+            **positions,
+            **self._last_logits_only,
+        )
+        logits_BV: torch.Tensor = output.logits[:, -1]
+        return logits_BV
+
+    def _sample(
+        self, sequences: list[_Sequence], sampler: BatchSampler, logits_BV: torch.Tensor
+    ) -> list[int]:
+        """Append one token to each sequence and return the places of those that ended, ascending."""
+        uniforms_B = torch.rand(len(sequences), generator=self._generator, dtype=torch.float64)
+        banned: list[tuple[int, int]] = []
+        if sampler.has_generators or sampler.has_min_tokens:
+            for row, sequence in enumerate(sequences):
+                if sequence.generator is not None:
+                    uniforms_B[row] = sequence.generator.random()
+                if len(sequence.token_ids) < sequence.request.params.min_tokens:
+                    banned += [(row, token) for token in sequence.stops]
+        sampled = sampler.sample(logits_BV, uniforms_B.to(self._device), banned)
+        self.stats.generated_tokens += len(sequences)
+        return self._record(sequences, sampled)
+
+    def _record(self, sequences: list[_Sequence], sampled: Sampled) -> list[int]:
+        ended: list[int] = []
+        diverged: set[Request] = set()
+        for row, (sequence, token, logprob) in enumerate(
+            zip(sequences, sampled.tokens, sampled.logprobs, strict=True)
+        ):
+            sequence.token_ids.append(token)
+            sequence.logprobs.append(logprob)
+            if sampled.top is not None:
+                sequence.top.append(sampled.top[row])
+            if logprob != logprob:
+                diverged.add(sequence.request)
+            elif token in sequence.stops:
+                reason = None if self._eos and token == self._eos[0] else token
+                sequence.finish(FinishReason.STOP, stop_reason=reason, ended_by_token=True)
+            elif sequence.hits_stop_string(token, self._decoder):
+                pass
+            elif len(sequence.token_ids) >= sequence.request.params.max_tokens:
+                sequence.finish(FinishReason.LENGTH)
+            else:
+                continue
+            ended.append(row)
+            self.stats.finished_requests += sequence.request.num_open == 0
+        for request in diverged:
+            request.fail(EngineError(_DIVERGED))
+        if diverged:
+            # Their other sequences may be waiting or running: nobody will read them.
+            self._waiting = deque(s for s in self._waiting if s.request not in diverged)
+            ended = [row for row, s in enumerate(sequences) if s.finished or s.request in diverged]
+        return ended
+
+    def _leave(self, rows: list[int]) -> None:
+        """Take finished rows out of the batch."""
+        if not rows:
+            return
+        moves = self._cache.remove(rows)
+        for target, source in moves:
+            self._rows[target] = self._rows[source]
+        del self._rows[self._cache.num_rows :]
+        self._sampler = None
+
+    def _enqueue(self, request: Request) -> None:
+        params = request.params
+        stops = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self._eos)
+        queue = self._held if self._drains else self._waiting
+        queue.extend(_Sequence(request, index, stops) for index in range(params.n))
+
+    def _abort(self, chosen: Callable[[Request], bool]) -> None:
+        everywhere = [*self._rows, *self._waiting, *self._held]
+        requests = {s.request for s in everywhere if chosen(s.request)}
+        for sequence in everywhere:
+            if sequence.request in requests:
+                sequence.finish(FinishReason.ABORT)
+        self._leave([row for row, s in enumerate(self._rows) if s.finished])
+        self._waiting = deque(s for s in self._waiting if not s.finished)
+        self._held = deque(s for s in self._held if not s.finished)
+        self.stats.aborted_requests += len(requests)
+
+    def _pause(self, mode: PauseMode, future: Future[None]) -> None:
+        if mode is PauseMode.WAIT:
+            if self.is_paused and (self._rows or self._waiting):
+                future.set_exception(
+                    EngineRejected(
+                        "pause mode 'wait' would wait for ever: the engine is paused with "
+                        f"{len(self._rows)} running and {len(self._waiting)} waiting sequences; "
+                        "resume first, or pause with mode 'abort'"
+                    )
+                )
+                return
+            self._drains.append(future)
+            return
+        if mode is PauseMode.ABORT:
+            self._abort(lambda request: True)
+        self._end_drains(EngineRejected(f"overtaken by a pause with mode '{mode.value}'"))
+        self.is_paused = True
+        future.set_result(None)
+
+    def _finish_drain(self) -> None:
+        self.is_paused = True
+        self._end_drains(None)
+
+    def _end_drains(self, error: Exception | None) -> None:
+        """Answer those who wait for a drain; what arrived meanwhile is an ordinary waiting sequence again."""
+        for future in self._drains:
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+        self._drains.clear()
+        self._waiting += self._held
+        self._held.clear()
+
+    def _resume(self) -> None:
+        self._end_drains(EngineRejected("resumed before the sequences in flight had finished"))
+        self.is_paused = False
+
+    def _reload(self, tensors: Mapping[str, torch.Tensor], weight_version: str | None) -> None:
+        copy_weights(self.model, tensors)
+        self.stats.weight_reloads += 1
+        if weight_version is not None:
+            self._set_version(weight_version)
+
+    def _set_version(self, version: str) -> None:
+        if version == self.weight_version:
+            return
+        self.weight_version = version
+        for sequence in self._rows:
+            sequence.versions.append((version, len(sequence.token_ids)))
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {
+            **asdict(self.stats),
+            "running": len(self._rows),
+            "waiting": len(self._waiting) + len(self._held),
+            "is_paused": self.is_paused,
+            "weight_version": self.weight_version,
+        }
+
+    def _begin_close(self) -> None:
+        self._closing = True
+
+    def _fail(self, error: BaseException) -> None:
+        """Refuse everything from now on and tell everyone who waits."""
+        with self._gate:
+            self._failure = error
+            posted: list[_Command] = []
+            while not self._commands.empty():
+                posted.append(self._commands.get_nowait())
+        answer = EngineUnavailable(_explain(error))
+        for future in [*(c.future for c in posted if c.future is not None), *self._drains]:
+            if not future.done():
+                future.set_exception(answer)
+        for request in {s.request for s in (*self._rows, *self._waiting, *self._held)}:
+            request.fail(answer)
+
+
+def _explain(error: BaseException) -> str:
+    if isinstance(error, EngineUnavailable):
+        return str(error)
+    hint = "; lower --max_num_seqs" if isinstance(error, torch.OutOfMemoryError) else ""
+    return f"the engine died: {type(error).__name__}: {error}{hint}"

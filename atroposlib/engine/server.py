@@ -1,0 +1,540 @@
+"""`atropos-engine`: vLLM's routes over the local engine.
+
+One asyncio loop serves HTTP, one thread generates (`scheduler.Engine`); they meet in futures. A client that goes
+away takes its sequences with it. Weight routes have no authentication, as in vLLM: bind to loopback or a private
+network. `create_app` serves tests; `main` is the command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import torch
+import transformers
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, Field
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from atroposlib.config import parse_flags
+from atroposlib.engine import scheduler
+from atroposlib.engine.protocol import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Limits,
+    Renderer,
+    RpcBody,
+    TokenizeBody,
+    VersionBody,
+    check_prompt,
+    read_body,
+    read_prompts,
+    sampling_params,
+)
+from atroposlib.engine.sampling import SamplingParams
+from atroposlib.engine.scheduler import Completion, Engine, PauseMode
+from atroposlib.engine.weights import read_checkpoint
+from atroposlib.errors import (
+    ConfigError,
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    cli_boundary,
+)
+
+logger = logging.getLogger(__name__)
+
+_UNKNOWN_CONTEXT_LEN = 4096
+"""Used, with a warning, when a model's config does not say how long its context is."""
+
+_SHUTDOWN_S = 5
+"""Seconds that connections get to end after SIGTERM."""
+
+
+class EngineConfig(BaseModel):
+    """Flags of `atropos-engine`."""
+
+    model: str = Field(description="Directory of a transformers causal LM, or its name on the hub.")
+    host: str = "127.0.0.1"
+    port: int = Field(default=9001, ge=0, le=65535, description="0 takes a free port.")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_num_seqs: int = Field(default=256, ge=1, description="Sequences decoded together.")
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Context in tokens; None: the model's own."
+    )
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU threads of torch. None: 1 on machines with up to 2 cores, half of them on others.",
+    )
+    seed: int = 0
+    served_model_name: str | None = Field(
+        default=None, description="Name in the API; None: --model as it was given."
+    )
+    weight_version: str = Field(default="0", description="Label of the weights loaded at start.")
+
+
+class Loaded(NamedTuple):
+    """A model ready to serve."""
+
+    engine: Engine
+    tokenizer: Any
+    limits: Limits
+    model_name: str
+
+
+def load(config: EngineConfig) -> Loaded:
+    """Load model and tokenizer; the engine is not started. Raises ConfigError for what cannot be loaded."""
+    _check_path(config.model)
+    device = _device(config.device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model)
+        model_config = AutoConfig.from_pretrained(config.model)
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model, config=model_config, dtype=getattr(torch, config.dtype)
+        )
+    except (OSError, ValueError, KeyError) as e:
+        raise ConfigError(f"--model {config.model!r} cannot be loaded: {e}") from e
+    model = model.to(device).eval().requires_grad_(False)
+    text_config = model.config.get_text_config()
+    vocab_size = model.get_input_embeddings().num_embeddings
+    engine = Engine(
+        model,
+        tokenizer,
+        eos_token_ids=[i for i in _eos_token_ids(model, tokenizer) if i < vocab_size],
+        max_num_seqs=config.max_num_seqs,
+        seed=config.seed,
+        weight_version=config.weight_version,
+    )
+    return Loaded(
+        engine,
+        tokenizer,
+        Limits(context_len=_context_len(config, text_config), vocab_size=vocab_size),
+        config.served_model_name or config.model,
+    )
+
+
+def create_app(loaded: Loaded) -> FastAPI:
+    """Return the HTTP application over a started engine. It does not start or close the engine."""
+    app = FastAPI(title="atropos-engine", version=_own_version())
+    _Routes(loaded).add_to(app)
+
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return _json(error.body(), status=error.status)
+
+    @app.exception_handler(EngineError)
+    async def failed(request: Request, error: EngineError) -> Response:
+        if isinstance(error, EngineRejected):
+            return _json(ApiError(str(error)).body(), status=400)
+        answer = ApiError(str(error), status=500, type="InternalServerError")
+        return _json(answer.body(), status=500)
+
+    return app
+
+
+class _Routes:
+    """The handlers, bound to one engine."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.engine, self.tokenizer, self.limits, self.model_name = loaded
+        self._renderer = Renderer(loaded.model_name, loaded.tokenizer)
+        # Two reloads at once would each check their files against the model and then copy in any order.
+        self._reloading = asyncio.Lock()
+
+    def add_to(self, app: FastAPI) -> None:
+        for path, handler in (
+            ("/health", self.health),
+            ("/version", self.version),
+            ("/v1/models", self.models),
+            ("/is_paused", self.is_paused),
+            ("/weight_info", self.weight_info),
+            ("/stats", self.stats),
+        ):
+            app.get(path)(handler)
+        for path, handler in (
+            ("/v1/completions", self.completions),
+            ("/v1/chat/completions", self.chat_completions),
+            ("/tokenize", self.tokenize),
+            ("/detokenize", self.detokenize),
+            ("/pause", self.pause),
+            ("/resume", self.resume),
+            ("/collective_rpc", self.collective_rpc),
+            ("/reset_prefix_cache", self.reset_prefix_cache),
+            ("/update_weight_version", self.update_weight_version),
+        ):
+            app.post(path)(handler)
+
+    async def health(self) -> Response:
+        """200 while the engine's thread lives; 503 with the reason once it is dead."""
+        failure = self.engine.failure
+        if failure is None:
+            return Response(status_code=200)
+        answer = ApiError(failure, status=503, type="ServiceUnavailableError")
+        return _json(answer.body(), status=503)
+
+    async def version(self) -> Response:
+        return _json({"version": _own_version(), "engine": "atropos-engine"})
+
+    async def models(self) -> Response:
+        card = {
+            "id": self.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "atropos-engine",
+            "root": self.model_name,
+            "parent": None,
+            "max_model_len": self.limits.context_len,
+        }
+        return _json({"object": "list", "data": [card]})
+
+    async def completions(self, request: Request) -> Response:
+        body = read_body(await request.body(), CompletionBody)
+        self._check_model(body.model)
+        prompts = await asyncio.to_thread(read_prompts, body, self.tokenizer)
+        for prompt_ids in prompts:
+            check_prompt(prompt_ids, self.limits)
+        params = sampling_params(body, max(map(len, prompts)), self.limits)
+        results = await self._generate(request, prompts, params)
+        return _json(self._renderer.completion(body, params, prompts, results))
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = read_body(await request.body(), ChatBody)
+        self._check_model(body.model)
+        prompt_ids = await asyncio.to_thread(self._render_chat, body)
+        check_prompt(prompt_ids, self.limits)
+        params = sampling_params(body, len(prompt_ids), self.limits)
+        results = await self._generate(request, [prompt_ids], params)
+        return _json(self._renderer.chat(body, params, prompt_ids, results[0]))
+
+    async def tokenize(self, request: Request) -> Response:
+        body = read_body(await request.body(), TokenizeBody)
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError("give either prompt or messages", param="prompt")
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            tokens = self.tokenizer.encode(body.prompt, add_special_tokens=special)
+        else:
+            tokens = self._render_chat(body)
+        return _json(
+            {"count": len(tokens), "max_model_len": self.limits.context_len, "tokens": tokens}
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        body = read_body(await request.body(), DetokenizeBody)
+        self._check_model(body.model)
+        if body.tokens:
+            check_prompt(body.tokens[:1], self.limits)
+        return _json({"prompt": self.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    async def pause(self, request: Request) -> Response:
+        """`?mode=abort` (vLLM's default) | `wait` | `keep`; answers when nothing runs any more."""
+        mode = request.query_params.get("mode", PauseMode.ABORT.value)
+        if mode not in set(PauseMode):
+            known = ", ".join(PauseMode)
+            raise ApiError(f"unknown pause mode {mode!r}; one of {known}", param="mode")
+        await asyncio.wrap_future(self.engine.pause(PauseMode(mode)))
+        return _json({"status": "paused"})
+
+    async def resume(self) -> Response:
+        await asyncio.wrap_future(self.engine.resume())
+        return _json({"status": "resumed"})
+
+    async def is_paused(self) -> Response:
+        return _json({"is_paused": self.engine.is_paused})
+
+    async def collective_rpc(self, request: Request) -> Response:
+        """Only `reload_weights`, with `weights_path` and optionally `weight_version`, set at the same instant."""
+        body = read_body(await request.body(), RpcBody)
+        if body.method != "reload_weights":
+            raise ApiError(
+                f"method {body.method!r} is not implemented; this engine has 'reload_weights'",
+                param="method",
+            )
+        kwargs = dict(body.kwargs or {})
+        path = kwargs.pop("weights_path", None)
+        label = kwargs.pop("weight_version", None)
+        if body.args or kwargs:
+            raise ApiError(
+                f"reload_weights takes weights_path and weight_version by name, got also "
+                f"{[*(body.args or []), *kwargs]}",
+                param="kwargs",
+            )
+        if not isinstance(path, str):
+            raise ApiError("reload_weights needs the keyword argument weights_path", param="kwargs")
+        async with self._reloading:
+            tensors = await asyncio.to_thread(read_checkpoint, self.engine.model, Path(path))
+            reload = self.engine.reload(
+                tensors, weight_version=None if label is None else str(label)
+            )
+            await asyncio.wrap_future(reload)
+        return _json({"results": [None]})
+
+    async def reset_prefix_cache(self) -> Response:
+        """There is no prefix cache: nothing outlives a request. 200, as vLLM answers."""
+        return Response(status_code=200)
+
+    async def update_weight_version(self, request: Request) -> Response:
+        body = read_body(await request.body(), VersionBody)
+        await asyncio.wrap_future(self.engine.set_weight_version(str(body.weight_version)))
+        return _json({"weight_version": self.engine.weight_version})
+
+    async def weight_info(self) -> Response:
+        stats = self.engine.stats
+        return _json(
+            {
+                "weight_version": self.engine.weight_version,
+                "num_reloads": stats.weight_reloads,
+            }
+        )
+
+    async def stats(self) -> Response:
+        return _json(await asyncio.wrap_future(self.engine.snapshot()))
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                f"the model {name!r} does not exist; this engine serves {self.model_name!r}",
+                param="model",
+                status=404,
+                type="NotFoundError",
+            )
+
+    def _render_chat(self, body: ChatBody | TokenizeBody) -> list[int]:
+        """Apply the chat template; whatever it raises is the caller's mistake."""
+        if body.add_generation_prompt and body.continue_final_message:
+            raise ApiError(
+                "add_generation_prompt and continue_final_message exclude each other",
+                param="continue_final_message",
+            )
+        add_generation_prompt = body.add_generation_prompt
+        if add_generation_prompt is None:
+            add_generation_prompt = not body.continue_final_message
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [_text_message(message) for message in body.messages or []],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=bool(body.continue_final_message),
+                chat_template=body.chat_template,
+                **(body.chat_template_kwargs or {}),
+            )
+        except ApiError:
+            raise
+        except Exception as e:
+            raise ApiError(
+                f"the chat template failed: {type(e).__name__}: {e}", param="messages"
+            ) from e
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    async def _generate(
+        self, request: Request, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[list[Completion]]:
+        """Run one request per prompt; abort them all if the client disconnects or this task is cancelled."""
+        pending = [scheduler.Request(prompt_ids, params) for prompt_ids in prompts]
+        results = asyncio.gather(
+            *(asyncio.wrap_future(self.engine.submit(work)) for work in pending)
+        )
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({results, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not results.done():
+                raise ApiError("the client closed the connection", status=499)
+            return results.result()
+        finally:
+            gone.cancel()
+            if not results.done():
+                results.cancel()
+                with contextlib.suppress(EngineUnavailable):
+                    for work in pending:
+                        self.engine.abort(work)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _text_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Join the text parts of a message; refuse parts that are no text."""
+    content = message.get("content")
+    if "role" not in message:
+        raise ApiError("a message has no role", param="messages")
+    if not isinstance(content, list):
+        return message
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
+    other = [kind for kind in kinds if kind != "text"]
+    if other:
+        raise ApiError(
+            f"message part of type {other[0]!r}: this engine takes text alone", param="messages"
+        )
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _json(body: dict[str, Any], *, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
+
+
+def _own_version() -> str:
+    try:
+        return version("atroposlib")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _check_path(model: str) -> None:
+    """Fail at once for a path that is not there; a bare `owner/name` may be a model on the hub."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"--model {model!r}: the directory holds no config.json")
+    elif path.exists() or model.startswith(("/", ".", "~")) or model.count("/") != 1:
+        raise ConfigError(f"--model {model!r}: no such directory")
+
+
+def _device(name: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu")
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokenizer's end-of-sequence id first, then those of the generation config."""
+    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    configured = model.generation_config.eos_token_id
+    if configured is None:
+        configured = []
+    more = configured if isinstance(configured, list) else [configured]
+    return list(dict.fromkeys([*own, *map(int, more)]))
+
+
+def _context_len(config: EngineConfig, text_config: Any) -> int:
+    own = getattr(text_config, "max_position_embeddings", None)
+    if config.max_model_len is None:
+        if own is None:
+            logger.warning(
+                "the model's config has no max_position_embeddings; using %s", _UNKNOWN_CONTEXT_LEN
+            )
+        return int(own or _UNKNOWN_CONTEXT_LEN)
+    if own is not None and config.max_model_len > own:
+        raise ConfigError(
+            f"--max_model_len {config.max_model_len} exceeds the model's context of {own} tokens"
+        )
+    return config.max_model_len
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the port before the model is loaded, so that a port in use costs no wait."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as e:
+        listener.close()
+        raise EngineError(
+            f"cannot listen on {host}:{port}: {e.strerror}; stop what runs there or choose "
+            "another --port"
+        ) from e
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers, which end a stopped process by the signal instead of with 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(loaded: Loaded, listener: socket.socket) -> int:
+    """Serve until SIGTERM (exit code 0) or SIGINT (130); requests in flight then fail at once."""
+    server = _Server(
+        uvicorn.Config(
+            create_app(loaded),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+        )
+    )
+    code = 0
+
+    def stop(exit_code: int) -> None:
+        nonlocal code
+        code = exit_code
+        server.should_exit = True
+        loaded.engine.close()
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop, 0)
+    loop.add_signal_handler(signal.SIGINT, stop, 130)
+    await server.serve(sockets=[listener])
+    return code
+
+
+def run(config: EngineConfig) -> int:
+    """Load, warm up and serve; return the exit code."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    # More runnable threads than cores makes OpenMP spin: minutes instead of seconds on a busy laptop.
+    torch.set_num_threads(config.threads or (1 if cores <= 2 else cores // 2))
+    with contextlib.closing(_bind(config.host, config.port)) as listener:
+        loaded = load(config)
+        loaded.engine.start()
+        try:
+            warm_up(loaded.engine)
+            host, port = listener.getsockname()[:2]
+            logger.info("serving %s on http://%s:%s", loaded.model_name, host, port)
+            return asyncio.run(_serve(loaded, listener))
+        finally:
+            loaded.engine.close()
+
+
+def warm_up(engine: Engine) -> None:
+    """Generate a few tokens for prompts of unequal length: an architecture that cannot be served fails here."""
+    params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
+    work = [engine.submit(scheduler.Request([1] * length, params)) for length in (1, 3)]
+    try:
+        for future in work:
+            future.result()
+    except EngineError as e:
+        raise ConfigError(f"this model cannot be served: {e}") from e
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `atropos-engine`."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    transformers.utils.logging.disable_progress_bar()
+
+    def command() -> int:
+        return run(
+            parse_flags(
+                EngineConfig,
+                argv,
+                prog="atropos-engine",
+                description="Serve a transformers causal LM over vLLM's routes.",
+            )
+        )
+
+    return cli_boundary(command)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,107 @@
+"""Replace a model's parameters in place from a safetensors checkpoint, entirely or not at all.
+
+`read_checkpoint` reads and compares every tensor with the model without touching it (any thread);
+`copy_weights` copies what was read (the engine's thread, between two decode steps).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from atroposlib.errors import EngineRejected
+
+_SHOWN = 3
+"""How many offending tensors an error names."""
+
+
+def read_checkpoint(model: nn.Module, directory: Path) -> dict[str, torch.Tensor]:
+    """Read `directory/*.safetensors` and return tensors by state-dict name, one name per storage of the model.
+
+    Names that the model ties (`lm_head.weight` to the embeddings) may be given once or several times with equal
+    values. Raises EngineRejected, naming the tensors, when the directory, a file, a name, a shape or a kind of dtype
+    is not right.
+    """
+    tensors = _load_files(directory)
+    state = {name: tensor for name, tensor in model.state_dict().items() if torch.is_tensor(tensor)}
+    tied = _names_by_storage(state)
+    unknown = sorted(tensors.keys() - state.keys())
+    if unknown:
+        raise EngineRejected(
+            f"{directory} holds {len(unknown)} tensors that the model lacks: {_some(unknown)}"
+        )
+    missing = [names[0] for names in tied if not any(name in tensors for name in names)]
+    if missing:
+        raise EngineRejected(f"{directory} lacks {len(missing)} tensors: {_some(missing)}")
+    wrong = [
+        f"{name} is {_describe(tensor)}, the model's is {_describe(state[name])}"
+        for name, tensor in tensors.items()
+        if tensor.shape != state[name].shape
+        or tensor.is_floating_point() != state[name].is_floating_point()
+    ]
+    if wrong:
+        raise EngineRejected(f"{directory} does not fit the model: {_some(wrong)}")
+    chosen: dict[str, torch.Tensor] = {}
+    for names in tied:
+        first, *others = [name for name in names if name in tensors]
+        for other in others:
+            if not torch.equal(tensors[first], tensors[other]):
+                raise EngineRejected(
+                    f"{directory}: {first} and {other} differ, but the model ties them "
+                    "(tie_word_embeddings); save the checkpoint from a model with the same config"
+                )
+        chosen[first] = tensors[first]
+    return chosen
+
+
+@torch.no_grad()
+def copy_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy checked tensors into the model, converting to its dtype and device."""
+    state = model.state_dict()
+    for name, tensor in tensors.items():
+        state[name].copy_(tensor)
+
+
+def _load_files(directory: Path) -> dict[str, torch.Tensor]:
+    if not directory.is_dir():
+        raise EngineRejected(f"weights_path {str(directory)!r} is not a directory")
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise EngineRejected(
+            f"weights_path {str(directory)!r} holds no .safetensors file; "
+            "save the checkpoint with save_pretrained (safe serialization)"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            loaded = load_file(file)
+        except (SafetensorError, OSError) as e:
+            raise EngineRejected(f"{file} cannot be read: {e}") from e
+        twice = sorted(loaded.keys() & tensors.keys())
+        if twice:
+            raise EngineRejected(f"{directory}: several files hold {_some(twice)}")
+        tensors.update(loaded)
+    return tensors
+
+
+def _names_by_storage(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Group names that share memory: tied parameters appear once in the model and several times here."""
+    groups: defaultdict[tuple[int, torch.Size], list[str]] = defaultdict(list)
+    for name, tensor in state.items():
+        groups[(tensor.data_ptr(), tensor.shape)].append(name)
+    return list(groups.values())
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown}, ... ({len(names)} in all)"

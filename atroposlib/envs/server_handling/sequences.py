@@ -22,7 +22,7 @@ class SequenceNode(BaseModel):
     """One token sequence with its training labels."""
 
     full_text: str
-    """The tokens as text, special tokens included."""
+    """The prompt as it was written and everything sampled, special tokens included."""
     tokens: list[int]
     """[T] prompt and sampled token ids."""
     masked_tokens: list[int]

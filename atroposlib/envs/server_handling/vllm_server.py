@@ -58,6 +58,8 @@ class VLLMServer(OpenAIRoutesServer):
         super().__init__(config, reasoning_config, root=root, prefix="/v1", api_key=config.api_key)
         self._uses_generate = False
         """The server was found to have only the original's /generate route."""
+        self._asks_weight_info = True
+        """Its completions carry no versions, and /weight_info may still tell the one they start under."""
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -105,8 +107,36 @@ class VLLMServer(OpenAIRoutesServer):
     ) -> TokenCompletions:
         body = {**body, "prompt": prompt_tokens, "return_token_ids": True}
         body.setdefault("logprobs", 0)
+        version = await self._ask_weight_version()
         answer = await self._complete("/completions", body, request)
-        return parse_completions(answer, prompt_tokens=prompt_tokens, label=self._label)
+        sampled = parse_completions(answer, prompt_tokens=prompt_tokens, label=self._label)
+        if sampled.weight_versions[0] is not None:
+            self._asks_weight_info = False
+        elif version is not None:
+            sampled.weight_versions = [
+                [WeightSpan(version, len(tokens))] for tokens in sampled.output_tokens
+            ]
+        return sampled
+
+    async def _ask_weight_version(self) -> str | None:
+        """Return the version that a request beginning now starts under; None where the server keeps none.
+
+        vLLM 0.32 reports no versions on `/v1/completions`. What it holds before the request is the oldest version
+        that can sample a token of it; weights swapped under way are newer and stay unseen.
+        """
+        if not self._asks_weight_info:
+            return None
+        status, body = await self._peer.get("/weight_info", timeout_s=HEALTH_TIMEOUT_S)
+        if status in (404, 405):  # not in development mode, or another server
+            self._asks_weight_info = False
+        if status != 200:
+            return None
+        try:
+            return str(msgspec.json.decode(body)["weight_version"])
+        except (msgspec.DecodeError, KeyError, TypeError) as e:
+            raise EngineProtocolError(
+                f"{self._label}: unreadable answer of /weight_info: {body[:200]!r}"
+            ) from e
 
     async def _sample_at_generate(
         self, prompt_tokens: list[int], body: dict[str, Any], request: Request

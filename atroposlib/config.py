@@ -112,18 +112,20 @@ def parse_sections(
     *,
     prog: str,
     description: str = "",
+    flat_names: Mapping[str, str] | None = None,
 ) -> SectionValues:
     """Read flags of several models at once; each key is a namespace, "" for flags without one.
 
-    A name without its namespace is accepted when exactly one section has it. Nothing is validated
-    here: the caller merges the values with its own defaults and calls `build`.
+    A name without its namespace is accepted when exactly one section has it, or when `flat_names`
+    says which section it means. Nothing is validated here: the caller merges the values with its
+    own defaults and calls `build`.
     """
     flags = [
         _Flag(section=section, name=name, info=info)
         for section, model in sections.items()
         for name, info in model.model_fields.items()
     ]
-    index, ambiguous = _index_flags(flags)
+    index, ambiguous = _index_flags(flags, flat_names or {})
     reads_yaml = "config" not in index
     typed: dict[str, dict[str, Any]] = {}
     document: dict[str, Any] = {}
@@ -239,7 +241,9 @@ def _accepted_names(model: type[BaseModel]) -> dict[str, str]:
     return names
 
 
-def _index_flags(flags: Iterable[_Flag]) -> tuple[dict[str, _Flag], dict[str, list[_Flag]]]:
+def _index_flags(
+    flags: Iterable[_Flag], flat_names: Mapping[str, str]
+) -> tuple[dict[str, _Flag], dict[str, list[_Flag]]]:
     """Return every accepted spelling -> flag, and the bare names that more than one section has."""
     index: dict[str, _Flag] = {}
     bare: dict[str, list[_Flag]] = {}
@@ -248,6 +252,8 @@ def _index_flags(flags: Iterable[_Flag]) -> tuple[dict[str, _Flag], dict[str, li
             index[f"{flag.section}.{name}" if flag.section else name] = flag
             if flag.section:
                 bare.setdefault(name, []).append(flag)
+    for name, section in flat_names.items():
+        bare[name] = [flag for flag in bare.get(name, []) if flag.section == section]
     ambiguous = {name: owners for name, owners in bare.items() if len(owners) > 1}
     for name, owners in bare.items():
         if len(owners) == 1:

@@ -1,0 +1,407 @@
+"""The author's surface: subclass `BaseEnv`, write `setup`, `get_next_item`, `collect_trajectories`, `evaluate`.
+
+An environment only says what to ask and how to judge the answers. Keeping items in flight, checking groups, sending
+them and logging is done by `envs.runtime`, from outside. Names and positional order of the constructor are those of
+the original, because environments in the wild call `super().__init__` positionally.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs.eval import evaluate_log
+from atroposlib.envs.server_handling.api_server import APIServer
+from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.server_config import (
+    APIServerConfig,
+    ServerBaseline,
+    ServerManagerConfig,
+)
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import ConfigError, EnvError
+from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
+from atroposlib.type_definitions import UUID, Item, Message
+
+__all__ = [
+    "UUID",
+    "APIServer",
+    "APIServerConfig",
+    "BaseEnv",
+    "BaseEnvConfig",
+    "EvalHandlingEnum",
+    "Item",
+    "Message",
+    "OpenaiConfig",
+    "ReasoningConfig",
+    "ScoredDataGroup",
+    "ScoredDataItem",
+    "ServerBaseline",
+    "ServerManager",
+    "ServerManagerConfig",
+    "logger",
+]
+
+logger = logging.getLogger(__name__)
+
+OpenaiConfig = APIServerConfig
+"""The name some community environments import."""
+
+_PER_SEQUENCE = (
+    "advantages",
+    "ref_logprobs",
+    "inference_logprobs",
+    "messages",
+    "overrides",
+    "images",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+
+
+class GroupSink(Protocol):
+    """Where finished groups go; the runtime sets it before the first item."""
+
+    async def accept(
+        self,
+        scored_data: Any,
+        item: Any = None,
+        *,
+        send: bool = True,
+        abort_on_max_length: bool = True,
+    ) -> int:
+        """Check, record and send; return the number of groups accepted."""
+
+
+class BaseEnv(ABC):
+    """One environment. `name` names it to the hub and in file names; default: the class name."""
+
+    name: ClassVar[str | None] = None
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
+    server_cls: ClassVar[type[APIServer]] = APIServer  # type: ignore[type-abstract]
+    """A concrete subclass overrides the choice by `server_type`."""
+
+    def __init__(
+        self,
+        config: BaseEnvConfig,
+        server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig],
+        slurm: bool = False,
+        testing: bool = False,
+    ) -> None:
+        self.config = config
+        self.server = ServerManager(
+            server_configs,
+            slurm=slurm,
+            testing=testing,
+            server_class=self.server_cls,
+            reasoning_config=ReasoningConfig(
+                enabled=config.thinking_mode,
+                effort=config.reasoning_effort,
+                max_tokens=config.max_reasoning_tokens,
+            ),
+        )
+        self.tokenizer = self.load_tokenizer()
+        self.env_id: int | None = None
+        self.group_sink: GroupSink | None = None
+        self.wandb_run: Any = None
+        self.wandb_project: str | None = None
+        self.wandb_group: str | None = None
+        self.wandb_prepend: str | None = None
+        self.jsonl_writer: Any = None
+        self.curr_step = 0
+        self.max_token_len = -1
+        self.max_num_workers = config.max_num_workers
+        self.checkpoint_dir = ""
+        self.checkpoint_interval = -1
+        self.status_dict: dict[str, Any] = {}
+        self.items_sent_this_step = 0
+        self.backlog: list[Item] = []
+        self.running_items: dict[UUID, dict[str, Any]] = {}
+        self.workers: set[asyncio.Task[None]] = set()
+        self.eval_workers: set[asyncio.Task[Any]] = set()
+        self.eval_runner: asyncio.Task[None] | None = None
+        self.last_loop_time: float | None = None
+        self.last_completed_item: Any = None
+        self.rollouts_for_wandb: list[Any] = []
+        self.completion_lengths: list[int] = []
+        self.task_duration: list[float] = []
+        self.succeeded_task_duration: list[float] = []
+        self.failed_task_duration: list[float] = []
+        self.task_successful: list[int] = []
+        self.mainloop_timings: list[float] = []
+        self.workers_added_list: list[int] = []
+
+    @classmethod
+    def config_init(
+        cls,
+    ) -> tuple[BaseEnvConfig, ServerBaseline | APIServerConfig | list[APIServerConfig]]:
+        """Return the defaults that YAML and flags are laid over. Cheap and free of side effects."""
+        return cls.env_config_cls(), ServerBaseline()
+
+    @classmethod
+    def cli(cls) -> None:
+        """Run `serve`, `process` or `evaluate` as the command line says, and exit."""
+        from atroposlib.cli.env import run_environment  # the one upward edge: authors call cli()
+
+        raise SystemExit(run_environment(cls))
+
+    def load_tokenizer(self) -> Any:
+        """Return the tokenizer of `config.tokenizer_name`; override for one that is no file."""
+        return load_tokenizer(self.config.tokenizer_name)
+
+    @property
+    def registered_name(self) -> str:
+        """Name announced to the hub: the configured one, else the class's."""
+        return self.config.wandb_name or self.name or type(self).__name__
+
+    @property
+    def derived_batch_size(self) -> int:
+        """Sequences of a batch that this environment may fill; -1 while unknown."""
+        if self.config.batch_size == -1 or not self.status_dict:
+            return self.config.batch_size
+        reserved = self.config.min_batch_allocation or 0.0
+        return int(self.config.batch_size * (self.status_dict["unallocated_fraction"] + reserved))
+
+    async def setup(self) -> None:
+        """Load data; called once, first."""
+        raise NotImplementedError(f"{type(self).__name__} must define `async def setup(self)`")
+
+    @abstractmethod
+    async def get_next_item(self) -> Item | None:
+        """Return what to ask next; None means nothing now (`process` ends there)."""
+
+    @abstractmethod
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Measure the current policy; runs beside training every `steps_per_eval` steps."""
+
+    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
+        """Return one scored sequence for `item`, and items to ask later."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define collect_trajectory or collect_trajectories"
+        )
+
+    async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
+        """Return a group, a list of groups or None, and items to ask later.
+
+        The default runs `collect_trajectory` `group_size` times at once and joins the results; an exception in
+        one cancels the others. Optional fields that no sequence has stay None.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                runs = [
+                    tasks.create_task(self.collect_trajectory(item))
+                    for _ in range(self.config.group_size)
+                ]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        backlog = [later for run in runs for later in run.result()[1]]
+        return join_items([run.result()[0] for run in runs]), backlog
+
+    async def postprocess_histories(self, trajectories: Any) -> Any:
+        """Change groups before they are checked; default: leave them."""
+        return trajectories
+
+    async def handle_send_to_api(
+        self,
+        scored_data: Any,
+        item: Item | None = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> int:
+        """Hand groups over; returns the number accepted. Override to change groups on their way out."""
+        if self.group_sink is None:
+            raise EnvError("no runtime is attached; start the environment with serve or process")
+        return await self.group_sink.accept(
+            scored_data,
+            item,
+            send=do_send_to_api,
+            abort_on_max_length=abort_on_any_max_length_exceeded,
+        )
+
+    async def env_step_checks(self) -> None:  # noqa: B027
+        """Called after the trainer's step changed; default: nothing."""
+
+    async def get_server_info(self) -> None:  # noqa: B027
+        """Called after the hub's batch size and token limit are known; default: nothing."""
+
+    async def cleanup(self) -> None:  # noqa: B027
+        """Called after every item, whether it succeeded or failed; default: nothing."""
+
+    def close(self) -> None:  # noqa: B027
+        """Kept for environments that call `super().close()`; does nothing."""
+
+    async def env_manager(self) -> None:
+        """Serve until the trainer is done (what `python env.py serve` does)."""
+        from atroposlib.cli.env import serve_environment
+
+        await serve_environment(self)
+
+    async def process_manager(self) -> None:
+        """Produce `total_steps` groups into a file (what `python env.py process` does)."""
+        from atroposlib.cli.env import process_environment
+
+        await process_environment(self)
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        """Write `data` for `step`; without data there is nothing to save. Subclasses add data and call super."""
+        if data is not None and self.save_checkpoint_file is not None:
+            self.save_checkpoint_file(step, data)
+
+    def load_checkpoint(self) -> None:
+        """Set the attributes saved at the newest step that is not later than the current one."""
+        if self.load_checkpoint_file is None:
+            return
+        for key, value in self.load_checkpoint_file(self.curr_step).items():
+            setattr(self, key, value)
+
+    save_checkpoint_file: Callable[[int, dict[str, Any]], None] | None = None
+    load_checkpoint_file: Callable[[int], dict[str, Any]] | None = None
+
+    def decode_tokens(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`."""
+        return str(self.tokenizer.decode(list(tokens)))
+
+    async def add_rollouts_for_wandb(self, scored_data: Any, item: Item | None = None) -> None:
+        """Keep (text, score) of some sequences of a group for the rollout table."""
+        if not self.config.use_wandb:
+            return
+        wanted = self.config.num_rollouts_per_group_for_logging
+        rows = list(zip(scored_data["tokens"], scored_data["scores"], strict=True))
+        rows = rows if wanted == -1 else rows[:wanted]
+        self.rollouts_for_wandb.append([(self.decode_tokens(t), s) for t, s in rows])
+        del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
+
+    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Add `train/rollouts`, a table of text and score, to the metrics."""
+        if self.rollouts_for_wandb and self.wandb_run is not None:
+            import wandb
+
+            table = wandb.Table(columns=["text", "score"])
+            for group in self.rollouts_for_wandb:
+                for row in group:
+                    table.add_data(row[0], row[1])
+            wandb_metrics["train/rollouts"] = table
+        self.rollouts_for_wandb = []
+        return wandb_metrics
+
+    def perf_stats(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Add durations and counts since the last call, and clear them."""
+        for name, values in (
+            ("task_duration", self.task_duration),
+            ("succeeded_task_duration", self.succeeded_task_duration),
+            ("failed_task_duration", self.failed_task_duration),
+            ("mainloop_timings", self.mainloop_timings),
+            ("workers_added_per_attempt", self.workers_added_list),
+        ):
+            if len(values) > 1:
+                for stat in ("mean", "std", "max", "min"):
+                    metrics[f"train_perf/{name}_{stat}"] = float(getattr(np, stat)(values))
+                values.clear()
+        if self.task_successful:
+            succeeded = sum(self.task_successful)
+            metrics["train/items_sent_to_api"] = succeeded
+            metrics["train/items_rejected"] = len(self.task_successful) - succeeded
+            self.task_successful.clear()
+        return metrics
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Log the author's metrics with the runtime's. Subclasses add theirs and call super last."""
+        metrics = dict(wandb_metrics or {})
+        if self.completion_lengths:
+            lengths = np.array(self.completion_lengths)
+            metrics["train/completion_lengths"] = float(lengths.mean())
+            for stat in ("std", "max", "min"):
+                metrics[f"train/completion_lengths_{stat}"] = float(getattr(np, stat)(lengths))
+            if self.max_token_len > 0:
+                near = lengths > 0.95 * self.max_token_len
+                metrics["train/completion_lengths_p95"] = float(near.mean())
+            self.completion_lengths.clear()
+        metrics = self.perf_stats(await self.create_rollout_table(metrics))
+        if self.wandb_prepend:
+            metrics = {f"{self.wandb_prepend}_{key}": value for key, value in metrics.items()}
+        for index, server in enumerate(self.server.servers):
+            metrics.update(await server.wandb_metrics({}, f"server_{index}"))
+        if self.wandb_run is not None:
+            self.wandb_run.log(metrics, step=self.curr_step)
+
+    async def evaluate_log(
+        self,
+        metrics: dict[str, Any],
+        task_name: str | None = None,
+        model_name: str | None = None,
+        start_time: float | None = None,
+        end_time: float | None = None,
+        generation_parameters: dict[str, Any] | None = None,
+        samples: list[dict[str, Any]] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        """Write `metrics.json` and `samples.jsonl` into `config.data_dir_to_save_evals`."""
+        model = model_name or getattr(self.config, "model_name", None)
+        if model is None and self.server.servers:
+            model = self.server.servers[0].config.model_name
+        evaluate_log(
+            metrics,
+            eval_dir=self.config.data_dir_to_save_evals,
+            task_name=task_name or f"{self.name or type(self).__name__}_eval",
+            model_name=model,
+            start_time=start_time,
+            end_time=end_time,
+            generation_parameters={
+                "max_new_tokens": self.config.max_token_length,
+                **(generation_parameters or {}),
+            },
+            samples=samples,
+            verbose=verbose,
+        )
+
+
+def join_items(items: Sequence[Any]) -> ScoredDataGroup:
+    """Join single sequences into one group, keeping every optional field that at least one of them has.
+
+    A sequence without `overrides` gets `{}`; without another optional field that the others have it gets None,
+    which gate 1 refuses with the field's path. `policy_version` is the oldest one.
+    """
+    for index, member in enumerate(items):
+        if not isinstance(member, dict):
+            raise ValueError(
+                f"collect_trajectory must return a ScoredDataItem dict as its first value; "
+                f"call {index} returned {type(member).__name__}"
+            )
+    group: dict[str, Any] = {
+        key: [member[key] for member in items] for key in ("tokens", "masks", "scores")
+    }
+    for key in _PER_SEQUENCE:
+        values = [member.get(key) for member in items]
+        if any(value is not None for value in values):
+            if key == "overrides":
+                values = [value if value is not None else {} for value in values]
+            group[key] = values
+        else:
+            group[key] = None
+    group["group_overrides"] = {}
+    for member in items:
+        group["group_overrides"].update(member.get("group_overrides") or {})
+    for key, choose in (("generation_params", lambda found: found[0]), ("policy_version", min)):
+        found = [member[key] for member in items if member.get(key) is not None]
+        group[key] = choose(found) if found else None
+    return group  # type: ignore[return-value]  # built key by key
+
+
+def load_tokenizer(source: str) -> Any:
+    """Load a tokenizer by name or path; ConfigError when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ConfigError(
+            f"cannot load the tokenizer {source!r}: {reason}; "
+            "give a Hugging Face name or a local directory with --env.tokenizer_name"
+        ) from error

@@ -1,0 +1,1 @@
+"""Drives a `BaseEnv` from outside: serve to a hub, process to a file, evaluate once."""

@@ -1,0 +1,40 @@
+"""Environment checkpoints: `<dir>/env_checkpoints/<registered name>/step-<N>.json`, written atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from atroposlib.errors import ConfigError
+
+
+def checkpoint_folder(checkpoint_dir: str, registered_name: str) -> Path:
+    """Return the folder of one environment's checkpoints."""
+    return Path(checkpoint_dir) / "env_checkpoints" / registered_name
+
+
+def save(folder: Path, step: int, data: dict[str, Any]) -> Path:
+    """Write `data` for `step`; a reader sees the whole file or none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(data), encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def load(folder: Path, step: int) -> dict[str, Any]:
+    """Return the newest data saved at or before `step`; {} when there is none."""
+    steps = [int(p.stem[5:]) for p in folder.glob("step-*.json") if p.stem[5:].isdigit()]
+    usable = [found for found in steps if found <= step]
+    if not usable:
+        return {}
+    path = folder / f"step-{max(usable)}.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"the environment checkpoint {path} holds {type(data).__name__}, not a dict"
+        )
+    return data

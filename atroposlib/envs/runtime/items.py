@@ -1,0 +1,101 @@
+"""Running one item, and what its failure means. Shared by serve and process.
+
+A failure is data: counted by type, the item retried a few times, and when one type fails many times in a row without
+a success in between, that error ends the run. An engine that is away is no failure of the item.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from atroposlib.envs.base import BaseEnv
+from atroposlib.errors import EngineUnavailable, EnvError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """An item and how often it has failed."""
+
+    item: Any
+    num_failures: int = 0
+
+
+class Failures:
+    """Counts failures and decides when they end the run."""
+
+    def __init__(self, *, max_consecutive: int) -> None:
+        self._max_consecutive = max_consecutive
+        self._consecutive: Counter[str] = Counter()
+        self.by_type: Counter[str] = Counter()
+        """Every failed attempt."""
+        self.given_up: Counter[str] = Counter()
+        """Items dropped after their last attempt."""
+
+    def succeeded(self) -> None:
+        self._consecutive.clear()
+
+    def failed(self, error: BaseException) -> None:
+        """Count `error`; raise EnvError when its type has failed too often in a row."""
+        kind = type(error).__name__
+        self.by_type[kind] += 1
+        self._consecutive[kind] += 1
+        if self._consecutive[kind] >= self._max_consecutive:
+            raise EnvError(
+                f"{self._consecutive[kind]} items in a row failed with {kind}: {error}"
+            ) from error
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Unwrap exception groups of one kind: the first leaf, preferring an absent engine."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [cause_of(inner) for inner in error.exceptions]
+    return next((leaf for leaf in leaves if isinstance(leaf, EngineUnavailable)), leaves[0])
+
+
+async def collect(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
+    """Run the author's code on one item within `worker_timeout`; `cleanup` always follows.
+
+    Returns the postprocessed groups (or a falsy value) and the items to ask later.
+    Raises whatever the author's code raised; TimeoutError past the deadline.
+    """
+    timeout_s = env.config.worker_timeout if env.config.worker_timeout > 0 else None
+    try:
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                groups, backlog = await env.collect_trajectories(item)
+                if groups:
+                    groups = await env.postprocess_histories(groups)
+        except TimeoutError as error:
+            if deadline.expired():
+                raise TimeoutError(
+                    f"the item took more than {timeout_s} s (worker_timeout)"
+                ) from error
+            raise
+        return groups, list(backlog or [])
+    finally:
+        await env.cleanup()
+
+
+async def timed(env: BaseEnv, run: Callable[[], Any]) -> Any:
+    """Await `run()` and record its duration and outcome for the environment's metrics."""
+    began = time.monotonic()
+    succeeded = False
+    try:
+        result = await run()
+        succeeded = True
+        return result
+    finally:
+        duration_s = time.monotonic() - began
+        env.task_duration.append(duration_s)
+        (env.succeeded_task_duration if succeeded else env.failed_task_duration).append(duration_s)
+        env.task_successful.append(int(succeeded))

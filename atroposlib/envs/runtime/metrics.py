@@ -1,0 +1,46 @@
+"""Starting and ending a Weights & Biases run; imported only where `use_wandb` is true."""
+
+from __future__ import annotations
+
+import random
+import string
+import time
+from typing import Any
+
+from atroposlib.envs.base import BaseEnv
+from atroposlib.errors import MissingDependency, require
+
+
+def run_name(prefix: str | None) -> str | None:
+    """Return `<prefix>-<YYYY-MM-DD>-<6 letters>`; None without a prefix, so that wandb chooses."""
+    if not prefix:
+        return None
+    letters = "".join(random.choices(string.ascii_lowercase, k=6))  # a label, not a secret
+    return f"{prefix}-{time.strftime('%Y-%m-%d')}-{letters}"
+
+
+def require_wandb(env: BaseEnv) -> Any:
+    """Return the wandb module; MissingDependency also names the flag that turns it off."""
+    try:
+        return require("wandb", extra="wandb")
+    except MissingDependency as error:
+        raise MissingDependency(f"{error} (or turn it off: --env.use_wandb false)") from error
+
+
+def start_wandb(env: BaseEnv, *, project: str | None, group: str | None) -> None:
+    """Open the run that `BaseEnv.wandb_log` writes to."""
+    wandb = require_wandb(env)
+    env.wandb_project, env.wandb_group = project, group
+    env.wandb_run = wandb.init(
+        name=run_name(env.config.wandb_name or env.name),
+        project=project or None,
+        group=group or None,
+        config=env.config.model_dump(mode="json"),
+    )
+
+
+def finish_wandb(env: BaseEnv) -> None:
+    """Close the run, if there is one."""
+    if env.wandb_run is not None:
+        env.wandb_run.finish()
+        env.wandb_run = None

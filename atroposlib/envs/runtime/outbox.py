@@ -1,0 +1,352 @@
+"""What leaves an environment: gate 1, the drop rules, the JSONL file, and sending until the hub has stored it.
+
+Invariants: a group is either counted as dropped with a reason, or it keeps its one group id and stays here until the
+hub has stored it or refused it for good. The outbox is the only owner of retries of `HubClient.send`. It decides
+nothing about when to start work; `serve.py` reads `num_held` and `is_away` for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import uuid
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeVar
+
+import msgspec
+
+from atroposlib.client import HubClient, UnknownEnvironment
+from atroposlib.envs.env_config import BaseEnvConfig
+from atroposlib.errors import GroupError, HubRejected, HubUnavailable
+from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_GROUPS_PER_SEND = 16
+THREAD_FROM_TOKENS = 20_000
+"""Groups larger than this are checked and written off the event loop (over about 10 ms of work)."""
+
+RETRYABLE_STATUSES = frozenset({408, 425, 429})
+"""4xx statuses that mean "later", not "never"."""
+
+_ALWAYS_WRITTEN = (
+    "ref_logprobs",
+    "overrides",
+    "group_overrides",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+
+
+class Dropped(Exception):
+    """A drop rule applies; `reason` is the counter's name."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class AuthorHooks(Protocol):
+    """The part of a `BaseEnv` that the outbox uses."""
+
+    config: BaseEnvConfig
+    completion_lengths: list[int]
+    max_token_len: int
+
+    def decode_tokens(self, tokens: Sequence[int]) -> str: ...
+    async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Backoff:
+    """Exponential waiting times with jitter; `next()` grows, `reset()` starts over."""
+
+    first_s: float = 0.5
+    cap_s: float = 15.0
+    rng: random.Random = field(default_factory=random.Random)
+    _attempt: int = 0
+
+    def next(self) -> float:
+        """Return the next pause in seconds: half fixed, half random, doubling up to the cap."""
+        base = min(self.cap_s, self.first_s * 2.0 ** min(self._attempt, 30))
+        self._attempt += 1
+        return base * (0.5 + 0.5 * self.rng.random())
+
+    def reset(self) -> None:
+        self._attempt = 0
+
+
+class GroupLog:
+    """A JSONL file of accepted groups, one per line; never overwrites an existing file."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self.path = path
+        self.num_groups = 0
+        self._file = file
+
+    @classmethod
+    def open(cls, path: str | Path) -> GroupLog:
+        """Create `path`, or `<stem>_1`, `<stem>_2`, ... while that exists; parent folders are made."""
+        wanted = Path(path)
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        candidate, number = wanted, 0
+        while True:
+            try:
+                return cls(candidate, candidate.open("xb"))
+            except FileExistsError:
+                number += 1
+                candidate = wanted.with_name(f"{wanted.stem}_{number}{wanted.suffix}")
+
+    def write(self, line: bytes) -> None:
+        self._file.write(line + b"\n")
+        self._file.flush()
+        self.num_groups += 1
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Outbox:
+    """Checks, records and sends the groups of one environment."""
+
+    def __init__(
+        self,
+        env: AuthorHooks,
+        *,
+        environment: str,
+        log: GroupLog | None = None,
+        backoff: Backoff | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._env = env
+        self._environment = environment
+        self._log = log
+        self._backoff = backoff or Backoff()
+        self._sleep = sleep
+        self._held: deque[ScoredGroup] = deque()
+        self._changed = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._num_repaired = 0
+        self.is_away = False
+        """The hub did not take the last attempt."""
+        self.num_accepted = 0
+        """Groups that passed gate 1 and the drop rules."""
+        self.num_stored = 0
+        """Groups the hub has confirmed."""
+        self.dropped: Counter[str] = Counter()
+        """Groups that will never be sent, by reason."""
+
+    @property
+    def num_held(self) -> int:
+        """Groups waiting to be stored by the hub, the one being sent included."""
+        return len(self._held)
+
+    async def accept(
+        self,
+        scored_data: ScoredDataGroup | Sequence[ScoredDataGroup | None] | None,
+        item: Any = None,
+        *,
+        send: bool = True,
+        abort_on_max_length: bool = True,
+    ) -> int:
+        """Check, record and (with `send`) queue one group or a list; return how many were accepted.
+
+        A malformed group in a list is dropped and logged; if no group of the list is well formed, the first
+        `GroupError` is raised, because then the item failed.
+        """
+        groups = [scored_data] if isinstance(scored_data, Mapping) else list(scored_data or [])
+        accepted, errors, num_judged = 0, [], 0
+        for group in groups:
+            if group is None:
+                self.dropped["none"] += 1
+                continue
+            num_judged += 1
+            try:
+                checked = await self._judge(group, abort_on_max_length)
+            except Dropped as verdict:
+                self._drop(verdict.reason, str(verdict))
+                continue
+            except GroupError as error:
+                errors.append(error)
+                self.dropped["malformed"] += 1
+                logger.error("malformed group dropped: %s", error)
+                continue
+            await self._record(group, checked, item)
+            accepted += 1
+            self.num_accepted += 1
+            if send:
+                self._held.append(checked)
+                self._drained.clear()
+                self._changed.set()
+        if errors and len(errors) == num_judged:
+            raise errors[0]
+        return accepted
+
+    async def run(
+        self, hub: HubClient, *, env_id: Callable[[], int], reregister: Reregister
+    ) -> None:
+        """Send held groups until cancelled; retry while the hub is away, re-register when it forgot us."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            size = MAX_GROUPS_PER_SEND
+            while self._held:
+                size = await self._send_some(hub, min(size, len(self._held)), env_id, reregister)
+            self._drained.set()
+
+    async def flush(self, timeout_s: float) -> int:
+        """Wait until nothing is held, at most `timeout_s`; return the number of groups still held."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._drained.wait()
+        except TimeoutError:
+            logger.error(
+                "%d groups could not be delivered within %.0f s and are lost with this process",
+                self.num_held,
+                timeout_s,
+            )
+        return self.num_held
+
+    def summary(self) -> str:
+        """One line: accepted, stored, held, dropped by reason."""
+        reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(self.dropped.items())) or "none"
+        return (
+            f"{self.num_accepted} groups accepted, {self.num_stored} stored by the hub, "
+            f"{self.num_held} held; dropped: {reasons}"
+        )
+
+    async def _send_some(
+        self, hub: HubClient, size: int, env_id: Callable[[], int], reregister: Reregister
+    ) -> int:
+        """Make one attempt with the oldest `size` groups; return the size of the next attempt."""
+        known_id = env_id()
+        groups = [self._held[i].replace(env_id=known_id) for i in range(size)]
+        try:
+            await hub.send(groups)
+        except UnknownEnvironment:
+            logger.warning("the hub does not know this environment any more; registering again")
+            await reregister(known_id)
+            return size
+        except HubUnavailable as error:
+            await self._wait_for_hub(error)
+            return size
+        except HubRejected as error:
+            if error.status in RETRYABLE_STATUSES:
+                await self._wait_for_hub(error)
+                return size
+            if size > 1:  # find the one it refuses
+                return 1
+            self._held.popleft()
+            self._drop(f"rejected_{error.status}", f"the hub refused it: {error}")
+            return MAX_GROUPS_PER_SEND
+        for _ in range(size):
+            self._held.popleft()
+        self.num_stored += size
+        self._backoff.reset()
+        if self.is_away:
+            self.is_away = False
+            logger.info("the hub is back; %d groups still held", self.num_held)
+        return min(2 * size, MAX_GROUPS_PER_SEND)
+
+    async def _wait_for_hub(self, error: Exception) -> None:
+        if not self.is_away:
+            self.is_away = True
+            logger.warning("the hub is away; holding %d groups: %s", self.num_held, error)
+        await self._sleep(self._backoff.next())
+
+    def _drop(self, reason: str, detail: str) -> None:
+        self.dropped[reason] += 1
+        count = self.dropped[reason]
+        level = logging.WARNING if count == 1 or count % 100 == 0 else logging.DEBUG
+        logger.log(level, "group dropped (%s, %d so far): %s", reason, count, detail)
+
+    async def _judge(self, group: Mapping[str, Any], abort_on_max_length: bool) -> ScoredGroup:
+        """Apply gate 1, then the drop rules in the original's order."""
+        checked = await _maybe_in_thread(group, self._check, group)
+        config = self._env.config
+        expected = (checked.group_overrides or {}).get("group_size", config.group_size)
+        if checked.num_sequences != expected:
+            raise Dropped("group_size", f"{checked.num_sequences} sequences, expected {expected}")
+        if config.ensure_scores_are_not_same and (checked.scores == checked.scores[0]).all():
+            raise Dropped("equal_scores", f"every score is {checked.scores[0]}")
+        bounds = checked.offsets.tolist()
+        trained = checked.masks != -100
+        self._env.completion_lengths.extend(
+            int(trained[start:stop].sum()) for start, stop in zip(bounds, bounds[1:], strict=False)
+        )
+        limit, longest = self._env.max_token_len, int(checked.lengths.max())
+        if abort_on_max_length and 0 < limit <= longest:
+            raise Dropped("too_long", f"{longest} tokens, the trainer takes fewer than {limit}")
+        if config.include_messages and checked.messages is None:
+            checked = checked.replace(
+                messages=[
+                    [
+                        {
+                            "role": "user",
+                            "content": self._env.decode_tokens(checked.sequence(i).tokens.tolist()),
+                        }
+                    ]
+                    for i in range(checked.num_sequences)
+                ],
+                empty_fields=checked.empty_fields - {"messages"},
+            )
+        return checked
+
+    def _check(self, group: Mapping[str, Any]) -> ScoredGroup:
+        checked = check_group(group, strictness=Strictness.MEANING, environment=self._environment)
+        if checked.repairs:
+            if self._num_repaired == 0:
+                logger.warning(
+                    "masks of 0 and 1 are read as labels (%s); write -100 or the token itself",
+                    ", ".join(checked.repairs),
+                )
+            self._num_repaired += 1
+        return checked.replace(group_id=checked.group_id or uuid.uuid4().hex)
+
+    async def _record(self, group: Mapping[str, Any], checked: ScoredGroup, item: Any) -> None:
+        """Hand the group to the rollout table and write its JSONL line."""
+        readable = {**group, "messages": checked.messages} if checked.messages else dict(group)
+        try:
+            await self._env.add_rollouts_for_wandb(readable, item)
+        except Exception:
+            logger.exception("add_rollouts_for_wandb failed; the group is kept")
+        if self._log is not None:
+            self._log.write(await _maybe_in_thread(group, _line, group, checked))
+
+
+class Reregister(Protocol):
+    """Registers again unless somebody already replaced `old_id`; returns when the environment is known."""
+
+    async def __call__(self, old_id: int) -> None: ...
+
+
+def _line(group: Mapping[str, Any], checked: ScoredGroup) -> bytes:
+    """Return the JSON of the author's keys in their checked form, and the keys that are always there."""
+    record: dict[str, Any] = dict(group)
+    for key, value in checked.to_dict().items():
+        if (
+            key in _ALWAYS_WRITTEN
+            or (key in record and key != "env_id")
+            or (key == "messages" and value)
+        ):
+            record[key] = value
+    return msgspec.json.encode(record, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Turn numpy and torch values of private keys into lists; anything else into its text."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)
+
+
+async def _maybe_in_thread(group: Mapping[str, Any], work: Callable[..., T], *args: Any) -> T:
+    tokens = group.get("tokens")
+    rows = tokens if isinstance(tokens, list | tuple) else []
+    size = sum(len(row) for row in rows if isinstance(row, list | tuple))
+    return await asyncio.to_thread(work, *args) if size > THREAD_FROM_TOKENS else work(*args)

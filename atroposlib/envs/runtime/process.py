@@ -1,0 +1,143 @@
+"""Produce groups into a JSONL file and an HTML page, without a hub.
+
+Items run concurrently; lines are written in the order of the items. Only groups that were written count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.runtime.capacity import max_workers
+from atroposlib.envs.runtime.items import Failures, Work, cause_of, collect, timed
+from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
+from atroposlib.envs.runtime.outbox import GroupLog, Outbox
+from atroposlib.errors import ConfigError, EnvError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessResult:
+    """What a `process` run left behind."""
+
+    path: Path
+    """The JSONL file."""
+    num_groups: int
+    outbox: Outbox
+
+
+async def process(env: BaseEnv) -> ProcessResult:
+    """Write `total_steps` groups to `data_path_to_save_groups`; fewer when the items run out.
+
+    Raises ConfigError without a path or a positive number of groups, EnvError when items keep failing or keep
+    yielding nothing. Groups written before an error stay in the file.
+    """
+    config = env.config
+    if not config.data_path_to_save_groups:
+        raise ConfigError("data_path_to_save_groups: process needs a file to write to")
+    if config.total_steps < 1:
+        raise ConfigError(
+            f"total_steps: got {config.total_steps}; process needs how many groups to make"
+        )
+    if config.use_wandb:
+        require_wandb(env)
+    await env.setup()
+    log = GroupLog.open(config.data_path_to_save_groups)
+    config.data_path_to_save_groups = str(log.path)
+    env.jsonl_writer = log
+    outbox = Outbox(env, environment=env.registered_name, log=log)
+    env.group_sink = outbox
+    try:
+        if config.use_wandb:
+            start_wandb(env, project=None, group=None)
+        await _fill(env, log)
+    finally:
+        log.close()
+        finish_wandb(env)
+        logger.info("%d groups in %s; %s", log.num_groups, log.path, outbox.summary())
+    return ProcessResult(path=log.path, num_groups=log.num_groups, outbox=outbox)
+
+
+async def _fill(env: BaseEnv, log: GroupLog) -> None:
+    """Keep items running ahead of the writer, in order, until enough groups are written."""
+    wanted = env.config.total_steps
+    width = max_workers(
+        configured=env.config.max_num_workers,
+        per_node=env.config.max_num_workers_per_node,
+        num_servers=len(env.server.servers),
+    )
+    failures = Failures(max_consecutive=env.config.max_consecutive_failures)
+    num_empty = 0
+    retries: deque[Work] = deque()
+    running: deque[tuple[Work, asyncio.Task[Any]]] = deque()
+    has_more = True
+    try:
+        while log.num_groups < wanted:
+            while has_more and len(running) < min(width, wanted - log.num_groups):
+                work = await _next_work(env, retries)
+                has_more = work is not None
+                if work is not None:
+                    task = asyncio.create_task(_collect(env, work))
+                    running.append((work, task))
+            if not running:
+                logger.warning("no more items: %d of %d groups", log.num_groups, wanted)
+                return
+            work, task = running.popleft()
+            try:
+                groups, backlog = await task
+            except Exception as raised:  # noqa: BLE001 - boundary: one item
+                has_more = _keep(work, cause_of(raised), env, failures, retries) or has_more
+                continue
+            env.backlog.extend(backlog)
+            failures.succeeded()
+            if groups:
+                written = log.num_groups
+                await env.handle_send_to_api(
+                    groups, work.item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
+                )
+                groups = log.num_groups > written
+                await env.wandb_log()
+            num_empty = 0 if groups else num_empty + 1
+            if num_empty >= env.config.max_consecutive_failures:
+                raise EnvError(
+                    f"{num_empty} items in a row gave no group; the last reason is in the log above"
+                )
+    finally:
+        for _, task in running:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+
+
+async def _collect(env: BaseEnv, work: Work) -> tuple[Any, list[Any]]:
+    result: tuple[Any, list[Any]] = await timed(env, lambda: collect(env, work.item))
+    return result
+
+
+async def _next_work(env: BaseEnv, retries: deque[Work]) -> Work | None:
+    if retries:
+        return retries.popleft()
+    if env.backlog:
+        return Work(item=env.backlog.pop(0))
+    item = await env.get_next_item()
+    return None if item is None else Work(item=item)
+
+
+def _keep(
+    work: Work, error: BaseException, env: BaseEnv, failures: Failures, retries: deque[Work]
+) -> bool:
+    """Count a failure and queue the item again; True when it will be tried again."""
+    logger.error("item failed: %s: %s", type(error).__name__, error, exc_info=error)
+    failures.failed(error)
+    work.num_failures += 1
+    if work.num_failures >= env.config.max_item_attempts:
+        failures.given_up[type(error).__name__] += 1
+        logger.error("item given up after %d attempts", work.num_failures)
+        return False
+    retries.append(work)
+    return True

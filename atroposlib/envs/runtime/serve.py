@@ -1,0 +1,471 @@
+"""Serve an environment to a hub: register, keep items in flight, send groups, until the trainer is done.
+
+Who waits for whom: the driver (one task) talks to the hub and starts items; each item is an owned task with a
+deadline; the outbox (one task) sends. All live in one `TaskGroup`, so none can outlive the run. Hub and engine may go
+away and come back at any time: groups are held, work already running goes on, nothing new is started, one log line
+says so at each change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from atroposlib.client import EnvStatus, HubClient, UnknownEnvironment
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.env_config import EvalHandlingEnum
+from atroposlib.envs.runtime import checkpoint
+from atroposlib.envs.runtime.capacity import Load, max_workers, num_to_start
+from atroposlib.envs.runtime.items import Failures, Work, cause_of, collect, timed
+from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
+from atroposlib.envs.runtime.outbox import Backoff, GroupLog, Outbox
+from atroposlib.errors import ConfigError, EngineUnavailable, HubError, HubUnavailable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Intervals of the serve loop, in seconds; tests shorten them."""
+
+    poll_s: float = 0.2
+    """Between two status requests; the hub can only be polled."""
+    register_s: float = 1.0
+    """Between two registrations while the trainer has not started."""
+    backoff_first_s: float = 0.5
+    backoff_cap_s: float = 15.0
+    engine_reminder_s: float = 60.0
+    """Between two log lines while the engine stays away."""
+    flush_s: float = 30.0
+    """How long groups may still be delivered after the end."""
+    disconnect_s: float = 5.0
+
+    def backoff(self) -> Backoff:
+        return Backoff(first_s=self.backoff_first_s, cap_s=self.backoff_cap_s)
+
+
+async def serve(
+    env: BaseEnv, *, timings: Timings | None = None, stop: asyncio.Event | None = None
+) -> Outbox:
+    """Serve `env` until the trainer's step reaches `total_steps`, or `stop` is set, or SIGTERM or SIGINT arrives.
+
+    Returns the outbox with its counts. Raises EnvError when items keep failing, ConfigError when the hub's batch
+    cannot hold a group, and whatever `setup` raises.
+    """
+    return await _Server(env, timings or Timings(), stop or asyncio.Event()).run()
+
+
+class _Server:
+    def __init__(self, env: BaseEnv, timings: Timings, stop: asyncio.Event) -> None:
+        self._env = env
+        self._timings = timings
+        self._stop = stop
+        self._wake = asyncio.Event()
+        self._error: BaseException | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._retries: deque[Work] = deque()
+        self._failures = Failures(max_consecutive=env.config.max_consecutive_failures)
+        self._status: EnvStatus | None = None
+        self._accepted_at_status = 0
+        self._polled_at = 0.0
+        self._is_hub_away = False
+        self._hub_backoff = timings.backoff()
+        self._engine_backoff = timings.backoff()
+        self._engine_retry_at: float | None = None
+        self._engine_reminded_at = 0.0
+        self._registering = asyncio.Lock()  # the driver and the outbox may both notice a lost id
+        self._sent_at_step = 0
+        path = env.config.data_path_to_save_groups
+        self._log = GroupLog.open(path) if path else None
+        if self._log is not None:
+            env.config.data_path_to_save_groups = str(self._log.path)
+        self._outbox = Outbox(
+            env, environment=env.registered_name, log=self._log, backoff=timings.backoff()
+        )
+        env.group_sink = self._outbox
+        env.jsonl_writer = self._log
+
+    async def run(self) -> Outbox:
+        if self._env.config.use_wandb:
+            require_wandb(self._env)  # say so now, not after the model has been waited for
+        try:
+            with _signals(self._stop):
+                async with HubClient(self._env.config.rollout_server_url) as self._hub:
+                    await self._run_connected()
+        finally:
+            finish_wandb(self._env)
+            if self._log is not None:
+                self._log.close()
+            logger.info("%s", self._outbox.summary())
+        if self._error is not None:
+            raise self._error
+        return self._outbox
+
+    async def _run_connected(self) -> None:
+        sender = asyncio.create_task(self._guard(self._send()), name="outbox")
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                self._own(self._guard(self._drive()), name="driver")
+                await self._stop.wait()
+                for task in list(self._tasks):
+                    task.cancel()
+            await self._outbox.flush(self._timings.flush_s if self._error is None else 1.0)
+        finally:
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+            await self._disconnect()
+
+    def _own(self, work: Any, *, name: str) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = self._group.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _guard(self, work: Awaitable[None]) -> None:
+        """Await `work`; its error ends the run and is raised by `run`."""
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 - kept and raised again by run()
+            if self._error is None:
+                self._error = error
+        finally:
+            self._stop.set()
+
+    async def _send(self) -> None:
+        await self._outbox.run(
+            self._hub, env_id=lambda: self._env.env_id or 0, reregister=self._register_again
+        )
+
+    async def _drive(self) -> None:
+        """Connect, then poll, check the step and start items until the trainer is done."""
+        env = self._env
+        await env.setup()
+        if env.config.use_wandb:
+            await self._start_wandb()
+        await self._register()
+        await self._read_info()
+        while True:
+            began = time.monotonic()
+            if began - self._polled_at >= self._timings.poll_s:
+                await self._poll()
+            if self._is_done():
+                logger.info("step %d of %d: done", env.curr_step, env.config.total_steps)
+                return
+            await self._start_items()
+            env.mainloop_timings.append(time.monotonic() - began)
+            await self._sleep_until_woken()
+
+    async def _sleep_until_woken(self) -> None:
+        """Wait until an item ends or the next status request is due."""
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(self._timings.poll_s):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    def _is_done(self) -> bool:
+        return self._status is not None and self._env.curr_step >= self._env.config.total_steps
+
+    # The hub
+
+    async def _call(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a control call until the hub answers; the owner of its retries."""
+        while True:
+            try:
+                result = await request()
+            except HubUnavailable as error:
+                if not self._is_hub_away:
+                    self._is_hub_away = True
+                    logger.warning("the hub is away; starting no new work: %s", error)
+                await asyncio.sleep(self._hub_backoff.next())
+                continue
+            if self._is_hub_away:
+                self._is_hub_away = False
+                logger.info("the hub answers again")
+            self._hub_backoff.reset()
+            return result
+
+    async def _start_wandb(self) -> None:
+        info = await self._call(self._hub.wandb_info)
+        while info.project is None:
+            await asyncio.sleep(self._timings.register_s)
+            info = await self._call(self._hub.wandb_info)
+        start_wandb(self._env, project=info.project, group=info.group)
+
+    async def _register(self) -> None:
+        env, config = self._env, self._env.config
+
+        def ask() -> Any:
+            return self._hub.register_env(
+                desired_name=env.registered_name,
+                max_token_length=config.max_token_length,
+                weight=config.inference_weight,
+                group_size=config.group_size,
+                min_batch_allocation=config.min_batch_allocation,
+            )
+
+        is_first = True
+        while (registration := await self._call(ask)) is None:
+            if is_first:
+                logger.info("waiting for the trainer to start")
+                is_first = False
+            await asyncio.sleep(self._timings.register_s)
+        env.env_id = registration.env_id
+        env.wandb_prepend = registration.wandb_name
+        env.checkpoint_dir = registration.checkpoint_dir
+        env.checkpoint_interval = registration.checkpoint_interval
+        env.curr_step = registration.starting_step
+        if config.total_steps == -1:
+            if registration.num_steps == -1:
+                raise ConfigError("total_steps: -1, but the trainer has no number of steps either")
+            config.total_steps = registration.num_steps
+        folder = checkpoint.checkpoint_folder(env.checkpoint_dir, registration.wandb_name)
+        env.save_checkpoint_file = lambda step, data: _ignore(checkpoint.save(folder, step, data))
+        env.load_checkpoint_file = lambda step: checkpoint.load(folder, step)
+        logger.info("registered as %r (id %d)", registration.wandb_name, registration.env_id)
+        if env.curr_step > 0 and not self._outbox.num_accepted:
+            env.load_checkpoint()
+
+    async def _register_again(self, old_id: int) -> None:
+        async with self._registering:
+            if self._env.env_id == old_id:
+                await self._register()
+                await self._read_info()
+
+    async def _read_info(self) -> None:
+        env = self._env
+        info = await self._call(self._hub.info)
+        if info.batch_size != -1:
+            env.config.batch_size = info.batch_size
+        if info.max_token_len != -1:
+            env.max_token_len = info.max_token_len
+        if 0 < env.config.batch_size < env.config.group_size:
+            raise ConfigError(
+                f"group_size: {env.config.group_size} sequences do not fit the trainer's batch of "
+                f"{env.config.batch_size}; lower group_size or raise the trainer's batch_size"
+            )
+        await env.get_server_info()
+
+    async def _poll(self) -> None:
+        """Read the status; register again when the hub has forgotten this environment."""
+        env_id = self._env.env_id
+        stored_before = self._outbox.num_stored
+        try:
+            status = await self._call(lambda: self._hub.status_env(env_id or 0))
+        except UnknownEnvironment:
+            logger.warning("the hub does not know this environment any more; registering again")
+            await self._register_again(env_id or 0)
+            return
+        finally:
+            self._polled_at = time.monotonic()
+        self._status = status
+        self._accepted_at_status = stored_before
+        self._env.status_dict = status.model_dump()
+        await self._env.server.update_weight(status.env_weight)
+        if status.current_step != self._env.curr_step:
+            await self._step_changed(status.current_step)
+
+    async def _disconnect(self) -> None:
+        if self._env.env_id is None:
+            return
+        try:
+            async with asyncio.timeout(self._timings.disconnect_s):
+                await self._hub.disconnect_env(self._env.env_id)
+        except (HubError, TimeoutError) as error:
+            logger.warning("could not tell the hub that this environment leaves: %s", error)
+
+    # Steps of the trainer
+
+    async def _step_changed(self, step: int) -> None:
+        env, before = self._env, self._env.curr_step
+        every = env.config.steps_per_eval
+        env.curr_step = step
+        if every > 0 and step // every > before // every:
+            if env.eval_runner is None or env.eval_runner.done():
+                env.eval_runner = self._own(self._evaluate(step), name=f"eval-{step}")
+            else:
+                logger.warning("step %d: the last evaluation is still running; skipped", step)
+        interval = env.checkpoint_interval
+        if interval > 0 and step // interval > before // interval:
+            env.save_checkpoint(step // interval * interval)
+        await env.env_step_checks()
+        env.items_sent_this_step = self._outbox.num_accepted - self._sent_at_step
+        if env.items_sent_this_step >= env.config.min_items_sent_before_logging:
+            self._sent_at_step, env.items_sent_this_step = self._outbox.num_accepted, 0
+            try:
+                await env.wandb_log({})
+            except Exception:
+                logger.exception("wandb_log failed at step %d; the run goes on", step)
+
+    async def _evaluate(self, step: int) -> None:
+        try:
+            await self._env.evaluate()
+        except Exception:
+            logger.exception("evaluate failed at step %d; training goes on", step)
+
+    # Items
+
+    def _allowed(self) -> int:
+        """Return how many items to start now."""
+        env, config, status = self._env, self._env.config, self._status
+        if status is None or self._is_hub_away or self._outbox.is_away:
+            return 0
+        workers = max_workers(
+            configured=config.max_num_workers,
+            per_node=config.max_num_workers_per_node,
+            num_servers=len(env.server.servers),
+        )
+        env.max_num_workers = workers
+        if env.eval_runner is not None and not env.eval_runner.done():
+            if config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
+                return 0
+            if config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN:
+                workers = max(1, int(workers * config.eval_limit_ratio))
+        allowed = num_to_start(
+            Load(
+                max_workers=workers,
+                running=len(env.running_items),
+                held=self._outbox.num_held + self._outbox.num_stored - self._accepted_at_status,
+                group_size=config.group_size,
+                batch_size=config.batch_size,
+                max_batches_offpolicy=config.max_batches_offpolicy,
+                queue_size=status.queue_size,
+                self_queue_size=status.self_queue_size,
+                unallocated_fraction=status.unallocated_fraction,
+                min_batch_allocation=config.min_batch_allocation,
+            )
+        )
+        if self._engine_retry_at is None:
+            return allowed
+        is_due = time.monotonic() >= self._engine_retry_at and not env.running_items
+        return min(1, allowed) if is_due else 0  # one item tries whether the engine is back
+
+    async def _start_items(self) -> None:
+        num_started = self._allowed()
+        for started in range(num_started):
+            work = await self._next_work()
+            if work is None:
+                num_started = started
+                break
+            key = str(uuid.uuid4())
+            task = self._own(self._run_item(key, work), name=f"item-{key[:8]}")
+            self._env.running_items[key] = {
+                "item": work.item,
+                "worker": task,
+                "start_time": time.time(),
+            }
+            self._env.workers.add(task)
+            task.add_done_callback(self._env.workers.discard)
+        if num_started:
+            self._env.workers_added_list.append(num_started)
+
+    async def _next_work(self) -> Work | None:
+        """Return the oldest item to retry, then the author's backlog, then a fresh one."""
+        if self._retries:
+            return self._retries.popleft()
+        if self._env.backlog:
+            return Work(item=self._env.backlog.pop(0))
+        try:
+            item = await self._env.get_next_item()
+        except Exception as error:  # noqa: BLE001 - the author's code; counted, and it may end the run
+            self._log_failure("get_next_item", error)
+            self._failures.failed(error)
+            return None
+        return None if item is None else Work(item=item)
+
+    async def _run_item(self, key: str, work: Work) -> None:
+        """Run one item and hand over its groups; a failure is counted and the item tried again."""
+        env = self._env
+        try:
+            groups, backlog = await timed(env, lambda: collect(env, work.item))
+            env.backlog.extend(backlog)
+            if groups:
+                await env.handle_send_to_api(groups, work.item)
+                env.last_completed_item = groups
+            self._failures.succeeded()
+            self._engine_answered()
+        except Exception as raised:  # noqa: BLE001 - boundary: one item
+            self._item_failed(work, cause_of(raised))
+        finally:
+            env.running_items.pop(key, None)
+            self._wake.set()
+
+    def _item_failed(self, work: Work, error: BaseException) -> None:
+        if isinstance(error, EngineUnavailable):
+            self._retries.append(work)
+            self._engine_away(error)
+            return
+        self._log_failure("item", error)
+        work.num_failures += 1
+        if work.num_failures < self._env.config.max_item_attempts:
+            self._retries.append(work)
+        else:
+            self._failures.given_up[type(error).__name__] += 1
+            logger.error(
+                "item given up after %d attempts: %s", work.num_failures, type(error).__name__
+            )
+        try:
+            self._failures.failed(error)
+        except Exception as fatal:  # noqa: BLE001 - kept and raised again by run()
+            self._error = self._error or fatal
+            self._stop.set()
+
+    def _log_failure(self, what: str, error: BaseException) -> None:
+        """Log the first failure of each type with its traceback, later ones in one line."""
+        is_first = self._failures.by_type[type(error).__name__] == 0
+        logger.error(
+            "%s failed: %s: %s",
+            what,
+            type(error).__name__,
+            error,
+            exc_info=error if is_first else None,
+        )
+
+    def _engine_away(self, error: BaseException) -> None:
+        now = time.monotonic()
+        is_news = self._engine_retry_at is None
+        if is_news or now - self._engine_reminded_at >= self._timings.engine_reminder_s:
+            self._engine_reminded_at = now
+            logger.warning("the engine is away; items wait until it answers: %s", error)
+        if is_news or now >= (self._engine_retry_at or 0.0):
+            self._engine_retry_at = now + self._engine_backoff.next()
+
+    def _engine_answered(self) -> None:
+        if self._engine_retry_at is not None:
+            self._engine_retry_at = None
+            self._engine_backoff.reset()
+            logger.info("the engine answers again")
+
+
+def _ignore(_: object) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Any:
+    """Let SIGTERM and SIGINT set `stop`; where there are no signal handlers (threads), do nothing."""
+    loop = asyncio.get_running_loop()
+    installed = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        try:
+            loop.add_signal_handler(number, stop.set)
+            installed.append(number)
+        except (NotImplementedError, RuntimeError, ValueError):
+            logger.debug("no handler for signal %d outside the main thread", number)
+    try:
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)

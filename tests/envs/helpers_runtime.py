@@ -1,0 +1,147 @@
+"""A scripted environment without a model, and a hub on a loopback port that can be stopped and started."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+from atroposlib.api.coordinator import Coordinator
+from atroposlib.api.schemas import Registration
+from atroposlib.api.server import create_app
+from atroposlib.api.stores.memory import MemoryStore
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.server_handling.server_harness import ByteTokenizer
+
+
+def make_group(num_sequences: int = 2, *, scores: list[float] | None = None) -> dict[str, Any]:
+    """Three tokens per sequence, the last two trained."""
+    return {
+        "tokens": [[5, 6, 7 + i] for i in range(num_sequences)],
+        "masks": [[-100, 6, 7 + i] for i in range(num_sequences)],
+        "scores": scores or [float(i) for i in range(num_sequences)],
+        "inference_logprobs": [[1.0, -0.5, -0.25]] * num_sequences,
+    }
+
+
+class ScriptedEnv(BaseEnv):
+    """Hands out 0, 1, 2, ...; `answer(item)` is what an item becomes."""
+
+    name = "scripted"
+
+    def __init__(
+        self,
+        config: BaseEnvConfig | None = None,
+        server_configs: Any = None,
+        slurm: bool = False,
+        testing: bool = True,
+        *,
+        answer: Callable[[int], Any] | None = None,
+        num_items: int | None = None,
+        **fields: Any,
+    ) -> None:
+        values = {"group_size": 2, "use_wandb": False, "max_num_workers": 4, **fields}
+        super().__init__(
+            config or BaseEnvConfig(**values), server_configs or [APIServerConfig()], slurm, testing
+        )
+        self.answer = answer or (lambda item: make_group(self.config.group_size))
+        self.num_items = num_items
+        self.num_given = 0
+        self.started: list[int] = []
+        self.num_cleanups = 0
+        self.num_evaluations = 0
+
+    @classmethod
+    def config_init(cls) -> Any:
+        return BaseEnvConfig(group_size=2, max_num_workers=4), [
+            APIServerConfig(base_url="http://localhost:9001/v1", model_name="m", api_key="secret")
+        ]
+
+    def load_tokenizer(self) -> Any:
+        return ByteTokenizer()
+
+    async def setup(self) -> None:
+        pass
+
+    async def get_next_item(self) -> int | None:
+        if self.num_items is not None and self.num_given >= self.num_items:
+            return None
+        self.num_given += 1
+        return self.num_given - 1
+
+    async def collect_trajectories(self, item: int) -> Any:
+        self.started.append(item)
+        await asyncio.sleep(0)
+        answer = self.answer(item)
+        if asyncio.iscoroutine(answer):
+            answer = await answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer, []
+
+    async def cleanup(self) -> None:
+        self.num_cleanups += 1
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.num_evaluations += 1
+
+
+class LoopbackHub:
+    """A hub on a loopback port; stopping it keeps its run, as a durable hub does over a restart."""
+
+    def __init__(
+        self, *, batch_size: int = 4, num_steps: int = 1000, max_token_len: int = 100
+    ) -> None:
+        self.coordinator = Coordinator(MemoryStore())
+        self.registration = Registration(
+            wandb_group="",
+            wandb_project="",
+            batch_size=batch_size,
+            max_token_len=max_token_len,
+            checkpoint_dir="",
+            save_checkpoint_interval=-1,
+            starting_step=0,
+            num_steps=num_steps,
+        )
+        self.start_trainer()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start_trainer(self) -> None:
+        self.coordinator.register(self.registration)
+        self.coordinator.next_batch()
+
+    async def __aenter__(self) -> LoopbackHub:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        config = uvicorn.Config(
+            create_app(self.coordinator),
+            host="127.0.0.1",
+            port=self.port,
+            log_level="error",
+            timeout_graceful_shutdown=1,
+            lifespan="off",
+        )
+        self._server = uvicorn.Server(config)
+        self._task = asyncio.create_task(self._server._serve())  # serve() would take our signals
+        while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event
+            await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        if self._server is None or self._task is None:
+            return
+        self._server.should_exit = True
+        await self._task
+        self._server = self._task = None

@@ -1,0 +1,192 @@
+"""The outbox: every group is stored or counted as dropped with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atroposlib.client import SendReceipt, UnknownEnvironment
+from atroposlib.envs.runtime.outbox import Backoff, GroupLog, Outbox
+from atroposlib.errors import GroupError, HubRejected, HubUnavailable
+from atroposlib.scored_data import ScoredGroup
+from tests.envs.helpers_runtime import ScriptedEnv, make_group
+
+
+class FakeHub:
+    """Answers `send` from a script of errors; an empty script stores."""
+
+    def __init__(self, *script: Exception | None, refuse: set[str] | None = None) -> None:
+        self.script = list(script)
+        self.refuse = refuse or set()
+        self.stored: list[ScoredGroup] = []
+        self.num_attempts = 0
+
+    async def send(self, groups: Sequence[ScoredGroup]) -> SendReceipt:
+        self.num_attempts += 1
+        error = self.script.pop(0) if self.script else None
+        if error is not None:
+            raise error
+        if any(group.group_id in self.refuse for group in groups):
+            raise HubRejected("422 no", status=422, detail="no")
+        self.stored += groups
+        return SendReceipt(status="received")
+
+
+async def deliver(outbox: Outbox, hub: Any, *, env_id: list[int] | None = None) -> None:
+    ids = env_id or [0]
+
+    async def reregister(old_id: int) -> None:
+        ids[0] = old_id + 1
+
+    sender = asyncio.create_task(outbox.run(hub, env_id=lambda: ids[0], reregister=reregister))
+    await outbox.flush(2.0)
+    sender.cancel()
+
+
+def make_outbox(
+    env: ScriptedEnv, log: GroupLog | None = None, naps: list[float] | None = None
+) -> Outbox:
+    async def sleep(seconds: float) -> None:
+        (naps if naps is not None else []).append(seconds)
+
+    return Outbox(env, environment="e", log=log, sleep=sleep)
+
+
+@pytest.mark.parametrize(
+    ("reason", "fields", "group"),
+    [
+        ("group_size", {"group_size": 3}, make_group(2)),
+        ("equal_scores", {}, make_group(scores=[1.0, 1.0])),
+        ("too_long", {}, make_group() | {"tokens": [[1] * 9] * 2, "masks": [[1] * 9] * 2, "inference_logprobs": None}),
+        ("none", {}, None),
+    ],
+)  # fmt: skip
+async def test_drop_rule_is_counted(reason: str, fields: dict[str, Any], group: Any) -> None:
+    env = ScriptedEnv(**fields)
+    env.max_token_len = 9
+    outbox = make_outbox(env)
+    assert await outbox.accept([group]) == 0
+    assert outbox.dropped == {reason: 1}
+    assert outbox.num_held == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"group_overrides": {"group_size": 2}},
+        {"group_overrides": None, "_fields": {"group_size": 2}},
+        {"scores": [1.0, 1.0], "_fields": {"group_size": 2, "ensure_scores_are_not_same": False}},
+    ],
+)
+async def test_rule_that_does_not_apply_lets_the_group_pass(change: dict[str, Any]) -> None:
+    env = ScriptedEnv(**{"group_size": 7, **change.pop("_fields", {})})
+    assert await make_outbox(env).accept(make_group() | change) == 1
+
+
+async def test_malformed_group_in_a_list_costs_only_itself() -> None:
+    bad = make_group() | {"masks": [[1]]}
+    outbox = make_outbox(ScriptedEnv())
+    assert await outbox.accept([bad, make_group()]) == 1
+    assert outbox.dropped == {"malformed": 1}
+    with pytest.raises(GroupError, match="masks: 1 entries for 2 sequences"):
+        await outbox.accept([bad])
+
+
+async def test_numpy_values_and_policy_version_arrive() -> None:
+    group = make_group() | {"policy_version": 7}
+    group["tokens"] = [np.array(row, dtype=np.int64) for row in group["tokens"]]
+    group["scores"] = np.array([0.5, 1.0], dtype=np.float32)
+    outbox, hub = make_outbox(ScriptedEnv()), FakeHub()
+    await outbox.accept(group)
+    await deliver(outbox, hub)
+    assert hub.stored[0].policy_version == 7
+    assert hub.stored[0].scores.tolist() == [0.5, 1.0]
+    assert hub.stored[0].env_id == 0
+
+
+async def test_group_keeps_its_id_over_retries() -> None:
+    class LosesTheReply(FakeHub):
+        async def send(self, groups: Sequence[ScoredGroup]) -> SendReceipt:
+            await super().send(groups)
+            if self.num_attempts < 3:
+                raise HubUnavailable("reset by peer")
+            return SendReceipt(status="received")
+
+    naps: list[float] = []
+    outbox, hub = make_outbox(ScriptedEnv(), naps=naps), LosesTheReply()
+    await outbox.accept(make_group())
+    await deliver(outbox, hub)
+    assert len(hub.stored) == 3
+    assert len({group.group_id for group in hub.stored}) == 1
+    assert len(naps) == 2
+    assert naps[1] > 0.5 * naps[0]
+
+
+async def test_refused_group_is_counted_and_the_others_are_stored() -> None:
+    outbox, hub = make_outbox(ScriptedEnv()), FakeHub(refuse={"bad"})
+    for group_id in ("a", "bad", "c"):
+        await outbox.accept(make_group() | {"group_id": group_id})
+    await deliver(outbox, hub)
+    assert [group.group_id for group in hub.stored] == ["a", "c"]
+    assert outbox.dropped == {"rejected_422": 1}
+    assert (outbox.num_accepted, outbox.num_stored, outbox.num_held) == (3, 2, 0)
+
+
+@pytest.mark.parametrize("error", [HubRejected("slow down", status=429), HubUnavailable("503")])
+async def test_hub_that_says_later_loses_nothing(error: Exception) -> None:
+    outbox, hub = make_outbox(ScriptedEnv()), FakeHub(error, error)
+    await outbox.accept(make_group())
+    await deliver(outbox, hub)
+    assert outbox.num_stored == 1
+    assert not outbox.is_away
+    assert not outbox.dropped
+
+
+async def test_lost_registration_is_renewed_and_the_group_sent_under_the_new_id() -> None:
+    outbox, hub = make_outbox(ScriptedEnv()), FakeHub(UnknownEnvironment("gone", status=404))
+    await outbox.accept(make_group())
+    await deliver(outbox, hub, env_id=[3])
+    assert [group.env_id for group in hub.stored] == [4]
+
+
+async def test_flush_gives_up_after_its_time_and_says_how_many_remain() -> None:
+    outbox = make_outbox(ScriptedEnv())
+    await outbox.accept(make_group())
+    assert await outbox.flush(0.01) == 1
+
+
+async def test_log_line_holds_the_checked_group(tmp_path: Path) -> None:
+    log = GroupLog.open(tmp_path / "g.jsonl")
+    env = ScriptedEnv(include_messages=True)
+    outbox = make_outbox(env, log)
+    group = make_group() | {"masks": [[0, 1, 1], [0, 1, 1]], "seed": np.int64(4)}
+    await outbox.accept(group, send=False)
+    log.close()
+    line = json.loads((tmp_path / "g.jsonl").read_text())
+    assert line["masks"] == [[-100, 6, 7], [-100, 6, 8]]
+    assert line["seed"] == 4
+    assert line["overrides"] is None
+    assert line["messages"][0] == [{"role": "user", "content": env.decode_tokens([5, 6, 7])}]
+    assert env.completion_lengths == [2, 2]
+
+
+def test_log_never_overwrites(tmp_path: Path) -> None:
+    names = [GroupLog.open(tmp_path / "sub" / "g.jsonl") for _ in range(3)]
+    for log in names:
+        log.close()
+    assert [log.path.name for log in names] == ["g.jsonl", "g_1.jsonl", "g_2.jsonl"]
+
+
+def test_backoff_doubles_to_its_cap_with_jitter() -> None:
+    backoff = Backoff(first_s=1.0, cap_s=8.0)
+    waits = [backoff.next() for _ in range(6)]
+    for wait, full in zip(waits, [1, 2, 4, 8, 8, 8], strict=True):
+        assert full / 2 <= wait <= full
+    backoff.reset()
+    assert backoff.next() <= 1.0

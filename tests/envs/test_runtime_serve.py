@@ -1,0 +1,258 @@
+"""Serving: groups reach the hub exactly once, whatever goes away; work is bounded; the run ends as promised."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.runtime.serve import Timings, serve
+from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
+from tests.envs.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
+
+FAST = Timings(
+    poll_s=0.02,
+    register_s=0.02,
+    backoff_first_s=0.02,
+    backoff_cap_s=0.05,
+    flush_s=2.0,
+    disconnect_s=0.5,
+)
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not claim():  # noqa: ASYNC110 - watches other objects
+            await asyncio.sleep(0.01)
+
+
+def produced(hub: LoopbackHub) -> int:
+    return hub.coordinator.ledger().produced
+
+
+async def test_run_ends_when_the_trainer_is_done() -> None:
+    async with LoopbackHub(batch_size=4) as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, total_steps=3)
+        run = asyncio.create_task(serve(env, timings=FAST))
+        while hub.coordinator.status().current_step < 3:
+            hub.coordinator.next_batch()
+            await asyncio.sleep(0.01)
+        outbox = await run
+        assert outbox.num_stored == produced(hub) >= 6
+        assert hub.coordinator.ledger().duplicates == 0
+        assert (env.config.batch_size, env.max_token_len, env.curr_step) == (4, 100, 3)
+
+
+async def test_total_steps_minus_one_takes_the_trainers_number() -> None:
+    async with LoopbackHub(num_steps=1) as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, total_steps=-1)
+        run = asyncio.create_task(serve(env, timings=FAST))
+        while hub.coordinator.status().current_step < 1:
+            hub.coordinator.next_batch()
+            await asyncio.sleep(0.01)
+        await run
+        assert env.config.total_steps == 1
+
+
+async def test_queue_never_exceeds_the_offpolicy_bound() -> None:
+    async with LoopbackHub(batch_size=4) as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=2, max_num_workers=16)
+        stop = asyncio.Event()
+        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+        await until(lambda: produced(hub) >= 4)
+        await asyncio.sleep(0.15)
+        stop.set()
+        await run
+        assert produced(hub) == len(env.started) == 4  # 2 batches of 4 sequences in groups of 2
+
+
+async def test_hub_that_goes_away_and_comes_back_loses_no_group(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with LoopbackHub(batch_size=4) as hub:
+        release = asyncio.Event()
+
+        async def answer(item: int) -> Any:
+            if item >= 2:
+                await release.wait()
+            return make_group()
+
+        env = ScriptedEnv(rollout_server_url=hub.url, answer=answer, max_batches_offpolicy=50)
+        stop = asyncio.Event()
+        with caplog.at_level(logging.INFO):
+            run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+            await until(lambda: produced(hub) == 2 and len(env.running_items) == 4)
+            await hub.stop()
+            release.set()
+            await until(lambda: not env.running_items)
+            num_started = len(env.started)
+            await asyncio.sleep(0.2)
+            assert len(env.started) == num_started  # no new work while the hub is away
+            assert produced(hub) == 2
+            await hub.start()
+            await until(lambda: produced(hub) > num_started)
+            stop.set()
+            outbox = await run
+        assert produced(hub) == outbox.num_accepted == outbox.num_stored
+        assert hub.coordinator.ledger().duplicates == 0
+        assert caplog.text.count("the hub is away; starting no new work") == 1
+        assert caplog.text.count("the hub answers again") == 1
+
+
+async def test_hub_that_forgot_the_environment_gets_it_back() -> None:
+    async with LoopbackHub(batch_size=4) as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url)
+        stop = asyncio.Event()
+        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+        await until(lambda: produced(hub) >= 2)
+        hub.coordinator.reset()
+        await asyncio.sleep(0.1)
+        hub.start_trainer()
+        await until(lambda: produced(hub) >= 2)
+        stop.set()
+        await run
+        assert hub.coordinator.status_env(0).current_step == 0
+
+
+async def test_engine_that_goes_away_costs_no_item(caplog: pytest.LogCaptureFixture) -> None:
+    is_away = True
+
+    def answer(item: int) -> Any:
+        return EngineUnavailable("no engine at http://e") if is_away else make_group()
+
+    async with LoopbackHub() as hub:
+        env = ScriptedEnv(
+            rollout_server_url=hub.url, answer=answer, num_items=3, max_consecutive_failures=2
+        )
+        stop = asyncio.Event()
+        with caplog.at_level(logging.INFO):
+            run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+            await until(lambda: len(env.started) >= 6)
+            assert len(env.started) < 30
+            is_away = False
+            await until(lambda: produced(hub) == 3)
+            stop.set()
+            await run
+        assert caplog.text.count("the engine is away") == 1
+        assert caplog.text.count("the engine answers again") == 1
+        assert env.num_cleanups == len(env.started)
+
+
+async def test_failing_item_is_tried_three_times_then_counted() -> None:
+    def answer(item: int) -> Any:
+        return ValueError("bad item") if item == 0 else make_group()
+
+    async with LoopbackHub() as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, answer=answer, num_items=4)
+        stop = asyncio.Event()
+        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+        await until(lambda: env.started.count(0) == 3 and produced(hub) == 3)
+        await asyncio.sleep(0.1)
+        stop.set()
+        await run
+        assert env.started.count(0) == 3
+
+
+async def test_same_failure_many_times_in_a_row_ends_the_run() -> None:
+    async with LoopbackHub() as hub:
+        env = ScriptedEnv(
+            rollout_server_url=hub.url,
+            answer=lambda item: ValueError("the reward is broken"),
+            max_consecutive_failures=5,
+        )
+        with pytest.raises(EnvError, match="5 items in a row failed with ValueError: the reward"):
+            await serve(env, timings=FAST)
+        assert not env.running_items
+
+
+async def test_malformed_groups_end_the_run_with_their_path() -> None:
+    group = make_group()
+    group["masks"][1] = [-100]
+    async with LoopbackHub() as hub:
+        env = ScriptedEnv(
+            rollout_server_url=hub.url, answer=lambda item: group, max_consecutive_failures=3
+        )
+        with pytest.raises(EnvError, match=r"sequences\[1\].masks: 1 values for 3 tokens"):
+            await serve(env, timings=FAST)
+        assert produced(hub) == 0
+
+
+async def test_item_past_its_deadline_is_cancelled_and_awaited() -> None:
+    ended: list[int] = []
+
+    async def answer(item: int) -> Any:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(item)
+
+    async with LoopbackHub() as hub:
+        env = ScriptedEnv(
+            rollout_server_url=hub.url,
+            answer=answer,
+            worker_timeout=0.02,
+            max_consecutive_failures=3,
+        )
+        with pytest.raises(EnvError, match="TimeoutError: the item took more than 0.02 s"):
+            await serve(env, timings=FAST)
+        assert sorted(ended) == sorted(env.started)
+
+
+async def test_sigterm_stops_delivers_and_disconnects() -> None:
+    async with LoopbackHub() as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=1)
+        run = asyncio.create_task(serve(env, timings=FAST))
+        await until(lambda: produced(hub) >= 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        outbox = await run
+        assert outbox.num_held == 0
+        assert not hub.coordinator._environments[0].is_connected
+
+
+async def test_group_larger_than_the_trainers_batch_is_a_config_error() -> None:
+    async with LoopbackHub(batch_size=2) as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, group_size=4)
+        with pytest.raises(ConfigError, match="group_size: 4 sequences do not fit"):
+            await serve(env, timings=FAST)
+
+
+async def test_environment_waits_for_hub_and_trainer() -> None:
+    hub = LoopbackHub()
+    env = ScriptedEnv(rollout_server_url=hub.url)
+    stop = asyncio.Event()
+    run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+    await asyncio.sleep(0.1)
+    assert not env.started
+    hub.coordinator.reset()
+    async with hub:
+        await asyncio.sleep(0.1)
+        assert not env.started
+        hub.start_trainer()
+        await until(lambda: produced(hub) >= 2)
+        stop.set()
+        await run
+
+
+async def test_evaluation_runs_once_per_interval_and_its_error_does_not_end_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Failing(ScriptedEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+            await super().evaluate()
+            raise RuntimeError("no eval set")
+
+    async with LoopbackHub(batch_size=2) as hub:
+        env = Failing(rollout_server_url=hub.url, steps_per_eval=2, total_steps=5)
+        run = asyncio.create_task(serve(env, timings=FAST))
+        while hub.coordinator.status().current_step < 5:
+            before = hub.coordinator.status().current_step
+            hub.coordinator.next_batch()
+            await asyncio.sleep(0.05 if hub.coordinator.status().current_step > before else 0.01)
+        await run
+    assert env.num_evaluations == 2
+    assert "evaluate failed at step" in caplog.text

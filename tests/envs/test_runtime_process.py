@@ -1,0 +1,118 @@
+"""Process: exactly the wanted groups, in item order, in a fresh file, without hub and wandb."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.runtime.process import process
+from atroposlib.errors import ConfigError, EnvError, MissingDependency
+from tests.envs.helpers_runtime import ScriptedEnv, make_group
+
+
+def scores(path: Path) -> list[float]:
+    return [json.loads(line)["scores"][1] for line in path.read_text().splitlines()]
+
+
+async def test_groups_are_written_in_item_order_though_they_finish_in_another(
+    tmp_path: Path,
+) -> None:
+    async def answer(item: int) -> Any:
+        await asyncio.sleep(0.02 if item % 2 == 0 else 0)
+        return make_group(scores=[-1.0, float(item)])
+
+    env = ScriptedEnv(
+        answer=answer, total_steps=5, data_path_to_save_groups=str(tmp_path / "g.jsonl")
+    )
+    result = await process(env)
+    assert scores(result.path) == [0, 1, 2, 3, 4]
+    assert result.num_groups == 5
+
+
+async def test_existing_file_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "g.jsonl").write_text("mine")
+    env = ScriptedEnv(total_steps=1, data_path_to_save_groups=str(tmp_path / "g.jsonl"))
+    result = await process(env)
+    assert (tmp_path / "g.jsonl").read_text() == "mine"
+    assert result.path == tmp_path / "g_1.jsonl"
+    assert env.config.data_path_to_save_groups == str(result.path)
+
+
+async def test_rejected_and_empty_groups_do_not_count(tmp_path: Path) -> None:
+    def answer(item: int) -> Any:
+        return {0: None, 1: [], 2: make_group(3)}.get(item, make_group(scores=[-1.0, float(item)]))
+
+    env = ScriptedEnv(
+        answer=answer, total_steps=2, data_path_to_save_groups=str(tmp_path / "g.jsonl")
+    )
+    result = await process(env)
+    assert scores(result.path) == [3, 4]
+    assert result.outbox.dropped == {"group_size": 1}
+
+
+async def test_failing_item_is_tried_again_then_left_out(tmp_path: Path) -> None:
+    env = ScriptedEnv(
+        answer=lambda i: ValueError("no") if i == 1 else make_group(scores=[-1.0, float(i)]),
+        total_steps=4,
+        max_num_workers=1,
+        data_path_to_save_groups=str(tmp_path / "g.jsonl"),
+    )
+    assert scores((await process(env)).path) == [0, 2, 3, 4]
+    assert env.started.count(1) == 3
+
+
+async def test_environment_that_never_yields_ends_with_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "g.jsonl"
+    env = ScriptedEnv(
+        answer=lambda i: None,
+        max_consecutive_failures=4,
+        data_path_to_save_groups=str(path),
+    )
+    with pytest.raises(EnvError, match="4 items in a row gave no group"):
+        await process(env)
+    env = ScriptedEnv(
+        answer=lambda i: ValueError("broken"),
+        max_consecutive_failures=4,
+        data_path_to_save_groups=str(path),
+    )
+    with pytest.raises(EnvError, match="4 items in a row failed with ValueError: broken"):
+        await process(env)
+
+
+async def test_items_that_run_out_end_the_run_with_what_there_is(tmp_path: Path) -> None:
+    env = ScriptedEnv(
+        num_items=2, total_steps=9, data_path_to_save_groups=str(tmp_path / "g.jsonl")
+    )
+    assert (await process(env)).num_groups == 2
+
+
+async def test_last_item_that_fails_is_still_tried_again(tmp_path: Path) -> None:
+    failures = [ValueError("once")]
+    env = ScriptedEnv(
+        answer=lambda i: failures.pop() if failures else make_group(),
+        num_items=1,
+        total_steps=9,
+        data_path_to_save_groups=str(tmp_path / "g.jsonl"),
+    )
+    assert (await process(env)).num_groups == 1
+
+
+async def test_process_needs_a_path_and_a_number() -> None:
+    with pytest.raises(ConfigError, match="data_path_to_save_groups"):
+        await process(ScriptedEnv())
+    with pytest.raises(ConfigError, match="total_steps: got -1"):
+        await process(ScriptedEnv(total_steps=-1, data_path_to_save_groups="x.jsonl"))
+
+
+async def test_missing_wandb_is_named_with_both_cures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what Python does for an absent package
+    env = ScriptedEnv(use_wandb=True, data_path_to_save_groups=str(tmp_path / "g.jsonl"))
+    with pytest.raises(MissingDependency, match=r"atroposlib\[wandb\].*--env.use_wandb false"):
+        await process(env)

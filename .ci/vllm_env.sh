@@ -35,6 +35,7 @@ if [[ -f "$stamp" && "$(cat "$stamp")" == "${packages[*]}" ]]; then
 fi
 
 [[ "$(uname -sm)" == "Linux x86_64" ]] || fail "no CPU wheel for $(uname -sm); it exists for Linux x86_64"
+command -v "$python" >/dev/null || fail "no Python at $python"
 
 say "making $venv with $("$python" --version 2>&1): ${packages[*]}"
 rm -rf "$venv"

@@ -48,10 +48,7 @@ def test_five_steps_with_weights_reloaded_in_place_after_each(tmp_path: Path) ->
         version = httpx.get(f"{engine.url}/weight_info", trust_env=False).json()["weight_version"]
         after = sample(engine.url, str(model), PROMPT, num_samples=8, max_tokens=12)
 
-    steps = check_metrics(tmp_path)
-    assert {s["policy_version"] for s in steps if "policy_version" in s} <= set(
-        range(NUM_STEPS + 1)
-    )
+    check_metrics(tmp_path)
     assert version == str(NUM_STEPS)
     final = tmp_path / "checkpoints" / "final_model"
     assert largest_gap(before, model) <= MAX_GAP

@@ -110,7 +110,7 @@ class VLLMServer(OpenAIRoutesServer):
         version = await self._ask_weight_version()
         answer = await self._complete("/completions", body, request)
         sampled = parse_completions(answer, prompt_tokens=prompt_tokens, label=self._label)
-        if sampled.weight_versions[0] is not None:
+        if any(spans is not None for spans in sampled.weight_versions):
             self._asks_weight_info = False
         elif version is not None:
             sampled.weight_versions = [

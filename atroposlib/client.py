@@ -256,7 +256,7 @@ class TrainerClient:
         )
         self._retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(HubUnavailable),
-            wait=tenacity.wait_exponential_jitter(initial=0.2, max=5.0),
+            wait=tenacity.wait_random_exponential(multiplier=0.5, max=5.0),
             stop=tenacity.stop_after_delay(retry_for_s),
             reraise=True,
         )

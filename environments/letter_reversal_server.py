@@ -8,6 +8,8 @@ else 0. The task itself (rows, splits, judging) is `atroposlib.utils.letter_reve
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
@@ -26,6 +28,10 @@ class LetterReversalConfig(BaseEnvConfig):
     ensure_scores_are_not_same: bool = Field(
         default=False,
         description="Off: groups of equal scores carry no gradient, but belong to the mean reward",
+    )
+    strictly_on_policy: bool = Field(
+        default=True,
+        description="Ask nothing until the engine has the weights of the trainer's latest step",
     )
     seed: int = Field(default=0, description="Seed of the training prompts")
 
@@ -49,12 +55,15 @@ class LetterReversalEnv(BaseEnv):
         """Start the endless rows of the training split."""
         self.training_prompts = task.prompts(task.Split.TRAIN, seed=self.config.seed)
 
-    async def get_next_item(self) -> str:
-        """Return the next training prompt."""
+    async def get_next_item(self) -> str | None:
+        """Return the next training prompt; None while the trainer is between a batch and its weights."""
+        if self.config.strictly_on_policy and self._published_version() < self.curr_step:
+            return None
         return next(self.training_prompts)
 
     async def collect_trajectories(self, item: str) -> tuple[ScoredDataGroup, list[Any]]:
         """Sample one group of answers and judge each."""
+        version = self._published_version()
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             completion = await managed.chat_completion(
                 messages=[{"role": "user", "content": item}],
@@ -69,23 +78,35 @@ class LetterReversalEnv(BaseEnv):
             inference_logprobs=[node.logprobs for node in nodes],
             scores=[float(_is_correct(item, choice)) for choice in completion.choices],
             messages=[_conversation(item, choice) for choice in completion.choices],
+            policy_version=_oldest_version(nodes, default=version),
         )
         return group, []
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Log greedy accuracy on held-out prompts."""
         prompts = task.distinct_prompts(task.Split.HELDOUT, count=NUM_EVAL_PROMPTS, seed=0)
-        num_correct = 0
-        for prompt in prompts:
+
+        async def is_right(prompt: str) -> bool:
             completion = await self.server.chat_completion(
                 messages=[{"role": "user", "content": prompt}],
                 max_tokens=task.MAX_ANSWER_TOKENS,
                 temperature=0.0,
                 split="eval",
             )
-            num_correct += _is_correct(prompt, completion.choices[0])
-        accuracy = num_correct / len(prompts)
-        await self.evaluate_log({"eval/percent_correct": accuracy})
+            return _is_correct(prompt, completion.choices[0])
+
+        outcomes = await asyncio.gather(*(is_right(prompt) for prompt in prompts))
+        await self.evaluate_log({"eval/percent_correct": sum(outcomes) / len(outcomes)})
+
+    def _published_version(self) -> int:
+        """Return the policy version the trainer announced to the hub; 0 before the first."""
+        return self.status_dict.get("policy_version") or 0
+
+
+def _oldest_version(nodes: Sequence[Any], *, default: int) -> int:
+    """Return the oldest version any token was sampled under, `default` where the engine does not say."""
+    versions = [node.metadata.get("policy_version") for node in nodes]
+    return min(default if version is None else version for version in versions)
 
 
 def _is_correct(prompt: str, choice: Any) -> bool:

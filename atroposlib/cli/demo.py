@@ -350,7 +350,8 @@ def _environment_command(
         "env.max_num_workers": PROMPTS_PER_STEP,
         "env.max_batches_offpolicy": 1,
         "env.max_token_length": MAX_POSITIONS,
-        "env.total_steps": config.steps,
+        # One more than there will be: the environment is stopped after the trainer, not before.
+        "env.total_steps": config.steps + 1,
         "env.steps_per_eval": 0,
         "env.seed": config.seed,
         "env.use_wandb": config.wandb,

@@ -64,6 +64,8 @@ class _Layer(DynamicLayer):
 class RunningCache(Cache):
     """The cache of the running rows; row `i` here is row `i` of the scheduler."""
 
+    layers: list[_Layer]
+
     def __init__(self) -> None:
         super().__init__(layers=[])
         self._window = _Window()

@@ -191,9 +191,13 @@ class RpcBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class VersionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of `/update_weight_version`."""
+    """The body of `/update_weight_version`: vLLM 0.32 reads `new_version`, its other routes say `weight_version`.
 
-    weight_version: str | int
+    A client that speaks to several vLLM versions sends both.
+    """
+
+    weight_version: str | int | None = None
+    new_version: str | int | None = None
 
 
 class Limits(NamedTuple):
@@ -365,7 +369,7 @@ class Renderer:
         results: Sequence[Sequence[Completion]],
     ) -> dict[str, Any]:
         """Return the answer of `/v1/completions`: all completions of the first prompt, then of the second..."""
-        choices = []
+        choices: list[dict[str, Any]] = []
         for prompt_ids, completions in zip(prompts, results, strict=True):
             for completion in completions:
                 choice: dict[str, Any] = {

@@ -289,6 +289,8 @@ class Engine:
         """Arrived while `pause(WAIT)` lets earlier ones finish."""
         self._drains: list[Future[None]] = []
         """Callers of `pause(WAIT)`; while there are any, the queue does not grow."""
+        self._joining: list[_Sequence] = []
+        """Admitted in the current step; rows once their prompt is computed."""
         self._rows: list[_Sequence] = []
         self._cache = RunningCache()
         self._sampler: BatchSampler | None = None
@@ -402,9 +404,10 @@ class Engine:
     def _step(self) -> None:
         """Admit what fits, then decode one token of every running sequence."""
         began_s, began_cpu_s = time.perf_counter(), time.thread_time()
-        admitted = self._admit()
-        if admitted:
-            self._prefill(admitted)
+        self._joining = self._admit()
+        if self._joining:
+            self._prefill(self._joining)
+            self._joining = []
         if self._rows:
             self._decode()
         self.stats.busy_s += time.perf_counter() - began_s
@@ -636,7 +639,8 @@ class Engine:
         for future in [*(c.future for c in posted if c.future is not None), *self._drains]:
             if not future.done():
                 future.set_exception(answer)
-        for request in {s.request for s in (*self._rows, *self._waiting, *self._held)}:
+        everyone = (*self._rows, *self._joining, *self._waiting, *self._held)
+        for request in {s.request for s in everyone}:
             request.fail(answer)
 
 

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -55,6 +55,8 @@ from atroposlib.errors import (
 )
 
 logger = logging.getLogger(__name__)
+
+_Handler = Callable[..., Awaitable[Response]]
 
 _UNKNOWN_CONTEXT_LEN = 4096
 """Used, with a warning, when a model's config does not say how long its context is."""
@@ -156,26 +158,28 @@ class _Routes:
         self._reloading = asyncio.Lock()
 
     def add_to(self, app: FastAPI) -> None:
-        for path, handler in (
-            ("/health", self.health),
-            ("/version", self.version),
-            ("/v1/models", self.models),
-            ("/is_paused", self.is_paused),
-            ("/weight_info", self.weight_info),
-            ("/stats", self.stats),
-        ):
+        read: dict[str, _Handler] = {
+            "/health": self.health,
+            "/version": self.version,
+            "/v1/models": self.models,
+            "/is_paused": self.is_paused,
+            "/weight_info": self.weight_info,
+            "/stats": self.stats,
+        }
+        write: dict[str, _Handler] = {
+            "/v1/completions": self.completions,
+            "/v1/chat/completions": self.chat_completions,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/collective_rpc": self.collective_rpc,
+            "/reset_prefix_cache": self.reset_prefix_cache,
+            "/update_weight_version": self.update_weight_version,
+        }
+        for path, handler in read.items():
             app.get(path)(handler)
-        for path, handler in (
-            ("/v1/completions", self.completions),
-            ("/v1/chat/completions", self.chat_completions),
-            ("/tokenize", self.tokenize),
-            ("/detokenize", self.detokenize),
-            ("/pause", self.pause),
-            ("/resume", self.resume),
-            ("/collective_rpc", self.collective_rpc),
-            ("/reset_prefix_cache", self.reset_prefix_cache),
-            ("/update_weight_version", self.update_weight_version),
-        ):
+        for path, handler in write.items():
             app.post(path)(handler)
 
     async def health(self) -> Response:
@@ -290,7 +294,10 @@ class _Routes:
 
     async def update_weight_version(self, request: Request) -> Response:
         body = read_body(await request.body(), VersionBody)
-        await asyncio.wrap_future(self.engine.set_weight_version(str(body.weight_version)))
+        version = body.weight_version if body.new_version is None else body.new_version
+        if version is None:
+            raise ApiError("new_version: required, but missing", param="new_version")
+        await asyncio.wrap_future(self.engine.set_weight_version(str(version)))
         return _json({"weight_version": self.engine.weight_version})
 
     async def weight_info(self) -> Response:
@@ -352,7 +359,8 @@ class _Routes:
         )
         gone = asyncio.ensure_future(_disconnected(request))
         try:
-            await asyncio.wait({results, gone}, return_when=asyncio.FIRST_COMPLETED)
+            waited: set[asyncio.Future[Any]] = {results, gone}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not results.done():
                 raise ApiError("the client closed the connection", status=499)
             return results.result()

@@ -134,6 +134,7 @@ class APIServer(ABC):
         """Requests and sessions that were given to this server and are not finished, per budget."""
         self._healthy = asyncio.Event()
         self._healthy.set()
+        self._asked = asyncio.Event()
         self._health_reason = ""
 
     # ------------------------------------------------------------------ for callers
@@ -219,6 +220,7 @@ class APIServer(ABC):
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
         """Ask until the server is up, then set `server_healthy`. Runs only while requests wait for it."""
         while (fault := await self._find_fault()) is not None:
+            self._asked.set()
             if fault != self._health_reason:
                 logger.warning("Inference server %s is not ready: %s", self._label, fault)
                 self._health_reason = fault
@@ -239,6 +241,7 @@ class APIServer(ABC):
     def server_healthy(self, value: bool) -> None:
         if value:
             self._healthy.set()
+            self._asked.set()
         elif self._healthy.is_set():
             self._healthy = asyncio.Event()  # a fresh one, not bound to an earlier event loop
 
@@ -256,18 +259,28 @@ class APIServer(ABC):
         if self.check_task is None or self.check_task.done():
             self.check_task = asyncio.create_task(self.check_server_status_task())
 
-    async def probe(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
-        """Ask for the health of a server that was never used; return whether it is healthy."""
-        if self._checks_health and not self.initialized:
-            self.initialized = True
-            self._watch()
-        if not self.server_healthy:
+    @property
+    def is_known(self) -> bool:
+        """Whether the server has answered a health question, or will never be asked one."""
+        return self._asked.is_set() or not self._checks_health
+
+    async def first_answer(self) -> None:
+        """Ask a server that was never used for its health and wait for one answer, good or bad."""
+        if not self.is_known:
+            if not self.initialized:
+                self.initialized = True
+                self._watch()
             try:
-                async with asyncio.timeout(timeout_s):
-                    await self._healthy.wait()
+                async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                    await self._asked.wait()
             except TimeoutError:
-                pass  # the caller looks at the answer; the watch goes on
-        return self.server_healthy
+                self._asked.set()  # no answer is an answer, too: the server is not healthy
+
+    async def healthy_again(self) -> None:
+        """Return when requests may be sent, however long that takes."""
+        if not self.server_healthy:
+            self._watch()
+        await self._healthy.wait()
 
     async def _wait_until_healthy(self) -> None:
         if not self._checks_health:

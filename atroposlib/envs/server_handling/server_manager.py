@@ -137,15 +137,31 @@ class ServerManager:
     # ------------------------------------------------------------------ choosing
 
     async def _choose(self, split: str = "train") -> APIServer:
-        """Return the healthy server with most free slots; if none is healthy, the freest, whose gate will wait."""
+        """Return the healthy server with most free slots; if none is healthy, wait for the first that is."""
         if len(self.servers) == 1:
             return self.servers[0]
-        unknown = [server for server in self.servers if not server.initialized]
-        if unknown:
-            await asyncio.gather(*(server.probe() for server in unknown))
+        if unknown := [server for server in self.servers if not server.is_known]:
+            await asyncio.gather(*(server.first_answer() for server in unknown))
+        await self._wait_for_any()
         # No await from here to the call: the choice and the slot it takes belong together.
         healthy = [server for server in self.servers if server.server_healthy]
         return max(healthy or self.servers, key=lambda server: server.num_free(split))
+
+    async def _wait_for_any(self) -> None:
+        """Return when a server is healthy, or after as long as a request may wait: the server's own gate then fails."""
+        if any(server.server_healthy for server in self.servers):
+            return
+        waits = [asyncio.create_task(server.healthy_again()) for server in self.servers]
+        try:
+            await asyncio.wait(
+                waits,
+                timeout=max(server.config.health_wait_s for server in self.servers),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[APIServer]:

@@ -54,6 +54,18 @@ async def test_a_dead_server_gets_nothing() -> None:
     assert len(engine.requests) == 4
 
 
+async def test_calls_go_to_whichever_server_comes_up_first() -> None:
+    async with FakeEngine() as first, FakeEngine() as second:
+        first.health_statuses = [503] * 10**4
+        second.health_statuses = [503] * 3
+        manager = ServerManager([first.config(), second.config()])
+        for server in manager.servers:
+            server.health_poll_s = 0.001
+        await asyncio.gather(*(manager.chat_completion(messages=HELLO) for _ in range(4)))
+        await manager.close()
+    assert (len(first.requests), len(second.requests)) == (0, 4)
+
+
 async def test_many_completions_are_split_and_merged_in_order() -> None:
     manager = manager_of(2)
     reply = await manager.chat_completion(messages=HELLO, n=20)

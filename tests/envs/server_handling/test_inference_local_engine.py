@@ -1,0 +1,82 @@
+"""VLLMServer and managed sessions against the project's own engine: token for token, logprob for logprob."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+import uvicorn
+from transformers import AutoModelForCausalLM
+
+from atroposlib.engine.server import EngineConfig, create_app, load
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from tests.tiny_model import make_tiny_model, make_tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), seed=3)
+
+
+@pytest.fixture
+async def manager(model_dir: Path) -> AsyncIterator[ServerManager]:
+    loaded = load(EngineConfig(model=str(model_dir), device="cpu", weight_version="4"))
+    loaded.engine.start()
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(create_app(loaded), log_level="warning"))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    config = APIServerConfig(base_url=url, model_name=loaded.model_name, server_type="vllm")
+    manager = ServerManager(config)
+    manager.servers[0].health_poll_s = 0.01
+    yield manager
+    await manager.close()
+    server.should_exit = True
+    await serving
+    loaded.engine.close()
+    listener.close()
+
+
+async def test_managed_turns_on_the_local_engine_are_token_exact(
+    manager: ServerManager, model_dir: Path
+) -> None:
+    tokenizer = make_tiny_tokenizer()
+    messages = [{"role": "user", "content": "abc"}]
+    async with manager.managed_server(tokenizer=tokenizer) as managed:
+        first = await managed.chat_completion(messages=messages, n=3, max_tokens=12)
+        assert len(managed.get_state()["nodes"]) == len(first.choices) == 3
+        before = managed.get_state()["nodes"][1].tokens
+        reply = first.choices[1].message
+        await managed.chat_completion(
+            messages=[*messages, reply, {"role": "user", "content": "more"}], max_tokens=9
+        )
+        nodes = managed.get_state()["nodes"]
+    assert sum(node.tokens[: len(before)] == before for node in nodes) >= 1
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    longest = max(nodes, key=lambda node: len(node.tokens))
+    assert longest.full_text.count("<|im_start|>assistant") == 2
+    for node in nodes:
+        with torch.no_grad():
+            logits = model(torch.tensor([node.tokens])).logits[0, :-1]
+        expected = logits.log_softmax(-1)
+        for position, label in enumerate(node.masked_tokens):
+            if label != -100:
+                gap = abs(float(expected[position - 1, label]) - node.logprobs[position])
+                assert gap < 1e-4, (position, gap)
+        assert node.metadata["policy_version"] == 4
+
+
+async def test_chat_and_text_routes_of_the_local_engine(manager: ServerManager) -> None:
+    chat = await manager.chat_completion(
+        messages=[{"role": "user", "content": "abc"}], n=2, max_tokens=4
+    )
+    assert [choice.index for choice in chat.choices] == [0, 1]
+    text = await manager.completion(prompt="abc", max_tokens=4, temperature=0.0)
+    again = await manager.completion(prompt="abc", max_tokens=4, temperature=0.0)
+    assert text.choices[0].text == again.choices[0].text

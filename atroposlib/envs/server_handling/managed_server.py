@@ -78,7 +78,8 @@ class ManagedServer:
     async def chat_completion(self, **kwargs: Any) -> Any:
         """Sample the next message(s) of a conversation and return an `openai` `ChatCompletion`.
 
-        After the first call of a session, `choices[i]` is `get_state()["nodes"][i]`.
+        After the first call of a session, `choices[i]` is `get_state()["nodes"][i]`; calls made at the same time
+        have their nodes in the order of the calls.
         """
         messages = [as_dict(message) for message in kwargs["messages"]]
         if not messages:
@@ -174,6 +175,7 @@ class ManagedServer:
             if added is not None:
                 added_tokens, added_text = self._join(match.tokens, added)
                 return PendingTurn(
+                    order=self._store.next_order(),
                     tokens=match.tokens + added_tokens,
                     full_text=stage.full_text + added_text,
                     visible_text=stage.visible_text + added,
@@ -191,6 +193,7 @@ class ManagedServer:
             )
         rendered = self._template.render(messages, tools=tools)
         return PendingTurn(
+            order=self._store.next_order(),
             tokens=self._template.encode(rendered.prompt, add_special_tokens=False),
             full_text=rendered.prompt,
             visible_text=rendered.prompt,
@@ -203,6 +206,7 @@ class ManagedServer:
         found = self._store.find_text(prompt)
         if found is None:
             return PendingTurn(
+                order=self._store.next_order(),
                 tokens=self._template.encode(prompt, add_special_tokens=True),
                 full_text=prompt,
                 visible_text=prompt,
@@ -211,6 +215,7 @@ class ManagedServer:
         match, added = found
         added_tokens, added_text = self._join(match.tokens, added)
         return PendingTurn(
+            order=self._store.next_order(),
             tokens=match.tokens + added_tokens,
             full_text=match.stage.full_text + added_text,
             visible_text=prompt,

@@ -7,8 +7,9 @@ Pure: no tokenizer, no network. `ManagedServer` calls `find_...`, asks the engin
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -52,6 +53,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tracked:
+    order: int
     node: SequenceNode
     stages: tuple[Stage, ...]
 
@@ -72,6 +74,8 @@ class Match:
 class PendingTurn:
     """A prompt that is about to be sent."""
 
+    order: int
+    """`SequenceStore.next_order()` at the time of the call."""
     tokens: list[int]
     full_text: str
     visible_text: str
@@ -98,11 +102,12 @@ class SampledTurn:
 
 @dataclass(slots=True)
 class SequenceStore:
-    """The nodes of one session, in the order in which they were begun."""
+    """The nodes of one session, in the order of the calls that began them, whichever was answered first."""
 
     keep_parents: bool = False
     """Add every turn as a node of its own instead of growing the node it continues."""
     _tracked: list[_Tracked] = field(default_factory=list)
+    _num_calls: int = 0
 
     @property
     def nodes(self) -> list[SequenceNode]:
@@ -110,6 +115,11 @@ class SequenceStore:
 
     def clear(self) -> None:
         self._tracked.clear()
+
+    def next_order(self) -> int:
+        """Return the place of a call among all calls of the session."""
+        self._num_calls += 1
+        return self._num_calls
 
     def find_messages(self, messages: Sequence[str]) -> Match | None:
         """Return the longest stage whose messages begin `messages`."""
@@ -137,7 +147,7 @@ class SequenceStore:
         return None if best is None else (best, prompt[best_length:])
 
     def commit(self, turn: PendingTurn, completions: Sequence[SampledTurn]) -> None:
-        """Append a sampled turn: the first completion grows the node that was continued, the others become nodes.
+        """Add a sampled turn: the first completion grows the node that was continued, the others become nodes.
 
         Raises EngineProtocolError, and stores nothing, when tokens and logprobs differ in number.
         """
@@ -146,8 +156,9 @@ class SequenceStore:
         if parent is not None and not self.keep_parents:
             at = next((i for i, t in enumerate(self._tracked) if t is parent.tracked), None)
             if at is not None and parent.stage is parent.tracked.stages[-1]:
-                self._tracked[at] = grown.pop(0)
-        self._tracked += grown
+                self._tracked[at] = replace(grown.pop(0), order=parent.tracked.order)
+        place = bisect_right(self._tracked, turn.order, key=lambda tracked: tracked.order)
+        self._tracked[place:place] = grown
 
     def _stages(self) -> Iterator[Match]:
         for tracked in self._tracked:
@@ -204,7 +215,7 @@ class SequenceStore:
             tracked=turn.tracked | ({len(turn.messages)} if turn.messages is not None else set()),
             history=turn.history,
         )
-        return _Tracked(node=node, stages=(*stages, stage))
+        return _Tracked(order=turn.order, node=node, stages=(*stages, stage))
 
 
 def place_spans(spans: Sequence[WeightSpan] | None, *, start: int) -> list[dict[str, Any]] | None:

@@ -32,9 +32,6 @@ from atroposlib.errors import ConfigError, EngineProtocolError
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_URL = "http://localhost:8000"
-"""Where `vllm serve` listens."""
-
 
 def load_tokenizer(name: str) -> Any:
     """Load a Hugging Face tokenizer by name or path; slow, call it off the event loop."""
@@ -54,10 +51,15 @@ class VLLMServer(OpenAIRoutesServer):
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> None:
-        root = strip_v1(config.base_url or DEFAULT_URL)
+        if not config.base_url:
+            raise ConfigError(
+                "server_type 'vllm' needs base_url, for example http://localhost:9001/v1"
+            )
+        root = strip_v1(config.base_url)
         super().__init__(config, reasoning_config, root=root, prefix="/v1", api_key=config.api_key)
         self._uses_generate = False
         """The server was found to have only the original's /generate route."""
+        self._warned_about_max_tokens = False
         self._asks_weight_info = True
         """Its completions carry no versions, and /weight_info may still tell the one they start under."""
 
@@ -75,6 +77,9 @@ class VLLMServer(OpenAIRoutesServer):
         request = read_request(kwargs, timeout_s=self.config.timeout)
         prompt_tokens = await self._take_prompt(request.body)
         body = rename_max_tokens(request.body)
+        if "max_tokens" not in body and not self._warned_about_max_tokens:
+            self._warned_about_max_tokens = True
+            logger.warning("No max_tokens given: vLLM stops after 16 tokens then")
         if not self._uses_generate:
             try:
                 return await self._sample_at_completions(prompt_tokens, body, request)

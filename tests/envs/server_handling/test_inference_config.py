@@ -57,6 +57,11 @@ def test_one_config_with_a_url_stays_as_it_is() -> None:
     assert manager.servers[0].config is config
 
 
+def test_a_training_server_without_a_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs base_url"):
+        ServerManager([APIServerConfig(server_type="vllm")])
+
+
 def test_no_servers_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="server_configs is empty"):
         ServerManager([])

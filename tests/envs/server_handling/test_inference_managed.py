@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -139,6 +140,22 @@ async def test_choices_line_up_with_nodes() -> None:
     for choice, node in zip(reply.choices, nodes, strict=True):
         assert node.full_text == f"<user>one<eos><assistant>{choice.message.content}<eos>"
         assert node.metadata["finish_reason"] == choice.finish_reason == "stop"
+
+
+async def test_calls_made_at_the_same_time_have_their_nodes_in_call_order() -> None:
+    class Reversed(ServerHarness):
+        async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> Any:
+            answer = await super()._tokens_and_logprobs_completion_wrapper(**kwargs)
+            for _ in range(10 * (5 - len(self.requests))):
+                await asyncio.sleep(0)
+            return answer
+
+    managed = ManagedServer(Reversed(respond=echo))
+    replies = await asyncio.gather(
+        *(managed.chat_completion(messages=[user("one")]) for _ in range(4))
+    )
+    for reply, node in zip(replies, managed.get_state()["nodes"], strict=True):
+        assert reply.choices[0].message.content in node.full_text
 
 
 async def test_a_turn_grows_the_sibling_whose_answer_it_repeats() -> None:

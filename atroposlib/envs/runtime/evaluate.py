@@ -16,4 +16,5 @@ async def evaluate(env: BaseEnv) -> None:
             start_wandb(env, project=None, group=None)
         await env.evaluate()
     finally:
+        await env.server.close()
         finish_wandb(env)

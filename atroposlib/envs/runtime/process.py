@@ -58,6 +58,7 @@ async def process(env: BaseEnv) -> ProcessResult:
             start_wandb(env, project=None, group=None)
         await _fill(env, log)
     finally:
+        await env.server.close()
         log.close()
         finish_wandb(env)
         logger.info("%d groups in %s; %s", log.num_groups, log.path, outbox.summary())

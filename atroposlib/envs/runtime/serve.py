@@ -38,7 +38,7 @@ T = TypeVar("T")
 class Timings:
     """Intervals of the serve loop, in seconds; tests shorten them."""
 
-    poll_s: float = 0.2
+    poll_s: float = 0.1
     """Between two status requests; the hub can only be polled."""
     register_s: float = 1.0
     """Between two registrations while the trainer has not started."""
@@ -103,6 +103,7 @@ class _Server:
                 async with HubClient(self._env.config.rollout_server_url) as self._hub:
                     await self._run_connected()
         finally:
+            await self._env.server.close()
             finish_wandb(self._env)
             if self._log is not None:
                 self._log.close()

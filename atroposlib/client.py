@@ -13,6 +13,7 @@ itself; `batch()` is one attempt.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from atroposlib.api.schemas import (
     WaitForTrainer,
     WandbInfo,
 )
-from atroposlib.errors import HubError, HubRejected, HubUnavailable
+from atroposlib.errors import ConfigError, HubError, HubRejected, HubUnavailable
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from atroposlib.wire import (
     CONTENT_TYPE_JSON,
@@ -60,6 +61,8 @@ __all__ = [
     "UnknownEnvironment",
     "WandbInfo",
 ]
+
+logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -105,7 +108,7 @@ class HubClient:
     """
 
     def __init__(self, base_url: str, *, token: str | None = None, timeout_s: float = 60.0) -> None:
-        self._base_url = base_url.rstrip("/")
+        self._base_url = _checked_url(base_url)
         self._headers = _authorization(token)
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -246,9 +249,10 @@ class TrainerClient:
         retry_for_s: float = 120.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
+        self._base_url = _checked_url(base_url)
         self._timeout_s = timeout_s
         self._client = httpx.Client(
-            base_url=base_url.rstrip("/"),
+            base_url=self._base_url,
             headers=_authorization(token),
             timeout=timeout_s,
             transport=transport,
@@ -258,6 +262,7 @@ class TrainerClient:
             retry=tenacity.retry_if_exception_type(HubUnavailable),
             wait=tenacity.wait_random_exponential(multiplier=0.5, max=5.0),
             stop=tenacity.stop_after_delay(retry_for_s),
+            before_sleep=tenacity.before_sleep_log(logger, logging.WARNING),
             reraise=True,
         )
 
@@ -325,7 +330,7 @@ class TrainerClient:
         return self._retrying(lambda: self._request(method, path, **request).content)
 
     def _request(self, method: str, path: str, **request: Any) -> httpx.Response:
-        where = f"{method} {self._client.base_url}{path.lstrip('/')}"
+        where = f"{method} {self._base_url}{path}"
         try:
             response = self._client.request(method, path, **request)
         except httpx.TransportError as e:
@@ -357,6 +362,12 @@ def _json_body(groups: Sequence[ScoredGroup]) -> bytes:
     if len(groups) == 1:
         return encode_json(groups[0])
     return b"[" + b",".join(map(encode_json, groups)) + b"]"
+
+
+def _checked_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"hub address {url!r}: expected http://HOST:PORT")
+    return url.rstrip("/")
 
 
 def _authorization(token: str | None) -> Mapping[str, str]:

@@ -432,7 +432,9 @@ async def test_policy_version_is_shown_once_announced(hub: Hub) -> None:
 # Reset
 
 
-async def test_reset_forgets_the_run_and_says_so(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+async def test_reset_forgets_the_run_and_says_so(
+    hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
     await hub.start(environment())
     await hub.post("/scored_data", group(2, env_id=0, group_id="a"))
     response = await hub.http.get("/reset_data")

@@ -86,7 +86,7 @@ class GSM8kEnv(BaseEnv):
         self.train_problems = load_problems(train_path, split="train")
         self.eval_problems = load_problems(eval_path or train_path, split="test")
         random.Random(self.config.seed).shuffle(self.train_problems)
-        self.workers = RewardWorkers(
+        self.reward_workers = RewardWorkers(
             num_workers=self.config.num_reward_workers, preload=("math_verify",)
         )
         await self.check_gold_answers(self.train_problems[:100])
@@ -183,7 +183,7 @@ class GSM8kEnv(BaseEnv):
         super().save_checkpoint(step, {**(data or {}), "num_items": self.num_items})
 
     async def _judge(self, gold: str, text: str) -> bool | RewardFailure:
-        outcome: bool | RewardFailure = await self.workers.run(
+        outcome: bool | RewardFailure = await self.reward_workers.run(
             is_correct, gold, text, timeout_s=self.config.reward_timeout_s
         )
         return outcome

@@ -47,7 +47,7 @@ def test_without_a_terminal_steps_are_plain_lines_with_every_figure() -> None:
     with display:
         display.show_step(metrics(0.25))
     assert out.getvalue() == (
-        "step    1/3  reward 0.250  3,000 tok/s  staleness 0.0  queue 3  logprob gap 1.5e-05\n"
+        "step    1/3  reward 0.250  3,000 trained tok/s  staleness 0.0  queue 3  logprob gap 1.5e-05\n"
     )
 
 

@@ -96,11 +96,11 @@ def describe_step(metrics: StepMetrics) -> str:
     """Return one line: reward, throughput, staleness, queue, agreement of engine and trainer.
 
     >>> describe_step({"reward_mean": 0.5, "num_trained_tokens": 1500, "wall_s": 0.5})
-    'reward 0.500  3,000 tok/s  staleness -  queue -  logprob gap -'
+    'reward 0.500  3,000 trained tok/s  staleness -  queue -  logprob gap -'
     """
     tokens_per_s = metrics["num_trained_tokens"] / max(metrics["wall_s"], 1e-9)
     return (
-        f"reward {metrics['reward_mean']:.3f}  {tokens_per_s:,.0f} tok/s  "
+        f"reward {metrics['reward_mean']:.3f}  {tokens_per_s:,.0f} trained tok/s  "
         f"staleness {_number(metrics.get('staleness_mean'), '.1f')}  "
         f"queue {_number(metrics.get('queue_size'), 'd')}  "
         f"logprob gap {_number(metrics.get('logprob_gap_max'), '.1e')}"

@@ -1,0 +1,143 @@
+"""The reference environment on local rows and a scripted engine."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.errors import ConfigError, EnvError
+from atroposlib.scored_data import Strictness, check_group
+from tests.environments.helpers_environments import load, make_env
+
+gsm8k = load("gsm8k_server")
+
+ROWS = [
+    {"question": "How many eggs are a dozen?", "answer": "12 eggs. #### 12"},
+    {"question": "2 * 600?", "answer": "2 * 600 = 1,200 #### 1,200"},
+]
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+async def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = make_env(
+        gsm8k.GSM8kEnv,
+        monkeypatch,
+        respond=lambda request: ANSWERS[request.choice],
+        group_size=len(ANSWERS),
+        max_token_length=100,
+        dataset_path=write_rows(tmp_path / "rows.jsonl", ROWS),
+        data_dir_to_save_evals=str(tmp_path / "evals"),
+        num_reward_workers=1,
+    )
+    yield made
+    if hasattr(made, "reward_workers"):
+        await made.reward_workers.close()
+
+
+ANSWERS = [
+    "<think>13?</think> \\boxed{12}",
+    "I think it is \\boxed{13}",
+    "no idea at all, sorry",
+    "",
+]
+
+
+def test_examples_in_docstrings_hold() -> None:
+    assert doctest.testmod(gsm8k).failed == 0
+
+
+async def test_a_group_is_judged_and_too_short_answers_are_left_out(env: Any) -> None:
+    await env.setup()
+    item = next(problem for problem in env.train_problems if problem.answer == "12")
+    group, backlog = await env.collect_trajectories(item)
+    assert backlog == []
+    assert group["scores"] == [1.0, -1.0, -1.0]
+    assert group["group_overrides"] == {"group_size": 3}
+    assert check_group(group, strictness=Strictness.MEANING).num_sequences == 3
+    assert [turn["role"] for turn in group["messages"][0]] == ["system", "user", "assistant"]
+
+
+async def test_shorter_is_better_when_all_are_right(
+    env: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        globals(), "ANSWERS", ["x" * extra + "\\boxed{12}" for extra in (0, 60, 80, 80)]
+    )
+    await env.setup()
+    item = next(problem for problem in env.train_problems if problem.answer == "12")
+    group, _ = await env.collect_trajectories(item)
+    assert group["scores"][0] == 1.0
+    assert 0 <= group["scores"][2] < group["scores"][1] < 1.0
+
+
+async def test_an_answer_that_cannot_be_judged_is_not_scored(
+    env: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await env.setup()
+    env.config.reward_timeout_s = 0.001
+    monkeypatch.setattr(gsm8k, "is_correct", sys.modules[__name__]._hang)
+    group, _ = await env.collect_trajectories(env.train_problems[0])
+    assert group is None
+    assert env.num_reward_failures == len(ANSWERS)
+
+
+def _hang(gold: str, text: str) -> bool:
+    import time
+
+    time.sleep(60)
+    return True
+
+
+async def test_a_gold_answer_that_fails_its_own_reward_stops_the_start(
+    env: Any, tmp_path: Path
+) -> None:
+    env.config.dataset_path = write_rows(
+        tmp_path / "bad.jsonl", [{"question": "?", "answer": "#### "}]
+    )
+    with pytest.raises(EnvError, match="does not pass its reward"):
+        await env.setup()
+
+
+@pytest.mark.parametrize("content", [None, "\n"])
+async def test_missing_or_empty_rows_name_the_flag(
+    env: Any, tmp_path: Path, content: str | None
+) -> None:
+    path = tmp_path / "none.jsonl"
+    if content is not None:
+        path.write_text(content)
+    env.config.dataset_path = str(path)
+    with pytest.raises(ConfigError, match=r"--env\.dataset_path"):
+        await env.setup()
+
+
+async def test_evaluation_counts_greedy_answers(env: Any, tmp_path: Path) -> None:
+    await env.setup()
+    await env.evaluate()
+    results = json.loads((tmp_path / "evals" / "metrics.json").read_text())["results"]["all"]
+    assert results == {"eval/percent_correct": 0.5, "eval/reward_failures": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "right"),
+    [
+        ("1200", "\\boxed{1,200}", True),
+        ("5", "<think>\\boxed{6}</think> so \\boxed{5}.", True),
+        ("5", "<think>\\boxed{5}</think> \\boxed{6}", False),
+        ("5", "it is 5", False),
+        ("5", "\\boxed{", False),
+        ("5", "\\boxed{5} or rather \\boxed{7}", False),
+        ("-3", "\\boxed{-3}", True),
+    ],
+)
+def test_only_the_last_box_after_the_thinking_counts(gold: str, text: str, right: bool) -> None:
+    assert gsm8k.is_correct(gold, text) is right

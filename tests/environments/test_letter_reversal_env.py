@@ -1,0 +1,86 @@
+"""The demo's environment on a scripted engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atroposlib.scored_data import Strictness, check_group
+from atroposlib.utils.letter_reversal import Split, split_of
+from tests.environments.helpers_environments import load, make_env
+
+letters = load("letter_reversal_server")
+
+
+def make(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    options.setdefault("respond", lambda request: "edcba")
+    return make_env(letters.LetterReversalEnv, monkeypatch, **options)
+
+
+async def test_items_are_training_prompts_and_repeat_for_a_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = []
+    for _ in range(2):
+        env = make(monkeypatch, seed=5)
+        await env.setup()
+        runs.append([await env.get_next_item() for _ in range(50)])
+    assert runs[0] == runs[1]
+    assert {split_of(prompt) for prompt in runs[0]} == {Split.TRAIN}
+
+
+async def test_a_group_is_scored_checked_and_knows_its_policy_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = "abcde>"
+    env = make(
+        monkeypatch,
+        respond=lambda request: ["edcba", "abcde", "", "edcbb"][request.choice],
+        group_size=4,
+        weight_version="7",
+    )
+    await env.setup()
+    group, backlog = await env.collect_trajectories(prompt)
+    assert backlog == []
+    assert group["scores"] == [1.0, 0.0, 0.0, 0.0]
+    checked = check_group(group, strictness=Strictness.MEANING)
+    assert checked.policy_version == 7
+    assert checked.num_trained == sum(len(text) + 1 for text in ("edcba", "abcde", "", "edcbb"))
+    assert group["messages"][0][-1] == {"role": "assistant", "content": "edcba"}
+
+
+async def test_an_answer_cut_at_the_limit_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = make(monkeypatch, respond=lambda request: "edcba" + "a" * 20, group_size=2)
+    await env.setup()
+    group, _ = await env.collect_trajectories("abcde>")
+    assert group["scores"] == [0.0, 0.0]
+    # Where the engine does not tell its version, what the trainer announced is used.
+    assert group["policy_version"] == 0
+
+
+async def test_nothing_is_asked_between_a_batch_and_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = make(monkeypatch)
+    await env.setup()
+    env.curr_step, env.status_dict = 3, {"policy_version": 2}
+    assert await env.get_next_item() is None
+    env.status_dict = {"policy_version": 3}
+    assert await env.get_next_item() is not None
+    lagging = make(monkeypatch, strictly_on_policy=False)
+    await lagging.setup()
+    lagging.curr_step, lagging.status_dict = 3, {"policy_version": 2}
+    assert await lagging.get_next_item() is not None
+
+
+async def test_evaluation_measures_heldout_prompts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    import json
+
+    env = make(monkeypatch, respond=lambda request: "wrong", data_dir_to_save_evals=str(tmp_path))
+    await env.setup()
+    await env.evaluate()
+    results = json.loads((tmp_path / "metrics.json").read_text())["results"]["all"]
+    assert results == {"eval/percent_correct": 0.0}

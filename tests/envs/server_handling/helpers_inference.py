@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from aiohttp import web
@@ -30,6 +31,7 @@ class FakeEngine:
         self.gives_token_ids = True
         self.spans: list[dict[str, Any]] | None = None
         self.drop_logprobs = 0
+        self.hold: asyncio.Event | None = None
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._health)
@@ -77,6 +79,8 @@ class FakeEngine:
         body = await request.json()
         self.requests.append((request.path, body))
         self.headers.append(dict(request.headers))
+        if self.hold is not None:
+            await self.hold.wait()
         if self.statuses:
             status = self.statuses.pop(0)
             text = f"scripted failure {status}"

@@ -262,3 +262,33 @@ async def test_training_and_evaluation_have_budgets_and_figures_of_their_own() -
     assert metrics["server/server_0_average_num_attempts"] == 1.0
     assert metrics["server/server_0_eval_retry_rate"] == 0.0
     assert metrics["server/server_0_eval_request_time_avg"] > 0
+
+
+async def test_an_engine_that_restarts_loses_no_request() -> None:
+    first = FakeEngine()
+    await first.server.start_server()
+    port = first.server.port
+    server = FastVLLM(first.config(health_wait_s=20.0))
+    release = asyncio.Event()
+    first.hold = release
+    calls = [
+        asyncio.create_task(server.tokens_and_logprobs_completion(input_ids=[i + 1], max_tokens=2))
+        for i in range(20)
+    ]
+    while len(first.requests) < 20:  # noqa: ASYNC110 - the fake engine only counts
+        await asyncio.sleep(0.001)
+    for transport in [handler.transport for handler in first.server.handler.connections]:
+        transport.abort()  # as a killed process's sockets
+    await first.server.close()
+    release.set()
+    await asyncio.sleep(0.02)
+    assert not server.server_healthy
+    second = FakeEngine()
+    second.server.port = port
+    await second.server.start_server()
+    answers = await asyncio.gather(*calls)
+    await server.close()
+    await second.server.close()
+    assert [answer.output_tokens[0] for answer in answers] == [
+        sample([i + 1], 0, 2)[0] for i in range(20)
+    ]

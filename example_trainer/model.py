@@ -100,7 +100,9 @@ def load_policy(config: TrainerConfig) -> Policy:
         raise ConfigError(f"--model_name {name} cannot be loaded: {reason}") from error
     model.to(device).train()
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers 5.x renamed it on the way; the old name warns there, the new one is missing before.
+        newer = getattr(model, "activation_checkpointing_enable", None)
+        (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return Policy(model=model, tokenizer=tokenizer, device=device, dtype=dtype)
 
 

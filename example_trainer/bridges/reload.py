@@ -20,7 +20,7 @@ from tenacity import (
     Retrying,
     retry_if_exception_type,
     stop_after_delay,
-    wait_exponential_jitter,
+    wait_exponential,
 )
 
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
@@ -73,6 +73,9 @@ class ReloadBridge:
         self._http.close()
 
     def _for_each_engine(self, action: Callable[[str], Any]) -> None:
+        if len(self._urls) == 1:  # in this thread, where Ctrl-C can end it
+            self._retrying()(action, self._urls[0])
+            return
         with ThreadPoolExecutor(max_workers=len(self._urls)) as pool:
             pending = [pool.submit(self._retrying(), action, url) for url in self._urls]
         for future in pending:
@@ -81,7 +84,7 @@ class ReloadBridge:
     def _retrying(self) -> Retrying:
         return Retrying(
             retry=retry_if_exception_type(_Unreachable),
-            wait=wait_exponential_jitter(initial=0.2, max=5.0),
+            wait=wait_exponential(multiplier=0.2, max=5.0),
             stop=stop_after_delay(self._timeout_s),
             before_sleep=_say_once,
             reraise=True,

@@ -1,0 +1,251 @@
+"""The whole trainer against a real hub and a fake engine, in this process."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atroposlib.client import TrainerClient
+from atroposlib.errors import EngineError, GroupError, HubUnavailable
+from atroposlib.scored_data import ScoredGroup
+from atroposlib.wire import CONTENT_TYPE_PACKED, join_packed, pack_group
+from example_trainer.config import TrainerConfig
+from example_trainer.data import make_batch
+from example_trainer.gap import LogprobGap
+from example_trainer.model import Policy, load_policy
+from example_trainer.training import data_options, make_optimizer, take_step, train
+from example_trainer.weights import WeightsDirectory
+from tests.tiny_model import make_tiny_model
+from tests.trainer.helpers_reload import FakeEngine, fake_engine, running_hub
+from tests.trainer.helpers_trainer import make_group
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    with fake_engine() as engine:
+        yield engine
+
+
+def config_for(model_dir: Path, out: Path, **changes: Any) -> TrainerConfig:
+    settings: dict[str, Any] = {
+        "model_name": str(model_dir),
+        "bridge": "reload",
+        "batch_size": 4,
+        "lr": 1e-3,
+        "device": "cpu",
+        "save_path": out / "checkpoints",
+        "weights_dir": out / "weights",
+        "threads": 1,
+        "engine_timeout_s": 5,
+    }
+    return TrainerConfig(**settings | changes)
+
+
+def send(hub_url: str, groups: Sequence[ScoredGroup]) -> None:
+    with TrainerClient(hub_url) as hub:
+        for number, group in enumerate(groups):
+            body = join_packed([pack_group(group.replace(group_id=f"g{number}"))], {})
+            hub._client.post(
+                "/scored_data", content=body, headers={"Content-Type": CONTENT_TYPE_PACKED}
+            ).raise_for_status()
+
+
+def steps_of(config: TrainerConfig) -> list[dict[str, Any]]:
+    lines = (config.save_path / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_trains_publishes_saves_and_records(
+    model_dir: Path, tmp_path: Path, engine: FakeEngine
+) -> None:
+    policy = load_policy(config_for(model_dir, tmp_path))
+    groups = [make_group([1.0, 0.0], seed=seed, model=policy.model) for seed in range(4)]
+    groups += [make_group([1.0, 1.0], seed=seed, model=policy.model) for seed in (8, 9)]
+    with running_hub() as hub_url:
+        send(hub_url, groups)
+        config = config_for(
+            model_dir,
+            tmp_path,
+            hub_url=hub_url,
+            engine_url=engine.url,
+            num_steps=3,
+            checkpoint_interval=2,
+            warmup_steps=2,
+        )
+        train(config)
+        with TrainerClient(hub_url) as hub:
+            assert hub.status().policy_version == 3
+            assert hub.status().current_step == 3
+    steps = steps_of(config)
+    assert [s["step"] for s in steps] == [1, 2, 3]
+    assert [s["lr"] for s in steps] == [5e-4, 1e-3, 1e-3]
+    assert [s["num_sequences"] for s in steps] == [4, 4, 4]
+    assert steps[0]["logprob_gap_max"] < 1e-4
+    assert [s["staleness_max"] for s in steps] == [0, 1, 2]
+    # Sampled by version 0, compared with version 0's own weights although the model has moved on.
+    assert steps[1]["logprob_gap_max"] < 1e-4
+    assert steps[0]["grad_norm"] > 0
+    # A batch in which every reward is equal: counted, no number is invented.
+    assert steps[2]["num_skipped_zero_advantage"] == 4
+    assert steps[2]["loss"] is None
+    assert engine.versions == ["0", "1", "2", "3"]
+    assert sorted(p.name for p in config.save_path.iterdir()) == [
+        "final_model",
+        "metrics.jsonl",
+        "step_2",
+    ]
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["version_2", "version_3"]
+    final = load_policy(config_for(config.save_path / "final_model", tmp_path))
+    moved = [
+        (a - b).abs().max().item()
+        for a, b in zip(policy.model.parameters(), final.model.parameters(), strict=True)
+    ]
+    assert max(moved) > 1e-4
+    assert final.tokenizer.eos_token == policy.tokenizer.eos_token
+
+
+def test_an_engine_on_other_weights_stops_the_run_before_it_learns_from_them(
+    model_dir: Path, tmp_path: Path, engine: FakeEngine
+) -> None:
+    other = load_policy(config_for(make_tiny_model(tmp_path / "other", seed=5), tmp_path))
+    with running_hub() as hub_url:
+        send(hub_url, [make_group([1.0, 0.0], seed=s, model=other.model) for s in range(2)])
+        config = config_for(
+            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, max_logprob_gap=1e-3
+        )
+        with pytest.raises(EngineError, match=r"policy version 0 differ.*max_logprob_gap 0.001"):
+            train(config)
+
+
+def test_null_logprobs_end_the_run_with_a_cure(
+    model_dir: Path, tmp_path: Path, engine: FakeEngine
+) -> None:
+    with running_hub() as hub_url:
+        groups = [make_group([1.0, 0.0], seed=s).replace(inference_logprobs=None) for s in range(2)]
+        send(hub_url, groups)
+        with pytest.raises(GroupError, match="managed_server"):
+            train(config_for(model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url))
+
+
+def test_the_trainer_waits_for_a_hub_that_is_away(
+    model_dir: Path, tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = TrainerClient.batch
+    failures = [1, 1]
+
+    def flaky(self: TrainerClient, wait_s: float = 0.0) -> list[ScoredGroup] | None:
+        if failures:
+            failures.pop()
+            raise HubUnavailable("gone")
+        return real(self, wait_s)
+
+    monkeypatch.setattr(TrainerClient, "batch", flaky)
+    with running_hub() as hub_url:
+        config = config_for(
+            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=1
+        )
+        late = threading.Timer(
+            0.1, send, (hub_url, [make_group([1.0, 0.0], seed=s) for s in range(2)])
+        )
+        late.start()
+        train(config)
+        late.join()
+    assert len(steps_of(config)) == 1
+
+
+def gradients(policy: Policy, config: TrainerConfig, out: Path) -> list[torch.Tensor]:
+    """Return the parameters after one plain SGD step, which are linear in the gradient."""
+    groups = [make_group([1.0, 0.0, 0.3], seed=s, length=6 + 4 * s) for s in range(3)]
+    with WeightsDirectory(config, policy) as weights:
+        gap = LogprobGap(policy, weights, limit=None)
+        optimizer = torch.optim.SGD(policy.model.parameters(), lr=1.0)
+        take_step(policy, optimizer, make_batch(groups, data_options(config)), config, 0, gap)
+    return [p.detach().clone() for p in policy.model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"batch_size": 2}, {"gradient_checkpointing": True}, {"pad_to_multiple_of": 64}]
+)
+def test_the_update_does_not_depend_on_how_it_is_computed(
+    model_dir: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    plain = config_for(model_dir, tmp_path, batch_size=100)
+    other = config_for(model_dir, tmp_path, **{"batch_size": 100} | changes)
+    expected = gradients(load_policy(plain), plain, tmp_path)
+    found = gradients(load_policy(other), other, tmp_path)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_gradient_checkpointing_runs_each_layer_again(
+    model_dir: Path, tmp_path: Path, enabled: bool
+) -> None:
+    config = config_for(model_dir, tmp_path, gradient_checkpointing=enabled)
+    policy = load_policy(config)
+    calls: list[int] = []
+    policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    batch = make_batch([make_group([1.0, 0.0])], data_options(config))
+    policy.logprobs(batch.micro_batches[0]).sum().backward()
+    assert len(calls) == (2 if enabled else 1)
+    policy.save(tmp_path / "saved")  # use_cache is off in training only
+    assert json.loads((tmp_path / "saved/config.json").read_text())["use_cache"] is True
+
+
+def test_kl_pulls_a_moved_model_back(model_dir: Path, tmp_path: Path) -> None:
+    config = config_for(model_dir, tmp_path, kl_coef=1.0)
+    policy, reference = load_policy(config), load_policy(config)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.02)
+    optimizer = make_optimizer(policy, config)
+    batch = make_batch([make_group([1.0, 1.0], model=policy.model)], data_options(config))
+    with WeightsDirectory(config, policy) as weights:
+        gap = LogprobGap(policy, weights, limit=None)
+        kls = [
+            take_step(policy, optimizer, batch, config, 0, gap, reference).kl_sum for _ in range(5)
+        ]
+    assert kls[0] > kls[-1] > 0
+
+
+def test_bfloat16_checkpoints_keep_float32_masters(model_dir: Path, tmp_path: Path) -> None:
+    policy = load_policy(config_for(model_dir, tmp_path, dtype="bfloat16"))
+    policy.save(tmp_path / "saved")
+    assert next(policy.model.parameters()).dtype == torch.float32
+    assert json.loads((tmp_path / "saved/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_tied_embeddings_are_saved_once(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tied = make_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+    policy = load_policy(config_for(tied, tmp_path, dtype="bfloat16"))
+    policy.save(tmp_path / "saved")
+    assert "lm_head.weight" not in load_file(tmp_path / "saved/model.safetensors")
+
+
+def test_a_failed_save_leaves_the_previous_checkpoint(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(config_for(model_dir, tmp_path))
+    policy.save(tmp_path / "saved")
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(policy.tokenizer, "save_pretrained", full)
+    with pytest.raises(OSError, match="disk full"):
+        policy.save(tmp_path / "saved")
+    assert (tmp_path / "saved/model.safetensors").is_file()
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]

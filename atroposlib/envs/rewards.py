@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import json
@@ -39,6 +40,8 @@ FailureReason: TypeAlias = Literal["timeout", "exception", "memory", "crash", "o
 _TAIL_BYTES = 4000
 _STARTUP_TIMEOUT_S = 120.0
 """For starting Python and importing the preloaded modules, on a busy machine."""
+_PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +257,7 @@ def _address(function: Callable[..., JsonValue] | str) -> dict[str, str | None]:
 def _serve(settings: dict[str, Any]) -> None:
     """Answer requests until the parent closes the pipe."""
     requests, replies = _take_the_pipes()
+    _die_with_the_parent()
     if settings["memory_limit_mb"] is not None:
         limit = settings["memory_limit_mb"] << 20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -266,6 +270,12 @@ def _serve(settings: dict[str, Any]) -> None:
     _reply(replies, {"ready": True})
     for line in requests:
         _reply(replies, _answer(json.loads(line), max_output_bytes=settings["max_output_bytes"]))
+
+
+def _die_with_the_parent() -> None:
+    """A call that hangs must not outlive a parent that was killed; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _take_the_pipes() -> tuple[IO[bytes], IO[bytes]]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -134,6 +137,36 @@ async def test_a_cancelled_call_kills_its_worker(workers: RewardWorkers) -> None
         await call
     assert not _is_alive(before)
     assert await run(workers, "add", 1, 1) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_a_hung_worker_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    script = (
+        "import asyncio\n"
+        "from pathlib import Path\n"
+        "from atroposlib.envs.rewards import RewardWorkers\n"
+        "async def main():\n"
+        "    workers = RewardWorkers()\n"
+        f"    pid = await workers.run('{MODULE}:pid', timeout_s=20)\n"
+        f"    Path({str(pid_file)!r}).write_text(str(pid))\n"
+        f"    await workers.run('{MODULE}:hang', timeout_s=60)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2]) as parent:
+        try:
+            _wait_until(lambda: pid_file.exists() and pid_file.read_text() != "")
+        finally:
+            parent.kill()
+    pid = int(pid_file.read_text())
+    _wait_until(lambda: not _is_alive(pid))
+
+
+def _wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def _is_alive(pid: object) -> bool:

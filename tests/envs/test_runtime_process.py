@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.runtime.process import process
-from atroposlib.errors import ConfigError, EnvError, MissingDependency
+from atroposlib.errors import ConfigError, EngineUnavailable, EnvError, MissingDependency
 from tests.envs.helpers_runtime import ScriptedEnv, make_group
 
 
@@ -115,4 +115,13 @@ async def test_missing_wandb_is_named_with_both_cures(
     monkeypatch.setitem(sys.modules, "wandb", None)  # what Python does for an absent package
     env = ScriptedEnv(use_wandb=True, data_path_to_save_groups=str(tmp_path / "g.jsonl"))
     with pytest.raises(MissingDependency, match=r"atroposlib\[wandb\].*--env.use_wandb false"):
+        await process(env)
+
+
+async def test_engine_that_stays_away_ends_the_run(tmp_path: Path) -> None:
+    env = ScriptedEnv(
+        answer=lambda i: EngineUnavailable("nobody answers at http://e"),
+        data_path_to_save_groups=str(tmp_path / "g.jsonl"),
+    )
+    with pytest.raises(EngineUnavailable, match="nobody answers at http://e"):
         await process(env)

@@ -113,10 +113,12 @@ async def test_hub_that_forgot_the_environment_gets_it_back() -> None:
         hub.coordinator.reset()
         await asyncio.sleep(0.1)
         hub.start_trainer()
-        await until(lambda: produced(hub) >= 2)
+        before = produced(hub)
+        await until(lambda: len(hub.coordinator._environments) == 1)
+        await until(lambda: produced(hub) >= before + 2)
+        assert hub.coordinator.status_env(0).self_queue_size >= 2
         stop.set()
         await run
-        assert hub.coordinator.status_env(0).current_step == 0
 
 
 async def test_engine_that_goes_away_costs_no_item(caplog: pytest.LogCaptureFixture) -> None:
@@ -256,3 +258,27 @@ async def test_evaluation_runs_once_per_interval_and_its_error_does_not_end_the_
         await run
     assert env.num_evaluations == 2
     assert "evaluate failed at step" in caplog.text
+
+
+async def test_deadline_spent_waiting_for_the_engine_is_no_failure() -> None:
+    async def answer(item: int) -> Any:
+        if not env.server.servers[0].server_healthy:
+            await asyncio.sleep(60)
+        return make_group()
+
+    async with LoopbackHub() as hub:
+        env = ScriptedEnv(
+            rollout_server_url=hub.url,
+            answer=answer,
+            num_items=2,
+            worker_timeout=0.02,
+            max_consecutive_failures=2,
+        )
+        env.server.servers[0].server_healthy = False
+        stop = asyncio.Event()
+        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+        await until(lambda: len(env.started) >= 5)
+        env.server.servers[0].server_healthy = True
+        await until(lambda: produced(hub) == 2)
+        stop.set()
+        await run

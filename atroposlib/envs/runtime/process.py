@@ -17,7 +17,7 @@ from atroposlib.envs.runtime.capacity import max_workers
 from atroposlib.envs.runtime.items import Failures, Work, cause_of, collect, timed
 from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.envs.runtime.outbox import GroupLog, Outbox
-from atroposlib.errors import ConfigError, EnvError
+from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,12 @@ async def _next_work(env: BaseEnv, retries: deque[Work]) -> Work | None:
 def _keep(
     work: Work, error: BaseException, env: BaseEnv, failures: Failures, retries: deque[Work]
 ) -> bool:
-    """Count a failure and queue the item again; True when it will be tried again."""
+    """Count a failure and queue the item again; True when it will be tried again.
+
+    An engine that stayed away for its whole waiting time (`health_wait_s`) ends the run.
+    """
+    if isinstance(error, EngineUnavailable):
+        raise error
     logger.error("item failed: %s: %s", type(error).__name__, error, exc_info=error)
     failures.failed(error)
     work.num_failures += 1

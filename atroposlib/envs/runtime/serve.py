@@ -404,7 +404,10 @@ class _Server:
             self._wake.set()
 
     def _item_failed(self, work: Work, error: BaseException) -> None:
-        if isinstance(error, EngineUnavailable):
+        if isinstance(error, EngineUnavailable) or (
+            # It spent its time waiting for an engine: no fault of the item.
+            isinstance(error, TimeoutError) and not self._has_healthy_engine()
+        ):
             self._retries.append(work)
             self._engine_away(error)
             return
@@ -422,6 +425,9 @@ class _Server:
         except Exception as fatal:  # noqa: BLE001 - kept and raised again by run()
             self._error = self._error or fatal
             self._stop.set()
+
+    def _has_healthy_engine(self) -> bool:
+        return any(server.server_healthy for server in self._env.server.servers)
 
     def _log_failure(self, what: str, error: BaseException) -> None:
         """Log the first failure of each type with its traceback, later ones in one line."""

@@ -32,6 +32,17 @@ from atroposlib.errors import ConfigError, EngineProtocolError
 
 logger = logging.getLogger(__name__)
 
+NEUTRAL_SAMPLING: dict[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sent unless the caller says otherwise. vLLM fills what is missing from the model's generation_config.json
+(Qwen's cuts to the top 20 tokens, for example): samples would come from another distribution than the one
+whose logprobs are reported."""
+
 
 def load_tokenizer(name: str) -> Any:
     """Load a Hugging Face tokenizer by name or path; slow, call it off the event loop."""
@@ -110,7 +121,7 @@ class VLLMServer(OpenAIRoutesServer):
     async def _sample_at_completions(
         self, prompt_tokens: list[int], body: dict[str, Any], request: Request
     ) -> TokenCompletions:
-        body = {**body, "prompt": prompt_tokens, "return_token_ids": True}
+        body = {**NEUTRAL_SAMPLING, **body, "prompt": prompt_tokens, "return_token_ids": True}
         body.setdefault("logprobs", 0)
         version = await self._ask_weight_version()
         answer = await self._complete("/completions", body, request)

@@ -44,6 +44,10 @@ async def test_tokens_and_logprobs_come_from_the_stock_completion_route() -> Non
         "n": 2,
         "max_tokens": 4,
         "temperature": 0.5,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
         "logprobs": 0,
         "return_token_ids": True,
     }

@@ -137,7 +137,7 @@ class APIServer(ABC):
         self._asked = asyncio.Event()
         self._health_reason = ""
 
-    # ------------------------------------------------------------------ for callers
+    # For callers.
 
     async def chat_completion(self, **kwargs: Any) -> Any:
         """Return an `openai.types.chat.ChatCompletion` with `n` choices."""
@@ -196,7 +196,7 @@ class APIServer(ABC):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    # ------------------------------------------------------------------ for concrete servers
+    # For concrete servers.
 
     @abstractmethod
     async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
@@ -230,7 +230,7 @@ class APIServer(ABC):
             self._health_reason = ""
         self.server_healthy = True
 
-    # ------------------------------------------------------------------ health
+    # Health.
 
     @property
     def server_healthy(self) -> bool:
@@ -301,7 +301,7 @@ class APIServer(ABC):
                 f" {self._health_reason or 'no answer'}. Start it, correct base_url, or raise health_wait_s"
             ) from e
 
-    # ------------------------------------------------------------------ the one path
+    # The one path.
 
     async def _call(self, send: Callable[..., Awaitable[T]], kwargs: dict[str, Any]) -> T:
         split = "train" if kwargs.pop("split", "train") == "train" else "eval"

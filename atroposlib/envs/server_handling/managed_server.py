@@ -73,7 +73,7 @@ class ManagedServer:
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer)
 
-    # ------------------------------------------------------------------ calls
+    # Calls.
 
     async def chat_completion(self, **kwargs: Any) -> Any:
         """Sample the next message(s) of a conversation and return an `openai` `ChatCompletion`.
@@ -158,7 +158,7 @@ class ManagedServer:
         """Forget all sequences; lists obtained earlier stay valid."""
         self._store.clear()
 
-    # ------------------------------------------------------------------ prompts
+    # Prompts.
 
     def _prepare_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> PendingTurn:
         identities = [identity(message) for message in messages]
@@ -230,7 +230,7 @@ class ManagedServer:
             return added_tokens[1:], added.removeprefix(sampled_end)
         return added_tokens, added
 
-    # ------------------------------------------------------------------ answers
+    # Answers.
 
     async def _sample(
         self, turn: PendingTurn, kwargs: dict[str, Any]

@@ -121,7 +121,7 @@ class ServerHarness(APIServer):
         """Return a harness that answers every prompt with a short text drawn from the prompt's hash."""
         return cls(config, reasoning_config, respond=_answer_from_hash)
 
-    # ------------------------------------------------------------------ scripts
+    # Scripts.
 
     def set_desired_response(self, messages: Sequence[Mapping[str, Any]], completion: Any) -> None:
         """Answer `chat_completion` for exactly these messages with this `ChatCompletion`."""
@@ -149,10 +149,10 @@ class ServerHarness(APIServer):
         self._faults.extend([error] * times)
 
     def misalign(self, *, times: int = 1) -> None:
-        """Let the next `times` token answers lack their last logprob."""
+        """Fail the next `times` token requests as if the engine had answered one logprob too few."""
         self._num_misaligned += times
 
-    # ------------------------------------------------------------------ one attempt
+    # One attempt.
 
     @property
     def _checks_health(self) -> bool:

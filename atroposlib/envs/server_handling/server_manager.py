@@ -79,7 +79,7 @@ class ServerManager:
             server_class(config, reasoning_config=reasoning_config) for config in entries
         ]
 
-    # ------------------------------------------------------------------ calls
+    # Calls.
 
     async def chat_completion(self, **kwargs: Any) -> Any:
         """Return a `ChatCompletion`. `split` is "train" or "eval"; `timeout` is in seconds."""
@@ -134,7 +134,7 @@ class ServerManager:
         server = await self._choose(kwargs.get("split", "train"))
         return await getattr(server, method)(**kwargs)
 
-    # ------------------------------------------------------------------ choosing
+    # Choosing.
 
     async def _choose(self, split: str = "train") -> APIServer:
         """Return the healthy server with most free slots; if none is healthy, wait for the first that is."""
@@ -223,7 +223,7 @@ class ServerManager:
         known = ", ".join(str(server.config.base_url) for server in self.servers)
         raise ConfigError(f"no server at base_url {base_url!r}; there are: {known}")
 
-    # ------------------------------------------------------------------ the rest
+    # The rest.
 
     async def update_weight(self, weight: float) -> None:
         """Set this environment's share (0..1) of every server."""

@@ -82,7 +82,7 @@ class VLLMServer(OpenAIRoutesServer):
     async def _find_fault(self) -> str | None:
         return await self._ask("/health", accept_4xx=False)
 
-    # ------------------------------------------------------------------ sampling
+    # Sampling.
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokenCompletions:
         request = read_request(kwargs, timeout_s=self.config.timeout)
@@ -178,7 +178,7 @@ class VLLMServer(OpenAIRoutesServer):
         except (msgspec.DecodeError, AttributeError):
             return False
 
-    # ------------------------------------------------------------------ prompt logprobs
+    # Prompt logprobs.
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
         request = read_request(kwargs, timeout_s=self.config.timeout)

@@ -364,7 +364,7 @@ async def test_a_tokenizer_without_template_is_a_configuration_error() -> None:
         await managed.chat_completion(messages=[user("one")])
 
 
-# ---------------------------------------------------------------------- properties
+# Properties.
 
 TEXTS = st.sampled_from(
     ["", " ", "hi", "a b\n", "<think>x</think>y", "\n\n z ", "é€", "<eos>", "ATROPOSTURN1END"]

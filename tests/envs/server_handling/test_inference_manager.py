@@ -184,7 +184,7 @@ async def test_a_proxy_is_refused_loudly(monkeypatch: pytest.MonkeyPatch) -> Non
         ServerManager(APIServerConfig(base_url="http://h/v1"))
 
 
-# ---------------------------------------------------------------------- the harness
+# The harness.
 
 
 async def test_the_harness_answers_exact_scripts_and_none_otherwise() -> None:

@@ -175,7 +175,7 @@ async def test_openai_servers_have_no_token_ids() -> None:
         await server.tokens_and_logprobs_completion(input_ids=PROMPT)
 
 
-# ---------------------------------------------------------------------- failures
+# Failures.
 
 
 async def test_5xx_is_retried_three_times_in_all_and_the_cause_is_shown() -> None:

@@ -72,7 +72,9 @@ class EngineConfig(BaseModel):
     host: str = "127.0.0.1"
     port: int = Field(default=9001, ge=0, le=65535, description="0 takes a free port.")
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Of weights and cache; auto: float32 on the CPU, bfloat16 on CUDA."
+    )
     max_num_seqs: int = Field(default=256, ge=1, description="Sequences decoded together.")
     max_model_len: int | None = Field(
         default=None, ge=2, description="Context in tokens; None: the model's own."
@@ -102,11 +104,14 @@ def load(config: EngineConfig) -> Loaded:
     """Load model and tokenizer; the engine is not started. Raises ConfigError for what cannot be loaded."""
     _check_path(config.model)
     device = _device(config.device)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model)
         model_config = AutoConfig.from_pretrained(config.model)
         model = AutoModelForCausalLM.from_pretrained(
-            config.model, config=model_config, dtype=getattr(torch, config.dtype)
+            config.model, config=model_config, dtype=getattr(torch, dtype)
         )
     except (OSError, ValueError, KeyError) as e:
         raise ConfigError(f"--model {config.model!r} cannot be loaded: {e}") from e

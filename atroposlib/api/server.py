@@ -90,6 +90,12 @@ class _Arrivals:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self.is_closed = False
+
+    def close(self) -> None:
+        """Wake everybody for the last time: nobody waits from here on."""
+        self.is_closed = True
+        self._event.set()
 
     def announce(self) -> None:
         self._event.set()
@@ -109,6 +115,7 @@ def create_app(coordinator: Coordinator, *, limits: HubLimits | None = None) -> 
     limits = limits or HubLimits()
     arrivals = _Arrivals()
     app = FastAPI(title="AtroposLib API", version=__version__)
+    app.state.arrivals = arrivals
     # The middleware added last is the outermost: bodies are read and inflated before anything else.
     app.add_middleware(GZipMiddleware, minimum_size=GZIP_MINIMUM_BYTES, compresslevel=1)
     app.add_middleware(RequestBodies, limits=limits)
@@ -141,8 +148,11 @@ def create_app(coordinator: Coordinator, *, limits: HubLimits | None = None) -> 
         await request.body()  # what follows the body is the disconnect that is looked for below
         deadline = time.monotonic() + wait_s
         batch = coordinator.next_batch()
-        while batch is None and (remaining := deadline - time.monotonic()) > 0:
-            await arrivals.wait(remaining)
+        while batch is None and not arrivals.is_closed:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return None
+            await arrivals.wait(remaining_s)
             if await request.is_disconnected():
                 return None
             batch = coordinator.next_batch()
@@ -256,6 +266,11 @@ def create_app(coordinator: Coordinator, *, limits: HubLimits | None = None) -> 
         return "Reset successful"
 
     return app
+
+
+def stop_waiting(app: FastAPI) -> None:
+    """Answer every waiting `GET /batch` now, for a quick shutdown."""
+    app.state.arrivals.close()
 
 
 async def _read_env_id(request: Request, env_id: int | None = None) -> int:

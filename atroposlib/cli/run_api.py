@@ -17,11 +17,12 @@ from types import FrameType
 import uvicorn
 from pydantic import BaseModel, Field
 
+from atroposlib.api.server import app, stop_waiting
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
 
 SHUTDOWN_GRACE_S = 2
-"""How long open requests may finish after a stop signal; a waiting `GET /batch` is cut then."""
+"""How long requests that are being answered may take after a stop signal."""
 
 
 class RunApiConfig(BaseModel):
@@ -29,6 +30,14 @@ class RunApiConfig(BaseModel):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes any")
+
+
+class _Server(uvicorn.Server):
+    """Stops at once although a trainer waits for a batch."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        stop_waiting(app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,9 +56,9 @@ def serve(argv: Sequence[str] | None) -> int:
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
     listener = listen(config.host, config.port)
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
-            "atroposlib.api.server:app",
+            app,
             log_config=None,
             log_level="warning",
             access_log=False,

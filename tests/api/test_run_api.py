@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
 from atroposlib.cli.run_api import is_loopback
+from atroposlib.client import TrainerClient, TrainerRegistration
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,6 +64,33 @@ def test_hub_says_where_it_listens_and_stops_cleanly(tmp_path: Path, stop: signa
     assert output == ""
     assert "Traceback" not in errors
     assert "warning" not in errors
+
+
+def test_waiting_trainer_does_not_hold_up_the_stop(tmp_path: Path) -> None:
+    with start(tmp_path, "--port", "0") as hub:
+        url = listening_url(hub)
+        try:
+            with TrainerClient(url) as trainer, ThreadPoolExecutor(1) as pool:
+                trainer.register(
+                    TrainerRegistration(
+                        batch_size=4,
+                        max_token_len=9,
+                        checkpoint_dir="ck",
+                        save_checkpoint_interval=1,
+                        starting_step=0,
+                        num_steps=1,
+                    )
+                )
+                waiting = pool.submit(trainer.batch, 30.0)
+                time.sleep(0.2)
+                hub.terminate()
+                assert waiting.result(timeout=20) is None
+        finally:
+            hub.terminate()
+        _, errors = hub.communicate(timeout=20)
+    assert hub.returncode == 0
+    assert "Traceback" not in errors
+    assert "exceeded" not in errors
 
 
 def test_files_written_beside_the_hub_do_not_restart_it(tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ class EngineConfig(BaseModel):
     port: int = Field(default=9001, ge=0, le=65535, description="0 takes a free port.")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Of weights and cache; auto: float32 on the CPU, bfloat16 on CUDA."
+        default="auto",
+        description="Of weights and cache; auto: float32 on the CPU, bfloat16 on CUDA.",
     )
     max_num_seqs: int = Field(default=256, ge=1, description="Sequences decoded together.")
     max_model_len: int | None = Field(
@@ -372,6 +373,8 @@ class _Routes:
         finally:
             gone.cancel()
             if not results.done():
+                # A cancelled gather holds a CancelledError that asyncio reports as lost unless it is read.
+                results.add_done_callback(lambda done: done.exception())
                 results.cancel()
                 with contextlib.suppress(EngineUnavailable):
                     for work in pending:

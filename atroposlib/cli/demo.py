@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -409,6 +410,8 @@ def _check_prerequisites(config: DemoConfig) -> None:
         raise ConfigError(
             "--engine vllm needs --vllm_python, the interpreter of the environment that has vLLM"
         )
+    if config.vllm_python is not None and shutil.which(config.vllm_python) is None:
+        raise ConfigError(f"--vllm_python {config.vllm_python}: there is no such program")
     if config.engine == "local" and config.vllm_python is not None:
         raise ConfigError("--vllm_python is for --engine vllm; add that or leave this away")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -171,7 +172,8 @@ def test_two_demos_do_not_share_a_directory(tmp_path: Path) -> None:
     ("flags", "said"),
     [
         (["--engine", "vllm"], "--vllm_python"),
-        (["--vllm_python", "/x/python"], "--engine vllm"),
+        (["--vllm_python", sys.executable], "--engine vllm"),
+        (["--engine", "vllm", "--vllm_python", "/no/python"], "/no/python: there is no such"),
         (["--steps", "0"], "steps"),
         (["--step", "3"], "--steps"),
     ],

@@ -12,6 +12,7 @@ from typing import Protocol
 from example_trainer.bridges.reload import ReloadBridge
 from example_trainer.bridges.restart import RestartBridge
 from example_trainer.config import TrainerConfig
+from example_trainer.model import choose_device, choose_dtype
 from example_trainer.vllm_process import (
     EngineProcess,
     local_engine_command,
@@ -51,8 +52,10 @@ def make_bridge(config: TrainerConfig, *, initial_model: Path) -> WeightBridge:
 
 def make_engine(config: TrainerConfig, model: Path) -> EngineProcess:
     """Return the engine that the configuration describes, on `model`, not yet started."""
-    is_cpu = config.device == "cpu"
-    dtype = config.dtype
+    device = choose_device(config)
+    is_cpu = device.type == "cpu"
+    # That of the published weights: vLLM's own choice for float32 weights is 16 bits.
+    dtype = str(choose_dtype(config, device)).removeprefix("torch.")
     if config.engine == "vllm":
         argv = vllm_command(
             python=config.vllm_python or sys.executable,
@@ -70,8 +73,8 @@ def make_engine(config: TrainerConfig, model: Path) -> EngineProcess:
             model=model,
             port=config.vllm_port,
             served_model_name=config.model_name,
-            device=config.device,
-            dtype="float32" if dtype == "auto" and is_cpu else dtype,
+            device=device.type,
+            dtype=dtype,
             threads=config.num_threads or 1,
             seed=config.seed,
         )

@@ -1,0 +1,43 @@
+"""Which engine and which bridge a configuration makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from example_trainer.bridges import make_bridge, make_engine
+from example_trainer.config import TrainerConfig
+
+
+def command_of(**settings: Any) -> list[str]:
+    config = TrainerConfig(model_name="org/name", device="cpu", vllm_port=9123, **settings)
+    return make_engine(config, Path("/weights/version_3")).argv
+
+
+def value_of(command: list[str], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
+def test_the_local_engine_computes_in_the_trainers_dtype() -> None:
+    command = command_of(engine="local", seed=4)
+    assert "atroposlib.engine.server" in command
+    assert value_of(command, "--model") == "/weights/version_3"
+    assert value_of(command, "--served_model_name") == "org/name"
+    assert (value_of(command, "--dtype"), value_of(command, "--device")) == ("float32", "cpu")
+    assert (value_of(command, "--port"), value_of(command, "--seed")) == ("9123", "4")
+
+
+def test_vllm_runs_in_its_own_python_and_keeps_the_models_name() -> None:
+    command = command_of(engine="vllm", vllm_python="/venv/bin/python", max_model_len=77)
+    assert command[0] == "/venv/bin/python"
+    assert value_of(command, "--served-model-name") == "org/name"
+    assert (value_of(command, "--dtype"), value_of(command, "--max-model-len")) == ("float32", "77")
+    assert "--gpu-memory-utilization" not in command
+
+
+def test_the_flag_chooses_the_bridge() -> None:
+    for name in ("restart", "reload"):
+        config = TrainerConfig(model_name="m", bridge=name)  # type: ignore[arg-type]
+        bridge = make_bridge(config, initial_model=Path("/weights/version_0"))
+        assert bridge.name == name
+        bridge.close()

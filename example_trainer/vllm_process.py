@@ -66,7 +66,7 @@ class EngineProcess:
         log_path: Path,
         env: Mapping[str, str] | None = None,
         startup_timeout_s: float = 300.0,
-        stop_grace_s: float = 20.0,
+        stop_grace_s: float = 5.0,
     ) -> None:
         if not argv:
             raise ConfigError("argv: empty; expected the engine's command line")

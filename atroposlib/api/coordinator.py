@@ -39,7 +39,7 @@ from atroposlib.errors import AtroposError, GroupError
 logger = logging.getLogger(__name__)
 
 MIN_ENV_WEIGHT = 0.01
-"""The least share of the work an environment is told to do (`CONTRACT.md` 2.8)."""
+"""The least share of the work an environment is told to do, as in the original."""
 
 
 class NotRegistered(AtroposError):
@@ -323,7 +323,7 @@ class Coordinator:
     def status_env(self, env_id: int) -> EnvStatus:
         """Tell an environment how much work is ahead of it. Raises `UnknownEnvironment`.
 
-        Formulas: `CONTRACT.md` 2.8; other environments' sequences are rounded up to the largest
+        The original's formulas, without their side effects; other environments' sequences are rounded up to the largest
         queued group.
         """
         environment = self._environment(env_id)

@@ -78,16 +78,21 @@ class Policy:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def load_policy(config: TrainerConfig) -> Policy:
-    """Load model and tokenizer for training; ConfigError names the path when they cannot be loaded."""
-    device = choose_device(config)
-    dtype = choose_dtype(config, device)
-    name = config.model_name
+def check_model_path(name: str) -> None:
+    """Raise ConfigError for a path without a checkpoint; names on the hub pass."""
     if _is_path(name) and not (Path(name) / "config.json").is_file():
         found = "has no config.json" if Path(name).is_dir() else "does not exist"
         raise ConfigError(
             f"--model_name {name}: this directory {found}; give a checkpoint directory"
         )
+
+
+def load_policy(config: TrainerConfig) -> Policy:
+    """Load model and tokenizer for training; ConfigError names the path when they cannot be loaded."""
+    device = choose_device(config)
+    dtype = choose_dtype(config, device)
+    name = config.model_name
+    check_model_path(name)
     try:
         settings = AutoConfig.from_pretrained(name)
         for key, value in vars(settings).items():

@@ -37,8 +37,10 @@ def _run(argv: Sequence[str] | None) -> None:
         )
     start_command()
     from example_trainer.bridges import make_engine
+    from example_trainer.model import check_model_path
     from example_trainer.training import train
 
+    check_model_path(config.model_name)
     reloads = config.bridge == "reload"
     with make_engine(config, Path(config.model_name)) if reloads else nullcontext():
         train(config)

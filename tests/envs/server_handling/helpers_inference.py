@@ -30,11 +30,15 @@ class FakeEngine:
         self.ignores_n = ignores_n
         self.gives_token_ids = True
         self.spans: list[dict[str, Any]] | None = None
+        self.weight_version: str | None = None
+        """What /weight_info tells; None: the route does not exist."""
+        self.num_weight_info = 0
         self.drop_logprobs = 0
         self.hold: asyncio.Event | None = None
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._health)
+        app.router.add_get("/weight_info", self._weight_info)
         paths = {}
         if routes in ("vllm", "both"):
             app.router.add_post("/v1/completions", self._completions)
@@ -74,6 +78,12 @@ class FakeEngine:
     async def _health(self, request: web.Request) -> web.Response:
         self.num_health += 1
         return web.Response(status=self.health_statuses.pop(0) if self.health_statuses else 200)
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        self.num_weight_info += 1
+        if self.weight_version is None:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response({"weight_version": self.weight_version})
 
     async def _read(self, request: web.Request) -> dict[str, Any]:
         body = await request.json()

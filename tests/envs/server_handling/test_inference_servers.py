@@ -63,6 +63,28 @@ async def test_base_url_may_end_in_v1_or_not(suffix: str) -> None:
     assert engine.requests[0][0] == "/v1/completions"
 
 
+async def test_a_server_without_spans_is_asked_which_weights_a_request_starts_under() -> None:
+    async with FakeEngine() as engine:
+        engine.weight_version = "7"
+        server = FastVLLM(engine.config())
+        first = await server.tokens_and_logprobs_completion(input_ids=PROMPT, n=2, max_tokens=3)
+        engine.weight_version = "8"
+        second = await server.tokens_and_logprobs_completion(input_ids=PROMPT, n=1, max_tokens=3)
+        await server.close()
+    assert first.weight_versions == [[("7", 3)], [("7", 3)]]
+    assert second.weight_versions == [[("8", 3)]]
+
+
+async def test_a_server_that_keeps_no_versions_is_asked_once() -> None:
+    async with FakeEngine() as engine:
+        server = FastVLLM(engine.config())
+        for _ in range(3):
+            sampled = await server.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=3)
+        await server.close()
+    assert sampled.weight_versions == [None]
+    assert engine.num_weight_info == 1
+
+
 async def test_weight_version_spans_are_read() -> None:
     async with FakeEngine() as engine:
         engine.spans = [

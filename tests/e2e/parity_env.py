@@ -44,8 +44,10 @@ class ParityEnv(BaseEnv):
             group["masks"].append(node.masked_tokens)
             group["inference_logprobs"].append(node.logprobs)
             group["scores"].append(sum(t % 2 == 0 for t in sampled) / len(sampled))
-        versions = [node.metadata.get("policy_version") for node in nodes]
-        group["policy_version"] = min((v for v in versions if v is not None), default=None)
+        spans = [span for node in nodes for span in node.metadata.get("weight_versions") or []]
+        versions = {int(span["weight_version"]) for span in spans}
+        # Sampled across a hand-over: no single policy's logprobs, so the trainer must not compare them with one.
+        group["policy_version"] = versions.pop() if len(versions) == 1 else None
         return group, []
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -72,7 +72,7 @@ class VLLMServer(OpenAIRoutesServer):
         """The server was found to have only the original's /generate route."""
         self._warned_about_max_tokens = False
         self._asks_weight_info = True
-        """Its completions carry no versions, and /weight_info may still tell the one they start under."""
+        """Its completions carry no versions, and /weight_info may still tell the one they are sampled under."""
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -128,17 +128,17 @@ class VLLMServer(OpenAIRoutesServer):
         sampled = parse_completions(answer, prompt_tokens=prompt_tokens, label=self._label)
         if any(spans is not None for spans in sampled.weight_versions):
             self._asks_weight_info = False
-        elif version is not None:
+        elif version is not None and version == await self._ask_weight_version():
             sampled.weight_versions = [
                 [WeightSpan(version, len(tokens))] for tokens in sampled.output_tokens
             ]
         return sampled
 
     async def _ask_weight_version(self) -> str | None:
-        """Return the version that a request beginning now starts under; None where the server keeps none.
+        """Return the version that the server holds now; None where it keeps none.
 
-        vLLM 0.32 reports no versions on `/v1/completions`. What it holds before the request is the oldest version
-        that can sample a token of it; weights swapped under way are newer and stay unseen.
+        vLLM 0.32 reports no versions on `/v1/completions`, so it is asked before and after. Where the two differ, which
+        weights sampled which token cannot be known, and no version is claimed.
         """
         if not self._asks_weight_info:
             return None

@@ -33,6 +33,8 @@ class FakeEngine:
         self.weight_version: str | None = None
         """What /weight_info tells; None: the route does not exist."""
         self.num_weight_info = 0
+        self.swaps_weights = False
+        """Every question finds newer weights than the one before."""
         self.drop_logprobs = 0
         self.hold: asyncio.Event | None = None
         app = web.Application()
@@ -83,7 +85,10 @@ class FakeEngine:
         self.num_weight_info += 1
         if self.weight_version is None:
             return web.json_response({"detail": "Not Found"}, status=404)
-        return web.json_response({"weight_version": self.weight_version})
+        answer = web.json_response({"weight_version": self.weight_version})
+        if self.swaps_weights:
+            self.weight_version = str(int(self.weight_version) + 1)
+        return answer
 
     async def _read(self, request: web.Request) -> dict[str, Any]:
         body = await request.json()

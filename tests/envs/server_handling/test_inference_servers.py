@@ -75,6 +75,15 @@ async def test_a_server_without_spans_is_asked_which_weights_a_request_starts_un
     assert second.weight_versions == [[("8", 3)]]
 
 
+async def test_no_version_is_claimed_for_a_request_during_which_weights_changed() -> None:
+    async with FakeEngine() as engine:
+        engine.weight_version, engine.swaps_weights = "7", True
+        server = FastVLLM(engine.config())
+        sampled = await server.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=3)
+        await server.close()
+    assert sampled.weight_versions == [None]
+
+
 async def test_a_server_that_keeps_no_versions_is_asked_once() -> None:
     async with FakeEngine() as engine:
         server = FastVLLM(engine.config())

@@ -63,6 +63,8 @@ _UNKNOWN_CONTEXT_LEN = 4096
 
 _SHUTDOWN_S = 5
 """Seconds that connections get to end after SIGTERM."""
+_BACKLOG = 2048
+"""Connections that may wait to be accepted (uvicorn's default)."""
 
 
 class EngineConfig(BaseModel):
@@ -517,6 +519,7 @@ def run(config: EngineConfig) -> int:
         try:
             warm_up(loaded.engine)
             host, port = listener.getsockname()[:2]
+            listener.listen(_BACKLOG)  # whoever reads the line below may connect at once
             logger.info("serving %s on http://%s:%s", loaded.model_name, host, port)
             return asyncio.run(_serve(loaded, listener))
         finally:

@@ -1,24 +1,32 @@
 """Clients of the hub: `HubClient` (async) for environments, `TrainerClient` (sync) for any trainer.
 
-Both speak packed groups to our hub and JSON to an original server. `HubClient` makes one attempt
-per call: retries belong to the environment runtime. `TrainerClient` retries its control calls
-itself; `batch()` is one attempt.
+Both speak packed groups to our hub and JSON to an original server, and mark their requests with
+`Atropos-Client`, which is how the hub knows that it may answer 429 and that leases are understood.
+`HubClient` makes one attempt per call: retries belong to the environment runtime. `TrainerClient`
+retries its control calls itself; `batch()` and `lease_batch()` are one attempt.
 
-    HubUnavailable     nobody answered, or 5xx: the same call may succeed later
+    HubUnavailable     nobody answered, 5xx or "later": the same call may succeed later
     HubRejected        the hub refused: the same call will not succeed
     |- UnknownEnvironment     register the environment again
-    `- TrainerNotRegistered   register the trainer again
+    |- TrainerNotRegistered   register the trainer again
+    `- LeaseExpired           somebody else may get, or have, the batch
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
+import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import httpx
@@ -26,17 +34,23 @@ import msgspec
 import tenacity
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from atroposlib import __version__
 from atroposlib.api.schemas import (
+    AckReply,
+    CheckpointReply,
     EnvRegistration,
     EnvStatus,
+    HeartbeatReply,
     HubInfo,
     HubStatus,
+    RegisterTrainer,
     Registration,
     RegistrationReply,
+    Resume,
     WaitForTrainer,
     WandbInfo,
 )
-from atroposlib.errors import ConfigError, HubError, HubRejected, HubUnavailable
+from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, HubUnavailable
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from atroposlib.wire import (
     CONTENT_TYPE_JSON,
@@ -54,6 +68,10 @@ __all__ = [
     "HubClient",
     "HubInfo",
     "HubStatus",
+    "LeaseExpired",
+    "LeasedBatch",
+    "RegistrationReply",
+    "Resume",
     "SendReceipt",
     "TrainerClient",
     "TrainerNotRegistered",
@@ -65,12 +83,20 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
-T = TypeVar("T")
+
+TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
+"""Environment variable that holds the bearer token where no `token` is given."""
 
 _OFFLOAD_TOKENS = 20_000
 """Groups with more tokens than this are encoded in a thread."""
+_COMPRESS_FROM_BYTES = 64 * 1024
+"""Smaller bodies take less time on the wire than the compression takes."""
 _RETRYABLE = frozenset({408, 425, 429})
 """4xx that say "later", not "never"."""
+_KEEP_ALIVE_S = 4.0
+"""Idle connections are given up before the server does it (uvicorn: 5 s), so that no call meets its close."""
+_MAX_WAIT_FOR_RETRY_S = 60.0
+"""`Retry-After` is followed up to here."""
 
 
 class UnknownEnvironment(HubRejected):
@@ -79,6 +105,10 @@ class UnknownEnvironment(HubRejected):
 
 class TrainerNotRegistered(HubRejected):
     """The hub has no trainer, for example after its restart."""
+
+
+class LeaseExpired(HubRejected):
+    """The lease ended (time, release, a newer incarnation of the trainer): the batch is not ours any more."""
 
 
 class TrainerRegistration(Registration):
@@ -93,30 +123,64 @@ class SendReceipt:
     """The hub's answer to a `send`."""
 
     status: str
-    """`received`, or `buffered` for a single group that waits for others."""
+    """`received`; for a single group also `buffered` (it waits for others) or `duplicate` (the hub had it)."""
     buffered: int = 0
     """Groups of this call that were buffered."""
     buffer_size: int = 0
     """Sequences the hub buffers for the environment after the last of them."""
+    duplicates: int = 0
+    """Groups of this call that the hub already had."""
+    env_status: EnvStatus | None = None
+    """What `status_env` would answer now; None from an original server, or for an environment it does not know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedBatch:
+    """A batch that the hub keeps for this trainer until it is acknowledged, released or the lease ends.
+
+    From an original server, which knows no leases, everything but `groups` is None.
+    """
+
+    groups: list[ScoredGroup]
+    batch_id: int | str | None = None
+    lease_id: str | None = None
+    epoch: int | None = None
+    """The trainer's incarnation that the hub leased it to."""
+    step: int | None = None
+    """The hub's `current_step` after this delivery: 1 for the first batch of a run."""
+    expires_in_s: float | None = None
+    """How long the lease lasts without a heartbeat, counted from the answer."""
 
 
 class HubClient:
     """One environment's connection to the hub. One attempt per call, one session per client.
 
     Open it with `async with`. Every call raises `HubUnavailable` or `HubRejected`, or `HubError`
-    when the answer makes no sense.
+    when the answer makes no sense. `token` None takes `ATROPOS_HUB_TOKEN` from the environment;
+    `compress` None compresses large bodies unless the hub is on this machine, where it costs more
+    than it saves.
     """
 
-    def __init__(self, base_url: str, *, token: str | None = None, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        token: str | None = None,
+        compress: bool | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
         self._base_url = _checked_url(base_url)
-        self._headers = _authorization(token)
+        self._headers = _headers(token)
+        self._compresses = not _is_loopback(base_url) if compress is None else compress
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._speaks_packed = True
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            headers=self._headers, timeout=aiohttp.ClientTimeout(total=self._timeout_s)
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+            connector=aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_S),
         )
         return self
 
@@ -144,23 +208,55 @@ class HubClient:
         weight: float,
         group_size: int,
         min_batch_allocation: float | None = None,
+        env_uid: str | None = None,
     ) -> EnvRegistration | None:
-        """Register; None while the trainer has not started (ask again in a second)."""
-        body = {
+        """Register; None while the trainer has not started (ask again in a second).
+
+        `env_uid` is any string that stays the same for this process: registering again with it
+        gives the same `env_id` and name.
+        """
+        body: dict[str, Any] = {
             "max_token_length": max_token_length,
             "desired_name": desired_name,
             "weight": weight,
             "group_size": group_size,
             "min_batch_allocation": min_batch_allocation,
         }
+        if env_uid is not None:
+            body["env_uid"] = env_uid
         reply = await self._call("POST", "/register-env", json=body)
         parsed = _parse_either(reply)
         return parsed if isinstance(parsed, EnvRegistration) else None
 
-    async def status_env(self, env_id: int) -> EnvStatus:
-        """Raises `UnknownEnvironment` when the hub did not give out this id."""
+    async def status_env(
+        self,
+        env_id: int,
+        *,
+        wait_s: float = 0.0,
+        seen_step: int | None = None,
+        seen_policy: int | None = None,
+        env_uid: str | None = None,
+    ) -> EnvStatus:
+        """Return the work ahead of the environment.
+
+        With `wait_s` the hub answers when its step is no longer `seen_step` (or its policy version
+        no longer `seen_policy`), or after `wait_s` seconds; an original server answers at once.
+        Raises `UnknownEnvironment` when the hub did not give out this id, or gave it to an
+        environment that registered with another `env_uid`.
+        """
+        params: dict[str, str | int | float] = {"env_id": env_id}
+        asked = {"wait": wait_s or None, "seen_step": seen_step, "seen_policy": seen_policy}
+        params |= {name: value for name, value in asked.items() if value is not None}
+        if env_uid is not None:
+            params["env_uid"] = env_uid
         try:
-            reply = await self._call("GET", "/status-env", json={"env_id": env_id})
+            reply = await self._call(
+                "GET",
+                "/status-env",
+                params=params,
+                json={"env_id": env_id},  # where an original server looks for it
+                timeout=aiohttp.ClientTimeout(total=self._timeout_s + wait_s),
+            )
         except HubRejected as e:
             if e.status == 404:
                 raise UnknownEnvironment(str(e), status=e.status, detail=e.detail) from e
@@ -169,10 +265,9 @@ class HubClient:
 
     async def disconnect_env(self, env_id: int) -> None:
         """Leave: the environment no longer counts in weights and minimums."""
-        reply = msgspec.json.decode(
-            await self._call("POST", "/disconnect-env", json={"env_id": env_id})
-        )
-        if isinstance(reply, dict) and reply.get("status") == "failure":
+        answer = await self._call("POST", "/disconnect-env", json={"env_id": env_id})
+        reply = _json_object(answer, "POST /disconnect-env")
+        if reply.get("status") == "failure":
             detail = str(reply.get("error"))
             raise UnknownEnvironment(f"POST /disconnect-env: {detail}", status=200, detail=detail)
 
@@ -184,41 +279,46 @@ class HubClient:
         missing = [index for index, group in enumerate(groups) if group.group_id is None]
         if missing:
             raise ValueError(f"groups[{missing[0]}].group_id: None; a retry would store it twice")
-        if self._speaks_packed:
-            try:
-                return await self._send(groups, _packed_body, CONTENT_TYPE_PACKED)
-            except HubRejected as e:
-                # An original server cannot read the encoding; ours marks a refusal of the content.
-                if e.status not in (400, 415, 422) or "group_error" in e.detail:
-                    raise
-            receipt = await self._send(groups, _json_body, CONTENT_TYPE_JSON)
-            self._speaks_packed = False
-            return receipt
-        return await self._send(groups, _json_body, CONTENT_TYPE_JSON)
-
-    async def _send(
-        self,
-        groups: Sequence[ScoredGroup],
-        encode: Callable[[Sequence[ScoredGroup]], bytes],
-        content_type: str,
-    ) -> SendReceipt:
-        if sum(group.num_tokens for group in groups) > _OFFLOAD_TOKENS:
-            body = await asyncio.to_thread(encode, groups)
-        else:
-            body = encode(groups)
         path = "/scored_data" if len(groups) == 1 else "/scored_data_list"
-        reply = msgspec.json.decode(
-            await self._call("POST", path, data=body, headers={"Content-Type": content_type})
-        )
-        if not isinstance(reply, dict) or reply.get("status") not in ("received", "buffered"):
-            raise HubError(f"POST {path}: unexpected answer {reply!r:.200}")
-        if reply["status"] == "buffered":
-            return SendReceipt(status="buffered", buffered=1, buffer_size=reply["buffer_size"])
-        return SendReceipt(
-            status="received",
-            buffered=reply.get("buffered", 0),
-            buffer_size=reply.get("last_buffer_size", 0),
-        )
+        if self._speaks_packed:
+            body = await _encode(groups, _packed_body)
+            receipt = None
+            is_worth_it = self._compresses and len(body) > _COMPRESS_FROM_BYTES
+            if is_worth_it:
+                receipt = await self._send_native(
+                    path, await asyncio.to_thread(_compressed, body), "zstd"
+                )
+            if receipt is None:
+                receipt = await self._send_native(path, body)
+                self._compresses = self._compresses and not (is_worth_it and receipt is not None)
+            if receipt is not None:
+                return receipt
+        body = await _encode(groups, _json_body)
+        receipt = await self._send(path, body, {"Content-Type": CONTENT_TYPE_JSON})
+        self._speaks_packed = False
+        return receipt
+
+    async def _send_native(
+        self, path: str, body: bytes, coding: str | None = None
+    ) -> SendReceipt | None:
+        """Send a packed body; None when the server refuses the encoding rather than the content."""
+        headers = {"Content-Type": CONTENT_TYPE_PACKED}
+        if coding is not None:
+            headers["Content-Encoding"] = coding
+        try:
+            return await self._send(path, body, headers)
+        except HubRejected as e:
+            # An original server cannot read the encoding; ours marks a refusal of the content.
+            if e.status not in (400, 415, 422) or "group_error" in e.detail:
+                raise
+            return None
+
+    async def _send(self, path: str, body: bytes, headers: dict[str, str]) -> SendReceipt:
+        answer = await self._call("POST", path, data=body, headers=headers)
+        reply = _json_object(answer, f"POST {path}")
+        if reply.get("status") not in _SENT:
+            raise HubError(f"POST {path}: unexpected answer {answer[:200]!r}")
+        return _receipt(reply)
 
     async def _call(self, method: str, path: str, **request: Any) -> bytes:
         if self._session is None:
@@ -229,15 +329,19 @@ class HubClient:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError) as e:
             raise HubUnavailable(f"{method} {url}: {_reason(e)}") from e
-        _raise_for_status(response.status, body, f"{method} {url}")
+        retry_after = response.headers.get("Retry-After")
+        _raise_for_status(response.status, body, f"{method} {url}", retry_after)
         return body
 
 
 class TrainerClient:
-    """A trainer's connection to the hub.
+    """A trainer's connection to the hub. One thread takes batches; any thread may make control calls.
 
-    Control calls are retried here, for up to `retry_for_s`, while the hub is unavailable; `batch()`
-    is one attempt per call.
+    Control calls are retried here, for up to `retry_for_s`, while the hub is unavailable;
+    `batch()` and `lease_batch()` are one attempt per call. `token` None takes `ATROPOS_HUB_TOKEN`
+    from the environment; `compress` None asks for compressed batches unless the hub is on this
+    machine. An original server knows no leases, policies and checkpoints: those calls then do
+    nothing, which is logged once.
     """
 
     def __init__(
@@ -245,26 +349,32 @@ class TrainerClient:
         base_url: str,
         *,
         token: str | None = None,
+        compress: bool | None = None,
         timeout_s: float = 30.0,
         retry_for_s: float = 120.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._base_url = _checked_url(base_url)
+        self._compresses = not _is_loopback(base_url) if compress is None else compress
         self._timeout_s = timeout_s
         self._client = httpx.Client(
             base_url=self._base_url,
-            headers=_authorization(token),
+            headers=_headers(token),
             timeout=timeout_s,
+            limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S),
             transport=transport,
             trust_env=False,
         )
         self._retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(HubUnavailable),
-            wait=tenacity.wait_random_exponential(multiplier=0.5, max=5.0),
+            wait=_wait_as_told,
             stop=tenacity.stop_after_delay(retry_for_s),
             before_sleep=tenacity.before_sleep_log(logger, logging.WARNING),
             reraise=True,
         )
+        self._open_request: str | None = None
+        """Id of a lease request that has not been answered: the hub may have leased a batch to it."""
+        self._is_missing_logged = False
 
     def __enter__(self) -> Self:
         return self
@@ -280,20 +390,31 @@ class TrainerClient:
     def close(self) -> None:
         self._client.close()
 
-    def register(self, registration: Registration) -> int:
-        """Begin the run and return the trainer's id.
+    def register(
+        self,
+        registration: Registration,
+        *,
+        resume_step: int | None = None,
+        resume: Resume | Literal["replay", "requeue", "discard"] = Resume.REPLAY,
+    ) -> RegistrationReply:
+        """Begin the run, or go on from the checkpoint at `resume_step`.
 
-        If a run is live, the hub keeps it and ignores `registration`.
+        If a run is live, the hub keeps it and ignores `registration`. With `resume_step` leases
+        handed out before are void, and `resume` says what becomes of batches that were trained
+        after that step: delivered again as they were and in order, queued again, or dropped.
         """
-        body = self._control("POST", "/register", json=registration.model_dump())
-        return _parse(RegistrationReply, body).uuid
+        body = registration.model_dump(mode="json", exclude_none=True)
+        if resume_step is not None:
+            asked = RegisterTrainer(**body, resume_step=resume_step, resume=Resume(resume))
+            body = asked.model_dump(mode="json", exclude_none=True)
+        return _parse(RegistrationReply, self._control("POST", "/register", json=body))
 
     def status(self) -> HubStatus:
         return _parse(HubStatus, self._control("GET", "/status"))
 
     def publish_policy(self, version: int) -> None:
         """Announce the policy version whose weights the engines now serve."""
-        self._control("POST", "/policy", json={"version": version})
+        self._native("/policy", {"version": version})
 
     def reset(self) -> None:
         """Erase the hub's run: queue, environments, step."""
@@ -302,28 +423,166 @@ class TrainerClient:
     def batch(self, wait_s: float = 0.0) -> list[ScoredGroup] | None:
         """Return the next batch; None when there is none within `wait_s`.
 
-        One attempt: raises `HubUnavailable`, `TrainerNotRegistered`, or `GroupError` for a group
-        that fails the trainer's gate.
+        The batch counts as trained once it has been sent: use `lease_batch` where that is too
+        early. One attempt: raises `HubUnavailable`, `TrainerNotRegistered`, or `GroupError` for a
+        group that fails the trainer's gate.
         """
+        return self._take({}, wait_s).groups
+
+    def lease_batch(self, wait_s: float = 0.0, *, ttl_s: float | None = None) -> LeasedBatch | None:
+        """Lease the next batch for `ttl_s` (None: the hub's default); None when there is none within `wait_s`.
+
+        One attempt, errors as in `batch()`. When the answer was lost, the next call gets the same
+        batch.
+        """
+        if self._open_request is None:
+            self._open_request = uuid.uuid4().hex
+        params: dict[str, str | float] = {"lease": 1, "request_id": self._open_request}
+        if ttl_s is not None:
+            params["ttl"] = ttl_s
+        try:
+            delivery = self._take(params, wait_s)
+        except GroupError:
+            self._open_request = None  # it was answered; asking again must not get the same batch
+            raise
+        self._open_request = None
+        if delivery.groups is None:
+            return None
+        if delivery.meta.get("lease_id") is None:
+            self._log_missing("GET /batch?lease=1")
+            return LeasedBatch(groups=delivery.groups)
+        try:
+            lease = _Lease.model_validate(delivery.meta)
+        except ValidationError as e:
+            raise HubError(f"GET /batch: this is no lease: {delivery.meta!r:.200}") from e
+        return LeasedBatch(groups=delivery.groups, **lease.model_dump())
+
+    def heartbeat(self, batch: LeasedBatch) -> float | None:
+        """Renew the lease; return how long it lasts now, in seconds. Raises `LeaseExpired`."""
+        reply = self._control_lease("heartbeat", batch)
+        return None if reply is None else _parse(HeartbeatReply, reply).expires_in_s
+
+    def ack(self, batch: LeasedBatch, *, step: int | None = None) -> int | None:
+        """Say that the batch was trained, as `step` (None: the batch's own); return that step.
+
+        Safe to repeat. Raises `LeaseExpired` when the batch is not ours any more: it may be
+        trained twice. Raises `HubRejected` with status 404 at a hub that lost its run.
+        """
+        more = {} if step is None else {"step": step}
+        reply = self._control_lease("ack", batch, **more)
+        return None if reply is None else _parse(AckReply, reply).step
+
+    def release(self, batch: LeasedBatch) -> None:
+        """Give the batch back untrained: its groups are the next to be delivered."""
+        self._control_lease("release", batch)
+
+    def checkpoint(self, step: int, path: str | os.PathLike[str] | None = None) -> int:
+        """Say that the trainer can restart from `step`: batches up to there are not needed again.
+
+        Returns how many batches the hub let go of.
+        """
+        body = {"step": step, "path": None if path is None else os.fspath(path)}
+        reply = self._native("/checkpoints", body)
+        return 0 if reply is None else _parse(CheckpointReply, reply).committed
+
+    @contextmanager
+    def holding(self, batch: LeasedBatch) -> Iterator[None]:
+        """Renew the lease in a thread while the block runs, three times per lease duration.
+
+        Raises nothing by itself: a lease that is lost meanwhile is logged, and seen at `ack`.
+        """
+        if batch.lease_id is None:
+            yield
+            return
+        is_over = threading.Event()
+        thread = threading.Thread(
+            target=self._keep_lease, args=(batch, is_over), name="lease", daemon=True
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _keep_lease(self, batch: LeasedBatch, is_over: threading.Event) -> None:
+        pause_s = _until_renewal(batch.expires_in_s)
+        while not is_over.wait(pause_s):
+            timeout_s = min(self._timeout_s, max(1.0, pause_s))
+            try:
+                reply = self._lease_call("heartbeat", batch, timeout=timeout_s)
+                pause_s = _until_renewal(_parse(HeartbeatReply, reply).expires_in_s)
+            except HubUnavailable as e:
+                logger.warning("the lease of batch %s is not renewed yet: %s", batch.batch_id, e)
+                pause_s = min(5.0, pause_s)
+            except HubError as e:
+                logger.warning("the lease of batch %s is lost: %s", batch.batch_id, e)
+                return
+
+    def _take(self, params: dict[str, str | float], wait_s: float) -> _Delivery:
+        """Ask for a batch once."""
         began = time.monotonic()
+        if wait_s > 0:
+            params = params | {"wait": wait_s}
         response = self._request(
             "GET",
             "/batch",
-            params={"wait": wait_s} if wait_s > 0 else None,
+            params=params or None,
             headers={
                 "Accept": f"{CONTENT_TYPE_PACKED}, {CONTENT_TYPE_JSON}",
-                "Accept-Encoding": "identity",
+                "Accept-Encoding": "zstd" if self._compresses else "identity",
             },
             timeout=self._timeout_s + wait_s,
         )
         if CONTENT_TYPE_PACKED in response.headers.get("content-type", ""):
-            blobs = split_packed(response.content).blobs
-            return [unpack_group(blob, strictness=Strictness.MEANING) for blob in blobs]
-        groups = _read_json_batch(response.content)
-        if groups is None and (left := wait_s - (time.monotonic() - began)) > 0:
+            envelope = split_packed(response.content)
+            groups = [unpack_group(blob, strictness=Strictness.MEANING) for blob in envelope.blobs]
+            return _Delivery(groups, envelope.meta)
+        delivery = _read_json_batch(response.content)
+        if delivery.groups is None and (left := wait_s - (time.monotonic() - began)) > 0:
             # An original server answers at once, whatever `wait` says.
             time.sleep(min(left, 1.0))
-        return groups
+        return delivery
+
+    def _control_lease(self, what: str, batch: LeasedBatch, **more: Any) -> bytes | None:
+        """Call a route of the batch, with retries; None when it has no lease."""
+        if batch.lease_id is None:
+            self._log_missing(f"POST /batches/{{batch_id}}/{what}")
+            return None
+        return self._retrying(lambda: self._lease_call(what, batch, **more))
+
+    def _lease_call(
+        self, what: str, batch: LeasedBatch, *, timeout: float | None = None, **more: Any
+    ) -> bytes:
+        options = {} if timeout is None else {"timeout": timeout}
+        body = {"lease_id": batch.lease_id, **more}
+        path = f"/batches/{batch.batch_id}/{what}"
+        try:
+            return self._request("POST", path, json=body, **options).content
+        except HubRejected as e:
+            if e.status == 409:
+                raise LeaseExpired(str(e), status=e.status, detail=e.detail) from e
+            raise
+
+    def _native(self, path: str, body: dict[str, Any]) -> bytes | None:
+        """Post to a route that an original server does not have; None there."""
+        try:
+            return self._control("POST", path, json=body)
+        except HubRejected as e:
+            if e.status == 405 or (e.status == 404 and '"Not Found"' in e.detail):
+                self._log_missing(f"POST {path}")
+                return None
+            raise
+
+    def _log_missing(self, what: str) -> None:
+        if not self._is_missing_logged:
+            self._is_missing_logged = True
+            logger.warning(
+                "%s has no leases, policies or checkpoints (%s): a batch that this trainer loses"
+                " stays lost",
+                self._base_url,
+                what,
+            )
 
     def _control(self, method: str, path: str, **request: Any) -> bytes:
         """Send a call that is safe to repeat; the owner of its retries."""
@@ -333,25 +592,82 @@ class TrainerClient:
         where = f"{method} {self._base_url}{path}"
         try:
             response = self._client.request(method, path, **request)
-        except httpx.TransportError as e:
+        except (httpx.TransportError, httpx.DecodingError) as e:
             raise HubUnavailable(f"{where}: {_reason(e)}") from e
-        _raise_for_status(response.status_code, response.content, where)
+        retry_after = response.headers.get("Retry-After")
+        _raise_for_status(response.status_code, response.content, where, retry_after)
         return response
 
 
-def _read_json_batch(body: bytes) -> list[ScoredGroup] | None:
-    try:
-        reply = msgspec.json.decode(body)
-    except msgspec.DecodeError as e:
-        raise HubError(f"GET /batch: not JSON: {body[:200]!r}") from e
-    if not isinstance(reply, dict) or "batch" not in reply:
+class _Delivery(NamedTuple):
+    """An answer of `GET /batch`; `groups` is None when there was no batch."""
+
+    groups: list[ScoredGroup] | None
+    meta: dict[str, Any]
+
+
+class _Lease(BaseModel):
+    """What the hub says about a leased batch."""
+
+    batch_id: int | str
+    lease_id: str
+    epoch: int
+    step: int
+    expires_in_s: float
+
+
+def _until_renewal(expires_in_s: float | None) -> float:
+    """A third of the lease: two renewals may fail before it ends."""
+    return max(0.05, (expires_in_s or 0.0) / 3)
+
+
+_SENT = ("received", "buffered", "duplicate")
+
+
+def _receipt(reply: dict[str, Any]) -> SendReceipt:
+    status = reply["status"]
+    env_status = reply.get("env_status")
+    return SendReceipt(
+        status=status,
+        buffered=1 if status == "buffered" else reply.get("buffered", 0),
+        buffer_size=reply.get("buffer_size", 0) or reply.get("last_buffer_size", 0),
+        duplicates=1 if status == "duplicate" else reply.get("duplicates", 0),
+        env_status=None if env_status is None else _validated(EnvStatus, env_status),
+    )
+
+
+def _read_json_batch(body: bytes) -> _Delivery:
+    reply = _json_object(body, "GET /batch")
+    if "batch" not in reply:
         raise HubError(f"GET /batch: unexpected answer {body[:200]!r}")
     if reply.get("status") == "error":
         message = str(reply.get("message"))
         raise TrainerNotRegistered(f"GET /batch: {message}", status=200, detail=message)
-    if reply["batch"] is None:
-        return None
-    return [check_group(group, strictness=Strictness.MEANING) for group in reply["batch"]]
+    groups = reply.pop("batch")
+    if groups is None:
+        return _Delivery(None, reply)
+    return _Delivery([check_group(g, strictness=Strictness.MEANING) for g in groups], reply)
+
+
+def _json_object(body: bytes, where: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise HubError(f"{where}: unexpected answer {body[:200]!r}") from e
+
+
+async def _encode(
+    groups: Sequence[ScoredGroup], encode: Callable[[Sequence[ScoredGroup]], bytes]
+) -> bytes:
+    if sum(group.num_tokens for group in groups) > _OFFLOAD_TOKENS:
+        return await asyncio.to_thread(encode, groups)
+    return encode(groups)
+
+
+def _compressed(body: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=1).compress(body)
 
 
 def _packed_body(groups: Sequence[ScoredGroup]) -> bytes:
@@ -370,18 +686,46 @@ def _checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _authorization(token: str | None) -> Mapping[str, str]:
-    return {} if token is None else {"Authorization": f"Bearer {token}"}
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
-def _raise_for_status(status: int, body: bytes, where: str) -> None:
+def _headers(token: str | None) -> Mapping[str, str]:
+    token = (os.environ.get(TOKEN_VARIABLE, "") if token is None else token).strip()
+    headers = {"Atropos-Client": f"atroposlib/{__version__}"}
+    return headers | {"Authorization": f"Bearer {token}"} if token else headers
+
+
+def _raise_for_status(status: int, body: bytes, where: str, retry_after: str | None) -> None:
     if status < 400:
         return
     detail = body.decode("utf-8", "replace")
     message = f"{where}: {status} {detail:.500}"
     if status >= 500 or status in _RETRYABLE:
-        raise HubUnavailable(message)
+        raise HubUnavailable(message, retry_after_s=_seconds(retry_after))
     raise HubRejected(message, status=status, detail=detail)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Read `Retry-After` in its form as a number; the hub does not use the other one, a date."""
+    try:
+        return None if retry_after is None else max(0.0, float(retry_after))
+    except ValueError:
+        return None
+
+
+_backoff = tenacity.wait_random_exponential(multiplier=0.5, max=5.0)
+
+
+def _wait_as_told(state: tenacity.RetryCallState) -> float:
+    """Return the pause before the next attempt: a backoff, or longer where the hub says so."""
+    error = state.outcome.exception() if state.outcome is not None else None
+    told_s = error.retry_after_s if isinstance(error, HubUnavailable) else None
+    return max(_backoff(state), min(told_s or 0.0, _MAX_WAIT_FOR_RETRY_S))
 
 
 def _reason(error: Exception) -> str:
@@ -393,6 +737,13 @@ def _parse(model: type[M], body: bytes) -> M:
         return model.model_validate_json(body)
     except ValidationError as e:
         raise HubError(f"this is not a hub's {model.__name__}: {body[:200]!r}") from e
+
+
+def _validated(model: type[M], value: Any) -> M:
+    try:
+        return model.model_validate(value)
+    except ValidationError as e:
+        raise HubError(f"this is not a hub's {model.__name__}: {value!r:.200}") from e
 
 
 _registered_or_wait: TypeAdapter[EnvRegistration | WaitForTrainer] = TypeAdapter(

@@ -41,7 +41,14 @@ class HubError(AtroposError):
 
 
 class HubUnavailable(HubError):
-    """The hub did not answer, or answered 5xx; the same request may succeed later."""
+    """The hub did not answer, or answered 5xx or "later"; the same request may succeed later.
+
+    `retry_after_s` is how long the hub asks to wait; None when it does not say.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class HubRejected(HubError):

@@ -1,11 +1,9 @@
 """Which queued groups form the next batch, or why none can: a pure policy over group headers.
 
-Guarantees: a batch sums to exactly `batch_size` sequences; groups are never split; it is the batch
-that could have been cut earliest, made of the oldest groups possible; groups of one size from one
-environment leave in arrival order; an additional group never makes a feasible batch infeasible.
-Reachable sums are bits of one integer (bit n set: n sequences can be reached), so the work is
-bounded by the batch size, never exponential in the queue. The coordinator calls it; tokens and time
-never enter it.
+Guarantees: a batch sums to exactly `batch_size` sequences; groups are never split; it is the batch that could have been
+cut earliest, made of the oldest groups possible; groups of one size from one environment leave in arrival order; an
+additional group never makes a feasible batch infeasible. The work is bounded by the batch and the number of different
+(environment, size) pairs, never by the length of the queue. `GroupQueue` calls it; tokens and time never enter it.
 
 >>> sizes = [3, 4, 4]
 >>> queue = [GroupHeader(number=n, env_id=0, num_sequences=s) for n, s in enumerate(sizes)]
@@ -15,13 +13,17 @@ never enter it.
 
 from __future__ import annotations
 
+import enum
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from math import gcd
 from types import MappingProxyType
+from typing import NamedTuple
 
-_NO_FLOORS: Mapping[int, int] = MappingProxyType({})
+NO_FLOORS: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,18 @@ class GroupHeader:
     num_sequences: int
     policy_version: int | None = None
     """Oldest policy version that sampled a token of the group; None: unknown."""
+    arrival_step: int = 0
+    """Policy version that the engines served when the group came: stands in for an unknown `policy_version`."""
+    num_tokens: int = 0
+    num_bytes: int = 0
+    """Of the stored payload."""
+
+
+class Kind(NamedTuple):
+    """Groups of one kind are interchangeable: a batch takes the oldest of them."""
+
+    env_id: int | None
+    num_sequences: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +60,34 @@ class Plan:
     """Environments whose floor no choice of whole groups could honour together with the others."""
 
 
+class Blocker(enum.StrEnum):
+    """What stands between the queue and a batch."""
+
+    TOO_FEW = "too_few"
+    """Fewer sequences are queued than a batch holds."""
+    MINIMUM = "minimum"
+    """An environment has not queued what it must supply."""
+    SIZES = "sizes"
+    """There are enough sequences, but no choice of whole groups sums to the batch size."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoBatch:
     """No exact batch can be cut now."""
 
+    blocker: Blocker
     reason: str
-    is_stuck: bool = False
-    """There are enough sequences, but no choice of whole groups sums to the batch size."""
+    have: int
+    """Sequences queued in groups that fit into a batch: of `env_id`, or of all when that is None."""
+    need: int
+    """Sequences that it takes."""
+    env_id: int | None = None
+    """The environment that is waited for; None unless the blocker is MINIMUM."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """More groups of the kinds already queued may never help."""
+        return self.blocker is Blocker.SIZES
 
 
 def sequence_floors(batch_size: int, minimums: Mapping[int, float]) -> dict[int, int]:
@@ -77,7 +112,7 @@ def plan_batch(
     queue: Iterable[GroupHeader],
     *,
     batch_size: int,
-    floors: Mapping[int, int] = _NO_FLOORS,
+    floors: Mapping[int, int] = NO_FLOORS,
 ) -> Plan | NoBatch:
     """Choose the next batch from `queue`, which is in arrival order.
 
@@ -85,33 +120,44 @@ def plan_batch(
     that has not queued its floor is waited for. When all have, and whole groups still cannot honour
     every floor at once, the last floors are waived until a batch exists: waiting would not help.
     """
-    queued: Counter[int | None] = Counter()
-    candidates = _Candidates(batch_size, floors)
-    for group in queue:
-        if 0 < group.num_sequences <= batch_size:
-            queued[group.env_id] += group.num_sequences
-            candidates.add(group)
-    if queued.total() < batch_size:
-        return NoBatch(reason=f"{queued.total()} of {batch_size} sequences are queued")
-    for env_id, floor in floors.items():
-        if queued[env_id] < floor:
-            have = queued[env_id]
-            return NoBatch(
-                reason=f"environment {env_id} must supply {floor} of {batch_size} sequences"
-                f" (min_batch_allocation) and has {have} queued"
-            )
+    groups = list(queue)
+    num_groups = Counter(Kind(group.env_id, group.num_sequences) for group in groups)
+    return plan_counted(num_groups, lambda: groups, batch_size=batch_size, floors=floors)
+
+
+def plan_counted(
+    num_groups: Mapping[Kind, int],
+    oldest_first: Callable[[], Iterable[GroupHeader]],
+    *,
+    batch_size: int,
+    floors: Mapping[int, int] = NO_FLOORS,
+) -> Plan | NoBatch:
+    """`plan_batch` for a queue that has counted its groups.
+
+    `oldest_first` begins a walk over the queue; of a kind, it may leave out all but the oldest `batch_size //
+    num_sequences`.
+    """
+    usable = {kind: n for kind, n in num_groups.items() if 0 < kind.num_sequences <= batch_size}
+    missing = _what_is_missing(usable, batch_size, floors)
+    if missing is not None:
+        return missing
+    groups = _head_of_the_queue(oldest_first(), batch_size, floors)
+    if groups is not None:
+        return Plan(groups=tuple(groups))
     order = list(floors)
-    for num_kept in range(len(order), -1, -1):
-        kept = {env_id: floors[env_id] for env_id in order[:num_kept]}
-        groups = _earliest_batch(candidates.groups, batch_size, kept)
-        if groups is not None:
-            return Plan(groups=tuple(groups), waived=tuple(order[num_kept:]))
-    sizes = dict(sorted(Counter(group.num_sequences for group in candidates.groups).items()))
-    return NoBatch(
-        reason=f"no choice of whole groups sums to {batch_size} sequences"
-        f" (queued, size: groups that could take part: {sizes})",
-        is_stuck=True,
-    )
+
+    def can_keep(num_kept: int) -> bool:
+        return _can_fill(
+            usable, batch_size, {env_id: floors[env_id] for env_id in order[:num_kept]}
+        )
+
+    if not can_keep(0):
+        return _stuck(usable, batch_size)
+    # Of any feasible list of floors, every shorter one is feasible: find the longest.
+    num_kept = bisect_left(range(1, len(order) + 1), True, key=lambda n: not can_keep(n))
+    kept = {env_id: floors[env_id] for env_id in order[:num_kept]}
+    groups = _earliest_batch(oldest_first, batch_size, kept)
+    return Plan(groups=tuple(groups), waived=tuple(order[num_kept:]))
 
 
 def oldest_subset(sizes: Sequence[int], target: int) -> list[int]:
@@ -136,83 +182,250 @@ def oldest_subset(sizes: Sequence[int], target: int) -> list[int]:
     return chosen
 
 
-class _Candidates:
-    """The groups that could take part: of one lane and size, never more than fit into one batch."""
+def _what_is_missing(
+    usable: Mapping[Kind, int], batch_size: int, floors: Mapping[int, int]
+) -> NoBatch | None:
+    queued: Counter[int | None] = Counter()
+    for kind, num_groups in usable.items():
+        queued[kind.env_id] += kind.num_sequences * num_groups
+    have = queued.total()
+    if have < batch_size:
+        return NoBatch(
+            blocker=Blocker.TOO_FEW,
+            reason=f"{have} of {batch_size} sequences are queued",
+            have=have,
+            need=batch_size,
+        )
+    for env_id, floor in floors.items():
+        if queued[env_id] < floor:
+            return NoBatch(
+                blocker=Blocker.MINIMUM,
+                reason=f"environment {env_id} must supply {floor} of {batch_size} sequences"
+                f" (min_batch_allocation) and has {queued[env_id]} queued",
+                have=queued[env_id],
+                need=floor,
+                env_id=env_id,
+            )
+    return None
 
-    def __init__(self, batch_size: int, floors: Mapping[int, int]) -> None:
-        self.groups: list[GroupHeader] = []
-        self._batch_size = batch_size
-        self._floors = floors
-        self._num_seen: Counter[tuple[int | None, int]] = Counter()
 
-    def add(self, group: GroupHeader) -> None:
-        """Keep `group` unless enough older ones are interchangeable with it."""
-        kind = (_lane(group, self._floors), group.num_sequences)
-        if self._num_seen[kind] < self._batch_size // group.num_sequences:
-            self._num_seen[kind] += 1
-            self.groups.append(group)
+def _stuck(usable: Mapping[Kind, int], batch_size: int) -> NoBatch:
+    by_size: Counter[int] = Counter()
+    for kind, num_groups in usable.items():
+        by_size[kind.num_sequences] += num_groups
+    could_take_part = {size: min(n, batch_size // size) for size, n in sorted(by_size.items())}
+    return NoBatch(
+        blocker=Blocker.SIZES,
+        reason=f"no choice of whole groups sums to {batch_size} sequences"
+        f" (queued, size: groups that could take part: {could_take_part})",
+        have=sum(size * n for size, n in by_size.items()),
+        need=batch_size,
+    )
 
 
-def _lane(group: GroupHeader, floors: Mapping[int, int]) -> int | None:
-    """Environments with a floor are summed apart; all others together, as lane None."""
-    return group.env_id if group.env_id in floors else None
+def _head_of_the_queue(
+    groups: Iterable[GroupHeader], batch_size: int, floors: Mapping[int, int]
+) -> list[GroupHeader] | None:
+    """The oldest groups, none left out, if they happen to be a batch.
+
+    No batch is complete earlier, and none that is complete then can do without one of them.
+    """
+    head: list[GroupHeader] = []
+    missing = batch_size
+    for group in groups:
+        if not 0 < group.num_sequences <= batch_size:
+            continue
+        head.append(group)
+        missing -= group.num_sequences
+        if missing <= 0:
+            break
+    return head if missing == 0 and not _unmet(head, floors) else None
+
+
+def _unmet(groups: Iterable[GroupHeader], floors: Mapping[int, int]) -> dict[int, int]:
+    """The floors that `groups` do not honour."""
+    if not floors:
+        return {}
+    supplied: Counter[int | None] = Counter()
+    for group in groups:
+        supplied[group.env_id] += group.num_sequences
+    return {env_id: floor for env_id, floor in floors.items() if supplied[env_id] < floor}
 
 
 def _earliest_batch(
+    oldest_first: Callable[[], Iterable[GroupHeader]], batch_size: int, floors: Mapping[int, int]
+) -> list[GroupHeader]:
+    """The oldest groups within the shortest prefix of the queue that holds a batch; there is one.
+
+    Floors cost time only where they bind: the best batch of all, if it honours them, is the best that honours them.
+    """
+    asked: dict[int, int] = {}
+    while True:
+        prefix = _shortest_prefix(oldest_first(), batch_size, asked)
+        groups = _oldest_choice(prefix, batch_size, asked)
+        unmet = _unmet(groups, floors)
+        if not unmet:
+            return groups
+        # At most three rounds: none, those that bind, all.
+        asked = dict(floors) if asked else unmet
+
+
+def _lane(env_id: int | None, floors: Mapping[int, int]) -> int | None:
+    """Environments with a floor are summed apart; all others together, as lane None."""
+    return env_id if env_id in floors else None
+
+
+def _shortest_prefix(
+    groups: Iterable[GroupHeader], batch_size: int, floors: Mapping[int, int]
+) -> list[GroupHeader]:
+    """The candidates up to the group that completes the earliest batch."""
+    candidates = _candidates(groups, batch_size, floors)
+    prefix: list[GroupHeader] = []
+    mask = (1 << (batch_size + 1)) - 1
+    sums = 1
+    for group in candidates:
+        prefix.append(group)
+        sums = (sums | sums << group.num_sequences) & mask
+        if sums >> batch_size:
+            break
+
+    def is_enough(length: int) -> bool:
+        counts = Counter(Kind(group.env_id, group.num_sequences) for group in prefix[:length])
+        return _can_fill(counts, batch_size, floors)
+
+    too_short = len(prefix) - 1
+    while not is_enough(len(prefix)):
+        too_short = len(prefix)
+        prefix.extend(islice(candidates, len(prefix)))
+        assert len(prefix) > too_short, "there is no batch"
+    return prefix[: bisect_left(range(len(prefix)), True, lo=too_short + 1, key=is_enough)]
+
+
+def _candidates(
+    groups: Iterable[GroupHeader], batch_size: int, floors: Mapping[int, int]
+) -> Iterator[GroupHeader]:
+    """The groups that could take part: of one lane and size, never more than fit into one batch."""
+    num_seen: Counter[Kind] = Counter()
+    for group in groups:
+        size = group.num_sequences
+        if 0 < size <= batch_size:
+            kind = Kind(_lane(group.env_id, floors), size)
+            if num_seen[kind] < batch_size // size:
+                num_seen[kind] += 1
+                yield group
+
+
+def _oldest_choice(
     groups: Sequence[GroupHeader], batch_size: int, floors: Mapping[int, int]
-) -> list[GroupHeader] | None:
-    """The oldest groups within the shortest prefix of `groups` that holds an exact batch."""
+) -> list[GroupHeader]:
+    """Of `groups`, which hold a batch, take every one that a batch with those already taken can contain."""
+    rest = _Rest(groups, batch_size, floors)
+    refused: set[Kind] = set()
+    chosen: list[GroupHeader] = []
+    for group in groups:
+        kind = Kind(_lane(group.env_id, floors), group.num_sequences)
+        # What is refused once stays refused: a batch with the later group could have had the older one instead.
+        if kind not in refused and rest.take_if_possible(kind):
+            chosen.append(group)
+        else:
+            refused.add(kind)
+            rest.leave(kind)
+    return chosen
 
-    def is_enough(num_groups: int) -> bool:
-        return _LaneSums(groups[:num_groups], batch_size, floors).can_fill()
 
-    if not is_enough(len(groups)):
-        return None
-    shortest = bisect_left(range(len(groups)), True, key=is_enough)
-    lanes = _LaneSums(groups[:shortest], batch_size, floors)
-    return [group for group in groups[:shortest] if lanes.take_if_possible(group)]
+class _Rest:
+    """What the groups not yet visited can add to those taken.
 
-
-class _LaneSums:
-    """A walk over `groups`, oldest first, that knows which sums the rest of each lane can reach."""
+    Each lane knows the sums that its unvisited groups reach, counted from what the lane still owes. They are the leaves
+    of a tree whose inner nodes hold the sums of their lanes together, so that a change of one lane costs the logarithm
+    of the number of lanes. `_spare` is what may be taken beyond all that is owed.
+    """
 
     def __init__(
         self, groups: Sequence[GroupHeader], batch_size: int, floors: Mapping[int, int]
     ) -> None:
-        self._floors = floors
-        self._missing = batch_size
-        self._owed: dict[int | None, int] = {None: 0}
-        self._owed |= dict(floors.items())
-        sizes: dict[int | None, list[int]] = {lane: [] for lane in self._owed}
+        lanes: dict[int | None, list[int]] = {None: [], **{env_id: [] for env_id in floors}}
         for group in groups:
-            sizes[_lane(group, floors)].append(group.num_sequences)
-        self._sums = {lane: _suffix_sums(of_lane, batch_size) for lane, of_lane in sizes.items()}
-        self._visited = dict.fromkeys(self._owed, 0)
+            lanes[_lane(group.env_id, floors)].append(group.num_sequences)
+        self._spare = batch_size - sum(floors.values())
+        self._owed: dict[int | None, int] = {None: 0, **floors}
+        self._sums = {
+            lane: _suffix_sums(sizes, self._owed[lane] + self._spare)
+            for lane, sizes in lanes.items()
+        }
+        self._visited = dict.fromkeys(lanes, 0)
+        self._steps = {lane: gcd(*sizes) for lane, sizes in lanes.items()}
+        # A heap-shaped tree: node n has the children 2n and 2n + 1; node 1 is the root.
+        self._leaf = {lane: len(lanes) + n for n, lane in enumerate(lanes)}
+        self._nodes = [_ZERO] * len(lanes)
+        self._nodes += [_Sums(self._sums[x][0] >> self._owed[x], self._steps[x]) for x in lanes]
+        for node in range(len(lanes) - 1, 0, -1):
+            self._nodes[node] = _add(self._nodes[2 * node], self._nodes[2 * node + 1], self._spare)
 
-    def can_fill(self) -> bool:
-        """Can the groups not yet visited make up what is missing, every floor honoured?"""
-        return self._can_fill(self._missing, self._owed)
+    def leave(self, kind: Kind) -> None:
+        """Visit the next group of the lane without taking it."""
+        # The leaf may go on counting it: no batch with the groups taken contains it.
+        self._visited[kind.env_id] += 1
 
-    def take_if_possible(self, group: GroupHeader) -> bool:
-        """Visit the next group; True when it becomes part of the batch."""
-        lane, size = _lane(group, self._floors), group.num_sequences
-        self._visited[lane] += 1
-        if size > self._missing:
+    def take_if_possible(self, kind: Kind) -> bool:
+        """Visit and take the next group of the lane if a batch remains possible; else change nothing."""
+        lane, size = kind
+        owed = max(0, self._owed[lane] - size)
+        spare = self._spare - max(0, size - self._owed[lane])
+        if spare < 0:
             return False
-        owed = {**self._owed, lane: self._owed[lane] - size}
-        if not self._can_fill(self._missing - size, owed):
+        visited = self._visited[lane] + 1
+        node = self._leaf[lane]
+        path = [_Sums(self._sums[lane][visited] >> owed, self._steps[lane])]
+        while node > 1:
+            path.append(_add(path[-1], self._nodes[node ^ 1], spare))
+            node //= 2
+        if not path[-1].bits >> spare & 1:
             return False
-        self._missing -= size
-        self._owed = owed
+        node = self._leaf[lane]
+        for sums in path:
+            self._nodes[node] = sums
+            node //= 2
+        self._owed[lane], self._spare, self._visited[lane] = owed, spare, visited
         return True
 
-    def _can_fill(self, missing: int, owed: Mapping[int | None, int]) -> bool:
-        totals = 1
-        for lane, least in owed.items():
-            sums = self._sums[lane][self._visited[lane]]
-            least = max(0, least)
-            totals = _add_sums(totals, sums >> least << least, missing)
-        return bool(totals >> missing & 1)
+
+def _can_fill(num_groups: Mapping[Kind, int], batch_size: int, floors: Mapping[int, int]) -> bool:
+    """Is there a choice that sums to `batch_size` and honours all `floors`?"""
+    spare = batch_size - sum(floors.values())
+    if spare < 0:
+        return False
+    lanes: dict[int | None, Counter[int]] = defaultdict(Counter)
+    for kind, count in num_groups.items():
+        lanes[_lane(kind.env_id, floors)][kind.num_sequences] += count
+    total = _sums_of(lanes[None], spare)
+    for env_id, floor in floors.items():
+        sums = _sums_of(lanes[env_id], floor + spare)
+        total = _add(total, _Sums(sums.bits >> floor, sums.step), spare)
+        if not total.bits:
+            return False
+    return bool(total.bits >> spare & 1)
+
+
+class _Sums(NamedTuple):
+    """A set of numbers that are equal modulo `step`."""
+
+    bits: int
+    """Bit n set: n is in the set."""
+    step: int
+    """0 when the set has at most one number."""
+
+
+_ZERO = _Sums(1, 0)
+
+
+def _sums_of(num_groups: Mapping[int, int], limit: int) -> _Sums:
+    """Sums up to `limit` of any choice among so many groups of each size."""
+    mask = (1 << (limit + 1)) - 1
+    sums = 1
+    for size, count in num_groups.items():
+        sums = _spread(sums, size, min(count, limit // size) + 1) & mask
+    return _Sums(sums, gcd(*num_groups))
 
 
 def _suffix_sums(sizes: Sequence[int], limit: int) -> list[int]:
@@ -225,13 +438,39 @@ def _suffix_sums(sizes: Sequence[int], limit: int) -> list[int]:
     return sums
 
 
-def _add_sums(left: int, right: int, limit: int) -> int:
-    """Bit set of a + b, up to `limit`, for every a in `left` and b in `right`."""
-    if left.bit_count() > right.bit_count():
-        left, right = right, left
+def _add(left: _Sums, right: _Sums, limit: int) -> _Sums:
+    """a + b, up to `limit`, for every a in `left` and b in `right`.
+
+    Sums of groups are mostly unbroken runs of multiples of their step, and a run is added by doubling.
+    """
+    left_starts, right_starts = _run_starts(left), _run_starts(right)
+    if left_starts.bit_count() < right_starts.bit_count():
+        left, right, right_starts = right, left, left_starts
+    step = right.step or 1
+    run_ends = right.bits & ~(right.bits >> step)
     total = 0
-    while left:
-        lowest = left & -left
-        total |= right << (lowest.bit_length() - 1)
-        left ^= lowest
-    return total & ((1 << (limit + 1)) - 1)
+    for first, last in zip(_positions(right_starts), _positions(run_ends), strict=True):
+        total |= _spread(left.bits, step, (last - first) // step + 1) << first
+    return _Sums(total & ((1 << (limit + 1)) - 1), gcd(left.step, right.step))
+
+
+def _run_starts(sums: _Sums) -> int:
+    return sums.bits & ~(sums.bits << (sums.step or 1))
+
+
+def _spread(bits: int, step: int, num_copies: int) -> int:
+    """The union of `bits` moved by 0, 1, ... `num_copies` - 1 steps."""
+    num_done = 1
+    while num_done < num_copies:
+        num_more = min(num_done, num_copies - num_done)
+        bits |= bits << num_more * step
+        num_done += num_more
+    return bits
+
+
+def _positions(bits: int) -> Iterator[int]:
+    """Positions of set bits, ascending."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest

@@ -1,53 +1,131 @@
-"""One run as a state machine: trainer, environments, queue, step, ledger.
+"""One run as a state machine: trainer, environments, queue, batches, step, ledger.
 
-The only owner of the hub's state. No HTTP and no files: the server calls it from one event loop,
-payloads go to the store it was given, clock and run ids are injected. Every method is synchronous
-and either changes everything it says or raises before it changed anything. Every group that ever
-came in is in exactly one place of the ledger.
+The only owner of a run's state. No HTTP and no files; clock and ids are injected. Memory is changed first, in one
+piece between two awaits, and each change goes to the store in that order; a method returns when its change is as
+durable as the store promises. Every group that ever came in is in exactly one place of the ledger.
+
+    received -> (buffered ->) queued -> leased -> trained -> freed
+                                 ^--------'           with side exits expired, dead, discarded, rejected
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import secrets
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+import msgspec
 
 from atroposlib.api.batching import (
     GroupHeader,
     NoBatch,
+    Plan,
     oldest_subset,
-    plan_batch,
     sequence_floors,
 )
+from atroposlib.api.environments import Environment, Environments, UnknownEnvironment
+from atroposlib.api.queue import GroupQueue
 from atroposlib.api.schemas import (
+    DeadGroup,
+    EnvironmentView,
     EnvRegistration,
     EnvStatus,
+    Explanation,
     HubInfo,
     HubStatus,
     Ledger,
     RegisterEnv,
+    RegisterTrainer,
     Registration,
+    RegistrationReply,
+    Resume,
     WandbInfo,
 )
-from atroposlib.api.stores.base import Payload, PayloadStore
+from atroposlib.api.stores.base import (
+    Appended,
+    BatchState,
+    Change,
+    CorruptGroups,
+    Durability,
+    End,
+    Fate,
+    GroupStore,
+    Move,
+    NewGroup,
+    Place,
+    SavedRun,
+    StoredBatch,
+    StoreUsage,
+)
 from atroposlib.errors import AtroposError, GroupError
+
+__all__ = [
+    "Coordinator",
+    "Delivery",
+    "IncomingGroup",
+    "LeaseLost",
+    "LeaseRequest",
+    "NotRegistered",
+    "Overloaded",
+    "Receipt",
+    "RunPolicy",
+    "RunReset",
+    "UnknownBatch",
+    "UnknownEnvironment",
+]
 
 logger = logging.getLogger(__name__)
 
-MIN_ENV_WEIGHT = 0.01
-"""The least share of the work an environment is told to do, as in the original."""
+MAX_CLOSED_LEASES = 1024
+"""Ended leases that are remembered, so that a repeated acknowledgement is answered as the first."""
 
 
 class NotRegistered(AtroposError):
     """No trainer has registered, so there is no batch size to cut batches by."""
 
 
-class UnknownEnvironment(AtroposError):
-    """The environment id was not given out by this hub in this run."""
+class UnknownBatch(AtroposError):
+    """This run has handed out no batch of that id."""
+
+
+class LeaseLost(AtroposError):
+    """The lease expired, was given back, or belongs to an earlier incarnation of the trainer."""
+
+
+class RunReset(AtroposError):
+    """The run was reset while the request was under way."""
+
+
+class Overloaded(AtroposError):
+    """More is queued than the run may hold. The same request will be taken when batches have left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPolicy:
+    """What a run promises and how much it may hold. None: no bound."""
+
+    lease_ttl_s: float = 900.0
+    """Longer than a training step; a trainer renews it while it works."""
+    env_timeout_s: float = 60.0
+    """An environment not heard of for this long no longer counts in weights and minimums."""
+    max_staleness: int | None = None
+    """Policy versions; a trainer's registration may ask for another bound."""
+    max_deliveries: int = 5
+    """A group leased this often without an acknowledgement is set aside as dead."""
+    keep_trained_batches: int = 1000
+    keep_trained_bytes: int = 2**30
+    """Acknowledged batches kept, without a checkpoint, for a trainer that falls back; the older ones go first."""
+    keep_dead_bytes: int = 2**30
+    max_queued_bytes: int | None = None
+    max_queued_sequences: int | None = None
+    """Beyond either, groups are refused until batches leave; see `Coordinator.overload`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,176 +134,483 @@ class IncomingGroup:
 
     env_id: int | None
     num_sequences: int
+    num_tokens: int
     policy_version: int | None
     group_id: str | None
-    payload: Payload
+    digest: bytes
+    """16 bytes that tell contents apart; empty without a `group_id`."""
+    payload: bytes
+    """`wire.pack_group`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
-    """What became of one accepted group.
+class Receipt(NamedTuple):
+    """What became of one accepted group."""
 
-    A repeated `group_id` gets the receipt of the first time.
-    """
-
-    buffer_size: int | None
+    buffer_size: int | None = None
     """Sequences buffered for the environment after this group; None: it went to the queue."""
+    is_duplicate: bool = False
+    """The group came before under its id; nothing was stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """One delivered batch."""
+class LeaseRequest:
+    """How a trainer wants to hold a batch."""
 
-    step: int
-    """`current_step` after this delivery."""
-    payloads: list[Payload]
-    policy_versions: list[int | None]
-    """Per group: the oldest policy version that sampled it."""
+    ttl_s: float | None = None
+    """None: the run's `lease_ttl_s`."""
+    request_id: str | None = None
+    """Asking again with it returns the batch of the first answer, which may have been lost."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Environment:
-    """A registered environment. The id is its index in order of registration."""
+class Batch:
+    """A batch whose groups are still held."""
 
-    registration: RegisterEnv
-    name: str
-    is_connected: bool = True
-    last_seen: float
-    """Injected clock, seconds."""
-    buffered: list[GroupHeader] = field(default_factory=list)
-    """Odd-sized groups that wait for others to make up one full group."""
+    number: int
+    state: BatchState
+    step: int
+    epoch: int
+    lease_id: str
+    ttl_s: float
+    headers: Sequence[GroupHeader]
+    """In arrival order, which is also the order of delivery."""
+    expires_at: float = 0.0
+    """Injected clock; of no meaning unless leased."""
+    leased_at: float = 0.0
+    request_id: str | None = None
+    is_plain: bool = False
+    """Delivered to a client that knows no leases: held by its connection, not by time."""
+
+    def stored(self) -> StoredBatch:
+        return StoredBatch(
+            number=self.number,
+            state=self.state,
+            step=self.step,
+            epoch=self.epoch,
+            lease_id=self.lease_id,
+            ttl_s=self.ttl_s,
+            request_id=self.request_id,
+            is_plain=self.is_plain,
+        )
 
     @property
-    def share(self) -> float:
-        """`min_batch_allocation`, 0 when none is asked for or the environment has left."""
-        return (self.registration.min_batch_allocation or 0.0) if self.is_connected else 0.0
-
-    @property
-    def demand(self) -> float:
-        """Context length times weight: its claim on the work, compared with the others'."""
-        return self.registration.max_token_length * max(0.0, self.registration.weight)
+    def num_bytes(self) -> int:
+        return sum(header.num_bytes for header in self.headers)
 
 
-class _Queue:
-    """Headers of queued groups, first in first, with the counts that `/status-env` polls for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """One batch on its way to a trainer."""
+
+    batch_id: int
+    lease_id: str
+    epoch: int
+    step: int
+    """`current_step` after this delivery."""
+    expires_in_s: float
+    payloads: list[bytes]
+    staleness: list[int]
+    """Per group: policy versions between its sampling and now."""
+    num_tokens: int
+
+
+class Signal:
+    """Wakes everybody who waits for something to change.
+
+    One event loop; between a look at the state and `wait()` there must be no await, then nothing is missed.
+    """
 
     def __init__(self) -> None:
-        self._headers: dict[int, GroupHeader] = {}
-        self.num_sequences: Counter[int | None] = Counter()
-        """Queued sequences by environment; no entry for an environment without any."""
-        self._sizes: dict[int | None, Counter[int]] = {}
+        self._event = asyncio.Event()
+        self.is_closed = False
 
-    def __len__(self) -> int:
-        return len(self._headers)
+    def notify(self) -> None:
+        self._event.set()
+        if not self.is_closed:
+            self._event = asyncio.Event()
 
-    def __iter__(self) -> Iterator[GroupHeader]:
-        return iter(self._headers.values())
+    def close(self) -> None:
+        """Wake everybody for the last time: nobody waits from here on."""
+        self.is_closed = True
+        self._event.set()
 
-    def add(self, header: GroupHeader) -> None:
-        self._headers[header.number] = header
-        self.num_sequences[header.env_id] += header.num_sequences
-        self._sizes.setdefault(header.env_id, Counter())[header.num_sequences] += 1
+    async def wait(self, timeout_s: float) -> None:
+        """Return at the next change or after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+        except TimeoutError:
+            pass
 
-    def remove(self, headers: Iterable[GroupHeader]) -> None:
-        for header in headers:
-            del self._headers[header.number]
-            self.num_sequences[header.env_id] -= header.num_sequences
-            sizes = self._sizes[header.env_id]
-            sizes[header.num_sequences] -= 1
-            if not sizes[header.num_sequences]:
-                del sizes[header.num_sequences]
-            if not sizes:
-                del self._sizes[header.env_id], self.num_sequences[header.env_id]
 
-    def largest(self, env_id: int | None) -> int:
-        """Sequences of the environment's largest queued group; 0 without any."""
-        return max(self._sizes.get(env_id, ()), default=0)
+class _Dead(NamedTuple):
+    header: GroupHeader
+    reason: str
 
-    def largest_of_all(self) -> int:
-        return max((max(sizes) for sizes in self._sizes.values()), default=0)
+
+@dataclass(slots=True)
+class _Steps:
+    """Steps handed out with batches: a step that came back is given out again first."""
+
+    last: int = 0
+    returned: list[int] = field(default_factory=list)
+
+    @property
+    def current(self) -> int:
+        """Batches handed out and not given back, counted from the run's start."""
+        return self.last - len(self.returned)
+
+    def take(self) -> int:
+        if self.returned:
+            return heappop(self.returned)
+        self.last += 1
+        return self.last
+
+    def give_back(self, step: int) -> None:
+        heappush(self.returned, step)
 
 
 class Coordinator:
-    """One run: what is registered, what is queued, what was delivered."""
+    """One run: what is registered, what is queued, who holds which batch. Call `open` first."""
 
     def __init__(
         self,
-        store: PayloadStore,
+        store: GroupStore,
         *,
+        policy: RunPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         new_uuid: Callable[[], int] = lambda: uuid.uuid4().int,
+        new_lease_id: Callable[[], str] = lambda: secrets.token_hex(16),
+        name: str = "default",
     ) -> None:
+        self.name = name
+        self.policy = policy or RunPolicy()
+        self.arrivals = Signal()
+        """Something came that may make a batch possible."""
+        self.progress = Signal()
+        """The step or the policy version changed, or room was made."""
+        self.tokens_in = 0
+        self.tokens_out = 0
         self._store = store
         self._clock = clock
         self._new_uuid = new_uuid
+        self._new_lease_id = new_lease_id
+        self._generation = 0
         self._begin()
 
     def _begin(self) -> None:
+        self._generation += 1
         self._trainer: Registration | None = None
         self._has_started = False
         """True once the trainer has asked for a batch: this is what lets environments in."""
-        self._step = 0
+        self._steps = _Steps()
+        self._epoch = 0
         self._policy_version: int | None = None
-        self._environments: list[Environment] = []
-        self._queue = _Queue()
+        self._environments = Environments()
+        self._queue = GroupQueue()
+        self._batches: dict[int, Batch] = {}
+        """By number: leased, trained (oldest acknowledgement first) and waiting for replay."""
+        self._replay: deque[int] = deque()
+        """Numbers of batches to be delivered again, next first."""
+        self._closed: dict[int, tuple[str, int]] = {}
+        """Lease id and step of acknowledged batches whose bytes are freed, the newest."""
+        self._forgotten_step = 0
+        """The highest step whose batch was freed without a checkpoint."""
+        self._committed_step = 0
+        self._dead: dict[int, _Dead] = {}
+        self._deliveries: dict[int, int] = {}
+        """Per held group: times it was leased without an acknowledgement. Absent: none."""
         self._next_number = 0
-        self._is_plan_stale = True
-        self._is_stuck = False
-        self._latest: Payload | None = None
-        self._receipts: dict[str, Receipt] = {}
-        self._num_delivered = 0
-        self._num_duplicates = 0
-        self._num_refused_at_entry = 0
+        self._next_batch = 0
+        self._num_accepted = 0
+        self._ended: Counter[Fate] = Counter()
         self._rejected: Counter[str] = Counter()
+        self._num_duplicates = 0
+        self._latest: int | bytes | None = None
+        """Payload of the group queued last, or its number after a restart."""
+        self._plan: Plan | NoBatch | None = None
+        """None: the queue changed since the last look."""
+        self._is_stuck = False
+        self._backlog = _Backlog()
 
-    def reset(self) -> None:
+    async def open(self) -> str:
+        """Take over what the store holds; return one line that says what was found, empty for nothing."""
+        saved = await self._store.open()
+        if saved.document is not None:
+            self._restore_document(msgspec.json.decode(saved.document))
+        change = self._restore_groups(saved)
+        await self._store.commit(change)
+        if not saved.groups and saved.document is None:
+            return saved.found
+        ledger = self.ledger()
+        return (
+            f"run {self.name!r} at step {self._steps.current}: {ledger.queued} groups queued,"
+            f" {ledger.buffered} buffered, {ledger.leased} leased, {ledger.trained} trained, {ledger.dead} dead,"
+            f" {len(self._environments)} environments; {saved.found}".rstrip("; ")
+        )
+
+    async def close(self) -> None:
+        """Let everybody who waits go, and the store."""
+        self.stop_waiting()
+        await self._store.close()
+
+    def stop_waiting(self) -> None:
+        self.arrivals.close()
+        self.progress.close()
+
+    async def reset(self) -> None:
         """Forget the run: trainer, environments, groups, ledger. What is discarded is logged."""
         ledger = self.ledger()
         logger.warning(
-            "reset: discarding %d queued and %d buffered groups at step %d",
+            "run %s reset: discarding %d queued, %d buffered and %d leased groups at step %d",
+            self.name,
             ledger.queued,
             ledger.buffered,
-            self._step,
+            ledger.leased,
+            self._steps.current,
         )
-        self._store.clear()
         self._begin()
+        await self._store.clear()
+        self.progress.notify()
+
+    # What survives a restart
+
+    def _document(self) -> bytes:
+        trainer = None if self._trainer is None else self._trainer.model_dump()
+        document = {
+            "trainer": trainer,
+            "has_started": self._has_started,
+            "last_step": self._steps.last,
+            "returned_steps": sorted(self._steps.returned),
+            "epoch": self._epoch,
+            "policy_version": self._policy_version,
+            "environments": self._environments.save(),
+            "next_batch": self._next_batch,
+            "forgotten_step": self._forgotten_step,
+            "committed_step": self._committed_step,
+            "rejected": dict(self._rejected),
+            "duplicates": self._num_duplicates,
+        }
+        return msgspec.json.encode(document)
+
+    def _restore_document(self, document: Mapping[str, Any]) -> None:
+        if document["trainer"] is not None:
+            self._trainer = Registration.model_validate(document["trainer"])
+        self._has_started = document["has_started"]
+        self._steps = _Steps(document["last_step"], list(document["returned_steps"]))
+        self._epoch = document["epoch"]
+        self._policy_version = document["policy_version"]
+        self._environments.restore(document["environments"], now=self._clock())
+        self._next_batch = document["next_batch"]
+        self._forgotten_step = document["forgotten_step"]
+        self._committed_step = document["committed_step"]
+        self._rejected = Counter(document["rejected"])
+        self._num_duplicates = document["duplicates"]
+
+    def _restore_groups(self, saved: SavedRun) -> Change:
+        """Put every stored group where it was; return what has to change at once."""
+        self._next_number = saved.next_number
+        self._num_accepted = len(saved.groups) + saved.ended.total()
+        self._ended = Counter(saved.ended)
+        members: dict[int, list[GroupHeader]] = {}
+        buffered: list[GroupHeader] = []
+        moves: list[Move] = []
+        for group in saved.groups:
+            number = group.header.number
+            if group.deliveries:
+                self._deliveries[number] = group.deliveries
+            if group.place in (Place.LEASED, Place.TRAINED, Place.REPLAY):
+                assert group.batch is not None, f"group {number} is in no batch"
+                members.setdefault(group.batch, []).append(group.header)
+            elif group.place is Place.DEAD:
+                self._dead[number] = _Dead(group.header, group.reason or "")
+            elif group.place is Place.BUFFERED:
+                buffered.append(group.header)
+            else:
+                self._queue.add(group.header)
+                self._latest = number
+        now = self._clock()
+        closed = []
+        for row in sorted(saved.batches, key=lambda row: (row.step, row.number)):
+            headers = members.pop(row.number, [])
+            batch = Batch(
+                number=row.number,
+                state=row.state,
+                step=row.step,
+                epoch=row.epoch,
+                lease_id=row.lease_id,
+                ttl_s=row.ttl_s,
+                headers=headers,
+                leased_at=now,
+                # Nobody could renew it while the hub was away.
+                expires_at=now + row.ttl_s,
+                request_id=row.request_id,
+                is_plain=row.is_plain,
+            )
+            self._batches[row.number] = batch
+            if row.state is BatchState.REPLAY:
+                self._replay.append(row.number)
+            elif row.state is BatchState.LEASED and row.is_plain:
+                # Its connection died with the process before the body was confirmed.
+                moves += self._take_back(batch, counts=False)
+                closed.append(row.number)
+        assert not members, f"groups of unknown batches {list(members)}"
+        for header in buffered:
+            moves += self._buffer_or_queue(header)
+        return Change(moves=moves, closed_batches=closed, document=self._document())
+
+    async def _save(self, change: Change | None = None) -> None:
+        """Make a change durable together with the run's document."""
+        change = change or Change()
+        await self._store.commit(
+            Change(
+                moves=change.moves,
+                ends=change.ends,
+                batches=change.batches,
+                closed_batches=change.closed_batches,
+                document=self._document(),
+            )
+        )
 
     # Trainer
 
-    def register(self, registration: Registration) -> int:
-        """Register the trainer and return a 128-bit id.
+    async def register(self, registration: RegisterTrainer) -> RegistrationReply:
+        """Register the trainer; with `resume_step` go on from its checkpoint.
 
-        A second registration joins the live run and changes nothing.
+        Without it, a second registration joins the live run and changes nothing.
         """
-        if self._trainer is not None:
+        if self._trainer is not None and registration.resume_step is None:
             logger.warning(
-                "a second trainer registered; the live run keeps its state (batch_size %d, step %d)"
+                "a second trainer registered with run %s; the live run keeps its state (batch_size %d, step %d)"
                 " and ignores %s; GET /reset_data begins a new run",
+                self.name,
                 self._trainer.batch_size,
-                self._step,
-                registration.model_dump(exclude_defaults=True),
+                self._steps.current,
+                registration.model_dump(mode="json", exclude_defaults=True),
             )
-            return self._new_uuid()
-        self._trainer = registration
-        self._step = registration.starting_step
-        self._is_plan_stale = True
-        too_large = [h for h in self._queue if h.num_sequences > registration.batch_size]
-        if too_large:
-            logger.warning(
-                "rejecting %d groups, sent before the trainer came, larger than its batch_size %d",
-                len(too_large),
-                registration.batch_size,
-            )
-            self._store.take([header.number for header in too_large])
-            self._queue.remove(too_large)
-            self._rejected["larger_than_batch"] += len(too_large)
+            return RegistrationReply(uuid=self._new_uuid())
+        is_first = self._trainer is None
+        change = Change()
+        resumed = _Resumed()
+        if is_first:
+            self._steps = _Steps(registration.starting_step)
+        if registration.resume_step is not None:
+            self._epoch += 1
+            same_size = is_first or registration.batch_size == self.info().batch_size
+            change, resumed = self._resume(registration.resume_step, registration.resume, same_size)
+        fields = registration.model_dump(include=set(Registration.model_fields))
+        self._trainer = Registration.model_validate(fields)
+        ends = [*change.ends, *self._drop_oversized()]
+        self._queue_changed()
         logger.info(
-            "trainer registered: batch_size %d, step %d of %d",
+            "run %s: trainer registered: batch_size %d, step %d of %d",
+            self.name,
             registration.batch_size,
-            self._step,
+            self._steps.current,
             registration.num_steps,
         )
-        return self._new_uuid()
+        await self._save(
+            Change(
+                moves=change.moves,
+                ends=ends,
+                batches=change.batches,
+                closed_batches=change.closed_batches,
+            )
+        )
+        self.arrivals.notify()
+        self.progress.notify()
+        reply = RegistrationReply(uuid=self._new_uuid())
+        if registration.resume_step is None:
+            return reply
+        return reply.model_copy(
+            update={"epoch": self._epoch, "step": self._steps.current} | resumed._asdict()
+        )
+
+    def _drop_oversized(self) -> list[End]:
+        """Discard queued groups that came before the trainer and fit into no batch of its size."""
+        limit = self.info().batch_size
+        if self._queue.largest_of_all() <= limit:
+            return []
+        too_large = [h for h in self._queue if h.num_sequences > limit]
+        logger.warning(
+            "run %s: discarding %d groups, sent before the trainer came, larger than its batch_size %d",
+            self.name,
+            len(too_large),
+            limit,
+        )
+        self._queue.remove([header.number for header in too_large])
+        return self._end(too_large, Fate.DISCARDED)
+
+    def _resume(self, step: int, mode: Resume, same_size: bool) -> tuple[Change, _Resumed]:
+        """Void all leases; bring back what was trained after `step`, and what was not trained yet."""
+        undone = [
+            batch
+            for batch in self._batches.values()
+            if batch.state is not BatchState.TRAINED or batch.step > step
+        ]
+        undone.sort(key=lambda batch: (batch.step, batch.number))
+        # Groups that fit into no batch of the new size's pattern go one by one.
+        mode = Resume.REQUEUE if mode is Resume.REPLAY and not same_size else mode
+        num_groups = sum(len(batch.headers) for batch in undone)
+        moves: list[Move] = []
+        ends: list[End] = []
+        batches: list[StoredBatch] = []
+        self._replay.clear()
+        for batch in undone:
+            was_leased = batch.state is BatchState.LEASED
+            del self._batches[batch.number]
+            if mode is Resume.DISCARD:
+                ends += self._end(batch.headers, Fate.DISCARDED)
+                continue
+            alive, moved = self._count_failure(batch.headers) if was_leased else (batch.headers, [])
+            moves += moved
+            if mode is Resume.REQUEUE or not alive or len(alive) < len(batch.headers):
+                # A batch that lost a member is not the batch that was trained on.
+                moves += self._requeue(alive)
+                continue
+            batch.state = BatchState.REPLAY
+            self._batches[batch.number] = batch
+            self._replay.append(batch.number)
+            batches.append(batch.stored())
+            moves += [
+                Move(
+                    number=header.number,
+                    place=Place.REPLAY,
+                    batch=batch.number,
+                    deliveries=self._deliveries.get(header.number, 0),
+                )
+                for header in alive
+            ]
+        closed = [batch.number for batch in undone if batch.number not in self._batches]
+        forgotten = max(0, self._forgotten_step - step)
+        if forgotten:
+            logger.warning(
+                "run %s: the batches of %d steps after %d are no longer held and cannot come again",
+                self.name,
+                forgotten,
+                step,
+            )
+        self._steps = _Steps(step)
+        counts = {Resume.REPLAY: 0, Resume.REQUEUE: 0, Resume.DISCARD: 0}
+        replayed = sum(len(self._batches[number].headers) for number in self._replay)
+        counts[Resume.REPLAY] = replayed
+        if mode is Resume.DISCARD:
+            counts[mode] = num_groups
+        else:
+            counts[Resume.REQUEUE] = num_groups - replayed
+        logger.warning(
+            "run %s: a trainer goes on from step %d (epoch %d): %d groups replayed, %d requeued, %d discarded",
+            self.name,
+            step,
+            self._epoch,
+            counts[Resume.REPLAY],
+            counts[Resume.REQUEUE],
+            counts[Resume.DISCARD],
+        )
+        resumed = _Resumed(
+            counts[Resume.REPLAY], counts[Resume.REQUEUE], counts[Resume.DISCARD], forgotten
+        )
+        return Change(moves=moves, ends=ends, batches=batches, closed_batches=closed), resumed
 
     def wandb_info(self) -> WandbInfo:
         if self._trainer is None:
@@ -239,147 +624,618 @@ class Coordinator:
             batch_size=self._trainer.batch_size, max_token_len=self._trainer.max_token_len
         )
 
-    def set_policy(self, version: int) -> None:
+    async def set_policy(self, version: int) -> None:
         """Note the policy version that the engines serve from now on.
 
         It may go back after a rollback.
         """
         self._policy_version = version
+        await self._save()
+        self.progress.notify()
 
-    def next_batch(self) -> Batch | None:
-        """Deliver the next exact batch and advance the step; None when no batch can be cut yet.
+    @property
+    def current_version(self) -> int:
+        """The policy version that groups sampled now would have."""
+        return self._steps.current if self._policy_version is None else self._policy_version
 
+    @property
+    def max_staleness(self) -> int | None:
+        asked = None if self._trainer is None else self._trainer.max_staleness
+        return self.policy.max_staleness if asked is None else asked
+
+    # Batches
+
+    async def deliver(self, lease: LeaseRequest | None = None) -> Delivery | None:
+        """Hand out the next exact batch; None when none can be cut yet.
+
+        Without `lease` the delivery is plain: follow it up with `confirm` or `give_back`.
         Raises `NotRegistered` before the trainer has registered.
         """
         if self._trainer is None:
             raise NotRegistered("Trainer not registered. Call /register first.")
-        self._has_started = True
-        if not self._is_plan_stale:
-            return None
-        batch_size = self._trainer.batch_size
-        shares = {n: env.share for n, env in enumerate(self._environments) if env.share > 0}
-        plan = plan_batch(
-            self._queue, batch_size=batch_size, floors=sequence_floors(batch_size, shares)
-        )
-        if isinstance(plan, NoBatch):
-            self._is_plan_stale = False
-            self._note_stuck(plan)
-            return None
-        self._is_stuck = False
-        if plan.waived:
-            logger.warning(
-                "no batch of whole groups honours every min_batch_allocation; waived for %s",
-                list(plan.waived),
+        if not self._has_started:
+            self._has_started = True
+            await self._save()
+        await self.tick()
+        while True:
+            if self._trainer is None:
+                raise NotRegistered("The run was reset. Call /register again.")
+            batch = self._asked_before(lease)
+            if batch is None:
+                batch = self._next_batch_for(lease)
+                if batch is None:
+                    return None
+                await self._save(self._lease_change(batch))
+                self.progress.notify()
+            lease_id = batch.lease_id
+            try:
+                payloads = await self._store.read([header.number for header in batch.headers])
+            except CorruptGroups as e:
+                await self._bury_damaged(batch, e)
+                continue
+            except KeyError:
+                payloads = []
+            if self._batches.get(batch.number) is not batch or batch.lease_id != lease_id:
+                continue  # taken back or reset while it was read
+            now_version = self.current_version
+            num_tokens = sum(header.num_tokens for header in batch.headers)
+            self.tokens_out += num_tokens
+            return Delivery(
+                batch_id=batch.number,
+                lease_id=batch.lease_id,
+                epoch=batch.epoch,
+                step=batch.step,
+                expires_in_s=batch.ttl_s,
+                payloads=payloads,
+                staleness=[max(0, now_version - _version(header)) for header in batch.headers],
+                num_tokens=num_tokens,
             )
-        payloads = self._store.take([header.number for header in plan.groups])
-        self._queue.remove(plan.groups)
-        self._num_delivered += len(plan.groups)
-        self._step += 1
-        return Batch(
-            step=self._step,
-            payloads=payloads,
-            policy_versions=[header.policy_version for header in plan.groups],
-        )
+
+    def _asked_before(self, lease: LeaseRequest | None) -> Batch | None:
+        if lease is None or lease.request_id is None:
+            return None
+        for batch in self._batches.values():
+            if batch.state is BatchState.LEASED and batch.request_id == lease.request_id:
+                batch.expires_at = self._clock() + batch.ttl_s
+                return batch
+        return None
+
+    def _next_batch_for(self, lease: LeaseRequest | None) -> Batch | None:
+        """Take the next batch out of replay or queue and lease it; memory only."""
+        if self._replay:
+            batch = self._batches[self._replay.popleft()]
+            step = self._steps.take()
+        else:
+            plan = self._look()
+            if isinstance(plan, NoBatch):
+                self._note_stuck(plan)
+                return None
+            self._is_stuck = False
+            if plan.waived:
+                logger.warning(
+                    "run %s: no batch of whole groups honours every min_batch_allocation; waived for %s",
+                    self.name,
+                    list(plan.waived),
+                )
+            self._queue.remove([header.number for header in plan.groups])
+            self._queue_changed(*plan.groups)
+            step = self._steps.take()
+            batch = Batch(
+                number=self._next_batch,
+                state=BatchState.LEASED,
+                step=step,
+                epoch=self._epoch,
+                lease_id="",
+                ttl_s=0.0,
+                headers=plan.groups,
+            )
+            self._next_batch += 1
+            self._batches[batch.number] = batch
+        now = self._clock()
+        batch.state = BatchState.LEASED
+        batch.step = step
+        batch.epoch = self._epoch
+        batch.lease_id = self._new_lease_id()
+        batch.is_plain = lease is None
+        batch.request_id = None if lease is None else lease.request_id
+        asked = None if lease is None else lease.ttl_s
+        batch.ttl_s = self.policy.lease_ttl_s if asked is None else asked
+        batch.leased_at = now
+        batch.expires_at = now + batch.ttl_s
+        return batch
+
+    def _lease_change(self, batch: Batch) -> Change:
+        moves = [
+            Move(
+                number=header.number,
+                place=Place.LEASED,
+                batch=batch.number,
+                deliveries=self._deliveries.get(header.number, 0),
+            )
+            for header in batch.headers
+        ]
+        return Change(moves=moves, batches=[batch.stored()])
+
+    async def _bury_damaged(self, batch: Batch, error: CorruptGroups) -> None:
+        """Set damaged groups aside; the others go back to the queue."""
+        logger.error("run %s: %s; set aside as dead", self.name, error)
+        damaged = set(error.numbers)
+        bad = [header for header in batch.headers if header.number in damaged]
+        good = [header for header in batch.headers if header.number not in damaged]
+        if self._batches.pop(batch.number, None) is None:
+            return
+        self._steps.give_back(batch.step)
+        moves = [*self._bury(bad, "damaged in the store"), *self._requeue(good)]
+        await self._save(Change(moves=moves, closed_batches=[batch.number]))
+
+    async def heartbeat(self, batch_id: int, lease_id: str) -> float:
+        """Renew a lease; return the seconds it lasts from now. Raises `LeaseLost`, `UnknownBatch`."""
+        await self.tick()
+        batch = self._leased(batch_id, lease_id)
+        batch.expires_at = self._clock() + batch.ttl_s
+        return batch.ttl_s
+
+    async def ack(self, batch_id: int, lease_id: str, step: int | None = None) -> int:
+        """The batch was trained on, as `step`; return the step. Saying it again changes nothing.
+
+        Raises `LeaseLost`, `UnknownBatch`.
+        """
+        await self.tick()
+        known = self._acknowledged(batch_id, lease_id)
+        if known is not None:
+            await self._store.commit(Change())  # as durable as the first answer
+            return known
+        batch = self._leased(batch_id, lease_id)
+        batch.state = BatchState.TRAINED
+        batch.step = batch.step if step is None else step
+        moves = []
+        for header in batch.headers:
+            self._deliveries.pop(header.number, None)
+            moves.append(Move(number=header.number, place=Place.TRAINED, batch=batch.number))
+        # Acknowledgements are kept in the order they came.
+        self._batches[batch.number] = self._batches.pop(batch.number)
+        ends, closed = self._trim_trained()
+        kept = [batch.stored()] if batch.number in self._batches else []
+        moves = moves if kept else []
+        await self._save(Change(moves=moves, ends=ends, batches=kept, closed_batches=closed))
+        return batch.step
+
+    def _acknowledged(self, batch_id: int, lease_id: str) -> int | None:
+        batch = self._batches.get(batch_id)
+        if batch is not None:
+            is_same = batch.state is BatchState.TRAINED and batch.lease_id == lease_id
+            return batch.step if is_same else None
+        closed = self._closed.get(batch_id)
+        return closed[1] if closed is not None and closed[0] == lease_id else None
+
+    def _leased(self, batch_id: int, lease_id: str) -> Batch:
+        batch = self._batches.get(batch_id)
+        if batch is None and not 0 <= batch_id < self._next_batch:
+            raise UnknownBatch(f"batch {batch_id} was not handed out in this run")
+        is_held = batch is not None and batch.state is BatchState.LEASED and not batch.is_plain
+        if (
+            batch is None
+            or not is_held
+            or not secrets.compare_digest(
+                batch.lease_id.encode(), lease_id.encode("utf-8", "surrogatepass")
+            )
+        ):
+            raise LeaseLost(
+                f"the lease of batch {batch_id} expired, was given back or belongs to an earlier trainer;"
+                " its groups are delivered again: leave out what was trained on it, or go on and count it"
+            )
+        return batch
+
+    def _trim_trained(self) -> tuple[list[End], list[int]]:
+        """Free the oldest acknowledged batches beyond what is kept without a checkpoint."""
+        trained = [b for b in self._batches.values() if b.state is BatchState.TRAINED]
+        num_bytes = sum(batch.num_bytes for batch in trained)
+        ends: list[End] = []
+        closed: list[int] = []
+        policy = self.policy
+        for batch in trained:
+            num_kept = len(trained) - len(closed)
+            if num_kept <= policy.keep_trained_batches and num_bytes <= policy.keep_trained_bytes:
+                break
+            num_bytes -= batch.num_bytes
+            ends += self._free(batch)
+            closed.append(batch.number)
+            self._forgotten_step = max(self._forgotten_step, batch.step)
+        return ends, closed
+
+    def _free(self, batch: Batch) -> list[End]:
+        """Forget an acknowledged batch."""
+        del self._batches[batch.number]
+        self._closed[batch.number] = (batch.lease_id, batch.step)
+        while len(self._closed) > MAX_CLOSED_LEASES:
+            del self._closed[next(iter(self._closed))]
+        return self._end(batch.headers, Fate.TRAINED)
+
+    async def checkpoint(self, step: int) -> int:
+        """Free batches acknowledged at or before `step`; return how many."""
+        done = [
+            batch
+            for batch in self._batches.values()
+            if batch.state is BatchState.TRAINED and batch.step <= step
+        ]
+        ends = [end for batch in done for end in self._free(batch)]
+        self._committed_step = max(self._committed_step, step)
+        await self._save(Change(ends=ends, closed_batches=[batch.number for batch in done]))
+        return len(done)
+
+    async def release(self, batch_id: int, lease_id: str) -> None:
+        """Give a leased batch back: its groups go to the head of the queue. Raises `LeaseLost`, `UnknownBatch`."""
+        batch = self._leased(batch_id, lease_id)
+        await self._return(batch, counts=True)
+
+    async def confirm(self, batch_id: int) -> bool:
+        """A plain delivery was written to its end: its groups are trained. False: it was no longer held."""
+        batch = self._batches.get(batch_id)
+        if batch is None or batch.state is not BatchState.LEASED or not batch.is_plain:
+            return False
+        ends = self._free(batch)
+        self._forgotten_step = max(self._forgotten_step, batch.step)
+        await self._save(Change(ends=ends, closed_batches=[batch_id]))
+        return True
+
+    async def give_back(self, batch_id: int) -> None:
+        """A plain delivery was cut off: its groups go back to the head of the queue."""
+        batch = self._batches.get(batch_id)
+        if batch is not None and batch.state is BatchState.LEASED and batch.is_plain:
+            await self._return(batch, counts=False)
+
+    async def _return(self, batch: Batch, *, counts: bool) -> None:
+        moves = self._take_back(batch, counts=counts)
+        await self._save(Change(moves=moves, closed_batches=[batch.number]))
+        self.arrivals.notify()
+
+    def _take_back(self, batch: Batch, *, counts: bool) -> list[Move]:
+        """End a lease without an acknowledgement; `counts`: it tells against the groups."""
+        del self._batches[batch.number]
+        self._steps.give_back(batch.step)
+        alive, moves = self._count_failure(batch.headers) if counts else (batch.headers, [])
+        return [*moves, *self._requeue(alive)]
+
+    def _count_failure(
+        self, headers: Sequence[GroupHeader]
+    ) -> tuple[list[GroupHeader], list[Move]]:
+        """Count a lease without acknowledgement; return the groups still to be delivered, and the moves of the rest."""
+        alive, poison = [], []
+        for header in headers:
+            failures = self._deliveries.get(header.number, 0) + 1
+            self._deliveries[header.number] = failures
+            (poison if failures >= self.policy.max_deliveries else alive).append(header)
+        moves = []
+        if poison:
+            reason = f"leased {self.policy.max_deliveries} times without an acknowledgement"
+            logger.error("run %s: %d groups set aside as dead: %s", self.name, len(poison), reason)
+            moves = self._bury(poison, reason)
+        return alive, moves
+
+    def _requeue(self, headers: Iterable[GroupHeader]) -> list[Move]:
+        headers = list(headers)
+        for header in headers:
+            self._queue.add(header)
+        self._queue_changed(*headers)
+        return [
+            Move(
+                number=header.number,
+                place=Place.QUEUED,
+                deliveries=self._deliveries.get(header.number, 0),
+            )
+            for header in headers
+        ]
+
+    def _end(self, headers: Iterable[GroupHeader], fate: Fate) -> list[End]:
+        ends = []
+        for header in headers:
+            self._deliveries.pop(header.number, None)
+            self._ended[fate] += 1
+            ends.append(End(number=header.number, fate=fate))
+        return ends
+
+    def _look(self) -> Plan | NoBatch:
+        """The next batch of the queue, computed once per change of the queue."""
+        if self._plan is None:
+            batch_size = self.info().batch_size
+            floors = sequence_floors(batch_size, self._environments.shares())
+            self._plan = self._queue.plan(batch_size=batch_size, floors=floors)
+        return self._plan
+
+    def _queue_changed(self, *headers: GroupHeader) -> None:
+        self._plan = None
+        for header in headers:
+            self._backlog.touch(header.env_id)
 
     def _note_stuck(self, plan: NoBatch) -> None:
         if plan.is_stuck and not self._is_stuck:
-            logger.warning("there is no batch although enough is queued: %s", plan.reason)
+            logger.warning(
+                "run %s: there is no batch although enough is queued: %s", self.name, plan.reason
+            )
         self._is_stuck = plan.is_stuck
+
+    # Time
+
+    async def tick(self) -> None:
+        """Let leases, groups and environments expire. Call it now and then; every batch call does."""
+        now = self._clock()
+        moves: list[Move] = []
+        closed: list[int] = []
+        for batch in list(self._batches.values()):
+            is_timed = batch.state is BatchState.LEASED and not batch.is_plain
+            if is_timed and now >= batch.expires_at:
+                logger.warning(
+                    "run %s: the lease of batch %d (step %d) expired after %.0f s; its %d groups go back",
+                    self.name,
+                    batch.number,
+                    batch.step,
+                    now - batch.leased_at,
+                    len(batch.headers),
+                )
+                moves += self._take_back(batch, counts=True)
+                closed.append(batch.number)
+        for environment in self._environments.silence(now=now, timeout_s=self.policy.env_timeout_s):
+            logger.warning(
+                "run %s: environment %d (%s) has been silent for %.0f s; its minimum is suspended",
+                self.name,
+                environment.env_id,
+                environment.name,
+                now - environment.last_seen,
+            )
+            moves += self._flush_buffer(environment)
+            self._queue_changed()
+        ends = self._expire_stale()
+        ends += self._trim_dead()
+        if moves or closed or ends:
+            await self._save(Change(moves=moves, ends=ends, closed_batches=closed))
+            self.arrivals.notify()
+            self.progress.notify()
+
+    def _expire_stale(self) -> list[End]:
+        bound = self.max_staleness
+        if bound is None:
+            return []
+        oldest = self.current_version - bound
+        stale = self._queue.stale(oldest)
+        self._queue.remove([header.number for header in stale])
+        for environment in self._environments:
+            kept = [header for header in environment.buffered if _version(header) >= oldest]
+            if len(kept) < len(environment.buffered):
+                stale += [h for h in environment.buffered if _version(h) < oldest]
+                environment.buffered = kept
+        if not stale:
+            return []
+        self._queue_changed(*stale)
+        by_env = Counter(header.env_id for header in stale)
+        logger.warning(
+            "run %s: %d groups expired, sampled before policy version %d (by environment: %s)",
+            self.name,
+            len(stale),
+            oldest,
+            dict(by_env),
+        )
+        return self._end(stale, Fate.EXPIRED)
+
+    def _bury(self, headers: Iterable[GroupHeader], reason: str) -> list[Move]:
+        moves = []
+        for header in headers:
+            self._dead[header.number] = _Dead(header, reason)
+            moves.append(
+                Move(
+                    number=header.number,
+                    place=Place.DEAD,
+                    deliveries=self._deliveries.get(header.number, 0),
+                    reason=reason,
+                )
+            )
+        return moves
+
+    def _trim_dead(self) -> list[End]:
+        """Free the payloads of the oldest dead groups beyond what is kept."""
+        excess = sum(d.header.num_bytes for d in self._dead.values()) - self.policy.keep_dead_bytes
+        dropped = []
+        for number, dead in list(self._dead.items()):
+            if excess <= 0:
+                break
+            excess -= dead.header.num_bytes
+            del self._dead[number]
+            dropped.append(dead.header)
+        return self._end(dropped, Fate.DEAD)
+
+    def dead(self) -> list[DeadGroup]:
+        """Groups that were set aside, oldest first."""
+        return [
+            DeadGroup(
+                number=number,
+                env_id=dead.header.env_id,
+                reason=dead.reason,
+                deliveries=self._deliveries.get(number, 0),
+                num_sequences=dead.header.num_sequences,
+                num_tokens=dead.header.num_tokens,
+            )
+            for number, dead in self._dead.items()
+        ]
+
+    async def requeue_dead(self, numbers: Iterable[int]) -> int:
+        """Give dead groups another chance; return how many of `numbers` were dead."""
+        back = [
+            self._dead.pop(number).header
+            for number in dict.fromkeys(numbers)
+            if number in self._dead
+        ]
+        for header in back:
+            self._deliveries.pop(header.number, None)
+        await self._save(Change(moves=self._requeue(back)))
+        self.arrivals.notify()
+        return len(back)
 
     # Environments
 
-    def register_env(self, registration: RegisterEnv) -> EnvRegistration | None:
+    async def register_env(self, registration: RegisterEnv) -> EnvRegistration | None:
         """Register an environment; None until the trainer has asked for its first batch."""
         if self._trainer is None or not self._has_started:
             return None
-        name = registration.desired_name
-        same_name = sum(env.registration.desired_name == name for env in self._environments)
-        environment = Environment(
-            registration=registration, name=f"{name}_{same_name}", last_seen=self._clock()
+        environment = self._environments.register(registration, now=self._clock())
+        self._queue_changed()
+        logger.info(
+            "run %s: environment %d registered: %s",
+            self.name,
+            environment.env_id,
+            environment.name,
         )
-        self._environments.append(environment)
-        self._is_plan_stale = True
-        env_id = len(self._environments) - 1
-        logger.info("environment %d registered: %s", env_id, environment.name)
-        return EnvRegistration(
-            env_id=env_id,
+        reply = EnvRegistration(
+            env_id=environment.env_id,
             wandb_name=environment.name,
             checkpoint_dir=self._trainer.checkpoint_dir,
-            starting_step=self._step,
+            starting_step=self._steps.current,
             checkpoint_interval=self._trainer.save_checkpoint_interval,
             num_steps=self._trainer.num_steps,
         )
+        await self._save()
+        return reply
 
-    def disconnect_env(self, env_id: int) -> None:
+    async def disconnect_env(self, env_id: int) -> None:
         """Take the environment out of weights and minimums.
 
-        Its queued groups stay. Raises `UnknownEnvironment`.
+        Its groups stay; odd-sized ones no longer wait for others. Raises `UnknownEnvironment`.
         """
-        environment = self._environment(env_id)
-        environment.is_connected = False
-        self._is_plan_stale = True
-        logger.info("environment %d (%s) disconnected", env_id, environment.name)
+        environment = self._environments.get(env_id)
+        self._environments.disconnect(environment)
+        moves = self._flush_buffer(environment)
+        self._queue_changed()
+        logger.info("run %s: environment %d (%s) disconnected", self.name, env_id, environment.name)
+        await self._save(Change(moves=moves))
+        self.arrivals.notify()
 
     def status_env(self, env_id: int) -> EnvStatus:
         """Tell an environment how much work is ahead of it. Raises `UnknownEnvironment`.
 
         The original's formulas, without their side effects; other environments' sequences are rounded up to the largest
-        queued group.
+        queued group. Costs the same however much is queued.
         """
-        environment = self._environment(env_id)
-        environment.last_seen = self._clock()
+        environment = self._environments.get(env_id)
+        self._hear_of(environment)
         group_size = max(environment.registration.group_size, self._queue.largest(env_id))
         max_group_size = max(1, self._queue.largest_of_all())
-        batch_size = self.info().batch_size
-        own = self._queue.num_sequences[env_id]
-        others = 0
-        for other, queued in self._queue.num_sequences.items():
-            if other != env_id:
-                rounded = -(-queued // max_group_size) * max_group_size
-                others += max(0, rounded - int(batch_size * self._share(other)))
-        connected = [env for env in self._environments if env.is_connected]
-        demand = sum(env.demand for env in connected)
+        self._backlog.update(
+            self._queue, self._environments, self.info().batch_size, max_group_size
+        )
+        own = self._queue.num_sequences(env_id)
+        others = self._backlog.total - self._backlog.of(env_id)
         return EnvStatus(
-            current_step=self._step,
+            current_step=self._steps.current,
             queue_size=(own + others) // group_size,
-            unallocated_fraction=1.0 - min(1.0, sum(env.share for env in connected)),
+            unallocated_fraction=self._environments.unallocated_fraction(),
             self_queue_size=own // group_size,
             max_group_size=max_group_size,
-            env_weight=max(MIN_ENV_WEIGHT, environment.demand / demand if demand else 0.0),
+            env_weight=self._environments.weight(environment),
             policy_version=self._policy_version,
         )
 
-    def _environment(self, env_id: int) -> Environment:
-        if not 0 <= env_id < len(self._environments):
-            raise UnknownEnvironment(
-                f"environment {env_id} is not registered in this run"
-                f" ({len(self._environments)} are); register it again with POST /register-env"
-            )
-        return self._environments[env_id]
+    def knows(self, env_id: int | None) -> bool:
+        return self._environments.find(env_id) is not None
 
-    def _share(self, env_id: int | None) -> float:
-        is_known = env_id is not None and 0 <= env_id < len(self._environments)
-        return self._environments[env_id].share if is_known and env_id is not None else 0.0
+    def _hear_of(self, environment: Environment) -> None:
+        if self._environments.hear_of(environment, now=self._clock()):
+            logger.info(
+                "run %s: environment %d (%s) is back",
+                self.name,
+                environment.env_id,
+                environment.name,
+            )
+            self._queue_changed()
 
     # Groups
 
-    def accept(self, groups: Sequence[IncomingGroup]) -> list[Receipt]:
-        """Take in checked groups, all or none; one receipt per group.
+    def overload(self) -> str | None:
+        """Why the run takes no further groups now, None when it does.
 
-        Raises `GroupError` when a group could never be part of a batch: it has no sequences, or
-        more than the batch.
+        A run over its bound refuses only while a batch can be cut, or far beyond the bound: otherwise the group that
+        would make the next batch possible could never come in.
+        """
+        excess = self._excess()
+        if excess is None:
+            return None
+        if excess.factor >= 2 or self._replay or isinstance(self._look_or_none(), Plan):
+            return excess.reason
+        return None
+
+    def _excess(self) -> _Excess | None:
+        sequences = self.policy.max_queued_sequences
+        if self.max_staleness is not None and self._trainer is not None:
+            # What is queued beyond this is too old before its turn comes.
+            useful = (self.max_staleness + 1) * self._trainer.batch_size
+            sequences = useful if sequences is None else min(sequences, useful)
+        used = self._queue.total_sequences
+        if sequences is not None and used >= sequences:
+            return _Excess(
+                f"{used} sequences are queued, the bound is {sequences}", used / max(1, sequences)
+            )
+        bound = self.policy.max_queued_bytes
+        if bound is not None and self._queue.total_bytes >= bound:
+            used = self._queue.total_bytes
+            return _Excess(f"{used} bytes are queued, the bound is {bound}", used / max(1, bound))
+        return None
+
+    def _look_or_none(self) -> Plan | NoBatch | None:
+        return None if self._trainer is None else self._look()
+
+    def _check_room(self, groups: Sequence[IncomingGroup]) -> None:
+        """Keep one environment from taking the room of the others. Raises `Overloaded`."""
+        reason = self.overload()
+        if reason is not None:
+            raise Overloaded(f"{reason}; wait until the trainer has taken batches")
+        excess = self._excess()
+        if excess is None:
+            return
+        fair = self._queue.total_sequences / max(1, self._environments.num_active)
+        for group in groups:
+            if self._queue.num_sequences(group.env_id) > fair:
+                raise Overloaded(
+                    f"{excess.reason}, more than its share by environment {group.env_id};"
+                    " wait until the trainer has taken batches"
+                )
+
+    async def accept(self, groups: Sequence[IncomingGroup]) -> list[Receipt]:
+        """Store checked groups; one receipt per group.
+
+        Raises `GroupError` for a group that could never be part of a batch (nothing is stored) or comes under the id
+        of another (the rest of the call is stored), `Overloaded`, `StoreFull`, `RunReset`.
         """
         for index, group in enumerate(groups):
             problem = self._refusal(group)
             if problem is not None:
                 self.reject(problem.reason, num_groups=len(groups))
-                prefix = f"[{index}]." if len(groups) > 1 else ""
-                raise GroupError(f"{prefix}tokens: {problem.message}")
-        return [self._accept_one(group) for group in groups]
+                raise GroupError(f"{_at(index, groups)}tokens: {problem.message}")
+        self._check_room(groups)
+        new = [self._numbered(group) for group in groups]
+        generation = self._generation
+        outcomes = await self._store.append(new)
+        if generation != self._generation:
+            raise RunReset("the run was reset while the groups were stored; register again")
+        receipts: list[Receipt] = []
+        moves: list[Move] = []
+        conflicts: list[int] = []
+        for index, (group, outcome) in enumerate(zip(new, outcomes, strict=True)):
+            receipt, moved = self._settle(group, outcome)
+            moves += moved
+            receipts.append(receipt)
+            if outcome is Appended.CONFLICT:
+                conflicts.append(index)
+        if moves:
+            await self._store.commit(Change(moves=moves, is_durable=False))
+        self.arrivals.notify()
+        if conflicts:
+            self.reject("group_id_reused", num_groups=len(conflicts))
+            first = conflicts[0]
+            raise GroupError(
+                f"{_at(first, groups)}group_id: {groups[first].group_id!r} was stored with other content;"
+                " make a fresh id for each group"
+            )
+        return receipts
 
     def reject(self, reason: str, *, num_groups: int = 1) -> None:
         """Count refused groups; a request whose groups could not be counted is one."""
-        self._num_refused_at_entry += num_groups
         self._rejected[reason] += num_groups
 
     def _refusal(self, group: IncomingGroup) -> _Refusal | None:
@@ -393,81 +1249,263 @@ class Coordinator:
             )
         return None
 
-    def _accept_one(self, group: IncomingGroup) -> Receipt:
-        if group.group_id is not None and group.group_id in self._receipts:
-            self._num_duplicates += 1
-            return self._receipts[group.group_id]
+    def _numbered(self, group: IncomingGroup) -> NewGroup:
         header = GroupHeader(
             number=self._next_number,
             env_id=group.env_id,
             num_sequences=group.num_sequences,
             policy_version=group.policy_version,
+            arrival_step=self.current_version,
+            num_tokens=group.num_tokens,
+            num_bytes=len(group.payload),
         )
-        self._store.put(header.number, group.payload)
         self._next_number += 1
-        receipt = Receipt(buffer_size=self._place(header, group.payload))
-        if group.group_id is not None:
-            self._receipts[group.group_id] = receipt
-        return receipt
+        return NewGroup(
+            header=header,
+            group_id=group.group_id or uuid.uuid4().hex,
+            digest=group.digest,
+            payload=group.payload,
+            place=Place.BUFFERED if self._is_odd(header) else Place.QUEUED,
+        )
 
-    def _place(self, header: GroupHeader, payload: Payload) -> int | None:
-        """Queue the group, or buffer it until odd sizes add up to a full group.
+    def _is_odd(self, header: GroupHeader) -> bool:
+        """Does the group wait for others of its environment?"""
+        environment = self._environments.find(header.env_id)
+        if environment is None or not environment.is_active:
+            return False
+        return header.num_sequences < environment.registration.group_size
 
-        Return the sequences left in the buffer; None when the group did not go there.
-        """
-        env_id = header.env_id
-        if env_id is None or not 0 <= env_id < len(self._environments):
-            self._enqueue([header], payload)
-            return None
-        environment = self._environments[env_id]
-        environment.last_seen = self._clock()
-        expected = environment.registration.group_size
-        if header.num_sequences >= expected:
-            self._enqueue([header], payload)
-            return None
+    def _settle(self, group: NewGroup, outcome: Appended) -> tuple[Receipt, list[Move]]:
+        """Take a group into memory as the store has taken it."""
+        environment = self._environments.find(group.header.env_id)
+        if environment is not None:
+            self._hear_of(environment)
+        if outcome is Appended.DUPLICATE:
+            self._num_duplicates += 1
+            return Receipt(is_duplicate=True), []
+        if outcome is Appended.CONFLICT:
+            return Receipt(), []
+        self._num_accepted += 1
+        self.tokens_in += group.header.num_tokens
+        if group.place is Place.QUEUED or environment is None:
+            self._latest = group.payload
+            self._queue.add(group.header)
+            self._queue_changed(group.header)
+            return Receipt(), []
+        moves = self._buffer_or_queue(group.header)
+        if moves:
+            self._latest = group.payload
+        return Receipt(buffer_size=environment.num_buffered_sequences), moves
+
+    def _buffer_or_queue(self, header: GroupHeader) -> list[Move]:
+        """Buffer an odd-sized group; queue it with others when together they are a full one."""
+        environment = self._environments.find(header.env_id)
+        if environment is None:
+            return self._requeue([header])
         buffered = environment.buffered
         buffered.append(header)
-        chosen = oldest_subset([each.num_sequences for each in buffered], expected)
-        if chosen:
-            self._enqueue([buffered[index] for index in chosen], payload)
-            for index in reversed(chosen):
-                del buffered[index]
-        return sum(each.num_sequences for each in buffered)
+        if not environment.is_active:
+            return self._flush_buffer(environment)
+        sizes = [each.num_sequences for each in buffered]
+        chosen = oldest_subset(sizes, environment.registration.group_size)
+        complete = [buffered[index] for index in chosen]
+        for index in reversed(chosen):
+            del buffered[index]
+        return self._requeue(complete)
 
-    def _enqueue(self, headers: Iterable[GroupHeader], newest: Payload) -> None:
-        for header in headers:
-            self._queue.add(header)
-        self._latest = newest
-        self._is_plan_stale = True
+    def _flush_buffer(self, environment: Environment) -> list[Move]:
+        """Queue what waits for others that will not come."""
+        left, environment.buffered = environment.buffered, []
+        return self._requeue(left)
 
-    def latest(self) -> Payload | None:
+    async def latest(self) -> bytes | None:
         """The group queued last, delivered or not; None before the first."""
+        if isinstance(self._latest, int):
+            number = self._latest
+            try:
+                [payload] = await self._store.read([number])
+            except (KeyError, CorruptGroups):
+                self._latest = None
+            else:
+                self._latest = payload
+        assert not isinstance(self._latest, int)
         return self._latest
 
     # Accounts
 
     def status(self) -> HubStatus:
         return HubStatus(
-            current_step=self._step,
-            queue_size=len(self._queue),
+            current_step=self._steps.current,
+            queue_size=len(self._queue) + self._num_replay_groups(),
             policy_version=self._policy_version,
         )
 
-    def ledger(self) -> Ledger:
-        """Where every group is.
+    def _num_replay_groups(self) -> int:
+        return sum(len(self._batches[number].headers) for number in self._replay)
 
-        `produced` is counted apart from the places, so that a leak would show.
-        """
+    def ledger(self) -> Ledger:
+        """Where every group is. `produced` is counted apart from the places, so that a leak would show."""
+        held = Counter[BatchState]()
+        for batch in self._batches.values():
+            held[batch.state] += len(batch.headers)
         return Ledger(
-            produced=self._next_number + self._num_refused_at_entry,
-            queued=len(self._queue),
+            produced=self._num_accepted + self._rejected.total(),
+            queued=len(self._queue) + held[BatchState.REPLAY],
             buffered=sum(len(env.buffered) for env in self._environments),
-            delivered=self._num_delivered,
+            leased=held[BatchState.LEASED],
+            trained=self._ended[Fate.TRAINED] + held[BatchState.TRAINED],
+            expired=self._ended[Fate.EXPIRED],
+            dead=self._ended[Fate.DEAD] + len(self._dead),
+            discarded=self._ended[Fate.DISCARDED],
             rejected=dict(self._rejected),
             duplicates=self._num_duplicates,
         )
+
+    def explain(self) -> Explanation:
+        """Say why there is no batch, or that there is one; changes nothing."""
+        plan = self._look_or_none()
+        leased = [b for b in self._batches.values() if b.state is BatchState.LEASED]
+        blocker, reason = None, "a batch is ready"
+        env_id = have = need = None
+        if plan is None:
+            blocker, reason = (
+                "no_trainer",
+                "no trainer has registered, so the batch size is unknown",
+            )
+        elif isinstance(plan, NoBatch) and not self._replay:
+            blocker, reason = str(plan.blocker), plan.reason
+            env_id, have, need = plan.env_id, plan.have, plan.need
+            buffered = sum(env.num_buffered_sequences for env in self._environments)
+            if buffered:
+                reason += f"; {buffered} sequences of odd-sized groups are buffered"
+            if leased:
+                reason += f"; {len(leased)} batches are leased to the trainer"
+        batch_size = self.info().batch_size
+        floors = sequence_floors(batch_size, self._environments.shares()) if plan else {}
+        now = self._clock()
+        return Explanation(
+            batch="ready" if blocker is None else "none",
+            blocker=blocker,
+            reason=reason,
+            env_id=env_id,
+            have=have,
+            need=need,
+            batch_size=batch_size if plan else None,
+            current_step=self._steps.current,
+            queued_groups=len(self._queue),
+            queued_sequences=self._queue.total_sequences,
+            leased_batches=len(leased),
+            replay_batches=len(self._replay),
+            oldest_version=min(self._queue.versions(), default=None),
+            policy_version=self.current_version,
+            max_staleness=self.max_staleness,
+            environments=[
+                EnvironmentView(
+                    env_id=each.env_id,
+                    name=each.name,
+                    state="disconnected"
+                    if not each.is_connected
+                    else ("silent" if each.is_silent else "active"),
+                    last_seen_s=now - each.last_seen,
+                    queued_sequences=self._queue.num_sequences(each.env_id),
+                    buffered_sequences=each.num_buffered_sequences,
+                    floor=floors.get(each.env_id, 0),
+                )
+                for each in self._environments
+            ],
+        )
+
+    # What metrics read
+
+    @property
+    def durability(self) -> Durability:
+        return self._store.durability
+
+    @property
+    def queued_sequences(self) -> int:
+        return self._queue.total_sequences
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._queue.total_bytes
+
+    @property
+    def num_connected(self) -> int:
+        return self._environments.num_active
+
+    def queued_versions(self) -> Mapping[int, int]:
+        """Queued groups by the policy version that sampled them."""
+        return self._queue.versions()
+
+    def lease_ages_s(self) -> list[float]:
+        now = self._clock()
+        return [
+            now - batch.leased_at
+            for batch in self._batches.values()
+            if batch.state is BatchState.LEASED
+        ]
+
+    def store_usage(self) -> StoreUsage:
+        return self._store.usage()
+
+
+class _Backlog:
+    """Sequences that other environments have queued, less what their minimums claim, kept up to date per change."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._of: dict[int | None, int] = {}
+        self._touched: set[int | None] = set()
+        self._basis: tuple[int, int, int] | None = None
+
+    def touch(self, env_id: int | None) -> None:
+        self._touched.add(env_id)
+
+    def of(self, env_id: int | None) -> int:
+        return self._of.get(env_id, 0)
+
+    def update(
+        self, queue: GroupQueue, environments: Environments, batch_size: int, max_group_size: int
+    ) -> None:
+        """Count again what changed; everything only when the rounding or a minimum did."""
+        basis = (environments.version, batch_size, max_group_size)
+        if basis != self._basis:
+            self._basis = basis
+            self._of.clear()
+            self.total = 0
+            self._touched = set(queue.env_ids())
+        for env_id in self._touched:
+            rounded = -(-queue.num_sequences(env_id) // max_group_size) * max_group_size
+            environment = environments.find(env_id)
+            claimed = int(batch_size * environment.share) if environment is not None else 0
+            left = max(0, rounded - claimed)
+            self.total += left - self._of.get(env_id, 0)
+            self._of[env_id] = left
+        self._touched.clear()
 
 
 class _Refusal(NamedTuple):
     reason: str
     message: str
+
+
+class _Excess(NamedTuple):
+    reason: str
+    factor: float
+    """How many times the bound is in use."""
+
+
+class _Resumed(NamedTuple):
+    replayed: int = 0
+    requeued: int = 0
+    discarded: int = 0
+    forgotten_steps: int = 0
+
+
+def _version(header: GroupHeader) -> int:
+    """Policy version that sampled the group; one that came without is taken to be of its arrival."""
+    return header.arrival_step if header.policy_version is None else header.policy_version
+
+
+def _at(index: int, groups: Sequence[object]) -> str:
+    return f"[{index}]." if len(groups) > 1 else ""

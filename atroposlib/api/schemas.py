@@ -8,11 +8,26 @@ ignored.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+MAX_BATCH_SIZE = 1_000_000
+"""Sequences. Planning keeps a bit per sequence; nobody trains on more in one step."""
+
+
+class Resume(StrEnum):
+    """What becomes of batches that were trained after the checkpoint that a trainer falls back to."""
+
+    REPLAY = "replay"
+    """Delivered again as they were, in order."""
+    REQUEUE = "requeue"
+    """Their groups go back to the queue."""
+    DISCARD = "discard"
+    """Their groups are dropped, and counted."""
 
 
 class Registration(BaseModel):
@@ -20,29 +35,49 @@ class Registration(BaseModel):
 
     wandb_group: str
     wandb_project: str
-    batch_size: int = Field(ge=1)
-    max_token_len: int
+    batch_size: int = Field(ge=1, le=MAX_BATCH_SIZE)
+    max_token_len: Int64
     checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int
-    num_steps: int
+    save_checkpoint_interval: Int64
+    starting_step: Int64
+    num_steps: Int64
+    max_staleness: int | None = Field(default=None, ge=0, lt=2**62)
+    """Groups sampled more than this many policy versions ago are not delivered; None: the hub's setting."""
+
+
+class RegisterTrainer(Registration):
+    """A registration on the wire: with `resume_step` a trainer goes on from its checkpoint at that step."""
+
+    resume_step: int | None = Field(default=None, ge=0, lt=2**62)
+    resume: Resume = Resume.REPLAY
 
 
 class RegistrationReply(BaseModel):
-    """`uuid` has 128 bits: more than a JSON number holds in some languages."""
+    """`uuid` has 128 bits: more than a JSON number holds in some languages. The rest answers a `resume_step`."""
 
     uuid: int
+    epoch: int | None = None
+    """Counts the trainer's incarnations; leases of earlier ones are void."""
+    step: int | None = None
+    replayed: int | None = None
+    """Groups that are delivered once more as they were."""
+    requeued: int | None = None
+    discarded: int | None = None
+    forgotten_steps: int | None = None
+    """Steps after `resume_step` whose batches are no longer held: their groups cannot come again."""
 
 
 class RegisterEnv(BaseModel):
     """An environment asks to take part."""
 
-    max_token_length: int
+    max_token_length: Int64
     desired_name: str
     weight: FiniteFloat
-    group_size: int = Field(ge=1)
+    group_size: int = Field(ge=1, lt=2**31)
     min_batch_allocation: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Share of each batch, 0 to 1, that this environment must supply."""
+    env_uid: str | None = Field(default=None, min_length=1, max_length=128)
+    """Chosen by the environment's process: registering again with it returns the same `env_id`."""
 
 
 class EnvRegistration(BaseModel):
@@ -64,7 +99,7 @@ class WaitForTrainer(BaseModel):
 
 
 class EnvIdentifier(BaseModel):
-    env_id: int
+    env_id: Int64
 
 
 class Acknowledgement(BaseModel):
@@ -116,17 +151,124 @@ class EnvStatus(BaseModel):
 class Policy(BaseModel):
     """The policy version whose weights the engines now serve."""
 
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, lt=2**63)
+
+
+class LeaseRef(BaseModel):
+    lease_id: str = Field(max_length=128)
+
+
+class AckRequest(LeaseRef):
+    step: int | None = Field(default=None, ge=0, lt=2**63)
+    """The step that trained on the batch; None: the batch's own."""
+
+
+class AckReply(Acknowledgement):
+    step: int
+
+
+class HeartbeatReply(Acknowledgement):
+    expires_in_s: float
+
+
+class Checkpoint(BaseModel):
+    """The trainer can go on from its checkpoint after this step: earlier batches are no longer needed."""
+
+    step: int = Field(ge=0, lt=2**63)
+    path: str | None = Field(default=None, max_length=4096)
+
+
+class CheckpointReply(Acknowledgement):
+    committed: int
+    """Batches whose bytes were freed by this call."""
+
+
+class DeadGroup(BaseModel):
+    """A group that is not delivered any more."""
+
+    number: int
+    """Of its arrival in the run."""
+    env_id: int | None
+    reason: str
+    deliveries: int
+    """Times it was leased and not acknowledged."""
+    num_sequences: int
+    num_tokens: int
+
+
+class DeadGroups(BaseModel):
+    groups: list[DeadGroup]
+
+
+class DeadNumbers(BaseModel):
+    numbers: list[int] = Field(max_length=100_000)
+
+
+class Requeued(Acknowledgement):
+    requeued: int
+
+
+class Ready(BaseModel):
+    status: Literal["ready"] = "ready"
+    durability: str
+    """What an accepted group survives: `power`, `process` or `memory`."""
 
 
 class Ledger(BaseModel):
-    """Where every group went: produced = queued + buffered + delivered + all rejected."""
+    """Where every group is: `produced` is the sum of all the others but `duplicates`, at every instant."""
 
     produced: int
     queued: int
+    """Ready to be delivered, those that wait to be replayed included."""
     buffered: int
-    delivered: int
+    """Odd-sized; they wait for others of their environment."""
+    leased: int
+    """Handed to a trainer that has not acknowledged them."""
+    trained: int
+    expired: int
+    """Too old to train on."""
+    dead: int
+    """Damaged, or leased too often without an acknowledgement."""
+    discarded: int
+    """Dropped at a trainer's request."""
     rejected: dict[str, int]
     """By reason. A refused request whose groups could not be counted is one."""
     duplicates: int
     """Groups that came again under a known `group_id`; not part of `produced`."""
+
+
+class EnvironmentView(BaseModel):
+    """One environment in an explanation."""
+
+    env_id: int
+    name: str
+    state: Literal["active", "silent", "disconnected"]
+    last_seen_s: float
+    queued_sequences: int
+    buffered_sequences: int
+    floor: int
+    """Sequences of every batch that it must supply."""
+
+
+class Explanation(BaseModel):
+    """Why there is, or is not, a batch."""
+
+    batch: Literal["ready", "none"]
+    blocker: str | None = None
+    """`no_trainer`, `too_few`, `minimum` or `sizes`."""
+    reason: str
+    env_id: int | None = None
+    """The environment that is waited for."""
+    have: int | None = None
+    need: int | None = None
+    batch_size: int | None = None
+    current_step: int
+    queued_groups: int
+    queued_sequences: int
+    leased_batches: int
+    replay_batches: int
+    oldest_version: int | None = None
+    """Of the queued groups."""
+    policy_version: int
+    max_staleness: int | None = None
+    environments: list[EnvironmentView]

@@ -1,30 +1,109 @@
-"""Payloads in process memory: nothing survives the process."""
+"""A run in process memory: nothing survives the process."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from atroposlib.api.stores.base import Payload
+from atroposlib.api.stores.base import (
+    Appended,
+    Change,
+    Durability,
+    Fate,
+    NewGroup,
+    SavedRun,
+    StoredBatch,
+    StoredGroup,
+    StoreFull,
+    StoreUsage,
+)
 
 
 class MemoryStore:
-    """A dict. Implements `PayloadStore`."""
+    """Dicts. Implements `GroupStore`; opening it again returns what it holds, as a restart would."""
 
-    def __init__(self) -> None:
-        self._payloads: dict[int, Payload] = {}
+    def __init__(self, *, max_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._forget()
 
-    def put(self, number: int, payload: Payload) -> None:
-        assert number not in self._payloads, f"arrival number {number} is in use"
-        self._payloads[number] = payload
+    def _forget(self) -> None:
+        self._groups: dict[int, StoredGroup] = {}
+        self._payloads: dict[int, bytes] = {}
+        self._digests: dict[str, bytes] = {}
+        self._batches: dict[int, StoredBatch] = {}
+        self._ended: Counter[Fate] = Counter()
+        self._document: bytes | None = None
+        self._num_bytes = 0
+        self._next_number = 0
 
-    def take(self, numbers: Sequence[int]) -> list[Payload]:
-        taken = [self._payloads[number] for number in numbers]
-        for number in numbers:
-            del self._payloads[number]
-        return taken
+    @property
+    def durability(self) -> Durability:
+        return Durability.MEMORY
 
-    def clear(self) -> None:
-        self._payloads.clear()
+    async def open(self) -> SavedRun:
+        return SavedRun(
+            document=self._document,
+            groups=[self._groups[number] for number in sorted(self._groups)],
+            batches=[self._batches[number] for number in sorted(self._batches)],
+            ended=Counter(self._ended),
+            next_number=self._next_number,
+        )
 
-    def __len__(self) -> int:
-        return len(self._payloads)
+    async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
+        size = sum(len(group.payload) for group in groups)
+        if self._max_bytes is not None and self._num_bytes + size > self._max_bytes:
+            raise StoreFull(
+                f"{self._num_bytes} of {self._max_bytes} bytes are in use, no room for {size}"
+            )
+        return [self._append_one(group) for group in groups]
+
+    def _append_one(self, group: NewGroup) -> Appended:
+        known = self._digests.get(group.group_id)
+        if known is not None:
+            return Appended.DUPLICATE if known == group.digest else Appended.CONFLICT
+        number = group.header.number
+        assert number not in self._groups, f"arrival number {number} is in use"
+        self._digests[group.group_id] = group.digest
+        self._payloads[number] = group.payload
+        self._groups[number] = StoredGroup(
+            header=group.header, group_id=group.group_id, place=group.place
+        )
+        self._num_bytes += len(group.payload)
+        self._next_number = max(self._next_number, number + 1)
+        return Appended.STORED
+
+    async def commit(self, change: Change) -> None:
+        for move in change.moves:
+            self._groups[move.number] = replace(
+                self._groups[move.number],
+                place=move.place,
+                batch=move.batch,
+                deliveries=move.deliveries,
+                reason=move.reason,
+            )
+        for end in change.ends:
+            del self._groups[end.number]
+            self._num_bytes -= len(self._payloads.pop(end.number))
+            self._ended[end.fate] += 1
+        for batch in change.batches:
+            self._batches[batch.number] = batch
+        for number in change.closed_batches:
+            del self._batches[number]
+        if change.document is not None:
+            self._document = change.document
+
+    async def read(self, numbers: Sequence[int]) -> list[bytes]:
+        return [self._payloads[number] for number in numbers]
+
+    def usage(self) -> StoreUsage:
+        free = None if self._max_bytes is None else max(0, self._max_bytes - self._num_bytes)
+        return StoreUsage(
+            payload_bytes=self._num_bytes, stored_bytes=self._num_bytes, free_bytes=free
+        )
+
+    async def clear(self) -> None:
+        self._forget()
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,202 @@
+"""The environments of one run: who takes part, with what claim on the work, and who has gone silent.
+
+An environment is *active* while it is connected and was heard of within the time-out; only active ones count in
+weights and minimums, so that nobody waits for a dead process. Pure: the clock is an argument. The coordinator owns
+the one registry of a run and decides what becomes of the groups of an environment that leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from atroposlib.api.batching import GroupHeader
+from atroposlib.api.schemas import RegisterEnv
+from atroposlib.errors import AtroposError
+
+MIN_ENV_WEIGHT = 0.01
+"""The least share of the work an environment is told to do, as in the original."""
+_MAX_WEIGHT = 1e9
+"""Larger weights count as this, so that sums of claims stay finite."""
+
+
+class UnknownEnvironment(AtroposError):
+    """The environment id was not given out by this hub in this run."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Environment:
+    """A registered environment. The id is its index in order of first registration."""
+
+    env_id: int
+    registration: RegisterEnv
+    name: str
+    is_connected: bool = True
+    """False once it has said that it leaves."""
+    is_silent: bool = False
+    """It has not been heard of for longer than the time-out."""
+    last_seen: float
+    """Injected clock, seconds."""
+    buffered: list[GroupHeader] = field(default_factory=list)
+    """Odd-sized groups that wait for others to make up one full group."""
+
+    @property
+    def is_active(self) -> bool:
+        return self.is_connected and not self.is_silent
+
+    @property
+    def share(self) -> float:
+        """`min_batch_allocation`, 0 when none is asked for or the environment is not active."""
+        return (self.registration.min_batch_allocation or 0.0) if self.is_active else 0.0
+
+    @property
+    def demand(self) -> float:
+        """Context length times weight: its claim on the work, compared with the others'."""
+        weight = min(max(0.0, self.registration.weight), _MAX_WEIGHT)
+        return max(0, self.registration.max_token_length) * weight
+
+    @property
+    def num_buffered_sequences(self) -> int:
+        return sum(header.num_sequences for header in self.buffered)
+
+
+class Environments:
+    """The registry of one run."""
+
+    def __init__(self) -> None:
+        self._all: list[Environment] = []
+        self._demand: float | None = None
+        self._claimed: float | None = None
+        self.version = 0
+        """Grows with every change of who is active or what they claim."""
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Environment]:
+        return iter(self._all)
+
+    def find(self, env_id: int | None) -> Environment | None:
+        """None for an id that this run has not given out."""
+        if env_id is None or not 0 <= env_id < len(self._all):
+            return None
+        return self._all[env_id]
+
+    def get(self, env_id: int) -> Environment:
+        """Raises `UnknownEnvironment`."""
+        environment = self.find(env_id)
+        if environment is None:
+            raise UnknownEnvironment(
+                f"environment {env_id} is not registered in this run"
+                f" ({len(self._all)} are); register it again with POST /register-env"
+            )
+        return environment
+
+    def register(self, registration: RegisterEnv, *, now: float) -> Environment:
+        """Add an environment, or give a returning one its place back.
+
+        The same `env_uid` is the same environment. Without a match, the place of an inactive environment of the same
+        name is taken over: a restarted process finds its checkpoints under the name it had.
+        """
+        environment = self._returning(registration)
+        if environment is None:
+            wanted = registration.desired_name
+            same_name = sum(each.registration.desired_name == wanted for each in self._all)
+            environment = Environment(
+                env_id=len(self._all),
+                registration=registration,
+                name=f"{wanted}_{same_name}",
+                last_seen=now,
+            )
+            self._all.append(environment)
+        environment.registration = registration
+        environment.is_connected = True
+        environment.is_silent = False
+        environment.last_seen = now
+        self._changed()
+        return environment
+
+    def _returning(self, registration: RegisterEnv) -> Environment | None:
+        uid = registration.env_uid
+        if uid is not None:
+            for environment in self._all:
+                if environment.registration.env_uid == uid:
+                    return environment
+        for environment in self._all:
+            same_name = environment.registration.desired_name == registration.desired_name
+            if same_name and not environment.is_active:
+                return environment
+        return None
+
+    def disconnect(self, environment: Environment) -> None:
+        environment.is_connected = False
+        self._changed()
+
+    def hear_of(self, environment: Environment, *, now: float) -> bool:
+        """Note a sign of life; True when the environment had been silent."""
+        environment.last_seen = now
+        was_silent = environment.is_silent
+        if was_silent:
+            environment.is_silent = False
+            self._changed()
+        return was_silent
+
+    def silence(self, *, now: float, timeout_s: float) -> list[Environment]:
+        """Mark and return the active environments that have not been heard of for `timeout_s`."""
+        gone = [each for each in self._all if each.is_active and now - each.last_seen > timeout_s]
+        for environment in gone:
+            environment.is_silent = True
+        if gone:
+            self._changed()
+        return gone
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._demand = None
+        self._claimed = None
+
+    @property
+    def num_active(self) -> int:
+        return sum(environment.is_active for environment in self._all)
+
+    def shares(self) -> dict[int, float]:
+        """Minimums in force, by environment id, in order of registration."""
+        return {each.env_id: each.share for each in self._all if each.share > 0}
+
+    def unallocated_fraction(self) -> float:
+        """Share of a batch that no minimum in force claims."""
+        if self._claimed is None:
+            self._claimed = sum(environment.share for environment in self._all)
+        return 1.0 - min(1.0, self._claimed)
+
+    def weight(self, environment: Environment) -> float:
+        """The environment's share of the work, compared with the active ones, at least `MIN_ENV_WEIGHT`."""
+        if self._demand is None:
+            self._demand = sum(each.demand for each in self._all if each.is_active)
+        return max(MIN_ENV_WEIGHT, environment.demand / self._demand if self._demand else 0.0)
+
+    def save(self) -> list[dict[str, Any]]:
+        """What survives a restart; buffered groups are in the store."""
+        return [
+            {
+                "registration": each.registration.model_dump(),
+                "name": each.name,
+                "is_connected": each.is_connected,
+            }
+            for each in self._all
+        ]
+
+    def restore(self, saved: list[dict[str, Any]], *, now: float) -> None:
+        """Take over what `save` returned; everybody gets the full time-out to be heard of again."""
+        self._all = [
+            Environment(
+                env_id=env_id,
+                registration=RegisterEnv.model_validate(each["registration"]),
+                name=each["name"],
+                is_connected=each["is_connected"],
+                last_seen=now,
+            )
+            for env_id, each in enumerate(saved)
+        ]
+        self._changed()

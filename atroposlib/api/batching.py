@@ -144,20 +144,11 @@ def plan_counted(
     groups = _head_of_the_queue(oldest_first(), batch_size, floors)
     if groups is not None:
         return Plan(groups=tuple(groups))
-    order = list(floors)
-
-    def can_keep(num_kept: int) -> bool:
-        return _can_fill(
-            usable, batch_size, {env_id: floors[env_id] for env_id in order[:num_kept]}
-        )
-
-    if not can_keep(0):
+    kept = _floors_to_keep(usable, batch_size, floors)
+    if kept is None:
         return _stuck(usable, batch_size)
-    # Of any feasible list of floors, every shorter one is feasible: find the longest.
-    num_kept = bisect_left(range(1, len(order) + 1), True, key=lambda n: not can_keep(n))
-    kept = {env_id: floors[env_id] for env_id in order[:num_kept]}
     groups = _earliest_batch(oldest_first, batch_size, kept)
-    return Plan(groups=tuple(groups), waived=tuple(order[num_kept:]))
+    return Plan(groups=tuple(groups), waived=tuple(list(floors)[len(kept) :]))
 
 
 def oldest_subset(sizes: Sequence[int], target: int) -> list[int]:
@@ -221,6 +212,22 @@ def _stuck(usable: Mapping[Kind, int], batch_size: int) -> NoBatch:
         have=sum(size * n for size, n in by_size.items()),
         need=batch_size,
     )
+
+
+def _floors_to_keep(
+    usable: Mapping[Kind, int], batch_size: int, floors: Mapping[int, int]
+) -> dict[int, int] | None:
+    """As many of the first floors as a batch can honour together; None without any batch."""
+    order = list(floors.items())
+
+    def is_too_much(num_kept: int) -> bool:
+        return not _can_fill(usable, batch_size, dict(order[:num_kept]))
+
+    if not is_too_much(len(order)):
+        return dict(order)
+    # Fewer floors are never harder to honour.
+    num_kept = bisect_left(range(len(order)), True, key=is_too_much) - 1
+    return None if num_kept < 0 else dict(order[:num_kept])
 
 
 def _head_of_the_queue(
@@ -344,11 +351,11 @@ class _Rest:
     def __init__(
         self, groups: Sequence[GroupHeader], batch_size: int, floors: Mapping[int, int]
     ) -> None:
-        lanes: dict[int | None, list[int]] = {None: [], **{env_id: [] for env_id in floors}}
+        self._owed: dict[int | None, int] = {None: 0, **dict(floors.items())}
+        lanes: dict[int | None, list[int]] = {lane: [] for lane in self._owed}
         for group in groups:
             lanes[_lane(group.env_id, floors)].append(group.num_sequences)
         self._spare = batch_size - sum(floors.values())
-        self._owed: dict[int | None, int] = {None: 0, **floors}
         self._sums = {
             lane: _suffix_sums(sizes, self._owed[lane] + self._spare)
             for lane, sizes in lanes.items()

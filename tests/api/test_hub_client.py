@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
+import zstandard
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
+from atroposlib import __version__
 from atroposlib.api.coordinator import Coordinator
 from atroposlib.api.server import create_app
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.client import (
     HubClient,
+    LeasedBatch,
+    LeaseExpired,
     TrainerClient,
     TrainerNotRegistered,
     TrainerRegistration,
@@ -27,6 +34,7 @@ from atroposlib.client import (
 )
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, HubUnavailable
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
+from atroposlib.wire import CONTENT_TYPE_PACKED, join_packed, pack_group, split_packed
 from tests.api.helpers_api import group
 
 RUN = TrainerRegistration(
@@ -78,7 +86,7 @@ async def test_group_travels_from_environment_to_trainer(
         about = {"desired_name": "foo", "max_token_length": 64, "weight": 1.0, "group_size": 4}
         assert (await hub.wandb_info()).project is None
         assert await hub.register_env(**about) is None
-        assert trainer.register(RUN).bit_length() > 100
+        assert trainer.register(RUN).uuid.bit_length() > 100
         assert trainer.batch() is None
         registered = await hub.register_env(**about)
         assert registered is not None
@@ -268,16 +276,421 @@ def test_address_without_a_scheme_is_a_configuration_error() -> None:
             client("localhost:8000")
 
 
-async def test_token_travels_as_bearer() -> None:
+@contextmanager
+def recording_hub(
+    answer: Callable[[Request], Any] = lambda _: {"status": "received"},
+) -> Iterator[tuple[str, list[tuple[Request, bytes]]]]:
+    """Serve `answer` on every route; yield the address and what was asked."""
     app = FastAPI()
-    seen: list[str | None] = []
+    asked: list[tuple[Request, bytes]] = []
 
-    @app.get("/info")
-    async def info(request: Request) -> dict[str, int]:
-        seen.append(request.headers.get("authorization"))
-        return {"batch_size": 1, "max_token_len": 1}
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def anything(request: Request) -> Any:
+        asked.append((request, await request.body()))
+        return answer(request)
 
     with serving(app) as url:
-        async with HubClient(url, token="s3cret") as hub:
-            await hub.info()
-    assert seen == ["Bearer s3cret"]
+        yield url, asked
+
+
+async def test_every_request_names_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATROPOS_HUB_TOKEN", raising=False)
+    with recording_hub(lambda _: {"current_step": 1, "queue_size": 2, "batch": None}) as (url, log):
+        async with HubClient(url) as hub:
+            with pytest.raises(HubError):
+                await hub.info()
+        with TrainerClient(url) as trainer:
+            trainer.status()
+            trainer.batch()
+    assert [request.headers["atropos-client"] for request, _ in log] == [
+        f"atroposlib/{__version__}"
+    ] * 3
+    assert not any("authorization" in request.headers for request, _ in log)
+
+
+@pytest.mark.parametrize(
+    ("argument", "variable", "expected"),
+    [
+        ("s3cret", None, "Bearer s3cret"),
+        (None, " from-env\n", "Bearer from-env"),
+        ("argument", "variable", "Bearer argument"),
+        (None, "", None),
+        ("", "variable", None),
+    ],
+)
+async def test_token_travels_as_bearer(
+    argument: str | None,
+    variable: str | None,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ATROPOS_HUB_TOKEN", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("ATROPOS_HUB_TOKEN", variable)
+    with recording_hub(lambda _: {"batch": None}) as (url, log):
+        async with HubClient(url, token=argument) as hub:
+            with pytest.raises(HubError):
+                await hub.info()
+        with TrainerClient(url, token=argument) as trainer:
+            trainer.batch()
+    assert [request.headers.get("authorization") for request, _ in log] == [expected] * 2
+
+
+STATUS = {
+    "current_step": 7,
+    "queue_size": 3,
+    "unallocated_fraction": 1.0,
+    "self_queue_size": 2,
+    "max_group_size": 4,
+    "env_weight": 0.5,
+    "policy_version": 6,
+}
+
+
+async def test_long_poll_says_what_was_seen() -> None:
+    with recording_hub(lambda _: STATUS) as (url, log):
+        async with HubClient(url) as hub:
+            status = await hub.status_env(
+                4, wait_s=2.5, seen_step=0, seen_policy=0, env_uid="this-process"
+            )
+            await hub.status_env(4)
+    assert (status.current_step, status.policy_version) == (7, 6)
+    (poll, body), (plain, _) = log
+    assert dict(poll.query_params) == {
+        "env_id": "4", "wait": "2.5", "seen_step": "0", "seen_policy": "0", "env_uid": "this-process",
+    }  # fmt: skip
+    assert json.loads(body) == {"env_id": 4}  # for an original server
+    assert dict(plain.query_params) == {"env_id": "4"}
+
+
+async def test_registration_carries_the_uid_of_the_process() -> None:
+    with recording_hub(lambda _: {"status": "wait for trainer to start"}) as (url, log):
+        about = {"desired_name": "x", "max_token_length": 9, "weight": 1.0, "group_size": 4}
+        async with HubClient(url) as hub:
+            assert await hub.register_env(**about, env_uid="u") is None
+            assert await hub.register_env(**about) is None
+    assert json.loads(log[0][1])["env_uid"] == "u"
+    assert "env_uid" not in json.loads(log[1][1])
+
+
+async def test_receipt_tells_duplicates_and_status() -> None:
+    replies = iter(
+        [
+            {"status": "duplicate", "env_status": STATUS},
+            {"status": "received", "groups_processed": 2, "duplicates": 1},
+        ]
+    )
+    with recording_hub(lambda _: next(replies)) as (url, _):
+        async with HubClient(url) as hub:
+            one = await hub.send([scored()])
+            two = await hub.send([scored(), scored(group_id="b")])
+    assert (one.status, one.duplicates, one.buffered) == ("duplicate", 1, 0)
+    assert one.env_status is not None
+    assert one.env_status.queue_size == 3
+    assert (two.status, two.duplicates, two.env_status) == ("received", 1, None)
+
+
+def large(group_id: str = "a") -> ScoredGroup:
+    tokens = [[token % 1000 for token in range(20_000)]]
+    group = {"tokens": tokens, "masks": tokens, "scores": [1.0]}
+    return check_group(group, strictness=Strictness.MEANING).replace(group_id=group_id)
+
+
+async def test_large_bodies_are_compressed() -> None:
+    with recording_hub() as (url, log):
+        async with HubClient(url, compress=True) as hub:
+            await hub.send([large()])
+            await hub.send([scored()])
+    (request, body), (small, _) = log
+    assert request.headers["content-encoding"] == "zstd"
+    assert request.headers["content-type"] == CONTENT_TYPE_PACKED
+    assert split_packed(zstandard.decompress(body)).blobs == [pack_group(large())]
+    assert "content-encoding" not in small.headers
+
+
+async def test_nothing_is_compressed_for_a_hub_on_this_machine() -> None:
+    with recording_hub(lambda _: {"status": "received", "batch": None}) as (url, log):
+        async with HubClient(url) as hub:
+            await hub.send([large()])
+        with TrainerClient(url) as trainer:
+            trainer.batch()
+        with TrainerClient(url, compress=True) as trainer:
+            trainer.batch()
+    assert "content-encoding" not in log[0][0].headers
+    assert [request.headers["accept-encoding"] for request, _ in log[1:]] == ["identity", "zstd"]
+
+
+@pytest.mark.parametrize(
+    ("url", "is_compressed"),
+    [
+        ("http://localhost:8000", False),
+        ("http://127.1.2.3", False),
+        ("http://[::1]:80/runs/a", False),
+        ("http://hub", True),
+        ("https://10.0.0.7:8000", True),
+    ],
+)
+def test_compression_is_for_other_machines(url: str, is_compressed: bool) -> None:
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["accept-encoding"])
+        return httpx.Response(200, json={"batch": None})
+
+    TrainerClient(url, transport=httpx.MockTransport(answer)).batch()
+    assert seen == ["zstd" if is_compressed else "identity"]
+
+
+@pytest.mark.parametrize("refusal", [400, 415])
+async def test_server_that_refuses_compression_gets_plain_bodies_from_then_on(refusal: int) -> None:
+    def answer(request: Request) -> Any:
+        if "content-encoding" in request.headers:
+            return JSONResponse({"detail": "what is zstd?"}, refusal)
+        return {"status": "received"}
+
+    with recording_hub(answer) as (url, log):
+        async with HubClient(url, compress=True) as hub:
+            await hub.send([large()])
+            await hub.send([large("b")])
+    assert [request.headers.get("content-encoding") for request, _ in log] == ["zstd", None, None]
+    assert {request.headers["content-type"] for request, _ in log} == {CONTENT_TYPE_PACKED}
+
+
+@pytest.mark.parametrize(
+    ("status", "header", "retry_after_s"),
+    [(429, "7", 7.0), (507, "0.5", 0.5), (503, None, None), (429, "Mon, 1 Jan", None)],
+)
+async def test_later_is_no_refusal_and_says_when(
+    status: int, header: str | None, retry_after_s: float | None
+) -> None:
+    headers = {} if header is None else {"Retry-After": header}
+    with recording_hub(lambda _: PlainTextResponse("busy", status, headers)) as (url, _):
+        async with HubClient(url) as hub:
+            with pytest.raises(HubUnavailable, match=f"{status} busy") as caught:
+                await hub.send([scored()])
+    assert caught.value.retry_after_s == retry_after_s
+
+
+async def test_receipt_that_is_not_json_is_a_clear_error() -> None:
+    with recording_hub(lambda _: PlainTextResponse("<html>")) as (url, _):
+        async with HubClient(url) as hub:
+            with pytest.raises(HubError, match=r"POST /scored_data: unexpected answer b'<html>'"):
+                await hub.send([scored()])
+
+
+# Leases
+
+
+LEASE = {"step": 3, "batch_id": 12, "lease_id": "L", "epoch": 1, "expires_in_s": 900.0}
+LEASED = LeasedBatch(groups=[], **LEASE)
+
+
+def packed_batch(*groups: ScoredGroup, **meta: Any) -> httpx.Response:
+    content = join_packed([pack_group(group) for group in groups], meta)
+    return httpx.Response(200, content=content, headers={"Content-Type": CONTENT_TYPE_PACKED})
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_leased_batch_carries_what_ack_needs(is_packed: bool) -> None:
+    asked: list[dict[str, str]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(dict(request.url.params))
+        if is_packed:
+            return packed_batch(scored(), **LEASE)
+        return httpx.Response(200, json={"batch": [group(2)], **LEASE})
+
+    batch = scripted_trainer(answer).lease_batch(wait_s=4.0, ttl_s=60.0)
+    assert batch is not None
+    assert (batch.batch_id, batch.lease_id, batch.epoch) == (12, "L", 1)
+    assert (batch.step, batch.expires_in_s) == (3, 900.0)
+    assert [g.num_sequences for g in batch.groups] == [2]
+    [params] = asked
+    assert len(params.pop("request_id")) == 32
+    assert params == {"lease": "1", "ttl": "60.0", "wait": "4.0"}
+
+
+def test_lost_answer_is_asked_for_again_under_the_same_id() -> None:
+    ids: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        ids.append(request.url.params["request_id"])
+        if len(ids) == 1:
+            raise httpx.ReadError("connection reset")
+        if len(ids) == 2:
+            return httpx.Response(503)
+        return packed_batch(scored(), **LEASE)
+
+    trainer = scripted_trainer(answer)
+    for _ in range(2):
+        with pytest.raises(HubUnavailable):
+            trainer.lease_batch()
+    assert trainer.lease_batch() is not None
+    assert trainer.lease_batch() is not None
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+
+
+def test_batch_that_fails_the_gate_is_not_asked_for_again() -> None:
+    ids: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        ids.append(request.url.params["request_id"])
+        return httpx.Response(200, json={"batch": [group(1, masks=[[1, 2]])], **LEASE})
+
+    trainer = scripted_trainer(answer)
+    for _ in range(2):
+        with pytest.raises(GroupError, match="masks"):
+            trainer.lease_batch()
+    assert ids[0] != ids[1]
+
+
+def test_no_batch_is_none() -> None:
+    trainer = scripted_trainer(lambda _: httpx.Response(200, json={"batch": None}))
+    assert trainer.lease_batch() is None
+
+
+def test_lease_calls_reach_their_routes() -> None:
+    asked: list[tuple[str, str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((request.method, request.url.path, json.loads(request.content)))
+        return httpx.Response(
+            200, json={"status": "success", "expires_in_s": 5.5, "step": 3, "committed": 2}
+        )
+
+    trainer = scripted_trainer(answer)
+    assert trainer.heartbeat(LEASED) == 5.5
+    assert trainer.ack(LEASED) == 3
+    trainer.ack(LEASED, step=4)
+    trainer.release(LEASED)
+    assert trainer.checkpoint(4, "ck/4") == 2
+    trainer.checkpoint(5)
+    assert asked == [
+        ("POST", "/batches/12/heartbeat", {"lease_id": "L"}),
+        ("POST", "/batches/12/ack", {"lease_id": "L"}),
+        ("POST", "/batches/12/ack", {"lease_id": "L", "step": 4}),
+        ("POST", "/batches/12/release", {"lease_id": "L"}),
+        ("POST", "/checkpoints", {"step": 4, "path": "ck/4"}),
+        ("POST", "/checkpoints", {"step": 5, "path": None}),
+    ]
+
+
+def test_ended_lease_and_unknown_batch_are_told_apart() -> None:
+    detail = {"detail": {"type": "lease_expired", "msg": "it expired 3 s ago"}}
+    late = scripted_trainer(lambda _: httpx.Response(409, json=detail))
+    for call in (late.ack, late.heartbeat, late.release):
+        with pytest.raises(LeaseExpired, match="it expired 3 s ago"):
+            call(LEASED)
+    forgotten = scripted_trainer(lambda _: httpx.Response(404, json={"detail": "no batch 12"}))
+    with pytest.raises(HubRejected, match="no batch 12") as caught:
+        forgotten.ack(LEASED)
+    assert not isinstance(caught.value, LeaseExpired)
+    assert caught.value.status == 404
+
+
+def test_ack_waits_for_a_hub_that_restarts_as_long_as_it_is_told_to() -> None:
+    replies = [httpx.Response(503, headers={"Retry-After": "0.6"})]
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        return replies.pop() if replies else httpx.Response(200, json={"step": 3})
+
+    began = time.monotonic()
+    assert scripted_trainer(answer).ack(LEASED) == 3
+    assert time.monotonic() - began >= 0.6  # alone, the first backoff is at most 0.5 s
+
+
+class Heartbeats:
+    """Answers heartbeats from a script of statuses, the last one for ever."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.statuses = list(statuses)
+        self.count = 0
+        self.changed = threading.Condition()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/batches/12/heartbeat"
+        with self.changed:
+            self.count += 1
+            status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+            self.changed.notify_all()
+        return httpx.Response(status, json={"status": "success", "expires_in_s": 0.15})
+
+    def wait_for(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.count >= count, timeout=5)
+
+
+SHORT = LeasedBatch(groups=[], **LEASE | {"expires_in_s": 0.15})
+
+
+def test_held_lease_is_renewed_until_the_block_ends() -> None:
+    hub = Heartbeats(200, 503, 200)
+    with scripted_trainer(hub).holding(SHORT):
+        began = time.monotonic()
+        hub.wait_for(4)
+    took_s, count = time.monotonic() - began, hub.count
+    assert took_s >= 4 * 0.05
+    assert not any(thread.name == "lease" for thread in threading.enumerate())
+    assert hub.count == count
+
+
+def test_lost_lease_is_logged_once_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    hub = Heartbeats(409)
+    with scripted_trainer(hub).holding(SHORT):
+        hub.wait_for(1)
+        time.sleep(0.15)  # three more would be due
+    assert hub.count == 1
+    assert caplog.text.count("the lease of batch 12 is lost") == 1
+
+
+def test_block_that_fails_ends_the_heartbeat() -> None:
+    with pytest.raises(RuntimeError), scripted_trainer(Heartbeats(200)).holding(SHORT):
+        raise RuntimeError("out of memory")
+    assert not any(thread.name == "lease" for thread in threading.enumerate())
+
+
+def test_original_server_has_no_leases_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/batch":
+            return httpx.Response(200, json={"batch": [group(2)]})
+        return httpx.Response(404, json={"detail": "Not Found"})
+
+    trainer = scripted_trainer(answer)
+    with caplog.at_level(logging.WARNING):
+        batch = trainer.lease_batch()
+        assert batch is not None
+        assert (len(batch.groups), batch.lease_id, batch.step) == (1, None, None)
+        with trainer.holding(batch):
+            assert trainer.heartbeat(batch) is None
+        assert trainer.ack(batch, step=1) is None
+        trainer.release(batch)
+        assert trainer.checkpoint(1) == 0
+        trainer.publish_policy(1)
+    assert len(caplog.records) == 1
+    assert "has no leases" in caplog.text
+
+
+def test_unknown_run_is_not_taken_for_an_original_server() -> None:
+    trainer = scripted_trainer(lambda _: httpx.Response(404, json={"detail": "no run 'a'"}))
+    with pytest.raises(HubRejected, match="no run 'a'"):
+        trainer.publish_policy(1)
+
+
+def test_resuming_trainer_says_where_it_goes_on() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return httpx.Response(
+            200,
+            json={"uuid": 1, "epoch": 2, "step": 5, "replayed": 3, "requeued": 0, "discarded": 0},
+        )
+
+    trainer = scripted_trainer(answer)
+    reply = trainer.register(RUN, resume_step=5, resume="replay")
+    assert (reply.epoch, reply.step, reply.replayed) == (2, 5, 3)
+    trainer.register(RUN)
+    assert (asked[0]["resume_step"], asked[0]["resume"], asked[0]["batch_size"]) == (5, "replay", 4)
+    assert "resume_step" not in asked[1]
+    with pytest.raises(ValueError, match="again"):
+        trainer.register(RUN, resume_step=5, resume="again")  # type: ignore[arg-type]

@@ -1,130 +1,488 @@
-"""Request bodies: a size limit and transparent gzip, before any route sees them.
+"""What one request may cost: body sizes, inflation, sending time, memory in flight, and waiting for room.
 
-Pure ASGI, so that a handler reads the body with one `await request.body()`. Inflation is streaming
-and capped: a bomb costs at most the limit. Who may send how often, and back-pressure, are not
-decided here.
+Two pure-ASGI middlewares. `Ladder` turns requests away, or holds them unread, while a run is full. `RequestBodies`
+reads every body within the limits and hands it on inflated, so that a handler gets it with one `await request.body()`.
+Nothing here looks inside a body: the checks of groups are payloads.py's business. The table of answers is in README.md.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
+import zstandard
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+GROUP_PATHS = frozenset({"/scored_data", "/scored_data_list"})
+"""Where bodies may be large, and where back-pressure applies."""
+CLIENT_HEADER = b"atropos-client"
+"""Sent by our own clients on every request; they understand 429."""
+IS_GONE_EXTENSION = "atropos.is_gone"
+"""ASGI extension: a function that says whether the client hung up, without reading from it."""
+
+_MIB = 2**20
 _GZIP_WBITS = 16 + zlib.MAX_WBITS
+_GZIP_FEED_BYTES = 16 * 2**10
+_GZIP_STEP_BYTES = 256 * 2**10
+_ZSTD_FEED_BYTES = 256
+"""A run-length block makes 128 KiB of 4 bytes, so one feed yields 8 MiB at most."""
+_ZSTD_MAX_WINDOW_BYTES = 8 * _MIB
+"""What RFC 8878 (3.1.1.1.2) asks decoders to support."""
+_MAX_MEMBERS = 10_000
+"""Of one body. Each costs microseconds however small it is."""
+_INLINE_INFLATE_BYTES = 4 * 2**10
+"""Compressed bodies up to this size inflate to 1 MiB at most, in milliseconds: not worth a thread."""
+_UNCOUNTED_BYTES = 64 * 2**10
+"""Bodies declared this small never wait for the budget: acks must get through while producers flood."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubLimits:
-    """What one request may cost."""
+    """What requests may cost."""
 
-    max_body_bytes: int = 256 * 2**20
-    """Of a request, on the wire and inflated."""
-    offload_bytes: int = 256 * 2**10
-    """Bodies from this size on are inflated, decoded and encoded in a thread: others are served."""
+    max_body_bytes: int = 64 * _MIB
+    """Of a request with groups, as sent."""
+    max_inflated_bytes: int = 256 * _MIB
+    """Of a request with groups, inflated."""
+    max_inflate_ratio: int = 200
+    """Inflated to sent, once 1 MiB has come out. Groups of real text stay far below 50."""
+    max_control_body_bytes: int = _MIB
+    """Of any other request, as sent and inflated."""
+    max_inflight_bytes: int = 512 * _MIB
+    """Of bodies being received or handled, and once more of inflated ones; further requests wait their turn, unread."""
+    receive_timeout_s: float = 120.0
+    """From the first read to the end of the body."""
+    receive_grace_s: float = 10.0
+    """Time before the minimum rate is asked for."""
+    min_receive_bytes_per_s: int = 16 * 2**10
+    """And no less than what gets the announced body here within `receive_timeout_s`."""
+    inline_bytes: int = 64 * 2**10
+    """Bodies up to this size are decoded and encoded on the event loop; larger ones would hold up other clients."""
     max_wait_s: float = 60.0
-    """Longest `GET /batch?wait=`."""
+    """Longest `wait=` of a long poll."""
+    hold_s: float = 60.0
+    """How long a request of an original client is held while its run is full."""
+    max_held: int = 256
+    """Requests held at once; further ones get 503 at once."""
+    retry_after_s: int = 2
+    """Told to clients that are turned away."""
 
 
-class BodyTooLarge(Exception):
-    """The body, on the wire or inflated, exceeds the limit."""
+class BodyRefused(Exception):
+    """The body breaks a limit or is not what its headers say."""
+
+    def __init__(self, status: int, message: str, *, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
 
 
-class InvalidGzip(Exception):
-    """Not gzip, corrupt, or truncated."""
+def content_encoding(headers: Headers) -> str | None:
+    """Return "gzip", "zstd" or, for a body sent as it is, None. Raises `BodyRefused` 415 for anything else."""
+    names = [
+        name.strip().lower()
+        for value in headers.getlist("content-encoding")
+        for name in value.split(",")
+    ]
+    names = [name for name in names if name and name != "identity"]
+    if not names:
+        return None
+    [first, *others] = ["gzip" if name == "x-gzip" else name for name in names]
+    if others or first not in ("gzip", "zstd"):
+        raise BodyRefused(
+            415,
+            "Content-Encoding must be one of gzip, zstd, identity",
+            headers={"Accept-Encoding": "gzip, zstd"},
+        )
+    return first
 
 
-def inflate(data: bytes, *, max_bytes: int) -> bytes:
-    """Inflate one or more gzip members.
+@dataclass(slots=True, kw_only=True)
+class _Output:
+    """Collects inflated bytes and stops a bomb as soon as it shows."""
 
-    Raises `InvalidGzip` or, past `max_bytes` of output, `BodyTooLarge`.
+    max_bytes: int
+    max_ratio: int
+    _buffer: io.BytesIO
+
+    def add(self, piece: bytes, *, num_read: int) -> None:
+        """Append what the first `num_read` compressed bytes gave so far."""
+        self.check(self._buffer.tell() + len(piece), num_read=num_read)
+        self._buffer.write(piece)
+
+    def check(self, num_bytes: int, *, num_read: int) -> None:
+        if num_bytes > self.max_bytes:
+            raise _too_large(self.max_bytes)
+        if num_bytes > max(_MIB, self.max_ratio * num_read):
+            raise BodyRefused(413, f"Request body inflates more than {self.max_ratio} times")
+
+    def value(self) -> bytes:
+        return self._buffer.getvalue()  # hands over its memory, does not copy it
+
+
+def inflate(data: bytes, *, encoding: str, max_bytes: int, max_ratio: int = 200) -> bytes:
+    """Inflate a whole gzip or zstd body, several members or frames included.
+
+    Raises `BodyRefused`: 400 if it is corrupt, truncated or followed by something else, 413 past a limit. Never holds
+    more than `max_bytes` of output, and of a bomb only its first megabytes.
     """
-    out: list[bytes] = []
-    room = max_bytes
-    while data:
+    output = _Output(max_bytes=max_bytes, max_ratio=max_ratio, _buffer=io.BytesIO())
+    try:
+        if encoding == "gzip":
+            _inflate_gzip(data, output)
+        else:
+            whole = _inflate_zstd_frame(data, output)
+            if whole is not None:
+                return whole
+            _inflate_zstd(data, output)
+    except (zlib.error, zstandard.ZstdError, EOFError) as e:
+        raise BodyRefused(400, f"Invalid {encoding} payload") from e
+    return output.value()
+
+
+def _inflate_gzip(data: bytes, output: _Output) -> None:
+    view = memoryview(data)
+    position = 0
+    for _ in range(_MAX_MEMBERS):
         member = zlib.decompressobj(_GZIP_WBITS)
+        while not member.eof:
+            pending: bytes | memoryview = view[position : position + _GZIP_FEED_BYTES]
+            if not pending:
+                raise EOFError
+            position += len(pending)
+            while True:
+                piece = member.decompress(pending, _GZIP_STEP_BYTES)
+                output.add(piece, num_read=position)
+                pending = member.unconsumed_tail
+                # zlib may keep output back although it has taken all input.
+                if not pending and len(piece) < _GZIP_STEP_BYTES:
+                    break
+        position -= len(member.unused_data)
+        num_left = len(data) - position
+        if data.count(0, position) == num_left:  # the end, perhaps after zero padding
+            return
+    raise EOFError
+
+
+def _inflate_zstd_frame(data: bytes, output: _Output) -> bytes | None:
+    """Inflate a single frame that announces its size, as most do; None when it is not that."""
+    size = zstandard.frame_content_size(data)
+    if size < 0:
+        return None
+    output.check(size, num_read=len(data))
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_MAX_WINDOW_BYTES)
+    try:
+        return decompressor.decompress(data, allow_extra_data=False)
+    except zstandard.ZstdError:
+        return None  # several frames, or broken: the stepwise way tells
+
+
+def _inflate_zstd(data: bytes, output: _Output) -> None:
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_MAX_WINDOW_BYTES)
+    view = memoryview(data)
+    position = 0
+    for _ in range(_MAX_MEMBERS):
+        frame = decompressor.decompressobj()
+        while not frame.eof:
+            fed = view[position : position + _ZSTD_FEED_BYTES]
+            if not fed:
+                raise EOFError
+            position += len(fed)
+            output.add(frame.decompress(fed), num_read=position)
+        position -= len(frame.unused_data)
+        if position == len(data):
+            return
+    raise EOFError
+
+
+def _too_large(limit: int) -> BodyRefused:
+    return BodyRefused(413, f"Request body exceeds {limit} bytes; send less per request")
+
+
+class ByteBudget:
+    """Bytes that requests take before they use the memory, strictly first come, first served.
+
+    A large request is not overtaken by small ones, so it cannot starve. For one event loop.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.free_bytes = total_bytes
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def share(self, num_bytes: int) -> AsyncIterator[Share]:
+        """Hold `num_bytes`, or all there is if that is less, for the length of the block."""
+        share = Share(self, min(num_bytes, self.total_bytes))
+        await self._take(share.num_bytes)
         try:
-            # One byte more than allowed tells "exactly full" from "too large".
-            piece = member.decompress(data, room + 1)
-        except zlib.error as e:
-            raise InvalidGzip(str(e)) from e
-        if len(piece) > room:
-            raise BodyTooLarge
-        if not member.eof:
-            raise InvalidGzip("the stream ends early")
-        out.append(piece)
-        room -= len(piece)
-        data = member.unused_data.lstrip(b"\0")  # gzip allows zero padding after a member
-    return b"".join(out)
+            yield share
+        finally:
+            share.shrink(0)
+
+    async def _take(self, num_bytes: int) -> None:
+        if not self._waiting and num_bytes <= self.free_bytes:
+            self.free_bytes -= num_bytes
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_bytes, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back(num_bytes)  # the turn came in the same moment
+            else:
+                self._waiting.remove((num_bytes, turn))
+                self.give_back(0)  # whoever stood behind may fit
+            raise
+
+    def give_back(self, num_bytes: int) -> None:
+        self.free_bytes += num_bytes
+        while self._waiting and self._waiting[0][0] <= self.free_bytes:
+            taken, turn = self._waiting.popleft()
+            self.free_bytes -= taken
+            turn.set_result(None)
+
+
+class Share:
+    """What one request holds of a budget."""
+
+    def __init__(self, budget: ByteBudget, num_bytes: int) -> None:
+        self._budget = budget
+        self.num_bytes = num_bytes
+
+    def shrink(self, num_bytes: int) -> None:
+        """Keep at most `num_bytes`."""
+        surplus = self.num_bytes - min(num_bytes, self.num_bytes)
+        self.num_bytes -= surplus
+        self._budget.give_back(surplus)
 
 
 class RequestBodies:
-    """ASGI middleware: reads every request's body, within the limits, and hands it on inflated."""
+    """ASGI middleware: reads every request's body within the limits and hands it on inflated.
+
+    Its memory counts against the budgets until the request is answered.
+    """
 
     def __init__(self, app: ASGIApp, limits: HubLimits) -> None:
         self._app = app
         self._limits = limits
+        self._received = ByteBudget(limits.max_inflight_bytes)
+        self._inflated = ByteBudget(limits.max_inflight_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            body = await self._read(scope, receive)
-        except InvalidGzip:
-            await PlainTextResponse("Invalid gzip payload", 400)(scope, receive, send)
-            return
-        except BodyTooLarge:
-            limit = self._limits.max_body_bytes
-            text = f"Request body exceeds {limit} bytes; send fewer groups per request"
-            await PlainTextResponse(text, 413)(scope, receive, send)
-            return
-        if body is None:
-            return
-        is_delivered = False
+        async with AsyncExitStack() as shares:
+            try:
+                body = await self._body(scope, receive, shares)
+            except BodyRefused as e:
+                answer = PlainTextResponse(str(e), e.status, e.headers)
+                await answer(scope, receive, send)
+                return
+            if body is not None:  # else the client left
+                await self._app(scope, _replay(body, receive), send)
 
-        async def receive_body() -> Message:
-            nonlocal is_delivered
-            if is_delivered:
-                return await receive()
-            is_delivered = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        await self._app(scope, receive_body, send)
-
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _body(self, scope: Scope, receive: Receive, shares: AsyncExitStack) -> bytes | None:
         """Return the body, inflated, headers of `scope` corrected; None when the client left."""
-        limit = self._limits.max_body_bytes
+        limits = self._limits
         headers = Headers(scope=scope)
-        declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > limit:
-            raise BodyTooLarge
-        pieces: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            piece = message.get("body", b"")
-            size += len(piece)
-            if size > limit:
-                raise BodyTooLarge
-            pieces.append(piece)
-            if not message.get("more_body", False):
-                break
-        body = b"".join(pieces)
-        if "gzip" not in headers.get("content-encoding", "").lower():
+        encoding = content_encoding(headers)
+        carries_groups = scope["path"] in GROUP_PATHS
+        limit = limits.max_body_bytes if carries_groups else limits.max_control_body_bytes
+        announced = _announced_bytes(scope, headers)
+        if announced is not None and announced > limit:
+            raise _too_large(limit)
+        expected = limit if announced is None else announced
+        uncounted = expected if expected <= _UNCOUNTED_BYTES and announced is not None else 0
+        share = await shares.enter_async_context(self._received.share(expected - uncounted))
+        body = await self._receive(receive, expected=expected, limit=limit)
+        if body is None:
+            return None
+        share.shrink(len(body))
+        if encoding is None:
             return body
-        if len(body) >= self._limits.offload_bytes:
-            body = await asyncio.to_thread(inflate, body, max_bytes=limit)
-        else:
-            body = inflate(body, max_bytes=limit)
+        if body:
+            body = await self._inflate(body, encoding, carries_groups, shares)
+            share.shrink(0)
         scope["headers"] = list(scope["headers"])
         corrected = MutableHeaders(scope=scope)
         del corrected["content-encoding"]
         corrected["content-length"] = str(len(body))
         return body
+
+    async def _receive(self, receive: Receive, *, expected: int, limit: int) -> bytes | None:
+        limits = self._limits
+        in_time = limits.receive_timeout_s - limits.receive_grace_s
+        rate = max(limits.min_receive_bytes_per_s, expected / in_time if in_time > 0 else 0)
+        start = asyncio.get_running_loop().time()
+        # Grows in place and is handed over without a copy; joining pieces would block the loop for a large body.
+        body = io.BytesIO()
+        while True:
+            allowed_s = min(limits.receive_timeout_s, limits.receive_grace_s + body.tell() / rate)
+            try:
+                async with asyncio.timeout_at(start + allowed_s):
+                    message = await receive()
+            except TimeoutError:
+                raise BodyRefused(
+                    408,
+                    f"Only {body.tell()} bytes of the request body arrived in {allowed_s:.1f} s",
+                    headers={"Connection": "close"},
+                ) from None
+            if message["type"] == "http.disconnect":
+                return None
+            piece = message.get("body", b"")
+            if body.tell() + len(piece) > limit:
+                raise _too_large(limit)
+            body.write(piece)
+            if not message.get("more_body", False):
+                return body.getvalue()
+
+    async def _inflate(
+        self, body: bytes, encoding: str, carries_groups: bool, shares: AsyncExitStack
+    ) -> bytes:
+        limits = self._limits
+        limit = limits.max_inflated_bytes if carries_groups else limits.max_control_body_bytes
+        # Taken for the worst case and given back at once. Nobody waits for the other budget while holding this one.
+        worst = min(limit, max(_MIB, limits.max_inflate_ratio * len(body)))
+        share = await shares.enter_async_context(self._inflated.share(worst))
+        if len(body) <= _INLINE_INFLATE_BYTES:
+            data = inflate(
+                body, encoding=encoding, max_bytes=limit, max_ratio=limits.max_inflate_ratio
+            )
+        else:
+            data = await asyncio.to_thread(
+                inflate,
+                body,
+                encoding=encoding,
+                max_bytes=limit,
+                max_ratio=limits.max_inflate_ratio,
+            )
+        share.shrink(len(data))
+        return data
+
+
+def _announced_bytes(scope: Scope, headers: Headers) -> int | None:
+    """Return how large the body will be; None when only its end will tell."""
+    length = headers.get("content-length", "")
+    if length.isdecimal():
+        return int(length)
+    # In HTTP/1 no length and no transfer coding is no body (RFC 9112, 6.3).
+    is_http1 = scope.get("http_version", "1.1").startswith("1")
+    return 0 if is_http1 and "transfer-encoding" not in headers else None
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body in one message, then whatever follows it."""
+    bodies = deque(
+        [body]
+    )  # emptied on delivery, so that the handler alone decides how long it lives
+
+    async def receive_body() -> Message:
+        if not bodies:
+            return await receive()
+        return {"type": "http.request", "body": bodies.popleft(), "more_body": False}
+
+    return receive_body
+
+
+class BackPressureMetrics(Protocol):
+    """Who counts what `Ladder` does."""
+
+    def count_back_pressure(self, run: str, outcome: str) -> None: ...
+    def show_held(self, num_held: Callable[[], int]) -> None: ...
+
+
+class Ladder:
+    """ASGI middleware, outside of `RequestBodies`: what becomes of requests with groups while their run is full.
+
+    Our own clients get 429 at once. Clients of the original would drop the group at that, so they are held, their body
+    unread, until there is room; only then, or when too many are held, do they get 503.
+
+    `is_full(run)` gives the reason, or None; `room(run, timeout_s)` returns when there may be room again or the time is
+    up, False when the hub stops. Counted is every request that was not let in at once: `refused` (429), `held` (let in
+    later), `timed_out`, `overflowed` and `stopped` (503), `gone` (hung up while held).
+    """
+
+    CHECK_S = 0.5
+    """How often a held request is looked at whatever `room` says: a client that left must free its place."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limits: HubLimits,
+        is_full: Callable[[str], str | None],
+        room: Callable[[str, float], Awaitable[bool]],
+        metrics: BackPressureMetrics,
+    ) -> None:
+        self._app = app
+        self._limits = limits
+        self._is_full = is_full
+        self._room = room
+        self._metrics = metrics
+        self._num_held = 0
+        metrics.show_held(lambda: self._num_held)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = None
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in GROUP_PATHS:
+            refusal = await self._refusal(scope)
+        await (refusal or self._app)(scope, receive, send)
+
+    async def _refusal(self, scope: Scope) -> JSONResponse | None:
+        """Return None when the request may go on, else the answer that turns it away."""
+        run = scope.get("run", "default")
+        reason = self._is_full(run)
+        if reason is None:
+            return None
+        if any(name == CLIENT_HEADER for name, _ in scope["headers"]):
+            self._metrics.count_back_pressure(run, "refused")
+            return self._answer(429, reason)
+        outcome = await self._hold(run, scope)
+        self._metrics.count_back_pressure(run, outcome)
+        return None if outcome == "held" else self._answer(503, reason)
+
+    async def _hold(self, run: str, scope: Scope) -> str:
+        if self._num_held >= self._limits.max_held:
+            return "overflowed"
+        is_gone = scope.get("extensions", {}).get(IS_GONE_EXTENSION, _unknown)
+        now = asyncio.get_running_loop().time
+        deadline = now() + self._limits.hold_s
+        self._num_held += 1
+        try:
+            while self._is_full(run) is not None:
+                if is_gone():
+                    return "gone"
+                remaining_s = deadline - now()
+                if remaining_s <= 0:
+                    return "timed_out"
+                if not await self._room(run, min(remaining_s, self.CHECK_S)):
+                    return "stopped"
+                await asyncio.sleep(0)  # room that comes and goes at once must not stop the loop
+            return "held"
+        finally:
+            self._num_held -= 1
+
+    def _answer(self, status: int, reason: str) -> JSONResponse:
+        headers = {"Retry-After": str(self._limits.retry_after_s)}
+        detail = {"type": "overloaded", "msg": reason}
+        return JSONResponse({"detail": detail}, status, headers)
+
+
+def _unknown() -> bool:
+    """Servers without the extension cannot tell; the hold ends by its time limit."""
+    return False

@@ -1,0 +1,410 @@
+"""Who may do what, on which run: tokens, scopes, and the run in the path.
+
+`Access` is ASGI middleware that answers 401, 403 and 404 before a body is read. It fails closed: a route that ROUTES
+does not name needs the admin scope. Secrets are compared as SHA-256 digests, in constant time over all tokens, and are
+never logged, stored or echoed. Only random secrets are safe under a plain hash: `add_token` makes them. How much a
+request may cost is limits.py's business.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import ipaddress
+import json
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import msgspec
+import yaml
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as AsgiScope
+
+from atroposlib.errors import ConfigError
+
+DEFAULT_RUN = "default"
+"""The run that plain paths mean."""
+MIN_SECRET_CHARS = 8
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+class Scope(enum.StrEnum):
+    """What a token may be good for."""
+
+    PRODUCE = "produce"
+    """Environments: send groups."""
+    CONSUME = "consume"
+    """Trainers: take batches, set the policy version."""
+    READ = "read"
+    """Look: accounts, metrics, examples."""
+    ADMIN = "admin"
+    """Everything, erasing included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One row of the table of rights."""
+
+    method: str
+    template: str
+    scopes: frozenset[Scope]
+    """Any of them lets a request in; empty: anyone."""
+    is_destructive: bool = False
+    """While the hub has no tokens, only for clients on the same machine."""
+    is_hub_wide: bool = False
+    """Shows every run, so a token for some runs is not enough."""
+
+
+def _routes() -> Iterable[Route]:
+    any_client = [Scope.PRODUCE, Scope.CONSUME, Scope.READ]
+    table: list[tuple[str, Collection[Scope], str]] = [
+        ("GET", [], "/ /healthz /readyz"),
+        ("GET", any_client, "/info /wandb_info /status"),
+        ("POST", [Scope.PRODUCE], "/scored_data /scored_data_list /register-env /disconnect-env"),
+        ("GET", [Scope.PRODUCE], "/status-env"),
+        ("POST", [Scope.PRODUCE], "/status-env"),
+        ("GET", [Scope.CONSUME], "/batch"),
+        ("POST", [Scope.CONSUME], "/register /policy /checkpoints"),
+        ("POST", [Scope.CONSUME], "/batches/{batch_id}/heartbeat"),
+        ("POST", [Scope.CONSUME], "/batches/{batch_id}/ack /batches/{batch_id}/release"),
+        ("GET", [Scope.READ], "/ledger /explain /latest_example /dead"),
+        ("GET", [Scope.READ], "/openapi.json /docs /docs/oauth2-redirect /redoc"),
+    ]
+    for method, scopes, templates in table:
+        for template in templates.split():
+            yield Route(method=method, template=template, scopes=frozenset(scopes))
+    yield Route(method="GET", template="/metrics", scopes=frozenset([Scope.READ]), is_hub_wide=True)
+    for method, template in [
+        ("GET", "/reset_data"),
+        ("POST", "/dead/requeue"),
+        ("DELETE", "/runs/{run}"),
+    ]:
+        yield Route(
+            method=method,
+            template=template,
+            scopes=frozenset([Scope.ADMIN]),
+            is_destructive=True,
+        )
+
+
+ROUTES: tuple[Route, ...] = tuple(_routes())
+"""Every route the hub has. What is not here needs the admin scope."""
+_PLAIN_ROUTES = {(each.method, each.template): each for each in ROUTES if "{" not in each.template}
+_PATTERN_ROUTES = [
+    (each, re.compile(re.sub(r"\{\w+\}", "[^/]+", each.template)))
+    for each in ROUTES
+    if "{" in each.template
+]
+
+
+def find_route(method: str, path: str) -> Route | None:
+    """Return the row for a request whose run is already off the path; None for what the hub lacks."""
+    plain = _PLAIN_ROUTES.get((method, path))
+    if plain is not None:
+        return plain
+    for route, pattern in _PATTERN_ROUTES:
+        if route.method == method and pattern.fullmatch(path):
+            return route
+    return None
+
+
+class RunPath(NamedTuple):
+    """A request path, taken apart."""
+
+    run: str | None
+    """None: not a name a run can have."""
+    path: str
+    """What is left. `/runs/NAME` itself stays as it is: it is the run's own resource."""
+
+
+def split_run(path: str) -> RunPath:
+    """Take `/runs/NAME` off the path; plain paths belong to the default run.
+
+    >>> split_run("/runs/math-2/batch")
+    RunPath(run='math-2', path='/batch')
+    >>> split_run("/batch")
+    RunPath(run='default', path='/batch')
+    """
+    if not path.startswith("/runs/"):
+        return RunPath(DEFAULT_RUN, path)
+    name, slash, rest = path.removeprefix("/runs/").partition("/")
+    run = name if _RUN_NAME.fullmatch(name) else None
+    return RunPath(run, f"/{rest}" if slash else path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A secret's digest and what the secret is good for."""
+
+    name: str
+    """Shown in logs, unlike the secret."""
+    hash: bytes
+    """SHA-256 of the secret."""
+    scopes: frozenset[Scope]
+    runs: frozenset[str] | None = None
+    """None: every run."""
+
+    def allows(self, scopes: frozenset[Scope]) -> bool:
+        return Scope.ADMIN in self.scopes or not self.scopes.isdisjoint(scopes)
+
+    def covers(self, run: str) -> bool:
+        return self.runs is None or run in self.runs
+
+
+class _FileEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    sha256: str
+    scopes: list[Scope]
+    runs: list[str] | None = None
+
+
+class TokenSet:
+    """The tokens a hub accepts."""
+
+    def __init__(self, tokens: Iterable[Token]) -> None:
+        self._tokens = tuple(tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @classmethod
+    def load(cls, path: Path) -> TokenSet:
+        """Read a JSON or YAML list of `{name, sha256, scopes, runs}`; without `runs` a token is for all runs.
+
+        Raises ConfigError, which never quotes the file's values.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"cannot read the token file {str(path)!r}: {e}") from e
+        entries = _parse_entries(text, path)
+        if not entries:
+            raise ConfigError(f"the token file {str(path)!r} holds no token; run-api --add-token")
+        return cls(
+            Token(
+                name=entry.name,
+                hash=bytes.fromhex(entry.sha256),
+                scopes=frozenset(entry.scopes),
+                runs=None if entry.runs is None else frozenset(entry.runs),
+            )
+            for entry in entries
+        )
+
+    @classmethod
+    def from_plain(cls, secret: str) -> TokenSet:
+        """Return a set of one token that may do everything. Raises ConfigError for a short secret."""
+        if len(secret) < MIN_SECRET_CHARS or not secret.isascii() or not secret.isprintable():
+            raise ConfigError(
+                f"a token needs at least {MIN_SECRET_CHARS} printable ASCII characters, for example"
+                " from: openssl rand -hex 32"
+            )
+        everything = frozenset([Scope.ADMIN])
+        return cls([Token(name="token", hash=_digest(secret.encode()), scopes=everything)])
+
+    def find(self, secret: bytes) -> Token | None:
+        """Return the token of `secret`; the time taken tells nothing about any of them."""
+        digest = _digest(secret)
+        found = None
+        for token in self._tokens:
+            if hmac.compare_digest(token.hash, digest):
+                found = token
+        return found
+
+
+def add_token(
+    path: Path, *, name: str, scopes: Collection[Scope], runs: Collection[str] | None
+) -> str:
+    """Make a random secret, add its hash to the token file, and return the secret.
+
+    The file is made if absent, replaced atomically, and readable by its owner only. Raises ConfigError for a name
+    already taken, an empty list, or a run that cannot exist.
+    """
+    secret = f"atropos-{secrets.token_urlsafe(32)}"
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"cannot read the token file {str(path)!r}: {e}") from e
+    earlier = _parse_entries(text, path)
+    row: dict[str, Any] = {"name": name, "sha256": _digest(secret.encode()).hex()}
+    row["scopes"] = sorted(scopes)
+    if runs is not None:
+        row["runs"] = sorted(runs)
+    if text.lstrip().startswith("["):  # JSON: a line cannot simply be added to it
+        rows = [msgspec.to_builtins(entry) for entry in earlier]
+        rows = [{k: v for k, v in each.items() if v is not None} for each in rows]
+        text = json.dumps([*rows, row], indent=1) + "\n"
+    else:
+        text = text + ("" if text.endswith("\n") or not text else "\n")
+        text += f"- {json.dumps(row)}\n"
+    if len(_parse_entries(text, path)) != len(earlier) + 1:
+        raise ConfigError(
+            f"the token file {str(path)!r} is not a plain list; add the token by hand"
+        )
+    _replace(path, text)
+    return secret
+
+
+def _replace(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # mkstemp makes the file 0600.
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as e:
+        raise ConfigError(f"cannot write the token file {str(path)!r}: {e.strerror}") from e
+
+
+def _parse_entries(text: str, path: Path) -> list[_FileEntry]:
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        # The error's own text quotes the file, so only the place is passed on.
+        mark = getattr(e, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(
+            f"the token file {str(path)!r} is not valid YAML or JSON{where}"
+        ) from None
+    try:
+        entries = msgspec.convert(document or [], list[_FileEntry])
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"the token file {str(path)!r}: {e}") from None
+    names: set[str] = set()
+    for index, entry in enumerate(entries):
+        problem = _problem(entry, names)
+        if problem is not None:
+            raise ConfigError(f"the token file {str(path)!r}: [{index}].{problem}")
+        names.add(entry.name)
+    return entries
+
+
+def _problem(entry: _FileEntry, names: Collection[str]) -> str | None:
+    if not entry.name or not entry.name.isprintable():
+        return "name: must be printable and not empty"
+    if entry.name in names:
+        return f"name: {entry.name!r} is taken"
+    if not _SHA256_HEX.fullmatch(entry.sha256):
+        return "sha256: must be the 64 lower-case hex digits of the secret's SHA-256"
+    if not entry.scopes:
+        return f"scopes: name at least one of {', '.join(Scope)}"
+    if entry.runs is not None and not entry.runs:
+        return "runs: name at least one run, or leave it out for all"
+    for run in entry.runs or ():
+        if not _RUN_NAME.fullmatch(run):
+            return f"runs: {run!r} cannot be the name of a run"
+    return None
+
+
+def _digest(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()
+
+
+def is_loopback(host: str) -> bool:
+    """Is `host` an address that only this machine reaches?"""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+class _Refusal(NamedTuple):
+    status: int
+    detail: str
+
+
+class Access:
+    """ASGI middleware: sets `scope["run"]`, takes the run off the path, and turns away who may not.
+
+    `tokens` None: everyone may do everything, except that destructive routes are for this machine only and that web
+    pages of other sites are kept out. A token that let a request in leaves its name in `scope["token_name"]`.
+    """
+
+    def __init__(self, app: ASGIApp, tokens: TokenSet | None) -> None:
+        self._app = app
+        self._tokens = tokens
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # the hub speaks no websockets
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        run, path = split_run(scope["path"])
+        if run is None:
+            refusal: _Refusal | None = _Refusal(404, "not the name of a run")
+        else:
+            # In place: the request log outside and the routes inside both look here.
+            scope["run"] = run
+            scope["path"] = path
+            scope["raw_path"] = quote(path).encode()
+            refusal = self._refusal(scope, run, find_route(scope["method"], path))
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
+        answer = JSONResponse({"detail": refusal.detail}, refusal.status, headers)
+        await answer(scope, receive, send)
+
+    def _refusal(self, scope: AsgiScope, run: str, route: Route | None) -> _Refusal | None:
+        if route is not None and not route.scopes:
+            return None
+        if self._tokens is None:
+            return _refusal_without_tokens(scope, route)
+        secrets_sent = _header(scope, b"authorization")
+        if not secrets_sent:
+            return _Refusal(401, "this hub wants a token: Authorization: Bearer TOKEN")
+        scheme, _, secret = secrets_sent[0].partition(b" ")
+        token = self._tokens.find(secret.strip())
+        if token is None or scheme.lower() != b"bearer" or len(secrets_sent) > 1:
+            return _Refusal(401, "unknown token")
+        scope["token_name"] = token.name
+        needed = route.scopes if route is not None else frozenset([Scope.ADMIN])
+        if not token.allows(needed):
+            names = " or ".join(sorted(needed))
+            return _Refusal(403, f"token {token.name!r} lacks the scope {names}")
+        if not token.covers(run):
+            return _Refusal(403, f"token {token.name!r} is not for the run {run!r}")
+        if route is not None and route.is_hub_wide and token.runs is not None:
+            return _Refusal(403, f"{route.template} shows every run: it wants a token for all runs")
+        return None
+
+
+def _refusal_without_tokens(scope: AsgiScope, route: Route | None) -> _Refusal | None:
+    # A page in a browser on this machine can send requests here; it cannot read the answers, but it need not.
+    if b"cross-site" in _header(scope, b"sec-fetch-site"):
+        return _Refusal(403, "requests of web pages from other sites are refused")
+    if route is not None and route.is_destructive:
+        client = scope.get("client")
+        if client is None or not is_loopback(client[0]):
+            return _Refusal(
+                403,
+                f"{route.method} {route.template} is for clients on the hub's own machine while the"
+                " hub has no tokens; start it with --token or --tokens and send an admin token",
+            )
+    return None
+
+
+def _header(scope: AsgiScope, name: bytes) -> list[bytes]:
+    return [value for key, value in scope["headers"] if key.lower() == name]

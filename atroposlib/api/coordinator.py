@@ -146,6 +146,7 @@ class IncomingGroup:
 class Receipt(NamedTuple):
     """What became of one accepted group."""
 
+    env_id: int | None = None
     buffer_size: int | None = None
     """Sequences buffered for the environment after this group; None: it went to the queue."""
     is_duplicate: bool = False
@@ -1277,25 +1278,26 @@ class Coordinator:
 
     def _settle(self, group: NewGroup, outcome: Appended) -> tuple[Receipt, list[Move]]:
         """Take a group into memory as the store has taken it."""
-        environment = self._environments.find(group.header.env_id)
+        env_id = group.header.env_id
+        environment = self._environments.find(env_id)
         if environment is not None:
             self._hear_of(environment)
         if outcome is Appended.DUPLICATE:
             self._num_duplicates += 1
-            return Receipt(is_duplicate=True), []
+            return Receipt(env_id=env_id, is_duplicate=True), []
         if outcome is Appended.CONFLICT:
-            return Receipt(), []
+            return Receipt(env_id=env_id), []
         self._num_accepted += 1
         self.tokens_in += group.header.num_tokens
         if group.place is Place.QUEUED or environment is None:
             self._latest = group.payload
             self._queue.add(group.header)
             self._queue_changed(group.header)
-            return Receipt(), []
+            return Receipt(env_id=env_id), []
         moves = self._buffer_or_queue(group.header)
         if moves:
             self._latest = group.payload
-        return Receipt(buffer_size=environment.num_buffered_sequences), moves
+        return Receipt(env_id=env_id, buffer_size=environment.num_buffered_sequences), moves
 
     def _buffer_or_queue(self, header: GroupHeader) -> list[Move]:
         """Buffer an odd-sized group; queue it with others when together they are a full one."""

@@ -1,65 +1,82 @@
-"""The hub over HTTP: `create_app(coordinator)` makes applications, `app` is the one to serve.
+"""The hub over HTTP: `create_app(hub)` makes applications, `app` is one that keeps everything in memory.
 
-Handlers translate between HTTP and the coordinator and hold no state. Token-carrying routes take
-the raw body and return bytes; pydantic sees control bodies only. No CORS headers are sent and there
-is no authentication. README.md is the wire contract.
+Handlers translate between HTTP and a run's coordinator and hold no state. Token-carrying routes take the raw body and
+return bytes; pydantic sees control bodies only. Who may call what is decided in security.py, what a request may cost in
+limits.py, before a handler runs. No CORS headers are sent. README.md is the wire contract.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ParamSpec, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import ValidationError
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.types import Message, Receive, Scope, Send
 
 from atroposlib import __version__
 from atroposlib.api.coordinator import (
-    Batch,
     Coordinator,
+    Delivery,
+    IncomingGroup,
+    LeaseLost,
+    LeaseRequest,
     NotRegistered,
+    Overloaded,
     Receipt,
+    RunReset,
+    UnknownBatch,
     UnknownEnvironment,
 )
-from atroposlib.api.limits import HubLimits, RequestBodies
-from atroposlib.api.payloads import (
-    GZIP_MINIMUM_BYTES,
-    EncodedBody,
-    decode_groups,
-    encode_batch,
-    is_packed,
-    num_bytes,
-    payload_json,
-)
+from atroposlib.api.hub import DEFAULT_RUN, Hub, TooManyRuns
+from atroposlib.api.limits import HubLimits, Ladder, RequestBodies
+from atroposlib.api.metrics import HubMetrics, Observe
+from atroposlib.api.payloads import EncodedBody, GroupCodec, choose_encoding, is_packed
 from atroposlib.api.schemas import (
     Acknowledgement,
+    AckReply,
+    AckRequest,
+    Checkpoint,
+    CheckpointReply,
+    DeadGroups,
+    DeadNumbers,
     EnvIdentifier,
     EnvRegistration,
     EnvStatus,
+    Explanation,
     Failure,
+    HeartbeatReply,
     HubInfo,
     HubStatus,
+    LeaseRef,
     Ledger,
     Policy,
+    Ready,
     RegisterEnv,
-    Registration,
+    RegisterTrainer,
     RegistrationReply,
+    Requeued,
     WaitForTrainer,
     WandbInfo,
 )
-from atroposlib.api.stores.memory import MemoryStore
+from atroposlib.api.security import Access, TokenSet
+from atroposlib.api.stores.base import StoreBroken, StoreFull
 from atroposlib.errors import GroupError
 from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
 
-P = ParamSpec("P")
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
+TICK_S = 1.0
+"""How often leases, groups and environments are looked at for expiry when nobody calls."""
+MAX_TTL_S = 86_400.0
 _EMPTY_EXAMPLE: dict[str, list[Any]] = {
     name: []
     for name in (
@@ -82,91 +99,102 @@ _GROUP_BODY = {"description": "Scored groups, see the wire contract", "required"
 }
 
 
-class _Arrivals:
-    """Wakes those who wait for groups to arrive.
-
-    One event loop; between `wait()` and the caller's next look nothing is lost.
-    """
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-        self.is_closed = False
-
-    def close(self) -> None:
-        """Wake everybody for the last time: nobody waits from here on."""
-        self.is_closed = True
-        self._event.set()
-
-    def announce(self) -> None:
-        self._event.set()
-
-    async def wait(self, timeout_s: float) -> None:
-        """Return at the next arrival or after `timeout_s`."""
-        self._event.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._event.wait()
-        except TimeoutError:
-            pass
-
-
-def create_app(coordinator: Coordinator, *, limits: HubLimits | None = None) -> FastAPI:
-    """Build the application around one run."""
+def create_app(
+    hub: Hub | None = None, *, limits: HubLimits | None = None, tokens: TokenSet | None = None
+) -> FastAPI:
+    """Build the application around a hub; `tokens` None: whoever reaches it may call it."""
+    hub = hub or Hub()
     limits = limits or HubLimits()
-    arrivals = _Arrivals()
-    app = FastAPI(title="AtroposLib API", version=__version__)
-    app.state.arrivals = arrivals
-    # The middleware added last is the outermost: bodies are read and inflated before anything else.
-    app.add_middleware(GZipMiddleware, minimum_size=GZIP_MINIMUM_BYTES, compresslevel=1)
-    app.add_middleware(RequestBodies, limits=limits)
+    codec = GroupCodec()
+    metrics = HubMetrics(lambda: hub.runs)
 
-    async def offload(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run CPU work on `size` bytes here, or in a thread when it would hold up other clients."""
-        if size < limits.offload_bytes:
-            return work(*args, **kwargs)
-        return await asyncio.to_thread(work, *args, **kwargs)
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await hub.open()
+        ticker = asyncio.create_task(_let_time_pass(hub, metrics))
+        try:
+            yield
+        finally:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+            await hub.close()
+            await codec.close()
 
-    async def take_in(request: Request, *, many: bool) -> list[Receipt]:
+    app = FastAPI(
+        title="AtroposLib API",
+        version=__version__,
+        lifespan=lifespan,
+        servers=[{"url": "/", "description": "run `default`"}]
+        + [{"url": "/runs/{run}", "variables": {"run": {"default": DEFAULT_RUN}}}],  # type: ignore[list-item]
+    )
+    app.state.hub = hub
+
+    async def current_run(request: Request) -> Coordinator:
+        name = request.scope.get("run", DEFAULT_RUN)
+        return hub.runs.get(name) or await hub.run(name)
+
+    Run = Annotated[Coordinator, Depends(current_run)]
+
+    async def take_in(run: Coordinator, request: Request, *, many: bool) -> list[Receipt]:
+        """Decode, check and store; hold a client that would drop the group when there is no room."""
         body = await request.body()
         content_type = request.headers.get("content-type", "")
         try:
-            groups = await offload(
-                len(body), decode_groups, body, content_type=content_type, many=many
-            )
+            groups = await codec.decode(body, content_type=content_type, many=many)
         except GroupError:
-            coordinator.reject("invalid")
+            run.reject("invalid")
             raise
-        receipts = coordinator.accept(groups)
-        arrivals.announce()
-        return receipts
+        if is_ours(request):
+            return await run.accept(groups)
+        return await accept_patiently(run, groups)
 
-    async def next_batch(request: Request, wait_s: float) -> Batch | None:
-        """Return the next batch, waiting for it up to `wait_s`.
+    async def accept_patiently(run: Coordinator, groups: list[IncomingGroup]) -> list[Receipt]:
+        """Original clients drop a group at a refusal for load, so make them wait for room instead."""
+        deadline = time.monotonic() + limits.hold_s
+        while True:
+            try:
+                return await run.accept(groups)
+            except (Overloaded, StoreFull):
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0 or run.progress.is_closed:
+                    raise
+                await run.progress.wait(min(remaining_s, TICK_S))
 
-        A client that has left takes none.
-        """
+    async def next_batch(
+        run: Coordinator, request: Request, wait_s: float, lease: LeaseRequest | None
+    ) -> Delivery | None:
+        """Return the next batch, waiting for it up to `wait_s`. A client that has left takes none."""
         await request.body()  # what follows the body is the disconnect that is looked for below
         deadline = time.monotonic() + wait_s
-        batch = coordinator.next_batch()
-        while batch is None and not arrivals.is_closed:
+        delivery = await run.deliver(lease)
+        while delivery is None and not run.arrivals.is_closed:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return None
-            await arrivals.wait(remaining_s)
+            await run.arrivals.wait(remaining_s)
             if await request.is_disconnected():
                 return None
-            batch = coordinator.next_batch()
-        return batch
+            delivery = await run.deliver(lease)
+        return delivery
 
-    @app.exception_handler(GroupError)
-    async def refuse_group(_: Request, error: GroupError) -> JSONResponse:
-        path, _sep, what = str(error).partition(": ")
-        detail = {"type": "group_error", "loc": ["body", path], "msg": what or path}
-        return JSONResponse({"detail": [detail]}, status_code=422)
+    def is_full(name: str) -> str | None:
+        run = hub.runs.get(name)
+        return None if run is None else run.overload()
 
-    @app.exception_handler(UnknownEnvironment)
-    async def refuse_environment(_: Request, error: UnknownEnvironment) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, status_code=404)
+    async def room(name: str, timeout_s: float) -> bool:
+        run = hub.runs.get(name)
+        if run is None or run.progress.is_closed:
+            return False
+        await run.progress.wait(timeout_s)
+        return True
+
+    # The middleware added last is the outermost: rights, then room, then the body, and only then a handler.
+    app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=1)
+    app.add_middleware(RequestBodies, limits=limits)
+    app.add_middleware(Ladder, limits=limits, is_full=is_full, room=room, metrics=metrics)
+    app.add_middleware(Access, tokens=tokens)
+    app.add_middleware(Observe, metrics=metrics)
+    _handle_errors(app, retry_after_s=limits.retry_after_s)
 
     @app.get("/")
     async def root() -> dict[str, str]:
@@ -176,101 +204,302 @@ def create_app(coordinator: Coordinator, *, limits: HubLimits | None = None) -> 
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.post("/register")
-    async def register(registration: Registration) -> RegistrationReply:
-        return RegistrationReply(uuid=coordinator.register(registration))
+    @app.get("/readyz")
+    async def readyz() -> Ready:
+        run = hub.runs.get(DEFAULT_RUN)
+        if run is None or run.arrivals.is_closed:
+            raise HTTPException(503, "starting or stopping")
+        return Ready(durability=run.durability.value)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def show_metrics() -> Response:
+        return Response(metrics.render(), media_type=metrics.content_type)
+
+    @app.post("/register", response_model_exclude_none=True)
+    async def register(run: Run, registration: RegisterTrainer) -> RegistrationReply:
+        return await run.register(registration)
 
     @app.get("/wandb_info")
-    async def wandb_info() -> WandbInfo:
-        return coordinator.wandb_info()
+    async def wandb_info(run: Run) -> WandbInfo:
+        return run.wandb_info()
 
     @app.get("/info")
-    async def info() -> HubInfo:
-        return coordinator.info()
+    async def info(run: Run) -> HubInfo:
+        return run.info()
 
     @app.get("/status", response_model_exclude_none=True)
-    async def status() -> HubStatus:
-        return coordinator.status()
+    async def status(run: Run) -> HubStatus:
+        return run.status()
 
     @app.get("/ledger")
-    async def ledger() -> Ledger:
-        return coordinator.ledger()
+    async def ledger(run: Run) -> Ledger:
+        return run.ledger()
+
+    @app.get("/explain")
+    async def explain(run: Run) -> Explanation:
+        await run.tick()
+        return run.explain()
 
     @app.post("/policy")
-    async def set_policy(policy: Policy) -> Acknowledgement:
-        coordinator.set_policy(policy.version)
+    async def set_policy(run: Run, policy: Policy) -> Acknowledgement:
+        await run.set_policy(policy.version)
         return Acknowledgement()
 
     @app.post("/register-env")
-    async def register_env(registration: RegisterEnv) -> EnvRegistration | WaitForTrainer:
-        return coordinator.register_env(registration) or WaitForTrainer()
+    async def register_env(run: Run, registration: RegisterEnv) -> EnvRegistration | WaitForTrainer:
+        return await run.register_env(registration) or WaitForTrainer()
 
     @app.post("/disconnect-env")
-    async def disconnect_env(environment: EnvIdentifier) -> Acknowledgement | Failure:
+    async def disconnect_env(run: Run, environment: EnvIdentifier) -> Acknowledgement | Failure:
         try:
-            coordinator.disconnect_env(environment.env_id)
+            await run.disconnect_env(environment.env_id)
         except UnknownEnvironment as e:
             return Failure(error=str(e))
-        arrivals.announce()  # its minimum no longer holds a batch back
         return Acknowledgement()
 
-    @app.get("/status-env", response_model_exclude_none=True)
-    @app.post("/status-env", response_model_exclude_none=True)
-    async def status_env(env_id: Annotated[int, Depends(_read_env_id)]) -> EnvStatus:
-        return coordinator.status_env(env_id)
+    @app.get("/status-env", response_model=EnvStatus)
+    @app.post("/status-env", response_model=EnvStatus)
+    async def status_env(
+        run: Run,
+        env_id: Annotated[int, Depends(_read_env_id)],
+        wait: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0,
+        seen_step: int | None = None,
+        seen_policy: int | None = None,
+    ) -> Response:
+        found = run.status_env(env_id)
+        deadline = time.monotonic() + min(wait, limits.max_wait_s)
+        while (
+            found.current_step == seen_step
+            and seen_policy in (None, found.policy_version)
+            and not run.progress.is_closed
+            and (remaining_s := deadline - time.monotonic()) > 0
+        ):
+            await run.progress.wait(remaining_s)
+            found = run.status_env(env_id)
+        return _json_response(found.model_dump_json(exclude_none=True).encode())
 
     @app.post("/scored_data", openapi_extra={"requestBody": _GROUP_BODY})
-    async def scored_data(request: Request) -> dict[str, Any]:
-        [receipt] = await take_in(request, many=False)
-        if receipt.buffer_size is None:
-            return {"status": "received"}
-        return {"status": "buffered", "buffer_size": receipt.buffer_size}
+    async def scored_data(run: Run, request: Request) -> dict[str, Any]:
+        [receipt] = await take_in(run, request, many=False)
+        if receipt.is_duplicate:
+            reply: dict[str, Any] = {"status": "duplicate"}
+        elif receipt.buffer_size is None:
+            reply = {"status": "received"}
+        else:
+            reply = {"status": "buffered", "buffer_size": receipt.buffer_size}
+        return reply | _riding_status(run, request, [receipt])
 
     @app.post("/scored_data_list", openapi_extra={"requestBody": _GROUP_BODY})
-    async def scored_data_list(request: Request) -> dict[str, Any]:
-        return _list_reply(await take_in(request, many=True))
+    async def scored_data_list(run: Run, request: Request) -> dict[str, Any]:
+        receipts = await take_in(run, request, many=True)
+        return _list_reply(receipts) | _riding_status(run, request, receipts)
 
     @app.get("/batch", response_model=None)
     async def batch(
+        run: Run,
         request: Request,
         wait: Annotated[
             float, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for a batch")
         ] = 0.0,
+        lease: Annotated[
+            bool, Query(description="Hold the batch until it is acknowledged")
+        ] = False,
+        ttl: Annotated[
+            float | None,
+            Query(gt=0, le=MAX_TTL_S, allow_inf_nan=False, description="Of the lease, seconds"),
+        ] = None,
+        request_id: Annotated[str | None, Query(min_length=1, max_length=128)] = None,
     ) -> Response | dict[str, Any]:
+        wanted = LeaseRequest(ttl_s=ttl, request_id=request_id) if lease else None
         try:
-            ready = await next_batch(request, min(wait, limits.max_wait_s))
+            delivery = await next_batch(run, request, min(wait, limits.max_wait_s), wanted)
         except NotRegistered as e:
             return {"status": "error", "message": str(e), "batch": []}
-        if ready is None:
+        if delivery is None:
             return {"batch": None}
-        body = await offload(
-            num_bytes(ready.payloads),
-            encode_batch,
-            ready,
+        for steps in delivery.staleness:
+            metrics.observe_staleness(run.name, steps)
+        meta: dict[str, Any] = {"step": delivery.step}
+        if wanted is not None:
+            meta |= {
+                "batch_id": delivery.batch_id,
+                "lease_id": delivery.lease_id,
+                "epoch": delivery.epoch,
+                "expires_in_s": delivery.expires_in_s,
+            }
+        body = await codec.encode_batch(
+            delivery.payloads,
+            meta,
             packed=is_packed(request.headers.get("accept", "")),
-            compress="gzip" in request.headers.get("accept-encoding", "").lower(),
+            encoding=choose_encoding(request.headers.get("accept-encoding", "")),
         )
-        return _response(body)
+        plain = delivery if wanted is None else None
+        return _BatchResponse(body, run, plain, timeout_s=delivery.expires_in_s)
+
+    @app.post("/batches/{batch_id}/heartbeat")
+    async def heartbeat(run: Run, batch_id: int, lease: LeaseRef) -> HeartbeatReply:
+        return HeartbeatReply(expires_in_s=await run.heartbeat(batch_id, lease.lease_id))
+
+    @app.post("/batches/{batch_id}/ack")
+    async def ack(run: Run, batch_id: int, lease: AckRequest) -> AckReply:
+        return AckReply(step=await run.ack(batch_id, lease.lease_id, lease.step))
+
+    @app.post("/batches/{batch_id}/release")
+    async def release(run: Run, batch_id: int, lease: LeaseRef) -> Acknowledgement:
+        await run.release(batch_id, lease.lease_id)
+        return Acknowledgement()
+
+    @app.post("/checkpoints")
+    async def checkpoint(run: Run, checkpoint: Checkpoint) -> CheckpointReply:
+        return CheckpointReply(committed=await run.checkpoint(checkpoint.step))
+
+    @app.get("/dead")
+    async def dead(run: Run) -> DeadGroups:
+        return DeadGroups(groups=run.dead())
+
+    @app.post("/dead/requeue")
+    async def requeue_dead(run: Run, numbers: DeadNumbers) -> Requeued:
+        return Requeued(requeued=await run.requeue_dead(numbers.numbers))
 
     @app.get("/latest_example", response_model=None)
-    async def latest_example() -> Response | dict[str, Any]:
-        latest = coordinator.latest()
+    async def latest_example(run: Run) -> Response | dict[str, Any]:
+        latest = await run.latest()
         if latest is None:
             return _EMPTY_EXAMPLE
-        content = await offload(num_bytes([latest]), payload_json, latest)
-        return Response(content, media_type=CONTENT_TYPE_JSON)
+        return _json_response(await codec.group_json(latest))
 
     @app.get("/reset_data", response_class=PlainTextResponse)
-    async def reset_data() -> str:
-        coordinator.reset()
+    async def reset_data(run: Run) -> str:
+        await run.reset()
         return "Reset successful"
+
+    @app.delete("/runs/{run}")
+    async def end_run(run: str) -> Acknowledgement:
+        if not await hub.forget(run):
+            raise HTTPException(404, f"there is no run {run!r}")
+        return Acknowledgement()
 
     return app
 
 
 def stop_waiting(app: FastAPI) -> None:
-    """Answer every waiting `GET /batch` now, for a quick shutdown."""
-    app.state.arrivals.close()
+    """Answer every waiting request now, for a quick shutdown."""
+    app.state.hub.stop_waiting()
+
+
+def is_ours(request: Request) -> bool:
+    """Does the client know what 429 means? Those of the original drop the group."""
+    return "atropos-client" in request.headers
+
+
+async def _let_time_pass(hub: Hub, metrics: HubMetrics) -> None:
+    """Expire what nobody asks for, and measure how late the event loop is."""
+    while True:
+        started = time.monotonic()
+        await asyncio.sleep(TICK_S)
+        metrics.observe_lag(time.monotonic() - started - TICK_S)
+        try:
+            await hub.tick()
+        except StoreBroken:
+            logger.exception("a store is broken; the hub has to be restarted")
+            return
+
+
+class _BatchResponse(Response):
+    """A batch on its way: piece by piece, and for a plain delivery with a look at whether it got there.
+
+    A plain batch counts as delivered when all its bytes were handed to the operating system while the client was still
+    there; what the client makes of them nobody can know without a lease.
+    """
+
+    def __init__(
+        self, body: EncodedBody, run: Coordinator, plain: Delivery | None, *, timeout_s: float
+    ) -> None:
+        headers = {"Vary": "Accept, Accept-Encoding"}
+        headers["Content-Length"] = str(sum(map(len, body.pieces)))
+        if body.encoding is not None:
+            headers["Content-Encoding"] = body.encoding
+        super().__init__(None, media_type=body.media_type, headers=headers)
+        self._pieces = body.pieces
+        self._run = run
+        self._plain = plain
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        watcher = asyncio.create_task(_disconnect(receive))
+        is_whole = False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await send(start)
+                for piece in self._pieces:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    if watcher.done():
+                        break
+                else:
+                    # Returns when what was written before has left the process.
+                    await send({"type": "http.response.body", "body": b"", "more_body": True})
+                    is_whole = not watcher.done()
+        except (TimeoutError, OSError) as e:
+            logger.warning("run %s: a batch could not be sent: %r", self._run.name, e)
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+            if self._plain is not None:
+                if is_whole:
+                    await self._run.confirm(self._plain.batch_id)
+                else:
+                    await self._run.give_back(self._plain.batch_id)
+        if is_whole:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
+    """One place that turns errors into answers."""
+
+    @app.exception_handler(GroupError)
+    async def refuse_group(_: Request, error: GroupError) -> JSONResponse:
+        path, _sep, what = str(error).partition(": ")
+        detail = {"type": "group_error", "loc": ["body", path], "msg": what or path}
+        return JSONResponse({"detail": [detail]}, status_code=422)
+
+    def answer(status: int, kind: str) -> Any:
+        async def handle(_: Request, error: Exception) -> JSONResponse:
+            return JSONResponse({"detail": {"type": kind, "msg": str(error)}}, status_code=status)
+
+        return handle
+
+    def answer_later(ours: int, kind: str) -> Any:
+        async def handle(request: Request, error: Exception) -> JSONResponse:
+            return JSONResponse(
+                {"detail": {"type": kind, "msg": str(error)}},
+                status_code=ours if is_ours(request) else 503,
+                headers={"Retry-After": str(retry_after_s)},
+            )
+
+        return handle
+
+    @app.exception_handler(UnknownEnvironment)
+    async def refuse_environment(_: Request, error: UnknownEnvironment) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=404)
+
+    app.add_exception_handler(UnknownBatch, answer(404, "unknown_batch"))
+    app.add_exception_handler(LeaseLost, answer(409, "lease_expired"))
+    app.add_exception_handler(RunReset, answer(409, "run_reset"))
+    app.add_exception_handler(TooManyRuns, answer(403, "too_many_runs"))
+    app.add_exception_handler(Overloaded, answer_later(429, "overloaded"))
+    app.add_exception_handler(StoreFull, answer_later(507, "store_full"))
+    app.add_exception_handler(StoreBroken, answer_later(503, "store_broken"))
 
 
 async def _read_env_id(request: Request, env_id: int | None = None) -> int:
@@ -279,8 +508,8 @@ async def _read_env_id(request: Request, env_id: int | None = None) -> int:
         return env_id
     body = await request.body()
     try:
-        value = json.loads(body) if body else {}
-    except ValueError as e:
+        value = json.loads(bytes(body)) if body else {}
+    except (ValueError, RecursionError) as e:
         detail = {"type": "json_invalid", "loc": ("body",), "msg": f"JSON decode error: {e}"}
         raise RequestValidationError([detail]) from e
     try:
@@ -295,14 +524,27 @@ def _list_reply(receipts: Sequence[Receipt]) -> dict[str, Any]:
     buffer_sizes = [r.buffer_size for r in receipts if r.buffer_size is not None]
     if buffer_sizes:
         reply |= {"buffered": len(buffer_sizes), "last_buffer_size": buffer_sizes[-1]}
+    duplicates = sum(receipt.is_duplicate for receipt in receipts)
+    if duplicates:
+        reply["duplicates"] = duplicates
     return reply
 
 
-def _response(body: EncodedBody) -> Response:
-    headers = {"Vary": "Accept, Accept-Encoding"}
-    if body.is_gzip:
-        headers["Content-Encoding"] = "gzip"
-    return Response(body.content, media_type=body.media_type, headers=headers)
+def _riding_status(
+    run: Coordinator, request: Request, receipts: Sequence[Receipt]
+) -> dict[str, EnvStatus]:
+    """Tell our own clients their status with the answer, so that they need not ask for it."""
+    env_ids = {receipt.env_id for receipt in receipts}
+    if not is_ours(request) or len(env_ids) != 1:
+        return {}
+    [env_id] = env_ids
+    if env_id is None or not run.knows(env_id):
+        return {}
+    return {"env_status": run.status_env(env_id)}
 
 
-app = create_app(Coordinator(MemoryStore()))
+def _json_response(content: bytes) -> Response:
+    return Response(content, media_type=CONTENT_TYPE_JSON)
+
+
+app = create_app()

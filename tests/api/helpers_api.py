@@ -8,10 +8,9 @@ from typing import Any
 
 import httpx
 
-from atroposlib.api.coordinator import Coordinator
+from atroposlib.api.coordinator import Coordinator, RunPolicy
+from atroposlib.api.hub import Hub as Runs
 from atroposlib.api.limits import HubLimits
-from atroposlib.api.server import create_app
-from atroposlib.api.stores.memory import MemoryStore
 
 FOURTEEN_KEYS = [
     "tokens",
@@ -85,15 +84,19 @@ class Hub:
 
     async def balanced_ledger(self) -> dict[str, Any]:
         ledger: dict[str, Any] = await self.get("/ledger")
-        rejected = sum(ledger["rejected"].values())
-        places = ledger["queued"] + ledger["buffered"] + ledger["delivered"] + rejected
-        assert ledger["produced"] == places, ledger
+        places = {k: v for k, v in ledger.items() if k not in ("produced", "rejected", "duplicates")}
+        assert ledger["produced"] == sum(places.values()) + sum(ledger["rejected"].values()), ledger
         return ledger
 
 
 @asynccontextmanager
-async def running_hub(limits: HubLimits | None = None) -> AsyncIterator[Hub]:
-    coordinator = Coordinator(MemoryStore())
-    transport = httpx.ASGITransport(create_app(coordinator, limits=limits))
+async def running_hub(
+    limits: HubLimits | None = None, policy: RunPolicy | None = None, **app_options: Any
+) -> AsyncIterator[Hub]:
+    from atroposlib.api.server import create_app
+
+    runs = Runs(policy=policy)
+    transport = httpx.ASGITransport(create_app(runs, limits=limits, **app_options))
     async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
-        yield Hub(http, coordinator)
+        yield Hub(http, await runs.run())
+    await runs.close()

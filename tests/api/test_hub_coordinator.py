@@ -1,160 +1,624 @@
-"""The run as a state machine: nothing leaks, whatever the order of events."""
+"""The run as a state machine: nothing leaks, whatever the order of events, restarts included."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from atroposlib.api.coordinator import Coordinator, IncomingGroup, NotRegistered, Receipt
-from atroposlib.api.schemas import RegisterEnv, Registration
-from atroposlib.api.stores.base import Payload
+from atroposlib.api.coordinator import (
+    Coordinator,
+    Delivery,
+    IncomingGroup,
+    LeaseLost,
+    LeaseRequest,
+    NotRegistered,
+    Overloaded,
+    Receipt,
+    RunPolicy,
+    UnknownBatch,
+)
+from atroposlib.api.schemas import Ledger, RegisterEnv, RegisterTrainer
+from atroposlib.api.stores.base import CorruptGroups
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
 from tests.api.helpers_api import environment, registration
 
+T = TypeVar("T")
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
 
 def incoming(
-    num_sequences: int, *, env_id: int | None = None, group_id: str | None = None, tag: int = 0
+    num_sequences: int,
+    *,
+    env_id: int | None = None,
+    group_id: str | None = None,
+    tag: int = 0,
+    version: int | None = None,
 ) -> IncomingGroup:
     return IncomingGroup(
         env_id=env_id,
         num_sequences=num_sequences,
-        policy_version=tag,
+        num_tokens=10 * num_sequences,
+        policy_version=version,
         group_id=group_id,
-        payload=Payload(packed=str(tag).encode()),
+        digest=b"" if group_id is None else str(tag).encode().rjust(16),
+        payload=str(tag).encode(),
     )
 
 
-def started(batch_size: int = 4, **changes: object) -> Coordinator:
-    coordinator = Coordinator(MemoryStore(), new_uuid=lambda: 7)
-    assert coordinator.register(Registration(**registration(batch_size=batch_size))) == 7
-    assert coordinator.next_batch() is None
+async def started(
+    batch_size: int = 4, policy: RunPolicy | None = None, **changes: Any
+) -> Coordinator:
+    coordinator = Coordinator(MemoryStore(), policy=policy, **changes)
+    await coordinator.open()
+    await coordinator.register(RegisterTrainer(**registration(batch_size=batch_size)))
+    assert await coordinator.deliver() is None
     return coordinator
 
 
-def test_batch_carries_the_policy_versions_of_its_groups() -> None:
-    coordinator = started()
-    coordinator.accept([incoming(2, tag=5), incoming(2, tag=6)])
-    batch = coordinator.next_batch()
-    assert batch is not None
-    assert batch.step == 1
-    assert batch.policy_versions == [5, 6]
-    assert [payload.packed for payload in batch.payloads] == [b"5", b"6"]
+async def leased(coordinator: Coordinator, **changes: Any) -> Delivery:
+    delivery = await coordinator.deliver(LeaseRequest(**changes))
+    assert delivery is not None
+    return delivery
 
 
-def test_no_batch_before_registration() -> None:
+def tags(delivery: Delivery | None) -> list[int]:
+    return [] if delivery is None else [int(payload) for payload in delivery.payloads]
+
+
+def check_balance(ledger: Ledger) -> None:
+    fields = ledger.model_dump(exclude={"produced", "duplicates", "rejected"})
+    assert ledger.produced == sum(fields.values()) + sum(ledger.rejected.values()), ledger
+
+
+async def restarted(coordinator: Coordinator, store: MemoryStore, **changes: Any) -> Coordinator:
+    again = Coordinator(store, policy=coordinator.policy, **changes)
+    await again.open()
+    return again
+
+
+async def test_no_batch_before_registration() -> None:
     with pytest.raises(NotRegistered, match="Call /register first"):
-        Coordinator(MemoryStore()).next_batch()
+        await Coordinator(MemoryStore()).deliver()
 
 
-def test_refused_group_leaves_no_trace_and_may_come_again_corrected() -> None:
-    coordinator = started()
+async def test_refused_group_leaves_no_trace_and_may_come_again_corrected() -> None:
+    coordinator = await started()
     with pytest.raises(GroupError, match=r"^tokens: 5 sequences, but a batch holds 4"):
-        coordinator.accept([incoming(5, group_id="a")])
-    assert coordinator.accept([incoming(4, group_id="a")]) == [Receipt(buffer_size=None)]
-    assert coordinator.next_batch() is not None
+        await coordinator.accept([incoming(5, group_id="a")])
+    assert await coordinator.accept([incoming(4, group_id="a")]) == [Receipt()]
+    assert await coordinator.deliver() is not None
 
 
-def test_queue_that_cannot_make_a_batch_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    coordinator = started(batch_size=8)
+async def test_queue_that_cannot_make_a_batch_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    coordinator = await started(batch_size=8)
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
-            coordinator.accept([incoming(3)])
-            assert coordinator.next_batch() is None
+            await coordinator.accept([incoming(3)])
+            assert await coordinator.deliver() is None
     assert caplog.text.count("there is no batch although enough is queued") == 1
 
 
-def test_environment_activity_is_stamped_with_the_injected_clock() -> None:
-    times = iter(range(100))
-    coordinator = Coordinator(MemoryStore(), clock=lambda: float(next(times)))
-    coordinator.register(Registration(**registration()))
-    coordinator.next_batch()
-    coordinator.register_env(RegisterEnv(**environment()))
+async def test_repeated_id_is_a_duplicate_and_other_content_under_it_is_refused() -> None:
+    coordinator = await started()
+    assert await coordinator.accept([incoming(2, group_id="a", tag=1)]) == [Receipt()]
+    again = await coordinator.accept([incoming(2, group_id="a", tag=1)])
+    assert again == [Receipt(is_duplicate=True)]
+    with pytest.raises(GroupError, match=r"^group_id: 'a' was stored with other content"):
+        await coordinator.accept([incoming(2, group_id="a", tag=2)])
+    ledger = coordinator.ledger()
+    assert (ledger.queued, ledger.duplicates) == (1, 1)
+    assert ledger.rejected == {"group_id_reused": 1}
+
+
+async def test_id_stays_known_after_its_group_was_trained_on() -> None:
+    coordinator = await started(batch_size=2)
+    await coordinator.accept([incoming(2, group_id="a", tag=1)])
+    batch = await leased(coordinator)
+    await coordinator.ack(batch.batch_id, batch.lease_id)
+    await coordinator.checkpoint(1)
+    assert (await coordinator.accept([incoming(2, group_id="a", tag=1)]))[0].is_duplicate
+
+
+async def test_acknowledging_twice_is_answered_as_the_first_time() -> None:
+    coordinator = await started(batch_size=2)
+    await coordinator.accept([incoming(2)])
+    batch = await leased(coordinator)
+    assert await coordinator.ack(batch.batch_id, batch.lease_id) == 1
+    assert await coordinator.ack(batch.batch_id, batch.lease_id) == 1
+    await coordinator.checkpoint(1)
+    assert await coordinator.ack(batch.batch_id, batch.lease_id) == 1
+    assert coordinator.ledger().trained == 1
+
+
+async def test_expired_lease_returns_its_groups_first_and_a_late_ack_is_refused() -> None:
+    clock = Clock()
+    coordinator = await started(batch_size=2, clock=clock)
+    await coordinator.accept([incoming(2, tag=tag) for tag in (1, 2)])
+    late = await leased(coordinator, ttl_s=10.0)
+    clock.now += 9
+    assert await coordinator.heartbeat(late.batch_id, late.lease_id) == 10.0
+    clock.now += 9
+    assert tags(await leased(coordinator)) == [2]
+    clock.now += 2
+    second = await leased(coordinator)
+    assert tags(second) == tags(late) == [1]
+    with pytest.raises(LeaseLost, match="expired"):
+        await coordinator.ack(late.batch_id, late.lease_id)
+    assert coordinator.ledger().trained == 0
+    assert await coordinator.ack(second.batch_id, second.lease_id) == second.step
+
+
+async def test_step_of_a_batch_that_came_back_is_given_out_again() -> None:
+    coordinator = await started(batch_size=2)
+    await coordinator.accept([incoming(2, tag=tag) for tag in (1, 2, 3)])
+    first, second = await leased(coordinator), await leased(coordinator)
+    await coordinator.release(first.batch_id, first.lease_id)
+    assert coordinator.status().current_step == 1
+    again = await leased(coordinator)
+    assert (first.step, second.step, again.step) == (1, 2, 1)
+    assert coordinator.status().current_step == 2
+
+
+async def test_same_request_id_returns_the_same_open_batch() -> None:
+    coordinator = await started(batch_size=2)
+    await coordinator.accept([incoming(2, tag=tag) for tag in (1, 2)])
+    first = await leased(coordinator, request_id="r")
+    again = await leased(coordinator, request_id="r")
+    assert (again.batch_id, again.lease_id, tags(again)) == (first.batch_id, first.lease_id, [1])
+    await coordinator.ack(first.batch_id, first.lease_id)
+    assert tags(await leased(coordinator, request_id="r")) == [2]
+
+
+async def test_unknown_batch_and_foreign_lease_are_told_apart() -> None:
+    coordinator = await started(batch_size=2)
+    await coordinator.accept([incoming(2)])
+    batch = await leased(coordinator)
+    with pytest.raises(UnknownBatch):
+        await coordinator.ack(batch.batch_id + 1, batch.lease_id)
+    with pytest.raises(LeaseLost):
+        await coordinator.ack(batch.batch_id, "0" * 32)
+
+
+async def test_group_that_no_trainer_survives_is_set_aside_and_can_come_back() -> None:
+    coordinator = await started(batch_size=2, policy=RunPolicy(max_deliveries=3))
+    await coordinator.accept([incoming(2, tag=7)])
+    for _ in range(3):
+        batch = await leased(coordinator)
+        await coordinator.release(batch.batch_id, batch.lease_id)
+    assert await coordinator.deliver() is None
+    [dead] = coordinator.dead()
+    assert dead.reason == "leased 3 times without an acknowledgement"
+    check_balance(coordinator.ledger())
+    assert await coordinator.requeue_dead([dead.number, 99]) == 1
+    assert tags(await leased(coordinator)) == [7]
+
+
+async def test_damaged_group_is_set_aside_and_the_others_are_delivered() -> None:
+    class Damaged(MemoryStore):
+        async def read(self, numbers: Any) -> list[bytes]:
+            if 0 in numbers:
+                raise CorruptGroups([0])
+            return await super().read(numbers)
+
+    coordinator = Coordinator(Damaged())
+    await coordinator.open()
+    await coordinator.register(RegisterTrainer(**registration(batch_size=4)))
+    await coordinator.accept([incoming(2, tag=tag) for tag in range(3)])
+    assert tags(await leased(coordinator)) == [1, 2]
+    assert [dead.reason for dead in coordinator.dead()] == ["damaged in the store"]
+    check_balance(coordinator.ledger())
+
+
+@pytest.mark.parametrize("mode", ["replay", "requeue", "discard"])
+async def test_resumed_trainer_gets_what_came_after_its_checkpoint(mode: str) -> None:
+    coordinator = await started(batch_size=2)
+    await coordinator.accept([incoming(2, tag=tag) for tag in range(5)])
+    for _ in range(3):
+        batch = await leased(coordinator)
+        await coordinator.ack(batch.batch_id, batch.lease_id)
+    held = await leased(coordinator)
+    fields = registration(batch_size=2) | {"resume_step": 1, "resume": mode}
+    reply = await coordinator.register(RegisterTrainer(**fields))
+    assert (reply.epoch, reply.step) == (1, 1)
+    counts = (reply.replayed, reply.requeued, reply.discarded)
+    assert counts == {"replay": (3, 0, 0), "requeue": (0, 3, 0), "discard": (0, 0, 3)}[mode]
+    check_balance(coordinator.ledger())
+    with pytest.raises(LeaseLost):
+        await coordinator.ack(held.batch_id, held.lease_id)
+    seen = []
+    while (delivery := await coordinator.deliver(LeaseRequest())) is not None:
+        seen.append((delivery.step, *tags(delivery)))
+    expected = [4] if mode == "discard" else [1, 2, 3, 4]
+    assert seen == list(enumerate(expected, start=2))
+
+
+async def test_resume_says_how_many_steps_are_no_longer_held() -> None:
+    coordinator = await started(batch_size=2, policy=RunPolicy(keep_trained_batches=2))
+    await coordinator.accept([incoming(2, tag=tag) for tag in range(5)])
+    for _ in range(5):
+        batch = await leased(coordinator)
+        await coordinator.ack(batch.batch_id, batch.lease_id)
+    fields = registration(batch_size=2) | {"resume_step": 1}
+    reply = await coordinator.register(RegisterTrainer(**fields))
+    assert (reply.forgotten_steps, reply.replayed) == (2, 2)
+
+
+async def test_replayed_batches_keep_their_groups_and_order_over_a_restart() -> None:
+    store = MemoryStore()
+    coordinator = Coordinator(store)
+    await coordinator.open()
+    await coordinator.register(RegisterTrainer(**registration(batch_size=4)))
+    await coordinator.accept([incoming(1, tag=tag) for tag in range(12)])
+    batches = []
+    for _ in range(3):
+        batch = await leased(coordinator)
+        await coordinator.ack(batch.batch_id, batch.lease_id)
+        batches.append(tags(batch))
+    fields = registration(batch_size=4) | {"resume_step": 0}
+    await coordinator.register(RegisterTrainer(**fields))
+    again = [tags(await leased(coordinator))]
+    coordinator = await restarted(coordinator, store)
+    again += [tags(await leased(coordinator)) for _ in range(2)]
+    assert again == batches
+
+
+async def test_stale_groups_expire_and_are_counted() -> None:
+    coordinator = await started(batch_size=2, policy=RunPolicy(max_staleness=1))
+    await coordinator.accept([incoming(2, tag=1, version=0), incoming(2, tag=2)])
+    await coordinator.set_policy(2)
+    await coordinator.tick()
+    await coordinator.accept([incoming(2, tag=3)])
+    assert tags(await leased(coordinator)) == [3]
+    ledger = coordinator.ledger()
+    assert (ledger.expired, ledger.leased) == (2, 1)
+    check_balance(ledger)
+
+
+async def test_trainer_may_ask_for_its_own_staleness_bound() -> None:
+    coordinator = Coordinator(MemoryStore(), policy=RunPolicy(max_staleness=0))
+    await coordinator.open()
+    await coordinator.register(RegisterTrainer(**registration(batch_size=2, max_staleness=5)))
+    await coordinator.accept([incoming(2, tag=1, version=0)])
+    await coordinator.set_policy(5)
+    assert tags(await leased(coordinator)) == [1]
+
+
+async def test_silent_environment_suspends_its_minimum_until_it_is_heard_of() -> None:
+    clock = Clock()
+    coordinator = await started(batch_size=4, clock=clock, policy=RunPolicy(env_timeout_s=60))
+    for name in ("a", "b"):
+        share = 0.5 if name == "b" else None
+        fields = environment(desired_name=name, min_batch_allocation=share)
+        await coordinator.register_env(RegisterEnv(**fields))
+    await coordinator.accept([incoming(2, env_id=0, tag=tag) for tag in (1, 2)])
+    assert await coordinator.deliver() is None
+    explained = coordinator.explain()
+    assert (explained.blocker, explained.env_id, explained.have, explained.need) == (
+        "minimum",
+        1,
+        0,
+        2,
+    )
+    clock.now += 61
     coordinator.status_env(0)
-    coordinator.accept([incoming(2, env_id=0)])
-    assert next(times) == 3
+    assert tags(await coordinator.deliver()) == [1, 2]
+    assert [view.state for view in coordinator.explain().environments] == ["active", "silent"]
+    assert coordinator.status_env(0).env_weight == 1.0
+    assert coordinator.status_env(1).env_weight == 0.5
 
 
-class HubMachine(RuleBasedStateMachine):
-    """Random histories: what went in comes out once, in exact batches, oldest first, and the ledger balances."""
+async def test_odd_groups_of_an_environment_that_left_are_queued() -> None:
+    coordinator = await started(batch_size=3)
+    await coordinator.register_env(RegisterEnv(**environment(group_size=4)))
+    receipts = await coordinator.accept([incoming(3, env_id=0, tag=1)])
+    assert receipts == [Receipt(env_id=0, buffer_size=3)]
+    assert await coordinator.deliver() is None
+    await coordinator.disconnect_env(0)
+    assert tags(await coordinator.deliver()) == [1]
+
+
+async def test_same_uid_is_the_same_environment() -> None:
+    coordinator = await started()
+    first = await coordinator.register_env(RegisterEnv(**environment(env_uid="u")))
+    other = await coordinator.register_env(RegisterEnv(**environment()))
+    again = await coordinator.register_env(RegisterEnv(**environment(env_uid="u", weight=3.0)))
+    assert first is not None
+    assert other is not None
+    assert again == first
+    assert (first.env_id, other.env_id) == (0, 1)
+
+
+async def test_restarted_environment_takes_over_the_name_of_the_one_that_left() -> None:
+    coordinator = await started()
+    first = await coordinator.register_env(RegisterEnv(**environment(env_uid="u")))
+    await coordinator.disconnect_env(0)
+    again = await coordinator.register_env(RegisterEnv(**environment(env_uid="v")))
+    assert again == first
+
+
+async def test_queue_over_its_bound_refuses_only_while_a_batch_can_be_cut() -> None:
+    coordinator = await started(batch_size=4, policy=RunPolicy(max_queued_sequences=6))
+    await coordinator.accept([incoming(3, tag=1), incoming(3, tag=2)])
+    assert coordinator.overload() is None  # 3 + 3 is no batch of 4: what is missing must get in
+    await coordinator.accept([incoming(1, tag=3)])
+    assert coordinator.overload() == "7 sequences are queued, the bound is 6"
+    with pytest.raises(Overloaded):
+        await coordinator.accept([incoming(1, tag=4)])
+    assert tags(await coordinator.deliver()) == [1, 3]
+    await coordinator.accept([incoming(1, tag=4)])
+
+
+async def test_environment_beyond_its_share_does_not_take_the_room_of_others() -> None:
+    coordinator = await started(batch_size=4, policy=RunPolicy(max_queued_sequences=4))
+    for share in (None, 0.5):
+        fields = environment(min_batch_allocation=share)
+        await coordinator.register_env(RegisterEnv(**fields))
+    await coordinator.accept([incoming(2, env_id=0), incoming(2, env_id=0)])
+    with pytest.raises(Overloaded, match="environment 0"):
+        await coordinator.accept([incoming(2, env_id=0)])
+    await coordinator.accept([incoming(2, env_id=1)])
+    assert await coordinator.deliver() is not None
+
+
+async def test_restart_brings_back_trainer_environments_step_and_leases() -> None:
+    store, clock = MemoryStore(), Clock()
+    coordinator = Coordinator(store, clock=clock)
+    await coordinator.open()
+    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    await coordinator.deliver()
+    await coordinator.register_env(RegisterEnv(**environment(group_size=2)))
+    await coordinator.set_policy(3)
+    await coordinator.accept([incoming(2, env_id=0, tag=tag) for tag in (1, 2, 3)])
+    await coordinator.accept([incoming(1, env_id=0, tag=4)])
+    coordinator.reject("invalid")
+    trained, open_lease = await leased(coordinator), await leased(coordinator)
+    await coordinator.ack(trained.batch_id, trained.lease_id)
+    before = (coordinator.ledger(), coordinator.status(), coordinator.info())
+
+    coordinator = Coordinator(store, clock=clock)
+    found = await coordinator.open()
+
+    assert "1 groups queued, 1 buffered, 1 leased, 1 trained" in found
+    assert (coordinator.ledger(), coordinator.status(), coordinator.info()) == before
+    assert coordinator.status_env(0).policy_version == 3
+    assert await coordinator.ack(open_lease.batch_id, open_lease.lease_id) == 2
+    assert await coordinator.ack(trained.batch_id, trained.lease_id) == 1
+    await coordinator.accept([incoming(1, env_id=0, tag=5)])
+    assert [tags(await leased(coordinator)) for _ in range(2)] == [[3], [4, 5]]
+
+
+async def test_plain_delivery_that_was_under_way_at_a_crash_comes_again() -> None:
+    store = MemoryStore()
+    coordinator = Coordinator(store)
+    await coordinator.open()
+    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    await coordinator.accept([incoming(2, tag=tag) for tag in (1, 2)])
+    assert tags(await coordinator.deliver()) == [1]
+    coordinator = await restarted(coordinator, store)
+    assert coordinator.status().current_step == 0
+    first = await coordinator.deliver()
+    assert tags(first) == [1]
+    assert first is not None
+    assert await coordinator.confirm(first.batch_id)
+    assert tags(await coordinator.deliver()) == [2]
+
+
+async def test_second_registration_changes_nothing() -> None:
+    coordinator = await started(batch_size=2)
+    await coordinator.accept([incoming(2)])
+    reply = await coordinator.register(RegisterTrainer(**registration(batch_size=64)))
+    assert reply.model_dump(exclude_none=True).keys() == {"uuid"}
+    assert coordinator.info().batch_size == 2
+
+
+async def test_explain_names_the_missing_trainer_and_a_ready_batch() -> None:
+    coordinator = Coordinator(MemoryStore())
+    await coordinator.open()
+    assert coordinator.explain().blocker == "no_trainer"
+    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    assert coordinator.explain().blocker == "too_few"
+    await coordinator.accept([incoming(2)])
+    assert coordinator.explain().batch == "ready"
+    assert coordinator.ledger().queued == 1
+
+
+class RunMachine(RuleBasedStateMachine):
+    """Random histories with restarts: what went in is trained on once, or accounted for, in exact batches."""
+
+    BATCH = 6
 
     def __init__(self) -> None:
         super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.clock = Clock()
         self.store = MemoryStore()
-        self.coordinator = Coordinator(self.store)
-        self.batch_size = 6
-        self.is_registered = False
-        self.num_envs = 0
-        self.sent: dict[int, int] = {}
-        self.delivered: list[int] = []
-        self.step = 0
+        self.policy = RunPolicy(
+            lease_ttl_s=100, env_timeout_s=1000, max_deliveries=4, keep_trained_batches=5
+        )
+        self.sizes: dict[int, int] = {}
+        self.ids: dict[str, int] = {}
+        self.leases: list[Delivery] = []
+        self.dead_leases: list[Delivery] = []
+        self.acked: list[list[int]] = []
+        """Tags of acknowledged batches, by step; undone by a resume."""
+        self.restart()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    def teardown(self) -> None:
+        self.loop.close()
+
+    @initialize()
+    def begin(self) -> None:
+        self.run(self.coordinator.register(RegisterTrainer(**registration(batch_size=self.BATCH))))
+        self.run(self.coordinator.deliver())
+        for share in (None, 0.3):
+            fields = environment(group_size=3, min_batch_allocation=share)
+            self.run(self.coordinator.register_env(RegisterEnv(**fields)))
 
     @rule()
-    def register_trainer(self) -> None:
-        self.coordinator.register(Registration(**registration(batch_size=self.batch_size)))
-        self.is_registered = True
+    def restart(self) -> None:
+        self.coordinator = Coordinator(self.store, policy=self.policy, clock=self.clock)
+        self.run(self.coordinator.open())
 
-    @rule(group_size=st.integers(1, 4), share=st.sampled_from([None, 0.2, 0.7]))
-    def register_environment(self, group_size: int, share: float | None) -> None:
-        body = environment(group_size=group_size, min_batch_allocation=share)
-        if self.coordinator.register_env(RegisterEnv(**body)) is not None:
-            self.num_envs += 1
+    @rule(num=st.integers(1, 4), env_id=st.sampled_from([None, 0, 1, 7]), has_id=st.booleans())
+    def accept(self, num: int, env_id: int | None, has_id: bool) -> None:
+        tag = len(self.sizes)
+        group_id = f"id{tag}" if has_id else None
+        [receipt] = self.run(
+            self.coordinator.accept([incoming(num, env_id=env_id, group_id=group_id, tag=tag)])
+        )
+        assert not receipt.is_duplicate
+        self.sizes[tag] = num
+        if group_id is not None:
+            self.ids[group_id] = tag
 
-    @rule(env_id=st.integers(0, 3))
-    def disconnect(self, env_id: int) -> None:
-        if env_id < self.num_envs:
-            self.coordinator.disconnect_env(env_id)
-
-    @rule(
-        size=st.integers(1, 8),
-        env_id=st.sampled_from([None, 0, 1, 2, -1]),
-        num_copies=st.integers(1, 2),
-    )
-    def send(self, size: int, env_id: int | None, num_copies: int) -> None:
-        tag = len(self.sent)
-        each = incoming(size, env_id=env_id, group_id=str(tag), tag=tag)
-        self.sent[tag] = size
-        for _ in range(num_copies):
-            try:
-                self.coordinator.accept([each])
-            except GroupError:
-                assert self.is_registered
-                assert size > self.batch_size
-                self.sent[tag] = 0
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data(), other=st.booleans())
+    def accept_again(self, data: st.DataObject, other: bool) -> None:
+        group_id = data.draw(st.sampled_from(sorted(self.ids)))
+        tag = self.ids[group_id]
+        again = incoming(self.sizes[tag], group_id=group_id, tag=tag + 1000 if other else tag)
+        if other:
+            with pytest.raises(GroupError, match="other content"):
+                self.run(self.coordinator.accept([again]))
+        else:
+            assert self.run(self.coordinator.accept([again]))[0].is_duplicate
 
     @rule()
-    def take(self) -> None:
-        if not self.is_registered:
+    def lease(self) -> None:
+        delivery = self.run(self.coordinator.deliver(LeaseRequest()))
+        self.forget_expired()
+        if delivery is None:
+            assert self.coordinator.explain().batch == "none"
             return
-        batch = self.coordinator.next_batch()
-        if batch is None:
+        assert sum(self.sizes[tag] for tag in tags(delivery)) == self.BATCH
+        in_hand = {tag for each in self.leases for tag in tags(each)}
+        assert not in_hand & set(tags(delivery))
+        self.leases.append(delivery)
+
+    @rule(is_whole=st.booleans())
+    def take_plain(self, is_whole: bool) -> None:
+        before = self.coordinator.status().current_step
+        delivery = self.run(self.coordinator.deliver())
+        self.forget_expired()
+        if delivery is None:
             return
-        self.step += 1
-        tags = [int(payload.packed) for payload in batch.payloads]
-        assert sum(self.sent[tag] for tag in tags) == self.batch_size
-        assert batch.step == self.step
-        self.delivered += tags
+        if is_whole:
+            assert self.run(self.coordinator.confirm(delivery.batch_id))
+            self.acked.append(tags(delivery))
+        else:
+            self.run(self.coordinator.give_back(delivery.batch_id))
+            assert self.coordinator.status().current_step <= before
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def ack(self, data: st.DataObject) -> None:
+        batch = data.draw(st.sampled_from(self.leases))
+        self.leases.remove(batch)
+        self.run(self.coordinator.ack(batch.batch_id, batch.lease_id))
+        self.acked.append(tags(batch))
+        self.run(self.coordinator.ack(batch.batch_id, batch.lease_id))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        batch = data.draw(st.sampled_from(self.leases))
+        self.leases.remove(batch)
+        self.run(self.coordinator.release(batch.batch_id, batch.lease_id))
+        self.dead_leases.append(batch)
+
+    @precondition(lambda self: self.dead_leases)
+    @rule(data=st.data())
+    def ack_too_late(self, data: st.DataObject) -> None:
+        batch = data.draw(st.sampled_from(self.dead_leases))
+        with pytest.raises(LeaseLost):
+            self.run(self.coordinator.ack(batch.batch_id, batch.lease_id))
+
+    @rule(seconds=st.sampled_from([1.0, 60.0, 101.0]))
+    def wait(self, seconds: float) -> None:
+        for batch in self.leases:
+            self.run(self.coordinator.heartbeat(batch.batch_id, batch.lease_id))
+        self.clock.now += seconds
+        self.run(self.coordinator.tick())
+        self.forget_expired(seconds > 100)
+
+    def forget_expired(self, is_over: bool = False) -> None:
+        if is_over:
+            self.dead_leases += self.leases
+            self.leases = []
+
+    @rule(back=st.integers(0, 3), mode=st.sampled_from(["replay", "requeue", "discard"]))
+    def resume(self, back: int, mode: str) -> None:
+        step = max(0, self.coordinator.status().current_step - back)
+        fields = registration(batch_size=self.BATCH) | {"resume_step": step, "resume": mode}
+        reply = self.run(self.coordinator.register(RegisterTrainer(**fields)))
+        assert reply.step == self.coordinator.status().current_step == step
+        self.dead_leases += self.leases
+        self.leases = []
+        held = self.coordinator.ledger()
+        assert held.leased == 0
+
+    @rule(back=st.integers(0, 2))
+    def checkpoint(self, back: int) -> None:
+        self.run(self.coordinator.checkpoint(self.coordinator.status().current_step - back))
+
+    @rule()
+    def revive(self) -> None:
+        dead = [group.number for group in self.coordinator.dead()]
+        assert self.run(self.coordinator.requeue_dead(dead)) == len(dead)
 
     @invariant()
-    def nothing_leaks(self) -> None:
+    def balances(self) -> None:
         ledger = self.coordinator.ledger()
-        assert ledger.produced == (
-            ledger.queued + ledger.buffered + ledger.delivered + sum(ledger.rejected.values())
+        check_balance(ledger)
+        assert ledger.produced == len(self.sizes) + sum(ledger.rejected.values())
+        assert ledger.leased == sum(len(tags(batch)) for batch in self.leases)
+        again = Coordinator(self.store, policy=self.policy, clock=self.clock)
+        self.run(again.open())
+        recovered = again.ledger()
+        assert recovered.model_dump(exclude={"duplicates", "rejected", "produced"}) == (
+            ledger.model_dump(exclude={"duplicates", "rejected", "produced"})
         )
-        assert ledger.delivered == len(self.delivered)
-        assert max(Counter(self.delivered).values(), default=1) == 1
-        assert len(self.store) == ledger.queued + ledger.buffered
-        assert self.coordinator.status().current_step == self.step
-        for env_id in range(self.num_envs):
-            status = self.coordinator.status_env(env_id)
-            assert status.queue_size >= 0
-            assert 0.01 <= status.env_weight <= 1.0
+        assert again.status() == self.coordinator.status()
 
 
-HubMachine.TestCase.settings = settings(deadline=None, max_examples=40, stateful_step_count=40)
-test_random_histories_leak_nothing = HubMachine.TestCase
+TestRunMachine = RunMachine.TestCase
+TestRunMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+class OnceMachine(RunMachine):
+    """Without resumes no group is ever trained on twice."""
+
+    resume = None  # type: ignore[assignment]
+
+    @invariant()
+    def trained_once(self) -> None:
+        counts = Counter(tag for batch in self.acked for tag in batch)
+        assert max(counts.values(), default=1) == 1
+        assert self.coordinator.ledger().trained == len(counts)
+
+
+TestOnceMachine = OnceMachine.TestCase
+TestOnceMachine.settings = TestRunMachine.settings

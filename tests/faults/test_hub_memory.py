@@ -1,0 +1,164 @@
+"""A stopped trainer: the hub's memory stays bounded, producers are slowed, nothing is dropped.
+
+The hub runs under a data-segment limit of 512 MiB (RLIMIT_DATA: any allocation beyond it fails), and its highest
+resident memory is read from /proc. Ten times as much: pytest -m slow tests/faults/test_hub_memory.py -s
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from atroposlib.client import HubClient, TrainerClient
+from atroposlib.errors import HubUnavailable
+from atroposlib.scored_data import ScoredGroup
+from atroposlib.wire import encode_json
+from tests.faults.drivers import (
+    GroupKey,
+    assert_balanced,
+    eventually,
+    hub_process,
+    make_group,
+    peak_rss_bytes,
+    read_group,
+    registration,
+)
+
+pytestmark = pytest.mark.e2e
+
+MIB = 2**20
+NUM_SEQUENCES, NUM_TOKENS = 8, 32_768
+GROUP_BYTES = NUM_SEQUENCES * NUM_TOKENS * 8
+"""Packed: 4 bytes of token and 4 of logprob each, and little else."""
+RSS_BOUND = 300 * MIB
+IN_FLIGHT_BOUND = 5 * 2 * GROUP_BYTES
+"""Of five producers, a body each: received, and on its way to the disk."""
+TEMPLATE_KEY = GroupKey(0, 0)
+
+
+def stamped(template: ScoredGroup, number: int) -> ScoredGroup:
+    """The template under an id and a score of its own: making 2 MB of noise anew costs too much."""
+    scores = template.scores.copy()
+    scores[0] = number
+    return template.replace(group_id=f"m-{number}", scores=scores)
+
+
+@pytest.mark.parametrize(
+    "total_bytes",
+    [
+        pytest.param(1_000 * MIB, marks=pytest.mark.timeout(300)),
+        pytest.param(10_000 * MIB, marks=[pytest.mark.slow, pytest.mark.timeout(3000)]),
+    ],
+)
+async def test_memory_is_bounded_while_the_trainer_is_stopped(
+    total_bytes: int, tmp_path: Path
+) -> None:
+    max_queued = total_bytes // 2
+    num_groups = total_bytes // GROUP_BYTES
+    template = make_group(TEMPLATE_KEY, num_sequences=NUM_SEQUENCES, num_tokens=NUM_TOKENS)
+    statuses: Counter[int] = Counter()
+    numbers = iter(range(num_groups))
+    acknowledged: list[int] = []
+    num_pushed_back = 0
+
+    async def produce(url: str) -> None:
+        nonlocal num_pushed_back
+        async with HubClient(url) as hub:
+            for number in numbers:
+                group = stamped(template, number)
+                while True:
+                    try:
+                        await hub.send([group])
+                    except HubUnavailable:
+                        num_pushed_back += 1
+                        await asyncio.sleep(0.2)
+                    else:
+                        break
+                acknowledged.append(number)
+
+    async def produce_as_an_original(url: str, stop: asyncio.Event) -> int:
+        """JSON without ids; the original gives up a group after three answers of 5xx."""
+        body = encode_json(
+            make_group(GroupKey(1, 0), num_sequences=2 * NUM_SEQUENCES, num_tokens=64)
+        )
+        num_sent = 0
+        async with httpx.AsyncClient(timeout=120) as client:
+            while not stop.is_set():
+                response = await client.post(f"{url}/scored_data", content=body)
+                statuses[response.status_code] += 1
+                num_sent += response.status_code == 200
+                await asyncio.sleep(0.05)
+        return num_sent
+
+    with hub_process(tmp_path, "--max-queued-bytes", str(max_queued)) as hub:
+        resource.prlimit(hub.pid, resource.RLIMIT_DATA, (512 * MIB, 512 * MIB))
+        with TrainerClient(hub.url) as trainer:
+            await asyncio.to_thread(
+                trainer.register,
+                registration(batch_size=2 * NUM_SEQUENCES, max_token_len=NUM_TOKENS),
+            )
+        began = time.monotonic()
+        stop = asyncio.Event()
+        original = asyncio.create_task(produce_as_an_original(hub.url, stop))
+        producers = [asyncio.create_task(produce(hub.url)) for _ in range(4)]
+        await eventually(
+            lambda: num_pushed_back >= 8, timeout_s=200, what="the hub pushes back when it is full"
+        )
+        posted_s = time.monotonic() - began
+        full = hub.get("/ledger")
+        assert_balanced(full)
+        assert full["queued"] * 0.9 <= max_queued / GROUP_BYTES + 5 + statuses[200]
+        assert len(acknowledged) < num_groups
+        num_before = len(acknowledged)
+        await asyncio.sleep(1.0)
+        assert len(acknowledged) == num_before, "the queue is full, yet it grows"
+        rss_full = peak_rss_bytes(hub.pid)
+
+        received: list[int] = []
+        num_original = 0
+
+        def consume() -> None:
+            nonlocal num_original
+            with TrainerClient(hub.url) as consumer:
+                while (
+                    len(received) < num_groups
+                    or not original.done()
+                    or hub.get("/status")["queue_size"]
+                ):
+                    batch = consumer.lease_batch(0.5)
+                    if batch is None:
+                        continue
+                    for group in batch.groups:
+                        if group.num_sequences == NUM_SEQUENCES:
+                            assert np.array_equal(group.tokens, template.tokens)
+                            received.append(int(group.scores[0]))
+                        else:
+                            num_original += read_group(group) == GroupKey(1, 0)
+                    consumer.ack(batch)
+                    consumer.checkpoint(batch.step)
+
+        consuming = asyncio.create_task(asyncio.to_thread(consume))
+        await asyncio.gather(*producers)
+        stop.set()
+        num_sent_original = await original
+        await consuming
+        rss = peak_rss_bytes(hub.pid)
+        ledger = hub.get("/ledger")
+        assert_balanced(ledger)
+    print(
+        f"{num_groups * GROUP_BYTES / MIB:.0f} MiB at a stopped trainer (queue bound"
+        f" {max_queued / MIB:.0f} MiB, full after {posted_s:.1f} s):"
+        f" highest RSS {rss_full / MIB:.0f} MiB when full, {rss / MIB:.0f} MiB after all was read;"
+        f" {num_pushed_back} attempts pushed back; the original client saw {dict(statuses)}"
+    )
+    assert sorted(received) == list(range(num_groups))
+    assert set(statuses) <= {200, 503}, statuses
+    assert (num_original, ledger["queued"]) == (num_sent_original, 0)
+    assert rss <= RSS_BOUND + IN_FLIGHT_BOUND

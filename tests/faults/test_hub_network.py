@@ -1,0 +1,264 @@
+"""A bad network between hub, environments and trainer costs no group, and repeats none among the committed.
+
+Latency, resets, slices, narrow links, silence and cuts at chosen bytes, through tests/faults/proxy.py. The half-minute
+silence: pytest -m slow tests/faults/test_hub_network.py -s
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from atroposlib.client import HubClient, LeasedBatch, TrainerClient
+from atroposlib.errors import HubUnavailable
+from tests.faults.drivers import (
+    BATCH_SIZE,
+    GroupKey,
+    HubProcess,
+    LeaseTrainer,
+    assert_balanced,
+    eventually,
+    hub_process,
+    make_group,
+    read_group,
+    registration,
+    traffic,
+)
+from tests.faults.proxy import Direction, Proxy, Toxics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+TIMEOUT_S = 2.0
+"""The clients' own; silence shorter than it is only slowness."""
+RECOVERY_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory):
+    with hub_process(tmp_path_factory.mktemp("hub")) as running:
+        yield running
+
+
+@asynccontextmanager
+async def fresh_run(hub: HubProcess, *, seed: int = 0) -> AsyncIterator[Proxy]:
+    """A proxy to the hub, whose run is forgotten first."""
+    await asyncio.to_thread(hub.forget)
+    async with Proxy(hub.port, seed=seed) as proxy:
+        yield proxy
+
+
+# The proxy itself
+
+
+async def test_proxy_passes_exactly_the_bytes_it_is_told_to() -> None:
+    received = bytearray()
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(100):
+                received.extend(data)
+                writer.write(data)
+        except ConnectionError:
+            pass
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    async with server, Proxy(server.sockets[0].getsockname()[1]) as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        proxy.toxics = Toxics(slice_bytes=3, latency_s=0.001)
+        writer.write(b"0123456789")
+        assert await reader.readexactly(10) == b"0123456789"
+        proxy.reset_after(Direction.REQUEST, 4)
+        writer.write(b"abcdefghij")
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(10)
+        await eventually(lambda: len(received) == 14, timeout_s=5, what="four more bytes")
+        assert (bytes(received), proxy.num_resets) == (b"0123456789abcd", 1)
+        writer.close()
+
+        proxy.toxics = Toxics(is_blackhole=True)
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(b"x")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 0.1)
+        await proxy.heal()
+        assert await reader.read(1) == b"x"
+        writer.close()
+
+        await proxy.cut()
+        with pytest.raises(OSError, match="refused|Connect call failed"):
+            await asyncio.open_connection("127.0.0.1", proxy.port)
+        await proxy.heal()
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(b"y")
+        assert await reader.read(1) == b"y"
+        writer.close()
+
+
+# Traffic over a bad network
+
+
+@pytest.mark.parametrize(
+    ("toxics", "duration_s"),
+    [
+        pytest.param(Toxics(latency_s=0.1), 4.0, id="latency-200ms-both-ways"),
+        pytest.param(Toxics(reset_chance=0.01), 4.0, id="resets-1-percent"),
+        pytest.param(Toxics(slice_bytes=700), 3.0, id="slices"),
+        pytest.param(Toxics(bytes_per_s=200_000), 4.0, id="narrow-link"),
+        pytest.param(Toxics(is_blackhole=True), 5.0, id="blackhole-5s"),
+        pytest.param(Toxics(is_blackhole=True), 30.0, id="blackhole-30s", marks=pytest.mark.slow),
+    ],
+)
+async def test_bad_network_loses_nothing_and_repeats_nothing(
+    hub: HubProcess, toxics: Toxics, duration_s: float
+) -> None:
+    async with fresh_run(hub, seed=3) as proxy:
+        trainer = LeaseTrainer(proxy.url, timeout_s=TIMEOUT_S)
+        async with traffic(
+            proxy.url, trainer=trainer, num_producers=3, timeout_s=TIMEOUT_S
+        ) as load:
+            await eventually(
+                lambda: trainer.num_batches >= 5, timeout_s=20, what="batches over a good network"
+            )
+            before = load.num_acknowledged
+            proxy.toxics = toxics
+            await asyncio.sleep(duration_s)
+            during = load.num_acknowledged - before
+            await proxy.heal()
+            healed = time.monotonic()
+            num_batches = trainer.num_batches
+            await eventually(
+                lambda: load.last_acknowledged > healed and trainer.num_batches > num_batches,
+                timeout_s=RECOVERY_S,
+                what=f"a group and a batch after the network healed; {load.account()}",
+            )
+            recovery_s = time.monotonic() - healed
+            await load.finish()
+        assert_balanced(hub.get("/ledger"))
+        print(
+            f"{toxics}: {during} groups in {duration_s:.0f} s, {proxy.num_resets} resets;"
+            f" recovered in {recovery_s:.2f} s; {load.account()}"
+        )
+    if toxics.is_blackhole:
+        assert during <= 3  # what was already on its way back
+    else:
+        assert during > 0
+    assert (proxy.num_resets > 0) == (toxics.reset_chance > 0)
+
+
+async def test_network_that_is_cut_again_and_again_loses_nothing(hub: HubProcess) -> None:
+    num_cuts = 25
+    rng = random.Random(1)
+    async with fresh_run(hub) as proxy:
+        trainer = LeaseTrainer(proxy.url, timeout_s=TIMEOUT_S)
+        async with traffic(
+            proxy.url, trainer=trainer, num_producers=3, timeout_s=TIMEOUT_S
+        ) as load:
+            for _ in range(num_cuts):
+                await asyncio.sleep(0.1 + 0.1 * rng.random())
+                await proxy.cut()
+                await asyncio.sleep(0.05 * rng.random())
+                await proxy.heal()
+            healed = time.monotonic()
+            await eventually(
+                lambda: load.last_acknowledged > healed < trainer.last_ack,
+                timeout_s=RECOVERY_S,
+                what="a group and an acknowledgement after the last cut",
+            )
+            await load.finish()
+        assert_balanced(hub.get("/ledger"))
+    print(f"{num_cuts} cuts: {load.account()}")
+
+
+# One connection reset at every n-th byte
+
+
+def sweep(length: int, *, num_points: int = 16) -> list[int]:
+    """Byte counts from 0 to `length`, closest to each other at the beginning, where the heads are."""
+    points = {round(length * (i / (num_points - 1)) ** 2) for i in range(num_points)}
+    return sorted(points | {1, length - 1})
+
+
+@pytest.mark.parametrize("direction", Direction)
+async def test_send_cut_at_any_byte_is_stored_once(hub: HubProcess, direction: Direction) -> None:
+    async with fresh_run(hub) as proxy:
+        group = make_group(GroupKey(0, 0), num_sequences=2)
+        # Head and body of one request; a reply has about 300 bytes.
+        length = 300 + 2 * 512 * 8 if direction is Direction.REQUEST else 300
+        num_duplicates = num_sent = 0
+        for index, num_bytes in enumerate(sweep(length)):
+            group = make_group(GroupKey(0, index), num_sequences=2)
+            async with HubClient(proxy.url, timeout_s=TIMEOUT_S) as client:
+                proxy.reset_after(direction, num_bytes)
+                while True:
+                    try:
+                        receipt = await client.send([group])
+                    except HubUnavailable:
+                        continue
+                    break
+            num_duplicates += receipt.status == "duplicate"
+            num_sent += 1
+        num_resets = proxy.num_resets
+        ledger = hub.get("/ledger")
+        assert_balanced(ledger)
+        assert (ledger["queued"], ledger["produced"]) == (num_sent, num_sent)
+        assert ledger["rejected"] == {}
+        assert num_resets >= num_sent * 3 // 4
+    print(
+        f"POST cut in the {direction.value} at {num_resets} different bytes: {num_sent} groups"
+        f" stored once each, {num_duplicates} repeats recognised"
+    )
+    if direction is Direction.REPLY:
+        assert num_duplicates == num_resets
+    else:
+        assert num_duplicates == 0
+
+
+@pytest.mark.parametrize("direction", Direction)
+async def test_lease_and_ack_cut_at_any_byte_train_each_batch_once(
+    hub: HubProcess, direction: Direction
+) -> None:
+    def persist(hub_call: object, *args: object) -> object:
+        while True:
+            try:
+                return hub_call(*args)  # type: ignore[operator]
+            except HubUnavailable:
+                continue
+
+    async with fresh_run(hub) as proxy:
+        # A batch of two groups: about 2 * 8 sequences * 64 tokens * 9 bytes and the heads.
+        lease_points = sweep(10_500) if direction is Direction.REPLY else sweep(350)
+        ack_points = sweep(250)
+        num_batches = len(lease_points) + len(ack_points)
+        async with HubClient(hub.url) as client:
+            for index in range(2 * num_batches):
+                key = GroupKey(0, index)
+                await client.send([make_group(key, num_sequences=BATCH_SIZE // 2, num_tokens=64)])
+        received: list[GroupKey] = []
+        with TrainerClient(hub.url) as direct:
+            await asyncio.to_thread(direct.register, registration())
+        for point in [(n, None) for n in lease_points] + [(None, n) for n in ack_points]:
+            with TrainerClient(proxy.url, timeout_s=TIMEOUT_S, retry_for_s=0) as trainer:
+                lease_cut, ack_cut = point
+                if lease_cut is not None:
+                    proxy.reset_after(direction, lease_cut)
+                batch = await asyncio.to_thread(persist, trainer.lease_batch, 1.0)
+                assert isinstance(batch, LeasedBatch)
+                received += [read_group(group) for group in batch.groups]
+                if ack_cut is not None:
+                    proxy.reset_after(direction, ack_cut)
+                await asyncio.to_thread(persist, trainer.ack, batch)
+        assert received == [GroupKey(0, index) for index in range(2 * num_batches)]
+        ledger = hub.get("/ledger")
+        assert_balanced(ledger)
+        assert (ledger["trained"], ledger["leased"], ledger["queued"]) == (len(received), 0, 0)
+        assert proxy.num_resets >= num_batches * 3 // 4
+        print(
+            f"lease and ack cut in the {direction.value} at {proxy.num_resets} bytes:"
+            f" {num_batches} batches trained once each, in order"
+        )

@@ -1,0 +1,197 @@
+"""Trainers that are killed, cut off or hang cost no group and stop nobody else (real processes, real sockets)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from atroposlib.client import HubClient, TrainerClient
+from atroposlib.scored_data import Strictness, check_group
+from tests.faults.drivers import (
+    BATCH_SIZE,
+    GroupKey,
+    HubProcess,
+    assert_balanced,
+    eventually,
+    hub_process,
+    make_group,
+    read_group,
+    registration,
+    size_of,
+)
+from tests.faults.proxy import Direction, Proxy
+from tests.processes import Process
+
+pytestmark = pytest.mark.e2e
+
+CHECKPOINT_EVERY = 3
+
+
+async def post_groups(url: str, *, num_sequences: int, num_tokens: int = 64) -> list[GroupKey]:
+    """Post groups of mixed sizes that add up to `num_sequences`, one after another."""
+    keys: list[GroupKey] = []
+    left = num_sequences
+    async with HubClient(url) as hub:
+        while left:
+            key = GroupKey(0, len(keys))
+            size = min(left, size_of(key.index))
+            await hub.send([make_group(key, num_sequences=size, num_tokens=num_tokens)])
+            keys.append(key)
+            left -= size
+    return keys
+
+
+def keys_of(batch: list[dict[str, Any]]) -> list[GroupKey]:
+    return [read_group(check_group(each, strictness=Strictness.WIRE)) for each in batch]
+
+
+# A trainer that is killed
+
+
+def train(hub: HubProcess, directory: Path, *, num_steps: int) -> Process:
+    argv = ["-m", "tests.faults.drivers", hub.url, str(directory / "checkpoint.json")]
+    argv += [str(directory / "journal"), str(num_steps), str(CHECKPOINT_EVERY)]
+    return Process("trainer", argv, log_path=directory / "trainer.log")
+
+
+def num_lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.mark.timeout(240)
+async def test_killed_trainer_resumes_to_the_weights_of_an_unbroken_run(tmp_path: Path) -> None:
+    num_kills, num_steps = 20, 200
+    rng = random.Random(5)
+    results = {}
+    num_killed = num_batches = 0
+    began = time.monotonic()
+    for name in ("unbroken", "killed"):
+        directory = tmp_path / name
+        directory.mkdir()
+        journal = directory / "journal"
+        with hub_process(directory) as hub:
+            keys = await post_groups(hub.url, num_sequences=num_steps * BATCH_SIZE)
+            for _ in range(num_kills if name == "killed" else 0):
+                trainer = train(hub, directory, num_steps=num_steps)
+                seen = num_lines(journal)
+                await eventually(
+                    lambda trainer=trainer, seen=seen, journal=journal: (
+                        num_lines(journal) > seen or trainer.popen.poll() is not None
+                    ),
+                    timeout_s=30,
+                    what="the trainer gets a batch or ends",
+                    interval_s=0.005,
+                )
+                await asyncio.sleep(0.15 * rng.random())
+                assert trainer.popen.poll() is None, trainer.log()[-4000:]
+                trainer.popen.kill()
+                trainer.popen.wait()
+                num_killed += 1
+            trainer = train(hub, directory, num_steps=num_steps)
+            assert await asyncio.to_thread(trainer.wait, 60) == 0, trainer.log()[-4000:]
+            ledger = hub.get("/ledger")
+            assert_balanced(ledger)
+            assert ledger["trained"] == len(keys)
+        results[name] = json.loads((directory / "checkpoint.json").read_text())
+        groups_of_step: dict[str, str] = {}
+        for line in journal.read_text().splitlines():
+            step, _, groups = line.partition(" ")
+            assert groups_of_step.setdefault(step, groups) == groups, f"step {step} changed"
+            num_batches += 1
+        assert len(groups_of_step) == num_steps
+        assert sorted(results[name]["groups"]) == sorted(f"{k.producer}-{k.index}" for k in keys)
+    assert results["killed"] == results["unbroken"]
+    print(
+        f"{num_killed} trainer kills, {num_batches - 2 * num_steps} batches served again,"
+        f" {num_steps} steps: weights, order and set of groups equal to the unbroken run's;"
+        f" {time.monotonic() - began:.0f} s"
+    )
+    assert num_batches - 2 * num_steps >= num_kills // 2
+
+
+# A trainer of the original kind that is cut off
+
+
+@pytest.mark.timeout(120)
+async def test_plain_batch_cut_on_its_way_comes_again(tmp_path: Path) -> None:
+    """Up to the last bytes, which the kernel takes from the hub before the client has them."""
+    with hub_process(tmp_path) as hub:
+        with TrainerClient(hub.url) as trainer:
+            await asyncio.to_thread(trainer.register, registration(max_token_len=20_000))
+        keys = await post_groups(hub.url, num_sequences=2 * BATCH_SIZE, num_tokens=20_000)
+        async with Proxy(hub.port) as proxy, httpx.AsyncClient(timeout=10) as client:
+            cuts = [0, 1, 15, 200, 5_000, 100_000, 1_000_000]
+            for num_bytes in cuts:
+                proxy.reset_after(Direction.REPLY, num_bytes)
+                with pytest.raises(httpx.TransportError):
+                    await client.get(f"{proxy.url}/batch")
+                assert not proxy.is_armed
+                await eventually(
+                    lambda: hub.get("/ledger")["queued"] == len(keys),
+                    timeout_s=5,
+                    what="the groups of the cut batch are queued again",
+                )
+            batches = []
+            for _ in range(2):
+                reply = (await client.get(f"{proxy.url}/batch")).raise_for_status().json()
+                batches.append(keys_of(reply["batch"]))
+        assert sorted(batches[0] + batches[1]) == keys
+        assert hub.get("/status")["current_step"] == 2
+        ledger = hub.get("/ledger")
+        assert_balanced(ledger)
+        assert (ledger["trained"], ledger["queued"]) == (len(keys), 0)
+    print(f"{len(cuts)} cuts of a plain batch: it came again each time, nothing lost")
+
+
+# A trainer that hangs
+
+
+@pytest.mark.timeout(120)
+async def test_trainer_that_never_reads_its_batch_stops_nobody(tmp_path: Path) -> None:
+    with hub_process(tmp_path) as hub:
+        with TrainerClient(hub.url) as trainer:
+            await asyncio.to_thread(trainer.register, registration(max_token_len=40_000))
+            keys = await post_groups(hub.url, num_sequences=3 * BATCH_SIZE, num_tokens=40_000)
+            hung = socket.socket()
+            hung.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            hung.connect(("127.0.0.1", hub.port))
+            hung.sendall(b"GET /batch HTTP/1.1\r\nHost: hub\r\n\r\n")
+            await eventually(
+                lambda: hub.get("/ledger")["queued"] < len(keys),
+                timeout_s=10,
+                what="the hung trainer's batch is taken",
+            )
+            slowest_s = 0.0
+            taken = []
+            for _ in range(2):
+                began = time.monotonic()
+                hub.get("/status")
+                slowest_s = max(slowest_s, time.monotonic() - began)
+                batch = await asyncio.to_thread(trainer.lease_batch, 10.0)
+                assert batch is not None
+                taken += [read_group(group) for group in batch.groups]
+                await asyncio.to_thread(trainer.ack, batch)
+            hung.close()
+            began = time.monotonic()
+            batch = await asyncio.to_thread(trainer.lease_batch, 10.0)
+            back_s = time.monotonic() - began
+            assert batch is not None
+            taken += [read_group(group) for group in batch.groups]
+            await asyncio.to_thread(trainer.ack, batch)
+        assert sorted(taken) == keys
+        ledger = hub.get("/ledger")
+        assert_balanced(ledger)
+        assert ledger["trained"] == len(keys)
+    print(
+        f"a hung reader: /status answered within {slowest_s * 1000:.0f} ms, its batch came back"
+        f" {back_s:.2f} s after it left"
+    )
+    assert slowest_s < 2.0

@@ -1,36 +1,273 @@
-"""The contract of a payload store; every store runs these."""
+"""The contract of a store; every store runs all of it."""
 
 from __future__ import annotations
 
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
 import pytest
 
-from atroposlib.api.stores.base import Payload, PayloadStore
+from atroposlib.api.batching import GroupHeader
+from atroposlib.api.stores.base import (
+    Appended,
+    BatchState,
+    Change,
+    Durability,
+    End,
+    Fate,
+    GroupStore,
+    Move,
+    NewGroup,
+    Place,
+    SavedRun,
+    StoredBatch,
+    StoredGroup,
+)
+from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
 
-
-@pytest.fixture(params=[MemoryStore])
-def store(request: pytest.FixtureRequest) -> PayloadStore:
-    made: PayloadStore = request.param()
-    return made
+Reopen = Callable[[GroupStore], Awaitable[tuple[GroupStore, SavedRun]]]
 
 
-def test_store_returns_what_was_put_in_the_order_asked(store: PayloadStore) -> None:
-    payloads = {n: Payload(packed=bytes([n]), json=None if n else b"{}") for n in range(3)}
-    for number, payload in payloads.items():
-        store.put(number, payload)
-    assert store.take([2, 0]) == [payloads[2], payloads[0]]
-    assert len(store) == 1
+def new_group(
+    number: int, payload: bytes = b"payload", *, group_id: str | None = None, digest: bytes = b"d"
+) -> NewGroup:
+    header = GroupHeader(
+        number=number,
+        env_id=number % 3 or None,
+        num_sequences=4,
+        policy_version=number or None,
+        arrival_step=7,
+        num_tokens=100,
+        num_bytes=len(payload),
+    )
+    return NewGroup(
+        header=header,
+        group_id=group_id or str(uuid.UUID(int=number)),
+        digest=digest * 16,
+        payload=payload,
+        place=Place.QUEUED,
+    )
 
 
-def test_taking_an_absent_number_removes_nothing(store: PayloadStore) -> None:
-    store.put(1, Payload(packed=b"x"))
+def stored(group: NewGroup) -> StoredGroup:
+    return StoredGroup(header=group.header, group_id=group.group_id, place=group.place)
+
+
+def new_batch(number: int, state: BatchState = BatchState.LEASED) -> StoredBatch:
+    return StoredBatch(
+        number=number, state=state, step=number + 1, epoch=2, lease_id=f"lease-{number}", ttl_s=9.5
+    )
+
+
+@pytest.fixture(params=["memory", "disk-power", "disk-process"])
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+async def store(kind: str, tmp_path: Path) -> AsyncIterator[GroupStore]:
+    made: GroupStore
+    if kind == "memory":
+        made = MemoryStore()
+    else:
+        made = disk_store(tmp_path, kind)
+    assert await made.open() == SavedRun(groups=[], batches=[])
+    yield made
+    await made.close()
+
+
+def disk_store(directory: Path, kind: str) -> DiskStore:
+    durability = Durability.POWER if kind == "disk-power" else Durability.PROCESS
+    return DiskStore(directory / "run", durability=durability, min_free_bytes=0, segment_bytes=4096)
+
+
+@pytest.fixture
+async def reopen(kind: str, tmp_path: Path) -> AsyncIterator[Reopen]:
+    """Close a store and open what it left behind."""
+    opened: list[GroupStore] = []
+
+    async def do(store: GroupStore) -> tuple[GroupStore, SavedRun]:
+        await store.close()
+        again = store if kind == "memory" else disk_store(tmp_path, kind)
+        opened.append(again)
+        return again, await again.open()
+
+    yield do
+    for store in opened:
+        await store.close()
+
+
+async def test_payloads_come_back_in_the_order_asked(store: GroupStore) -> None:
+    payloads = [bytes([n]) * (n * 1000) for n in range(5)]
+    await store.append([new_group(n, payload) for n, payload in enumerate(payloads)])
+    assert await store.read([4, 0, 2]) == [payloads[4], payloads[0], payloads[2]]
+
+
+async def test_reading_an_absent_number_is_a_key_error(store: GroupStore) -> None:
+    await store.append([new_group(0)])
     with pytest.raises(KeyError):
-        store.take([1, 2])
-    assert store.take([1]) == [Payload(packed=b"x")]
+        await store.read([0, 1])
 
 
-def test_clear_empties_the_store(store: PayloadStore) -> None:
-    store.put(1, Payload(packed=b"x"))
-    store.clear()
-    assert len(store) == 0
-    store.put(1, Payload(packed=b"y"))
+async def test_a_known_id_is_a_duplicate_and_with_other_content_a_conflict(
+    store: GroupStore,
+) -> None:
+    first = new_group(0, group_id="x")
+    outcomes = await store.append(
+        [first, new_group(1, group_id="x"), new_group(2, group_id="x", digest=b"e")]
+    )
+    assert outcomes == [Appended.STORED, Appended.DUPLICATE, Appended.CONFLICT]
+    outcomes = await store.append([new_group(3, group_id="x"), new_group(4, group_id="y")])
+    assert outcomes == [Appended.DUPLICATE, Appended.STORED]
+    for number in (1, 2, 3):
+        with pytest.raises(KeyError):
+            await store.read([number])
+
+
+async def test_appends_made_at_once_dedupe_against_each_other(store: GroupStore) -> None:
+    outcomes = await asyncio.gather(
+        *(store.append([new_group(n, group_id="same")]) for n in range(20))
+    )
+    assert [one for (one,) in outcomes] == [Appended.STORED] + [Appended.DUPLICATE] * 19
+
+
+async def test_the_id_of_an_ended_group_stays_known(store: GroupStore, reopen: Reopen) -> None:
+    await store.append([new_group(0, group_id="x")])
+    await store.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
+    assert await store.append([new_group(1, group_id="x")]) == [Appended.DUPLICATE]
+    again, _ = await reopen(store)
+    outcomes = await again.append(
+        [new_group(2, group_id="x"), new_group(3, group_id="x", digest=b"e")]
+    )
+    assert outcomes == [Appended.DUPLICATE, Appended.CONFLICT]
+
+
+@pytest.mark.parametrize(
+    "group_id",
+    [
+        "0a52e1f0-9c1d-4c5e-8f43-5f6a3d1b7c22",
+        "0A52E1F0-9C1D-4C5E-8F43-5F6A3D1B7C22",
+        "0a52e1f09c1d4c5e8f435f6a3d1b7c22",
+        "123",
+        "a\x00b",
+        "\N{SNOWMAN}",
+        "x" * 36,
+    ],
+)
+async def test_an_id_comes_back_as_it_was_sent(
+    store: GroupStore, reopen: Reopen, group_id: str
+) -> None:
+    await store.append([new_group(0, group_id=group_id)])
+    _, saved = await reopen(store)
+    assert [group.group_id for group in saved.groups] == [group_id]
+
+
+async def test_everything_comes_back_after_a_restart(store: GroupStore, reopen: Reopen) -> None:
+    groups = [new_group(n, bytes([n]) * 3000) for n in range(8)]
+    await store.append(groups)
+    batch = new_batch(5)
+    await store.commit(
+        Change(
+            moves=[
+                Move(number=1, place=Place.LEASED, batch=5, deliveries=2),
+                Move(number=2, place=Place.DEAD, reason="too often"),
+            ],
+            ends=[End(number=0, fate=Fate.EXPIRED), End(number=3, fate=Fate.TRAINED)],
+            batches=[batch, new_batch(4)],
+            document=b"first",
+        )
+    )
+    await store.commit(Change(closed_batches=[4], document=b"second", is_durable=False))
+    again, saved = await reopen(store)
+    assert saved.document == b"second"
+    assert saved.batches == [batch]
+    assert saved.ended == {Fate.EXPIRED: 1, Fate.TRAINED: 1}
+    assert saved.next_number == 8
+    leased = StoredGroup(
+        header=groups[1].header,
+        group_id=groups[1].group_id,
+        place=Place.LEASED,
+        batch=5,
+        deliveries=2,
+    )
+    dead = StoredGroup(
+        header=groups[2].header,
+        group_id=groups[2].group_id,
+        place=Place.DEAD,
+        reason="too often",
+    )
+    assert saved.groups == [leased, dead, *(stored(group) for group in groups[4:])]
+    assert await again.read([2, 7]) == [groups[2].payload, groups[7].payload]
+
+
+async def test_a_batch_is_replaced_by_number(store: GroupStore, reopen: Reopen) -> None:
+    await store.commit(Change(batches=[new_batch(1)]))
+    trained = new_batch(1, BatchState.TRAINED)
+    await store.commit(Change(batches=[trained]))
+    _, saved = await reopen(store)
+    assert saved.batches == [trained]
+
+
+async def test_numbers_are_never_used_again(store: GroupStore, reopen: Reopen) -> None:
+    await store.append([new_group(n) for n in range(3)])
+    await store.commit(Change(ends=[End(number=n, fate=Fate.TRAINED) for n in range(3)]))
+    _, saved = await reopen(store)
+    assert saved.groups == []
+    assert saved.next_number == 3
+
+
+async def test_usage_follows_what_is_held(store: GroupStore) -> None:
+    assert store.usage().payload_bytes == 0
+    await store.append([new_group(0, bytes(1000)), new_group(1, bytes(500))])
+    assert store.usage().payload_bytes == 1500
+    assert store.usage().stored_bytes >= 1500
+    await store.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
+    assert store.usage().payload_bytes == 500
+
+
+async def test_clear_forgets_everything_ids_included(store: GroupStore, reopen: Reopen) -> None:
+    await store.append([new_group(n, bytes(3000)) for n in range(4)])
+    await store.commit(
+        Change(ends=[End(number=0, fate=Fate.TRAINED)], batches=[new_batch(1)], document=b"d")
+    )
+    await store.clear()
+    assert store.usage().payload_bytes == 0
+    with pytest.raises(KeyError):
+        await store.read([1])
+    assert await store.append([new_group(0, b"other")]) == [Appended.STORED]
+    again, saved = await reopen(store)
+    assert saved.groups == [stored(new_group(0, b"other"))]
+    assert (saved.document, saved.batches, saved.ended) == (None, [], {})
+    assert await again.read([0]) == [b"other"]
+
+
+async def test_calls_take_effect_in_the_order_in_which_they_were_made(
+    store: GroupStore, reopen: Reopen
+) -> None:
+    await store.append([new_group(0)])
+    await asyncio.gather(
+        *(
+            store.commit(
+                Change(
+                    moves=[Move(number=0, place=Place.LEASED, batch=n, deliveries=n)],
+                    document=str(n).encode(),
+                    is_durable=n % 7 == 0,
+                )
+            )
+            for n in range(100)
+        )
+    )
+    _, saved = await reopen(store)
+    assert saved.document == b"99"
+    assert saved.groups[0].deliveries == 99
+
+
+async def test_a_change_that_names_an_absent_group_raises_key_error(store: GroupStore) -> None:
+    await store.append([new_group(0)])
+    with pytest.raises(KeyError):
+        await store.commit(Change(moves=[Move(number=9, place=Place.QUEUED)]))
+    assert await store.read([0]) == [b"payload"]

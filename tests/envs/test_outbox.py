@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atroposlib.client import SendReceipt, UnknownEnvironment
+from atroposlib.client import EnvStatus, SendReceipt, UnknownEnvironment
 from atroposlib.envs.runtime.outbox import Backoff, GroupLog, Outbox
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.scored_data import ScoredGroup
@@ -146,6 +146,64 @@ async def test_hub_that_says_later_loses_nothing(error: Exception) -> None:
     assert outbox.num_stored == 1
     assert not outbox.is_away
     assert not outbox.dropped
+
+
+async def test_hub_that_says_when_is_asked_again_then() -> None:
+    naps: list[float] = []
+    busy = [HubUnavailable("429", retry_after_s=seconds) for seconds in (7.0, 0.0, 9000.0)]
+    outbox, hub = make_outbox(ScriptedEnv(), naps=naps), FakeHub(*busy)
+    await outbox.accept(make_group())
+    await deliver(outbox, hub)
+    assert (naps[0], naps[2]) == (7.0, 60.0)
+    assert 0 < naps[1] <= 1.0  # never less than the backoff
+    assert outbox.num_stored == 1
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_refused_token_ends_the_run_and_drops_nothing(status: int) -> None:
+    outbox, hub = make_outbox(ScriptedEnv()), FakeHub(HubRejected("no", status=status))
+    for _ in range(3):
+        await outbox.accept(make_group())
+    with pytest.raises(HubRejected):
+        await outbox.run(hub, env_id=lambda: 0, reregister=None)  # type: ignore[arg-type]
+    assert (outbox.num_held, outbox.num_stored, outbox.dropped) == (3, 0, {})
+
+
+def env_status(**changes: Any) -> EnvStatus:
+    values = {"current_step": 1, "queue_size": 2, "self_queue_size": 2, "max_group_size": 2}
+    return EnvStatus(**values | {"unallocated_fraction": 1.0, "env_weight": 1.0} | changes)
+
+
+async def test_status_that_rides_on_an_answer_is_handed_on_after_the_groups_are_counted() -> None:
+    class Tells(FakeHub):
+        async def send(self, groups: Sequence[ScoredGroup]) -> SendReceipt:
+            await super().send(groups)
+            status = env_status(queue_size=len(self.stored))
+            return SendReceipt(status="received", env_status=status)
+
+    outbox = make_outbox(ScriptedEnv())
+    told: list[tuple[int, int]] = []
+    outbox.on_status = lambda status: told.append((status.queue_size, outbox.num_stored))
+    for _ in range(3):
+        await outbox.accept(make_group())
+    await deliver(outbox, Tells())
+    assert told == [(3, 3)]
+
+
+async def test_status_of_an_id_that_was_given_up_meanwhile_is_not_handed_on() -> None:
+    ids = [3]
+
+    class ChangesId(FakeHub):
+        async def send(self, groups: Sequence[ScoredGroup]) -> SendReceipt:
+            ids[0] += 1  # the watcher registers again while the answer is on its way
+            return SendReceipt(status="received", env_status=env_status())
+
+    outbox = make_outbox(ScriptedEnv())
+    told: list[EnvStatus] = []
+    outbox.on_status = told.append
+    await outbox.accept(make_group())
+    await deliver(outbox, ChangesId(), env_id=ids)
+    assert (told, outbox.num_stored) == ([], 1)
 
 
 async def test_lost_registration_is_renewed_and_the_group_sent_under_the_new_id() -> None:

@@ -16,7 +16,9 @@ from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
 from tests.envs.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
 
 FAST = Timings(
-    poll_s=0.02,
+    tick_s=0.02,
+    poll_wait_s=0.5,
+    control_refill_s=0.02,
     register_s=0.02,
     backoff_first_s=0.02,
     backoff_cap_s=0.05,

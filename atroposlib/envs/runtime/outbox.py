@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol, TypeVar
 
 import msgspec
 
-from atroposlib.client import HubClient, UnknownEnvironment
+from atroposlib.client import EnvStatus, HubClient, UnknownEnvironment
 from atroposlib.envs.env_config import BaseEnvConfig
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
@@ -32,8 +32,14 @@ MAX_GROUPS_PER_SEND = 16
 THREAD_FROM_TOKENS = 20_000
 """Groups larger than this are checked and written off the event loop (over about 10 ms of work)."""
 
+MAX_RETRY_AFTER_S = 60.0
+"""A hub's `Retry-After` is followed up to here."""
+
 RETRYABLE_STATUSES = frozenset({408, 425, 429})
 """4xx statuses that mean "later", not "never"."""
+
+LOCKED_OUT_STATUSES = frozenset({401, 403})
+"""Refusals of the token, not of a group."""
 
 _ALWAYS_WRITTEN = (
     "ref_logprobs",
@@ -134,6 +140,8 @@ class Outbox:
         self._drained = asyncio.Event()
         self._drained.set()
         self._num_repaired = 0
+        self.on_status: Callable[[EnvStatus], None] = _ignore
+        """Called with the status that rides on a hub's answer; it counts every group in `num_stored`."""
         self.is_away = False
         """The hub did not take the last attempt."""
         self.num_accepted = 0
@@ -192,7 +200,10 @@ class Outbox:
     async def run(
         self, hub: HubClient, *, env_id: Callable[[], int], reregister: Reregister
     ) -> None:
-        """Send held groups until cancelled; retry while the hub is away, re-register when it forgot us."""
+        """Send held groups until cancelled; retry while the hub is away, re-register when it forgot us.
+
+        Raises `HubRejected` when the hub refuses the token: then every group is still held.
+        """
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -229,7 +240,7 @@ class Outbox:
         known_id = env_id()
         groups = [self._held[i].replace(env_id=known_id) for i in range(size)]
         try:
-            await hub.send(groups)
+            receipt = await hub.send(groups)
         except UnknownEnvironment:
             logger.warning("the hub does not know this environment any more; registering again")
             await reregister(known_id)
@@ -241,6 +252,8 @@ class Outbox:
             if error.status in RETRYABLE_STATUSES:
                 await self._wait_for_hub(error)
                 return size
+            if error.status in LOCKED_OUT_STATUSES:
+                raise
             if size > 1:  # find the one it refuses
                 return 1
             self._held.popleft()
@@ -253,13 +266,16 @@ class Outbox:
         if self.is_away:
             self.is_away = False
             logger.info("the hub is back; %d groups still held", self.num_held)
+        if receipt.env_status is not None and env_id() == known_id:
+            self.on_status(receipt.env_status)
         return min(2 * size, MAX_GROUPS_PER_SEND)
 
     async def _wait_for_hub(self, error: Exception) -> None:
         if not self.is_away:
             self.is_away = True
             logger.warning("the hub is away; holding %d groups: %s", self.num_held, error)
-        await self._sleep(self._backoff.next())
+        told_s = error.retry_after_s if isinstance(error, HubUnavailable) else None
+        await self._sleep(max(self._backoff.next(), min(told_s or 0.0, MAX_RETRY_AFTER_S)))
 
     def _drop(self, reason: str, detail: str) -> None:
         self.dropped[reason] += 1
@@ -319,6 +335,10 @@ class Outbox:
             logger.exception("add_rollouts_for_wandb failed; the group is kept")
         if self._log is not None:
             self._log.write(await _maybe_in_thread(group, _line, group, checked))
+
+
+def _ignore(_: EnvStatus) -> None:
+    return None
 
 
 class Reregister(Protocol):

@@ -1,9 +1,12 @@
 """Serve an environment to a hub: register, keep items in flight, send groups, until the trainer is done.
 
-Who waits for whom: the driver (one task) talks to the hub and starts items; each item is an owned task with a
-deadline; the outbox (one task) sends. All live in one `TaskGroup`, so none can outlive the run. Hub and engine may go
-away and come back at any time: groups are held, work already running goes on, nothing new is started, one log line
-says so at each change.
+Who waits for whom: the driver (one task) follows the trainer's steps and starts items; each item is an owned task with
+a deadline; the outbox (one task) sends; the watcher (one task) asks the hub for its status. All live in one
+`TaskGroup`, so none can outlive the run. Hub and engine may go away and come back at any time: groups are held, work
+already running goes on, nothing new is started, one log line says so at each change.
+
+What the hub has queued is learned from its answers to our own groups and from one long poll; control calls pass a
+`Pace`, on average one per second at most. An original hub answers polls at once and is thus polled once per second.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from atroposlib.envs.runtime import checkpoint
 from atroposlib.envs.runtime.capacity import Load, max_workers, num_to_start
 from atroposlib.envs.runtime.items import Failures, Work, cause_of, collect, timed
 from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
-from atroposlib.envs.runtime.outbox import Backoff, GroupLog, Outbox
+from atroposlib.envs.runtime.outbox import MAX_RETRY_AFTER_S, Backoff, GroupLog, Outbox
+from atroposlib.envs.runtime.pace import Pace
 from atroposlib.errors import ConfigError, EngineUnavailable, HubError, HubUnavailable
 
 logger = logging.getLogger(__name__)
@@ -38,12 +42,19 @@ T = TypeVar("T")
 class Timings:
     """Intervals of the serve loop, in seconds; tests shorten them."""
 
-    poll_s: float = 0.1
-    """Between two status requests; the hub can only be polled."""
+    tick_s: float = 0.1
+    """Between two looks at what only the author's code knows: whether there is an item again, or an engine."""
+    poll_wait_s: float = 10.0
+    """How long the hub may hold a status request while nothing changes."""
+    control_refill_s: float = 1.0
+    """On average one control call to the hub in this time ..."""
+    control_burst: int = 3
+    """... and this many at once after a pause."""
     register_s: float = 1.0
     """Between two registrations while the trainer has not started."""
     backoff_first_s: float = 0.5
-    backoff_cap_s: float = 15.0
+    backoff_cap_s: float = 4.0
+    """A hub or an engine that is back is noticed within this time."""
     engine_reminder_s: float = 60.0
     """Between two log lines while the engine stays away."""
     flush_s: float = 30.0
@@ -76,8 +87,12 @@ class _Server:
         self._retries: deque[Work] = deque()
         self._failures = Failures(max_consecutive=env.config.max_consecutive_failures)
         self._status: EnvStatus | None = None
-        self._accepted_at_status = 0
-        self._polled_at = 0.0
+        """The newest; None until the hub has told one for the present registration."""
+        self._stored_at_status = 0
+        """Groups of ours that `_status` counts."""
+        self._pace = Pace(burst=timings.control_burst, refill_s=timings.control_refill_s)
+        self._uid = uuid.uuid4().hex
+        """Tells the hub that a registration is this process again."""
         self._is_hub_away = False
         self._hub_backoff = timings.backoff()
         self._engine_backoff = timings.backoff()
@@ -92,6 +107,7 @@ class _Server:
         self._outbox = Outbox(
             env, environment=env.registered_name, log=self._log, backoff=timings.backoff()
         )
+        self._outbox.on_status = self._told_by_answer
         env.group_sink = self._outbox
         env.jsonl_writer = self._log
 
@@ -149,17 +165,20 @@ class _Server:
         )
 
     async def _drive(self) -> None:
-        """Connect, then poll, check the step and start items until the trainer is done."""
+        """Connect, then follow the steps and start items until the trainer is done."""
         env = self._env
         await env.setup()
         if env.config.use_wandb:
             await self._start_wandb()
         await self._register()
         await self._read_info()
+        self._own(self._guard(self._watch()), name="watcher")
+        followed: EnvStatus | None = None
         while True:
             began = time.monotonic()
-            if began - self._polled_at >= self._timings.poll_s:
-                await self._poll()
+            if self._status is not None and self._status is not followed:
+                followed = self._status
+                await self._follow(followed)
             if self._is_done():
                 logger.info("step %d of %d: done", env.curr_step, env.config.total_steps)
                 return
@@ -168,13 +187,13 @@ class _Server:
             await self._sleep_until_woken()
 
     async def _sleep_until_woken(self) -> None:
-        """Wait until an item ends or the next status request is due."""
-        self._wake.clear()
+        """Wait until an item ends, the hub's status changes or the next tick is due."""
         try:
-            async with asyncio.timeout(self._timings.poll_s):
+            async with asyncio.timeout(self._timings.tick_s):
                 await self._wake.wait()
         except TimeoutError:
             pass
+        self._wake.clear()
 
     def _is_done(self) -> bool:
         return self._status is not None and self._env.curr_step >= self._env.config.total_steps
@@ -182,15 +201,20 @@ class _Server:
     # The hub
 
     async def _call(self, request: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a control call until the hub answers; the owner of its retries."""
+        """Repeat a control call until the hub answers; the owner of its retries, and of their pace."""
         while True:
+            await self._pace.turn()
             try:
                 result = await request()
             except HubUnavailable as error:
                 if not self._is_hub_away:
                     self._is_hub_away = True
                     logger.warning("the hub is away; starting no new work: %s", error)
-                await asyncio.sleep(self._hub_backoff.next())
+                await asyncio.sleep(
+                    max(
+                        self._hub_backoff.next(), min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
+                    )
+                )
                 continue
             if self._is_hub_away:
                 self._is_hub_away = False
@@ -215,6 +239,7 @@ class _Server:
                 weight=config.inference_weight,
                 group_size=config.group_size,
                 min_batch_allocation=config.min_batch_allocation,
+                env_uid=self._uid,
             )
 
         is_first = True
@@ -224,6 +249,7 @@ class _Server:
                 is_first = False
             await asyncio.sleep(self._timings.register_s)
         env.env_id = registration.env_id
+        self._status = None
         env.wandb_prepend = registration.wandb_name
         env.checkpoint_dir = registration.checkpoint_dir
         env.checkpoint_interval = registration.checkpoint_interval
@@ -259,20 +285,51 @@ class _Server:
             )
         await env.get_server_info()
 
+    async def _watch(self) -> None:
+        """Keep one status request open at the hub."""
+        while True:
+            await self._call(self._poll)
+
     async def _poll(self) -> None:
-        """Read the status; register again when the hub has forgotten this environment."""
-        env_id = self._env.env_id
-        stored_before = self._outbox.num_stored
+        """Ask for news once; register again when the hub has forgotten this environment."""
+        env_id, known, stored = self._env.env_id or 0, self._status, self._outbox.num_stored
         try:
-            status = await self._call(lambda: self._hub.status_env(env_id or 0))
+            status = await self._hub.status_env(
+                env_id,
+                wait_s=0.0 if known is None else self._timings.poll_wait_s,
+                seen_step=None if known is None else known.current_step,
+                seen_policy=None if known is None else known.policy_version,
+                env_uid=self._uid,
+            )
         except UnknownEnvironment:
             logger.warning("the hub does not know this environment any more; registering again")
-            await self._register_again(env_id or 0)
+            await self._register_again(env_id)
             return
-        finally:
-            self._polled_at = time.monotonic()
-        self._status = status
-        self._accepted_at_status = stored_before
+        if env_id == self._env.env_id:
+            self._told_by_poll(status, known, stored)
+
+    def _told_by_answer(self, status: EnvStatus) -> None:
+        """Take the status that came with the answer to groups; it counts every group stored so far."""
+        self._status, self._stored_at_status = status, self._outbox.num_stored
+        self._wake.set()
+
+    def _told_by_poll(self, status: EnvStatus, known: EnvStatus | None, stored: int) -> None:
+        """Take the status of a request made when `known` was the newest and `stored` groups were stored.
+
+        Groups stored since then may or may not be in it: they are counted once more, which errs on the side of too few
+        items, unless the hub's answer to them has told more meanwhile.
+        """
+        latest = self._status
+        if latest is None or latest is known:
+            self._status, self._stored_at_status = status, stored
+        elif status.current_step > latest.current_step:
+            self._status, self._stored_at_status = status, self._outbox.num_stored
+        elif known is not None and status.policy_version != known.policy_version:
+            self._status = latest.model_copy(update={"policy_version": status.policy_version})
+        self._wake.set()
+
+    async def _follow(self, status: EnvStatus) -> None:
+        """Tell the environment what the hub said."""
         self._env.status_dict = status.model_dump()
         await self._env.server.update_weight(status.env_weight)
         if status.current_step != self._env.curr_step:
@@ -338,7 +395,7 @@ class _Server:
             Load(
                 max_workers=workers,
                 running=len(env.running_items),
-                held=self._outbox.num_held + self._outbox.num_stored - self._accepted_at_status,
+                held=self._outbox.num_held + self._outbox.num_stored - self._stored_at_status,
                 group_size=config.group_size,
                 batch_size=config.batch_size,
                 max_batches_offpolicy=config.max_batches_offpolicy,

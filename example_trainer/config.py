@@ -50,7 +50,14 @@ class TrainerConfig(BaseModel):
         description="address of run-api",
     )
     hub_token: str | None = Field(
-        None, description="bearer token of the hub, where it asks for one"
+        None,
+        description="bearer token of the hub, where it asks for one; None: that in ATROPOS_HUB_TOKEN",
+    )
+    lease_s: float | None = Field(
+        None,
+        gt=0,
+        description="time without a sign of life after which the hub hands this trainer's batch out again; None: the "
+        "hub's default, 15 minutes",
     )
 
     # Training

@@ -1,7 +1,8 @@
 """THE loop, in reading order: wait for a batch, take a step, hand the weights over, record it.
 
-A policy version is the number of steps behind its weights; version 0 is the initial model. One batch is taken per
-step, so that nothing waits here and goes stale. Left out so far: resuming, several processes, LoRA.
+A policy version is the number of steps behind its weights; version 0 is the initial model. One batch is leased per
+step, so that nothing waits here and goes stale, and acknowledged once the weights contain it: a batch whose trainer
+died is trained by the next one. Left out so far: resuming, several processes, LoRA.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from atroposlib.client import TrainerClient, TrainerNotRegistered, TrainerRegistration
-from atroposlib.errors import AtroposError, HubUnavailable
-from atroposlib.scored_data import ScoredGroup
+from atroposlib.client import (
+    LeasedBatch,
+    LeaseExpired,
+    TrainerClient,
+    TrainerNotRegistered,
+    TrainerRegistration,
+)
+from atroposlib.errors import AtroposError, HubRejected, HubUnavailable
 from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.data import UNKNOWN_VERSION, Batch, DataOptions, make_batch
@@ -58,22 +64,27 @@ def train(config: TrainerConfig) -> None:
         for step in range(config.num_steps):
             clock = Clock()
             with clock.phase("batch_wait_s"):
-                groups = run.next_batch(step)
-            with clock.phase("train_s"):
-                batch = make_batch(groups, data_options(config))
-                result = take_step(policy, optimizer, batch, config, step, gap, reference)
+                leased = run.next_batch(step)
             version = step + 1
+            with clock.phase("train_s"):
+                with hub.holding(leased):
+                    batch = make_batch(leased.groups, data_options(config))
+                    result = take_step(policy, optimizer, batch, config, step, gap, reference)
+                run.acknowledge(leased, step=version)
             with clock.phase("publish_s"):
                 if is_publish_due(version, config):
                     bridge.publish(weights.save(version), version)
                     run.announce(version)
                 if config.checkpoint_interval and version % config.checkpoint_interval == 0:
                     policy.save(config.save_path / f"step_{version}")
+                    hub.checkpoint(version, config.save_path / f"step_{version}")
             record = describe_batch(batch, step) | describe_result(result, batch)
-            record |= {"step": version, "queue_size": hub.status().queue_size} | clock.read()
+            record |= {"num_lost_leases": run.num_lost_leases} | clock.read()
+            record |= {"step": version, "queue_size": hub.status().queue_size}
             log.write(record)
             logger.info(progress_line(record, config.num_steps))
         policy.save(config.save_path / "final_model")
+        hub.checkpoint(config.num_steps, config.save_path / "final_model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +172,8 @@ class Run:
         self._config = config
         self._log = log
         self._published = 0
+        self.num_lost_leases = 0
+        """Batches that were not ours any more when they had been trained."""
 
     def register(self, *, step: int, published: int) -> None:
         """Begin the run at `step`, or begin it again at a hub that has forgotten it."""
@@ -185,12 +198,12 @@ class Run:
         self._published = version
         self._hub.publish_policy(version)
 
-    def next_batch(self, step: int) -> list[ScoredGroup]:
-        """Return the next batch, however long it takes; the one poller of `/batch`, and the owner of its retries."""
+    def next_batch(self, step: int) -> LeasedBatch:
+        """Lease the next batch, however long it takes; the one poller of `/batch`, and the owner of its retries."""
         backoff_s = 0.2
         while True:
             try:
-                groups = self._hub.batch(wait_s=BATCH_WAIT_S)
+                batch = self._hub.lease_batch(wait_s=BATCH_WAIT_S, ttl_s=self._config.lease_s)
             except TrainerNotRegistered:
                 logger.warning("the hub has forgotten this run; registering again at step %d", step)
                 self.register(step=step, published=self._published)
@@ -204,8 +217,27 @@ class Run:
             if backoff_s > 0.2:
                 logger.info("the hub is back")
                 backoff_s = 0.2
-            if groups:
-                return groups
+            if batch is not None:
+                return batch
+
+    def acknowledge(self, batch: LeasedBatch, *, step: int) -> None:
+        """Tell the hub that the weights contain the batch as `step`; waits for a hub that restarts."""
+        try:
+            self._hub.ack(batch, step=step)
+        except LeaseExpired as error:
+            self.num_lost_leases += 1
+            logger.warning(
+                "step %d: the lease had ended before the step did, so the hub may hand these groups out again and they "
+                "may be trained twice; give a longer --lease_s if steps take that long (%s)",
+                step,
+                error,
+            )
+        except HubRejected as error:
+            if error.status != 404:
+                raise
+            logger.warning(
+                "step %d: the hub has forgotten the batch it was made of (%s)", step, error
+            )
 
 
 class Clock:

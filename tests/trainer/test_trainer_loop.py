@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from atroposlib.client import TrainerClient
+from atroposlib.client import LeasedBatch, TrainerClient
 from atroposlib.errors import EngineError, GroupError, HubUnavailable
 from atroposlib.scored_data import ScoredGroup
 from atroposlib.wire import CONTENT_TYPE_PACKED, join_packed, pack_group
@@ -141,16 +141,16 @@ def test_null_logprobs_end_the_run_with_a_cure(
 def test_the_trainer_waits_for_a_hub_that_is_away(
     model_dir: Path, tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = TrainerClient.batch
+    real = TrainerClient.lease_batch
     failures = [1, 1]
 
-    def flaky(self: TrainerClient, wait_s: float = 0.0) -> list[ScoredGroup] | None:
+    def flaky(self: TrainerClient, *args: Any, **kwargs: Any) -> LeasedBatch | None:
         if failures:
             failures.pop()
             raise HubUnavailable("gone")
-        return real(self, wait_s)
+        return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(TrainerClient, "batch", flaky)
+    monkeypatch.setattr(TrainerClient, "lease_batch", flaky)
     with running_hub() as hub_url:
         config = config_for(
             model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=1

@@ -1,0 +1,106 @@
+"""A small HTTP/1.1 client whose own cost stays out of the figures.
+
+One request at a time on one kept-alive connection, bodies as prebuilt bytes, no decompression, no cookies, no
+redirects. Used by hub.py only; real clients are in `atroposlib.client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import TracebackType
+from typing import NamedTuple, Self
+from urllib.parse import urlsplit
+
+MAX_HEAD_BYTES = 64 * 2**10
+READ_BYTES = 2**20
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    """Names in lower case."""
+    body: bytes
+    """As it came, still compressed."""
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+    prefix: str
+    """Path of the run, `""` or like `/runs/NAME`."""
+
+    @classmethod
+    def of(cls, base_url: str) -> Address:
+        parts = urlsplit(base_url)
+        if parts.scheme != "http" or parts.hostname is None:
+            raise ValueError(f"--base-url: expected http://host:port[/runs/NAME], got {base_url!r}")
+        return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/"))
+
+
+class Connection:
+    """Opened at the first request, and again when the server has closed it in between."""
+
+    def __init__(self, address: Address, headers: Mapping[str, str]) -> None:
+        self._address = address
+        self._headers = {"Host": f"{address.host}:{address.port}", **headers}
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+    async def request(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> Reply:
+        """Send one request and read the whole reply; `OSError` or `EOFError` if the peer hangs up."""
+        if self._streams is not None and self._streams[0].at_eof():
+            self.close()  # the server closes connections that were idle for some seconds
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(
+                self._address.host, self._address.port, limit=READ_BYTES
+            )
+        reader, writer = self._streams
+        lines = [f"{method} {self._address.prefix}{path} HTTP/1.1"]
+        fields = {**self._headers, **(headers or {})}
+        if body or method == "POST":
+            fields["Content-Length"] = str(len(body))
+        lines += [f"{name}: {value}" for name, value in fields.items()]
+        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        try:
+            reply = await self._read(reader)
+        except BaseException:
+            self.close()
+            raise
+        if reply.headers.get("connection", "").lower() == "close":
+            self.close()
+        return reply
+
+    async def _read(self, reader: asyncio.StreamReader) -> Reply:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        status = int(head[0].split(" ", 2)[1])
+        headers = {}
+        for line in head[1:]:
+            name, _, value = line.partition(":")
+            headers[name.lower()] = value.strip()
+        if "chunked" in headers.get("transfer-encoding", "").lower():
+            pieces = []
+            while size := int((await reader.readline()).split(b";")[0], 16):
+                pieces.append(await reader.readexactly(size))
+                await reader.readline()
+            await reader.readline()
+            return Reply(status, headers, b"".join(pieces))
+        length = int(headers.get("content-length", "0"))
+        return Reply(status, headers, await reader.readexactly(length) if length else b"")

@@ -1,0 +1,228 @@
+"""What the hub's process costs, seen from outside: CPU time, memory, and how long it kept others waiting.
+
+Linux only: CPU comes from the process's own CPU clock (exact, ended threads included), the rest from /proc. Starts a
+hub for hub.py or attaches to one by its process id; it never reads the hub's code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+START_TIMEOUT_S = 60.0
+CPUCLOCK_SCHED = 2
+"""Linux, include/linux/posix-timers.h: a process's CPU clock is `~pid << 3 | CPUCLOCK_SCHED`."""
+
+
+def family(pid: int) -> list[int]:
+    """The process and its living descendants."""
+    found = [pid]
+    for each in found:
+        for thread in _threads(each):
+            try:
+                found += [
+                    int(child)
+                    for child in Path(f"/proc/{each}/task/{thread}/children").read_text().split()
+                ]
+            except OSError:  # the thread has just ended
+                continue
+    return found
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds, user and system, of the process with all its threads and children, living or ended."""
+    total = 0.0
+    for each in family(pid):
+        try:
+            total += time.clock_gettime(~each << 3 | CPUCLOCK_SCHED)
+            waited_for = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[13:15]
+        except OSError:
+            if each == pid:
+                raise
+            continue
+        total += sum(int(ticks) for ticks in waited_for) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def memory_bytes(pid: int, key: str = "VmRSS") -> int:
+    """Resident bytes of the process and its children; `VmHWM` is the peak since `forget_peak`."""
+    total = 0
+    for each in family(pid):
+        found = re.search(rf"^{key}:\s+(\d+) kB", Path(f"/proc/{each}/status").read_text(), re.M)
+        total += 1024 * int(found.group(1)) if found else 0
+    return total
+
+
+def forget_peak(pid: int) -> None:
+    """Start `VmHWM` afresh (proc(5), clear_refs)."""
+    for each in family(pid):
+        Path(f"/proc/{each}/clear_refs").write_text("5")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub:
+    """A hub to measure."""
+
+    base_url: str
+    pid: int | None
+    """None: somebody else's hub; only what a client sees is measured."""
+    store: str
+    """"disk", "memory", or "given" for `--base-url`."""
+
+    def cpu_s(self) -> float:
+        """NaN when the process is not ours to look at."""
+        return float("nan") if self.pid is None else cpu_s(self.pid)
+
+    def memory_bytes(self, key: str = "VmRSS") -> float:
+        return float("nan") if self.pid is None else float(memory_bytes(self.pid, key))
+
+    def forget_peak(self) -> None:
+        if self.pid is not None:
+            forget_peak(self.pid)
+
+
+async def settled_cpu_s(hub: Hub) -> float:
+    """CPU seconds once the work that outlives its answer is done."""
+    seen = hub.cpu_s()
+    for _ in range(20):
+        await asyncio.sleep(0.03)
+        now = hub.cpu_s()
+        if not now - seen > 0.003:
+            return now
+        seen = now
+    return seen
+
+
+class Cost:
+    """CPU and wall time of a block, the server's and ours."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self.server_s = self.client_s = self.wall_s = float("nan")
+
+    async def __aenter__(self) -> Cost:
+        self.server_s = await settled_cpu_s(self._hub)
+        self._began = time.perf_counter()
+        self.client_s = time.process_time()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.wall_s = time.perf_counter() - self._began
+        self.client_s = time.process_time() - self.client_s
+        self.server_s = await settled_cpu_s(self._hub) - self.server_s
+
+
+def flags_of_run_api() -> str:
+    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--help"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@contextmanager
+def running_hub(store: str, *, directory: Path, extra: Sequence[str] = ()) -> Iterator[Hub]:
+    """Run `run-api` on a free port for the length of the block; its data is removed afterwards."""
+    flags = flags_of_run_api()
+    with tempfile.TemporaryDirectory(dir=directory, prefix="hub-") as data:
+        argv = ["--host", "127.0.0.1", "--port", "0", *extra]
+        if store == "memory" and "--memory" in flags:
+            argv.append("--memory")
+        if store == "disk":
+            argv += ["--data-dir", data]
+        log_path = Path(data) / "hub.log"
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "atroposlib.cli.run_api", *argv],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        try:
+            yield Hub(base_url=_wait_for_address(process, log_path), pid=process.pid, store=store)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_for_address(process: subprocess.Popen[bytes], log_path: Path) -> str:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        log = log_path.read_text(errors="replace")
+        if found := re.search(r"listening on (http://\S+)", log):
+            return found.group(1)
+        if process.poll() is not None:
+            raise RuntimeError(f"run-api ended with {process.returncode}:\n{log[-2000:]}")
+        time.sleep(0.02)
+    raise RuntimeError(f"run-api did not say its address within {START_TIMEOUT_S} s")
+
+
+@dataclass(slots=True)
+class Waits:
+    """How long `GET /healthz`, asked 200 times a second, took while something else went on. Milliseconds."""
+
+    wall_ms: list[float] = field(default_factory=list)
+    net_ms: list[float] = field(default_factory=list)
+    """`wall_ms` less the time in which the asker, and that thread of the hub which had to wait longest, were ready to
+    run and had no core: what an idle machine would show. It errs on the low side when several threads wait."""
+    loop_cpu_ms: list[float] = field(default_factory=list)
+    """CPU time of the hub's main thread within `wall_ms`."""
+
+    def worst(self, values: list[float]) -> float:
+        return max(values, default=float("nan"))
+
+    def quantile(self, values: list[float], q: float) -> float:
+        if len(values) < 2:
+            return self.worst(values)
+        return statistics.quantiles(values, n=1000, method="inclusive")[round(1000 * q) - 1]
+
+
+@contextmanager
+def probing(hub: Hub, *, token: str | None = None) -> Iterator[Waits]:
+    """Ask the hub all the time from a process of its own; the figures are there after the block."""
+    waits = Waits()
+    with subprocess.Popen(
+        [
+            sys.executable,
+            str(Path(__file__).with_name("_hub_probe.py")),
+            hub.base_url,
+            str(hub.pid or 0),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PROBE_TOKEN": token or ""},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdout.readline()  # the first answers came
+            yield waits
+        finally:
+            process.stdin.close()
+            asked = json.loads(process.stdout.read())
+    waits.wall_ms, waits.net_ms, waits.loop_cpu_ms = (
+        asked["wall_ms"],
+        asked["net_ms"],
+        asked["loop_cpu_ms"],
+    )

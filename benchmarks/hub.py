@@ -1,0 +1,819 @@
+"""What does the hub cost per million tokens, and how long does it keep others waiting?
+
+`PYTHONPATH=. python benchmarks/hub.py` starts `run-api` with each of its stores and prints one table per question;
+`--quick` takes a minute, `--base-url URL [--server-pid PID]` measures a running hub, the original's too. That hub's
+data is erased. CPU is that of the server's process, all threads and children: the figure that a busy machine
+changes least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gzip
+import json
+import math
+import os
+import platform
+import re
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks._hub_http import Connection
+from benchmarks._hub_load import (
+    JSON,
+    JSON_GZIP,
+    MEBI,
+    NUM_ENVS,
+    OWN_CLIENT,
+    PACKED,
+    PACKED_ZSTD,
+    ROW_LIMIT_S,
+    Bodies,
+    Encoding,
+    Failed,
+    Site,
+    acknowledge,
+    fill_small,
+    fresh_run,
+    get,
+    make_group,
+    post_all,
+    send,
+    take_batch,
+)
+from benchmarks._hub_process import Cost, Hub, flags_of_run_api, probing, running_hub, settled_cpu_s
+
+BATCHES_IN_FLIGHT = 3
+POLL_PAUSE_S = 0.1
+"""The original's environments ask for their status this long after the previous answer."""
+
+
+# Tables
+
+
+class Table:
+    """Rows of one question, printed as they come."""
+
+    def __init__(self, title: str, *columns: str) -> None:
+        print(f"\n### {title}\n")
+        print("| " + " | ".join(columns) + " |")
+        print("|" + "---|" * len(columns), flush=True)
+
+    def row(self, *values: object) -> None:
+        print("| " + " | ".join(shown(value) for value in values) + " |", flush=True)
+
+
+def shown(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    if math.isnan(value):
+        return "-"
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) >= 0.001 else f"{value:.1g}"
+
+
+def middle(values: Sequence[float]) -> str:
+    """Median and range of repeated figures."""
+    if len(values) == 1:
+        return shown(values[0])
+    low, high = shown(min(values)), shown(max(values))
+    return f"{shown(statistics.median(values))} ({low}-{high})"
+
+
+def quantiles(values: Sequence[float]) -> str:
+    ordered = sorted(values)
+    if not ordered:
+        return "-"
+    return f"{ordered[len(ordered) // 2]:.3g} / {ordered[(99 * len(ordered)) // 100]:.3g}"
+
+
+@dataclass(slots=True)
+class Findings:
+    """The figures that have a target."""
+
+    end_to_end: dict[tuple[str, str], float] = field(default_factory=dict)
+    """CPU seconds per million tokens by (store, encoding)."""
+    bytes_per_token: dict[str, float] = field(default_factory=dict)
+    batch_ms: dict[tuple[int, str], float] = field(default_factory=dict)
+    """Dearest of the measured `GET /batch`, by (groups queued, kind of queue), worst store."""
+    status_ms: list[float] = field(default_factory=list)
+    block_ms: dict[str, float] = field(default_factory=dict)
+    """By what went on."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Options:
+    group_size: int
+    seq_len: int
+    batch_groups: int
+    queue_sizes: list[int]
+    env_counts: list[int]
+    is_quick: bool
+    scale: float
+    """Share of the usual number of tokens."""
+    only: list[str]
+
+    @property
+    def tokens_per_group(self) -> int:
+        return self.group_size * self.seq_len
+
+    def groups_for(self, tokens: float) -> int:
+        """Whole batches of groups with about so many tokens, times `scale`."""
+        wanted = self.scale * tokens / self.tokens_per_group
+        return self.batch_groups * max(2, round(wanted / self.batch_groups))
+
+    def groups(self, env_ids: Sequence[int], *, variants: int = 2) -> list[dict[str, Any]]:
+        return [
+            make_group(
+                num_sequences=self.group_size, num_tokens=self.seq_len, env_id=env_id, seed=seed
+            )
+            for seed in range(variants)
+            for env_id in env_ids
+        ]
+
+    @property
+    def batch_size(self) -> int:
+        return self.group_size * self.batch_groups
+
+
+# Questions
+
+
+async def ask_ingest(site: Site, options: Options, findings: Findings) -> None:
+    table = Table(
+        f"Ingest: POST /scored_data, {options.group_size} x {options.seq_len}, {site.hub.store} store",
+        "encoding", "body KB", "CPU s/Mtok", "Mtok/s per core", "wall ktok/s", "POST p50 / p99 ms",
+        "clients CPU s/Mtok",
+    )  # fmt: skip
+    for encoding in encodings_of(site):
+        async with site.connect() as connection:
+            env_ids = await fresh_run(
+                connection, batch_size=options.batch_size, group_size=options.group_size
+            )
+            bodies = Bodies(encoding, options.groups(env_ids))
+            await post_all(site, [bodies.one() for _ in range(8)], encoding)
+            wanted = options.groups_for(6e6 if encoding.is_packed else 3e6)
+            prepared = [bodies.one() for _ in range(wanted)]
+            async with Cost(site.hub) as cost:
+                latencies_ms = await post_all(site, prepared, encoding)
+        mtok = 1e-6 * len(latencies_ms) * options.tokens_per_group
+        table.row(
+            encoding.name,
+            len(prepared[0]) / 1e3,
+            cost.server_s / mtok,
+            mtok / cost.server_s,
+            1e3 * mtok / cost.wall_s,
+            quantiles(latencies_ms),
+            cost.client_s / mtok,
+        )
+
+
+def encodings_of(site: Site) -> Iterator[Encoding]:
+    if site.is_packed:
+        yield PACKED
+    if site.is_zstd:
+        yield PACKED_ZSTD
+    yield JSON
+    yield JSON_GZIP
+
+
+async def ask_delivery(site: Site, options: Options, findings: Findings) -> None:
+    table = Table(
+        f"Delivery: GET /batch of {options.batch_groups} groups, {site.hub.store} store"
+        + (", packed ones leased and acknowledged" if site.is_leasing else ""),
+        "encoding", "CPU s/Mtok", "wall ms per batch p50 / p99", "client CPU s/Mtok",
+    )  # fmt: skip
+    for encoding in encodings_of(site):
+        async with site.connect() as connection:
+            env_ids = await fresh_run(
+                connection, batch_size=options.batch_size, group_size=options.group_size
+            )
+            bodies = Bodies(site.native, options.groups(env_ids))
+            num_groups = options.groups_for(4e6 if encoding.is_packed else 2e6)
+            filled = [bodies.one() for _ in range(num_groups + options.batch_groups)]
+            await post_all(site, filled, site.native)
+            first = await take_batch(site, connection, encoding, wait_s=0)
+            if first is not None:
+                await acknowledge(connection, first)
+            latencies_ms: list[float] = []
+            deadline = time.perf_counter() + ROW_LIMIT_S
+            async with Cost(site.hub) as cost:
+                while time.perf_counter() < deadline:
+                    began = time.perf_counter()
+                    taken = await take_batch(site, connection, encoding, wait_s=0)
+                    if taken is None:
+                        break
+                    latencies_ms.append(1e3 * (time.perf_counter() - began))
+                    await acknowledge(connection, taken)
+        mtok = 1e-6 * len(latencies_ms) * options.batch_groups * options.tokens_per_group
+        table.row(
+            encoding.name, cost.server_s / mtok, quantiles(latencies_ms), cost.client_s / mtok
+        )
+
+
+class Flow(NamedTuple):
+    """Cost of groups that went in and out."""
+
+    server_s_per_mtok: float
+    client_s_per_mtok: float
+    ktok_per_s: float
+
+
+async def flow(site: Site, options: Options, encoding: Encoding, *, num_groups: int) -> Flow:
+    """Post and take at once, at most `BATCHES_IN_FLIGHT` batches apart."""
+    async with site.connect() as connection:
+        env_ids = await fresh_run(
+            connection, batch_size=options.batch_size, group_size=options.group_size
+        )
+    bodies = Bodies(encoding, options.groups(env_ids))
+
+    async def pass_through(num_groups: int) -> int:
+        room = asyncio.Semaphore(BATCHES_IN_FLIGHT * options.batch_groups)
+        deadline = time.perf_counter() + ROW_LIMIT_S
+        num_to_send = num_groups
+        num_sent = num_taken = 0
+
+        async def environment() -> None:
+            nonlocal num_to_send, num_sent
+            async with site.connect() as connection:
+                while num_to_send > 0:
+                    await room.acquire()
+                    # Slow hubs: past the deadline only what makes the last batch whole is sent.
+                    is_late = time.perf_counter() > deadline
+                    if is_late and num_to_send > num_to_send % options.batch_groups:
+                        num_to_send %= options.batch_groups
+                    if num_to_send <= 0:
+                        room.release()
+                        return
+                    num_to_send -= 1
+                    await send(connection, "/scored_data", bodies.one(), encoding)
+                    num_sent += 1
+
+        async def trainer(senders: Sequence[asyncio.Task[None]]) -> None:
+            nonlocal num_taken
+            async with site.connect() as connection:
+                while num_taken < num_sent or not all(sender.done() for sender in senders):
+                    began = time.perf_counter()
+                    taken = await take_batch(site, connection, encoding, wait_s=1)
+                    if taken is None:
+                        if time.perf_counter() - began < 0.5:  # this hub does not wait
+                            await asyncio.sleep(0.005)
+                        continue
+                    await acknowledge(connection, taken)
+                    num_taken += options.batch_groups
+                    for _ in range(options.batch_groups):
+                        room.release()
+
+        async with asyncio.TaskGroup() as tasks:
+            senders = [tasks.create_task(environment()) for _ in range(NUM_ENVS)]
+            tasks.create_task(trainer(senders))
+        return num_taken
+
+    await pass_through(2 * options.batch_groups)
+    async with Cost(site.hub) as cost:
+        num_taken = await pass_through(num_groups)
+    mtok = 1e-6 * num_taken * options.tokens_per_group
+    return Flow(cost.server_s / mtok, cost.client_s / mtok, 1e3 * mtok / cost.wall_s)
+
+
+async def ask_end_to_end(site: Site, options: Options, findings: Findings) -> None:
+    table = Table(
+        f"End to end: in and out, {options.group_size} x {options.seq_len}, batches of"
+        f" {options.batch_groups} groups, {NUM_ENVS} environments, {site.hub.store} store",
+        "encoding both ways", "server CPU s/Mtok", "clients CPU s/Mtok", "wall ktok/s",
+    )  # fmt: skip
+    for encoding in encodings_of(site):
+        num_groups = options.groups_for(8e6 if encoding.is_packed else 2e6)
+        flows = [
+            await flow(site, options, encoding, num_groups=num_groups)
+            for _ in range(1 if options.is_quick else 3)
+        ]
+        costs = [each.server_s_per_mtok for each in flows]
+        findings.end_to_end[site.hub.store, encoding.name] = statistics.median(costs)
+        table.row(
+            encoding.name,
+            middle(costs),
+            middle([each.client_s_per_mtok for each in flows]),
+            middle([each.ktok_per_s for each in flows]),
+        )
+
+
+async def ask_memory(site: Site, options: Options, findings: Findings) -> None:
+    if site.hub.pid is None:  # nothing of this can be seen by a client
+        return
+    table = Table(
+        f"Memory: growth per queued token, {options.group_size} x {options.seq_len},"
+        f" {site.hub.store} store",
+        "encoding", "Mtok queued", "RSS B/token", "RSS at the end MB",
+    )  # fmt: skip
+    for encoding in (site.native, JSON) if site.native is not JSON else (JSON,):
+        async with site.connect() as connection:
+            env_ids = await fresh_run(
+                connection, batch_size=options.batch_size, group_size=options.group_size
+            )
+            bodies = Bodies(encoding, options.groups(env_ids))
+            # The first groups bring the allocator and the buffers of the connections to size.
+            num_groups = options.groups_for(24e6 if encoding.is_packed else 12e6)
+            for _ in range(max(4, num_groups // 64)):
+                await post_all(site, [bodies.one() for _ in range(32)], encoding)
+            before = site.hub.memory_bytes()
+            num_counted = 0
+            for _ in range(num_groups // 32):
+                num_counted += len(
+                    await post_all(site, [bodies.one() for _ in range(32)], encoding)
+                )
+            after = site.hub.memory_bytes()
+        num_tokens = num_counted * options.tokens_per_group
+        per_token = (after - before) / num_tokens
+        key = site.hub.store
+        findings.bytes_per_token[key] = max(findings.bytes_per_token.get(key, 0.0), per_token)
+        table.row(encoding.name, 1e-6 * num_tokens, per_token, after / 1e6)
+
+
+async def ask_status(site: Site, options: Options, findings: Findings) -> None:
+    table = Table(
+        f"GET /status-env, {site.hub.store} store",
+        "groups queued", "connection", "CPU ms per request", "p50 / p99 ms",
+    )  # fmt: skip
+    num_requests = 200 if options.is_quick else 1000
+    async with site.connect() as connection:
+        env_ids = await fresh_run(connection, batch_size=256)
+        body = json.dumps({"env_id": env_ids[0]}).encode()
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
+        for num_queued in (0, 10_000):
+            await fill_small(site, connection, env_ids, num_groups=num_queued)
+            for is_kept in (True, False):
+                latencies_ms = []
+                async with Cost(site.hub) as cost:
+                    for _ in range(num_requests):
+                        began = time.perf_counter()
+                        reply = await connection.request("GET", "/status-env", body, headers)
+                        latencies_ms.append(1e3 * (time.perf_counter() - began))
+                        if reply.status != 200:
+                            raise Failed(f"GET /status-env: {reply.status} {reply.body[:300]!r}")
+                        if not is_kept:
+                            connection.close()
+                cost_ms = 1e3 * cost.server_s / num_requests
+                if is_kept:
+                    findings.status_ms.append(cost_ms)
+                table.row(
+                    f"{num_queued:,}",
+                    "kept" if is_kept else "one each",
+                    cost_ms,
+                    quantiles(latencies_ms),
+                )
+
+
+async def ask_environments(site: Site, options: Options, findings: Findings) -> None:
+    table = Table(
+        f"Many environments, a step every 0.5 s, {site.hub.store} store",
+        "environments", "kind", "answers/s", "per environment", "p50 / p99 ms", "server cores",
+        "CPU us per answer", "failed",
+    )  # fmt: skip
+    duration_s = 2.0 if options.is_quick else 5.0
+    for num_envs in options.env_counts:
+        for is_native in (True, False) if site.is_long_polling else (False,):
+            async with site.connect() as connection:
+                env_ids = await fresh_run(connection, batch_size=8, num_envs=num_envs, group_size=8)
+                polled = Polled()
+                tasks = [
+                    asyncio.create_task(poll(site, env_id, polled, is_native=is_native))
+                    for env_id in env_ids
+                ]
+                await asyncio.sleep(1.0)
+                polled.latencies_ms.clear()
+                polled.num_failed = 0
+                bodies = Bodies(
+                    site.native,
+                    [make_group(num_sequences=8, num_tokens=64, env_id=env_ids[0], seed=0)],
+                )
+                async with Cost(site.hub) as cost:
+                    until = time.perf_counter() + duration_s
+                    while time.perf_counter() < until:
+                        await send(connection, "/scored_data", bodies.one(), site.native)
+                        polled.stepped_s = time.perf_counter()
+                        await take_and_acknowledge(site, connection)
+                        await asyncio.sleep(0.5)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            num_answers = len(polled.latencies_ms)
+            table.row(
+                num_envs,
+                "long poll, answer after a step" if is_native else "original, every 0.1 s",
+                num_answers / cost.wall_s,
+                num_answers / cost.wall_s / num_envs,
+                quantiles(polled.latencies_ms),
+                cost.server_s / cost.wall_s,
+                1e6 * cost.server_s / max(1, num_answers),
+                polled.num_failed,
+            )
+
+
+async def take_and_acknowledge(site: Site, connection: Connection) -> None:
+    taken = await take_batch(site, connection, site.native, wait_s=0)
+    if taken is None:
+        raise Failed("GET /batch: no batch although a whole one is queued")
+    await acknowledge(connection, taken)
+
+
+@dataclass(slots=True)
+class Polled:
+    """What the environments of one row saw."""
+
+    latencies_ms: list[float] = field(default_factory=list)
+    num_failed: int = 0
+    stepped_s: float = 0.0
+    """When the trainer asked for its last batch."""
+
+
+async def poll(site: Site, env_id: int, polled: Polled, *, is_native: bool) -> None:
+    """Ask for the status as our runtime does (one long poll after the other) or as the original's does."""
+    step = -1
+    body = json.dumps({"env_id": env_id}).encode()
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
+    async with site.connect() as connection:
+        while True:
+            began = time.perf_counter()
+            try:
+                if is_native:
+                    path = f"/status-env?env_id={env_id}&wait=30&seen_step={step}"
+                    reply = await connection.request("GET", path, headers=OWN_CLIENT)
+                    began = max(began, polled.stepped_s)
+                else:
+                    reply = await connection.request("GET", "/status-env", body, headers)
+                    connection.close()
+            except (OSError, EOFError):
+                polled.num_failed += 1
+                await asyncio.sleep(POLL_PAUSE_S)
+                continue
+            polled.latencies_ms.append(1e3 * (time.perf_counter() - began))
+            if reply.status != 200:
+                polled.num_failed += 1
+            elif is_native:
+                step = json.loads(reply.body)["current_step"]
+            if not is_native:
+                await asyncio.sleep(POLL_PAUSE_S)
+
+
+MIXED_SIZES = range(1, 17)
+QUEUES: Mapping[str, tuple[Sequence[float | None] | None, Sequence[int]]] = {
+    "no minimums": (None, (8,)),
+    "minimums": ((0.25, 0.1, 0.1, 0.1), (8,)),
+    "sizes 1 to 16": (None, MIXED_SIZES),
+    "sizes 1 to 16, minimums": ((0.25, 0.1, 0.1, 0.1), MIXED_SIZES),
+}
+"""Kind of queue: the four environments' minimum allocations, and the sizes of the groups."""
+
+
+async def ask_queue(site: Site, options: Options, findings: Findings) -> None:
+    num_batches = 10 if options.is_quick else 20
+    table = Table(
+        f"GET /batch of 256 sequences by queue length, {site.hub.store} store",
+        "groups queued", "kind", "first CPU ms", f"next {num_batches} CPU ms, median",
+        "dearest", "first wall ms",
+    )  # fmt: skip
+    for num_queued in options.queue_sizes:
+        for kind, (shares, sizes) in QUEUES.items():
+            async with site.connect() as connection:
+                env_ids = await fresh_run(
+                    connection, batch_size=256, group_size=min(sizes), shares=shares
+                )
+                await fill_small(site, connection, env_ids, num_groups=num_queued, sizes=sizes)
+                await settled_cpu_s(site.hub)
+                costs_ms, walls_ms = [], []
+                for _ in range(1 + num_batches):
+                    before, began = site.hub.cpu_s(), time.perf_counter()
+                    taken = await take_batch(site, connection, site.native, wait_s=0)
+                    walls_ms.append(1e3 * (time.perf_counter() - began))
+                    costs_ms.append(1e3 * (site.hub.cpu_s() - before))
+                    if taken is None:
+                        raise Failed(f"no batch although {num_queued} groups are queued ({kind})")
+                    await acknowledge(connection, taken)
+            dearest = max(costs_ms)
+            key = (num_queued, kind)
+            findings.batch_ms[key] = max(findings.batch_ms.get(key, 0.0), dearest)
+            table.row(
+                f"{num_queued:,}",
+                kind,
+                costs_ms[0],
+                statistics.median(costs_ms[1:]),
+                dearest,
+                walls_ms[0],
+            )
+
+
+async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
+    table = Table(
+        "How long others wait: GET /healthz 200 times a second while something else goes on,"
+        f" {site.hub.store} store, ms",
+        "meanwhile", "answer", "wall p50 / p99", "wall max", "net max",
+        "loop CPU max", "loop lag gauge", "server CPU s", "peak RSS growth MB",
+    )  # fmt: skip
+
+    async def observe(name: str, work: Callable[[], Any], *, is_accepted: bool = True) -> None:
+        site.hub.forget_peak()
+        resident = site.hub.memory_bytes()
+        began_s = site.hub.cpu_s()
+        with probing(site.hub, token=site.token) as waits:
+            answer = await work()
+            await asyncio.sleep(0.2)
+        growth = site.hub.memory_bytes("VmHWM") - resident
+        worst = waits.worst(waits.net_ms)
+        if is_accepted and site.hub.pid is not None:
+            findings.block_ms[f"{name} ({site.hub.store})"] = worst
+        table.row(
+            name,
+            answer,
+            f"{waits.quantile(waits.wall_ms, 0.5):.3g} / {waits.quantile(waits.wall_ms, 0.99):.3g}",
+            waits.worst(waits.wall_ms),
+            worst if site.hub.pid is not None else float("nan"),
+            waits.worst(waits.loop_cpu_ms) if site.hub.pid is not None else float("nan"),
+            await loop_lag_ms(site),
+            site.hub.cpu_s() - began_s,
+            growth / 1e6,
+        )
+
+    async with site.connect() as connection:
+        await observe("nothing", idle)
+        for tokens in (2048, 32768):
+            for encoding in encodings_of(site):
+                env_ids = await fresh_run(connection, batch_size=32)
+                groups = [make_group(num_sequences=8, num_tokens=tokens, env_id=env_ids[0], seed=0)]
+                bodies = Bodies(encoding, groups)
+                num_groups = (40 if options.is_quick else 100) * 2048 // tokens
+                prepared = [bodies.one() for _ in range(max(4, num_groups))]
+
+                async def posts(
+                    prepared: Sequence[bytes] = prepared, encoding: Encoding = encoding
+                ) -> str:
+                    return f"{len(await post_all(site, prepared, encoding))} x 200"
+
+                await observe(f"POST 8 x {tokens} {encoding.name}", posts)
+        for encoding in encodings_of(site):
+            env_ids = await fresh_run(connection, batch_size=256)
+            groups = [make_group(num_sequences=8, num_tokens=2048, env_id=env_ids[0], seed=0)]
+            bodies = Bodies(site.native, groups)
+            await post_all(site, [bodies.one() for _ in range(64)], site.native)
+
+            async def takes(encoding: Encoding = encoding) -> str:
+                for number in range(2):
+                    taken = await take_batch(site, connection, encoding, wait_s=0)
+                    if taken is None:
+                        return f"{number} batches"
+                    await acknowledge(connection, taken)
+                return "2 x 200"
+
+            await observe(f"GET /batch of 0.5 Mtok, {encoding.name}", takes)
+        for hostile in hostile_requests(options):
+            await fresh_run(connection, batch_size=256)
+            body = hostile.make_body()
+
+            async def attack(hostile: Hostile = hostile, body: bytes = body) -> str:
+                headers = {"Content-Type": "application/json", **hostile.headers}
+                async with site.connect() as attacker:
+                    try:
+                        reply = await attacker.request("POST", "/scored_data", body, headers)
+                    except (OSError, EOFError):
+                        return "connection closed"
+                return str(reply.status)
+
+            await observe(hostile.name, attack, is_accepted=hostile.is_accepted)
+        await fresh_run(connection, batch_size=256)
+
+
+async def idle() -> str:
+    await asyncio.sleep(1.0)
+    return "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hostile:
+    """One request that should not hold up anybody else."""
+
+    name: str
+    make_body: Callable[[], bytes]
+    headers: Mapping[str, str] = field(default_factory=dict)
+    is_accepted: bool = False
+    """It is a valid group, so that the limit on blocking holds for it."""
+
+
+def hostile_requests(options: Options) -> Iterator[Hostile]:
+    compressed = {"Content-Encoding": "gzip"}
+    bomb_mb = 256 if options.is_quick else 1024
+    group = make_group(num_sequences=8, num_tokens=8, env_id=0, seed=0)
+    valid = json.dumps(group).encode()
+    yield Hostile(
+        name=f"gzip bomb, {bomb_mb} MB of spaces and a group",
+        make_body=lambda: bomb(bomb_mb, b" ", valid),
+        headers=compressed,
+    )
+    yield Hostile(
+        name="gzip bomb, 100 MB of zeros as tokens",
+        make_body=lambda: gzip.compress(
+            b'{"tokens":[[' + b"0," * (50 * MEBI) + b'0]],"masks":[[]],"scores":[0]}', 1
+        ),
+        headers=compressed,
+    )
+    row_tokens = (15 if options.is_quick else 60) * MEBI // 31 // 8
+    yield Hostile(
+        name=f"a valid group of {8 * row_tokens / 1e6:.2g} Mtok as JSON",
+        make_body=lambda: json.dumps(
+            make_group(num_sequences=8, num_tokens=row_tokens, env_id=0, seed=0)
+        ).encode(),
+        is_accepted=True,
+    )
+    yield Hostile(
+        name="a valid group with 60 MB of messages as JSON",
+        make_body=lambda: json.dumps(
+            {**group, "messages": [[{"role": "user", "content": "x" * 100}] * 60_000] * 8}
+        ).encode(),
+        is_accepted=True,
+    )
+    yield Hostile(name="60 MB that are not JSON", make_body=lambda: b"[" * (60 * MEBI))
+    yield Hostile(name="60 MB of NaN", make_body=lambda: b"[" + b"NaN," * (15 * MEBI) + b"NaN]")
+
+
+def bomb(size_mb: int, filler: bytes, tail: bytes) -> bytes:
+    packer = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
+    block = filler * MEBI
+    pieces = [packer.compress(block) for _ in range(size_mb)]
+    return b"".join([*pieces, packer.compress(tail), packer.flush()])
+
+
+async def loop_lag_ms(site: Site) -> float:
+    """The hub's own figure, if it publishes one."""
+    async with site.connect() as connection:
+        reply = await get(connection, "/metrics", (200, 404))
+    found = re.findall(rb"^atropos_\w*loop_lag\w*(?:\{[^}]*\})? (\S+)$", reply.body, re.M)
+    return 1e3 * max(map(float, found)) if found else float("nan")
+
+
+QUESTIONS = {
+    "ingest": ask_ingest,
+    "delivery": ask_delivery,
+    "end-to-end": ask_end_to_end,
+    "memory": ask_memory,
+    "status": ask_status,
+    "environments": ask_environments,
+    "queue": ask_queue,
+    "blocks": ask_blocks,
+}
+
+
+# Targets
+
+
+def print_targets(findings: Findings) -> None:
+    table = Table("Targets", "target", "limit", "measured", "met")
+
+    def judge(name: str, limit: float, unit: str, measured: Sequence[float]) -> None:
+        known = [value for value in measured if not math.isnan(value)]
+        if known:
+            is_met = "yes" if max(known) <= limit else "NO"
+            table.row(name, f"<= {limit:g} {unit}", max(known), is_met)
+        else:
+            table.row(name, f"<= {limit:g} {unit}", "not measured", "-")
+
+    flows = findings.end_to_end
+    unit = "CPU s/Mtok"
+
+    def of(encoding: Encoding, *stores: str) -> list[float]:
+        return [
+            cost
+            for (store, name), cost in flows.items()
+            if name == encoding.name and (not stores or store in stores)
+        ]
+
+    judge("packed in + out, durable", 0.06, unit, of(PACKED, "disk"))
+    judge("packed in + out, in memory", 0.04, unit, of(PACKED, "memory"))
+    judge("JSON in + out, any store", 0.30, unit, of(JSON))
+    judge("JSON + gzip in + out, any store", 0.6, unit, of(JSON_GZIP))
+    for store, limit in (("disk", 1.0), ("memory", 14.0)):
+        values = [value for key, value in findings.bytes_per_token.items() if key == store]
+        judge(f"RSS per queued token, {store}", limit, "B", values)
+    for num_queued in (10_000, 50_000):
+        for kind in QUEUES:
+            values = [ms for key, ms in findings.batch_ms.items() if key == (num_queued, kind)]
+            judge(f"dearest GET /batch, {num_queued:,} queued, {kind}", 5.0, "ms", values)
+    judge("GET /status-env, empty and 10,000 queued", 0.3, "ms", findings.status_ms)
+    blocks = findings.block_ms
+    where = f", at {max(blocks, key=lambda name: blocks[name])}" if blocks else ""
+    judge(f"longest block at accepted input (net){where}", 10.0, "ms", list(blocks.values()))
+
+
+# Command line
+
+
+def describe_machine(directory: Path) -> str:
+    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    load = "/".join(f"{value:.1f}" for value in os.getloadavg())
+    return (
+        f"{os.cpu_count()} cores of {found.group(1) if found else platform.machine()}, load {load},"
+        f" Python {platform.python_version()}, data in {directory},"
+        f" {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"
+    )
+
+
+@contextlib.asynccontextmanager
+async def sites(arguments: argparse.Namespace) -> AsyncIterator[list[Callable[[], Any]]]:
+    """Yield one opener per hub to measure."""
+
+    @contextlib.asynccontextmanager
+    async def given() -> AsyncIterator[Site]:
+        hub = Hub(base_url=arguments.base_url, pid=arguments.server_pid, store="given")
+        site = Site(hub=hub, token=arguments.token)
+        await site.discover()
+        yield site
+
+    def started(store: str) -> Callable[[], Any]:
+        @contextlib.asynccontextmanager
+        async def opener() -> AsyncIterator[Site]:
+            with running_hub(
+                store, directory=arguments.data_dir, extra=arguments.run_api_flags.split()
+            ) as hub:
+                site = Site(hub=hub)
+                await site.discover()
+                yield site
+
+        return opener
+
+    if arguments.base_url:
+        yield [given]
+    else:
+        yield [started(store) for store in arguments.stores.split(",")]
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    options = Options(
+        group_size=arguments.group_size,
+        seq_len=arguments.seq_len,
+        batch_groups=arguments.batch_groups,
+        queue_sizes=[int(text) for text in arguments.queue_sizes.split(",")],
+        env_counts=[int(text) for text in arguments.envs.split(",")],
+        is_quick=arguments.quick,
+        scale=arguments.scale,
+        only=arguments.only.split(",") if arguments.only else list(QUESTIONS),
+    )
+    findings = Findings()
+    print(describe_machine(arguments.data_dir))
+    async with sites(arguments) as openers:
+        for opener in openers:
+            async with opener() as site:
+                for name, ask in QUESTIONS.items():
+                    if name in options.only:
+                        began = time.perf_counter()
+                        await ask(site, options, findings)
+                        print(f"\n({time.perf_counter() - began:.0f} s)")
+    print_targets(findings)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base-url", help="measure this hub; its data is erased")
+    parser.add_argument("--server-pid", type=int, help="process of --base-url, for CPU and memory")
+    parser.add_argument("--token", help="bearer token of --base-url")
+    parser.add_argument("--stores", default="disk,memory", help="what to start run-api with")
+    parser.add_argument("--data-dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--run-api-flags", default="", help="more flags for run-api")
+    parser.add_argument("--only", default="", help=f"some of {','.join(QUESTIONS)}")
+    parser.add_argument("--quick", action="store_true", help="a minute instead of six")
+    parser.add_argument("--scale", type=float, help="share of the usual number of tokens")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--batch-groups", type=int, default=4)
+    parser.add_argument("--queue-sizes", help="1000,10000,50000; quick 10000")
+    parser.add_argument("--envs", help="100,300,1000; quick 100")
+    arguments = parser.parse_args()
+    arguments.scale = arguments.scale or (0.2 if arguments.quick else 1.0)
+    arguments.queue_sizes = arguments.queue_sizes or (
+        "10000" if arguments.quick else "1000,10000,50000"
+    )
+    arguments.envs = arguments.envs or ("100" if arguments.quick else "100,300,1000")
+    if unknown := set(filter(None, arguments.only.split(","))) - set(QUESTIONS):
+        parser.error(f"--only: {sorted(unknown)} is not among {', '.join(QUESTIONS)}")
+    if not arguments.base_url and "--data-dir" not in flags_of_run_api():
+        arguments.stores = "memory"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
+    began = time.perf_counter()
+    asyncio.run(run(arguments))
+    print(f"\n{time.perf_counter() - began:.0f} s in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -274,7 +274,8 @@ class HubClient:
     async def send(self, groups: Sequence[ScoredGroup]) -> SendReceipt:
         """Send groups, all or none.
 
-        Each carries a `group_id`: sending again what may have arrived is safe.
+        Each carries a `group_id`: sending again what may have arrived is safe. Raises
+        `UnknownEnvironment` when the hub's run was reset meanwhile.
         """
         missing = [index for index, group in enumerate(groups) if group.group_id is None]
         if missing:
@@ -308,6 +309,8 @@ class HubClient:
         try:
             return await self._send(path, body, headers)
         except HubRejected as e:
+            if e.status == 409:
+                raise UnknownEnvironment(str(e), status=e.status, detail=e.detail) from e
             # An original server cannot read the encoding; ours marks a refusal of the content.
             if e.status not in (400, 415, 422) or "group_error" in e.detail:
                 raise

@@ -1108,13 +1108,13 @@ class Coordinator:
         await self._save(Change(moves=moves))
         self.arrivals.notify()
 
-    def status_env(self, env_id: int) -> EnvStatus:
+    def status_env(self, env_id: int, *, env_uid: str | None = None) -> EnvStatus:
         """Tell an environment how much work is ahead of it. Raises `UnknownEnvironment`.
 
         The original's formulas, without their side effects; other environments' sequences are rounded up to the largest
         queued group. Costs the same however much is queued.
         """
-        environment = self._environments.get(env_id)
+        environment = self._environments.get(env_id, env_uid=env_uid)
         self._hear_of(environment)
         group_size = max(environment.registration.group_size, self._queue.largest(env_id))
         max_group_size = max(1, self._queue.largest_of_all())

@@ -83,13 +83,18 @@ class Environments:
             return None
         return self._all[env_id]
 
-    def get(self, env_id: int) -> Environment:
-        """Raises `UnknownEnvironment`."""
+    def get(self, env_id: int, *, env_uid: str | None = None) -> Environment:
+        """Raises `UnknownEnvironment`, also when the id belongs to another process than `env_uid`."""
         environment = self.find(env_id)
         if environment is None:
             raise UnknownEnvironment(
                 f"environment {env_id} is not registered in this run"
                 f" ({len(self._all)} are); register it again with POST /register-env"
+            )
+        if env_uid is not None and environment.registration.env_uid != env_uid:
+            raise UnknownEnvironment(
+                f"environment {env_id} is {environment.name}, registered by another process;"
+                " register again with POST /register-env"
             )
         return environment
 

@@ -265,8 +265,9 @@ def create_app(
         wait: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0,
         seen_step: int | None = None,
         seen_policy: int | None = None,
+        env_uid: Annotated[str | None, Query(max_length=128)] = None,
     ) -> Response:
-        found = run.status_env(env_id)
+        found = run.status_env(env_id, env_uid=env_uid)
         deadline = time.monotonic() + min(wait, limits.max_wait_s)
         while (
             found.current_step == seen_step
@@ -275,7 +276,7 @@ def create_app(
             and (remaining_s := deadline - time.monotonic()) > 0
         ):
             await run.progress.wait(remaining_s)
-            found = run.status_env(env_id)
+            found = run.status_env(env_id, env_uid=env_uid)
         return _json_response(found.model_dump_json(exclude_none=True).encode())
 
     @app.post("/scored_data", openapi_extra={"requestBody": _GROUP_BODY})

@@ -20,9 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from atroposlib import __version__
-from atroposlib.api.coordinator import Coordinator
 from atroposlib.api.server import create_app
-from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.client import (
     HubClient,
     LeasedBatch,
@@ -56,7 +54,7 @@ def scored(num_sequences: int = 2, group_id: str = "a", **changes: object) -> Sc
 def serving(app: FastAPI) -> Iterator[str]:
     """Serve `app` on a free loopback port."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -68,7 +66,7 @@ def serving(app: FastAPI) -> Iterator[str]:
 
 @pytest.fixture
 def hub_url() -> Iterator[str]:
-    with serving(create_app(Coordinator(MemoryStore()))) as url:
+    with serving(create_app()) as url:
         yield url
 
 

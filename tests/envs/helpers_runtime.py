@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from atroposlib.api.coordinator import Coordinator
-from atroposlib.api.schemas import Registration
+from atroposlib.api.hub import DEFAULT_RUN, Hub
+from atroposlib.api.schemas import RegisterTrainer
 from atroposlib.api.server import create_app
-from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.server_handling.server_harness import ByteTokenizer
 
@@ -95,8 +97,11 @@ class LoopbackHub:
     def __init__(
         self, *, batch_size: int = 4, num_steps: int = 1000, max_token_len: int = 100
     ) -> None:
-        self.coordinator = Coordinator(MemoryStore())
-        self.registration = Registration(
+        self._hub = Hub()
+        self._app = create_app(self._hub)
+        self.calls: Counter[str] = Counter()
+        """Requests by path."""
+        self.registration = RegisterTrainer(
             wandb_group="",
             wandb_project="",
             batch_size=batch_size,
@@ -106,7 +111,6 @@ class LoopbackHub:
             starting_step=0,
             num_steps=num_steps,
         )
-        self.start_trainer()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
@@ -114,20 +118,40 @@ class LoopbackHub:
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def start_trainer(self) -> None:
-        self.coordinator.register(self.registration)
-        self.coordinator.next_batch()
+    @property
+    def coordinator(self) -> Coordinator:
+        return self._hub.runs[DEFAULT_RUN]
+
+    @property
+    def num_control_calls(self) -> int:
+        """Requests that carry no groups."""
+        return sum(count for path, count in self.calls.items() if "scored_data" not in path)
+
+    async def start_trainer(self) -> None:
+        """Register a trainer and let environments in."""
+        await self.coordinator.register(self.registration)
+        assert await self.take_batch() == 0
+
+    async def take_batch(self) -> int:
+        """Take a batch as a trainer without leases does; return the number of groups, 0 without a batch."""
+        delivery = await self.coordinator.deliver()
+        if delivery is None:
+            return 0
+        await self.coordinator.confirm(delivery.batch_id)
+        return len(delivery.payloads)
 
     async def __aenter__(self) -> LoopbackHub:
         await self.start()
+        await self.start_trainer()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self) -> None:
+        await self._hub.open()
         config = uvicorn.Config(
-            create_app(self.coordinator),
+            self._count,
             host="127.0.0.1",
             port=self.port,
             log_level="error",
@@ -145,3 +169,7 @@ class LoopbackHub:
         self._server.should_exit = True
         await self._task
         self._server = self._task = None
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.calls[scope["path"]] += 1
+        await self._app(scope, receive, send)

@@ -12,9 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from atroposlib.api.coordinator import Coordinator
 from atroposlib.api.server import create_app
-from atroposlib.api.stores.memory import MemoryStore
 
 
 class FakeEngine:
@@ -79,8 +77,7 @@ def fake_engine() -> Iterator[FakeEngine]:
 @contextmanager
 def running_hub() -> Iterator[str]:
     """Serve an empty hub on a free port and yield its address."""
-    app = create_app(Coordinator(MemoryStore()))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on"))
+    server = uvicorn.Server(uvicorn.Config(create_app(), port=0, log_level="error", lifespan="on"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:

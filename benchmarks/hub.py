@@ -547,8 +547,9 @@ async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
 
     async with site.connect() as connection:
         await observe("nothing", idle)
+        encodings = [site.native, JSON] if options.is_quick else list(encodings_of(site))
         for tokens in (2048, 32768):
-            for encoding in encodings_of(site):
+            for encoding in encodings:
                 env_ids = await fresh_run(connection, batch_size=32)
                 groups = [make_group(num_sequences=8, num_tokens=tokens, env_id=env_ids[0], seed=0)]
                 bodies = Bodies(encoding, groups)
@@ -561,7 +562,7 @@ async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
                     return f"{len(await post_all(site, prepared, encoding))} x 200"
 
                 await observe(f"POST 8 x {tokens} {encoding.name}", posts)
-        for encoding in encodings_of(site):
+        for encoding in encodings:
             env_ids = await fresh_run(connection, batch_size=256)
             groups = [make_group(num_sequences=8, num_tokens=2048, env_id=env_ids[0], seed=0)]
             bodies = Bodies(site.native, groups)
@@ -611,7 +612,7 @@ class Hostile:
 
 def hostile_requests(options: Options) -> Iterator[Hostile]:
     compressed = {"Content-Encoding": "gzip"}
-    bomb_mb = 256 if options.is_quick else 1024
+    bomb_mb = 128 if options.is_quick else 1024
     group = make_group(num_sequences=8, num_tokens=8, env_id=0, seed=0)
     valid = json.dumps(group).encode()
     yield Hostile(
@@ -619,6 +620,8 @@ def hostile_requests(options: Options) -> Iterator[Hostile]:
         make_body=lambda: bomb(bomb_mb, b" ", valid),
         headers=compressed,
     )
+    if options.is_quick:
+        return
     yield Hostile(
         name="gzip bomb, 100 MB of zeros as tokens",
         make_body=lambda: gzip.compress(
@@ -626,7 +629,7 @@ def hostile_requests(options: Options) -> Iterator[Hostile]:
         ),
         headers=compressed,
     )
-    row_tokens = (15 if options.is_quick else 60) * MEBI // 31 // 8
+    row_tokens = 60 * MEBI // 31 // 8
     yield Hostile(
         name=f"a valid group of {8 * row_tokens / 1e6:.2g} Mtok as JSON",
         make_body=lambda: json.dumps(
@@ -670,6 +673,9 @@ QUESTIONS = {
     "queue": ask_queue,
     "blocks": ask_blocks,
 }
+PER_STORE = frozenset(QUESTIONS) - {"status", "environments"}
+"""Asked of every store; the rest, which the store has no part in, of the first one only."""
+QUICK_PER_STORE = frozenset({"end-to-end", "memory"})
 
 
 # Targets
@@ -769,10 +775,11 @@ async def run(arguments: argparse.Namespace) -> None:
     findings = Findings()
     print(describe_machine(arguments.data_dir))
     async with sites(arguments) as openers:
-        for opener in openers:
+        for index, opener in enumerate(openers):
+            repeated = QUICK_PER_STORE if options.is_quick else PER_STORE
             async with opener() as site:
                 for name, ask in QUESTIONS.items():
-                    if name in options.only:
+                    if name in options.only and (index == 0 or name in repeated):
                         began = time.perf_counter()
                         await ask(site, options, findings)
                         print(f"\n({time.perf_counter() - began:.0f} s)")

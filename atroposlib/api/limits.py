@@ -162,13 +162,16 @@ def _inflate_gzip(data: bytes, output: _Output) -> None:
                 piece = member.decompress(pending, _GZIP_STEP_BYTES)
                 output.add(piece, num_read=position)
                 pending = member.unconsumed_tail
-                # zlib may keep output back although it has taken all input.
-                if not pending and len(piece) < _GZIP_STEP_BYTES:
+                # zlib may keep output back although it has taken all input; past the end it keeps a stale tail.
+                if member.eof or (not pending and len(piece) < _GZIP_STEP_BYTES):
                     break
         position -= len(member.unused_data)
-        num_left = len(data) - position
-        if data.count(0, position) == num_left:  # the end, perhaps after zero padding
+        if position == len(data):
             return
+        if data[position] == 0:  # padding, to the end
+            if data.count(0, position) == len(data) - position:
+                return
+            break
     raise EOFError
 
 
@@ -220,7 +223,7 @@ class ByteBudget:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return sum(not turn.cancelled() for _, turn in self._waiting)
 
     @asynccontextmanager
     async def share(self, num_bytes: int) -> AsyncIterator[Share]:
@@ -233,7 +236,7 @@ class ByteBudget:
             share.shrink(0)
 
     async def _take(self, num_bytes: int) -> None:
-        if not self._waiting and num_bytes <= self.free_bytes:
+        if num_bytes == 0 or (not self._waiting and num_bytes <= self.free_bytes):
             self.free_bytes -= num_bytes
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -241,19 +244,22 @@ class ByteBudget:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give_back(num_bytes)  # the turn came in the same moment
-            else:
-                self._waiting.remove((num_bytes, turn))
+            if turn.cancelled():
                 self.give_back(0)  # whoever stood behind may fit
+            else:
+                self.give_back(num_bytes)  # the turn came in the same moment
             raise
 
     def give_back(self, num_bytes: int) -> None:
         self.free_bytes += num_bytes
-        while self._waiting and self._waiting[0][0] <= self.free_bytes:
-            taken, turn = self._waiting.popleft()
-            self.free_bytes -= taken
-            turn.set_result(None)
+        while self._waiting:
+            wanted, turn = self._waiting[0]
+            if not turn.cancelled():
+                if wanted > self.free_bytes:
+                    return
+                self.free_bytes -= wanted
+                turn.set_result(None)
+            self._waiting.popleft()
 
 
 class Share:

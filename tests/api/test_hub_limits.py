@@ -1,91 +1,675 @@
-"""Request bodies: gzip in and out, size limits."""
+"""What one request may cost: sizes, inflation, sending time, memory in flight, and the ladder of a full run."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
+import os
+import subprocess
+import sys
 import zlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import zstandard
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atroposlib.api.limits import BodyTooLarge, HubLimits, InvalidGzip, inflate
-from tests.api.helpers_api import group, registration, running_hub
+from atroposlib.api.limits import (
+    IS_GONE_EXTENSION,
+    BodyRefused,
+    ByteBudget,
+    HubLimits,
+    Ladder,
+    RequestBodies,
+    inflate,
+)
 
-GZIP = {"Content-Encoding": "GZip", "Content-Type": "application/json"}
+MIB = 2**20
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_inflate_caps_output_exactly() -> None:
-    data = gzip.compress(b"x" * 1000)
-    assert inflate(data, max_bytes=1000) == b"x" * 1000
-    with pytest.raises(BodyTooLarge):
-        inflate(data, max_bytes=999)
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the size of the body that a handler sees, and its headers."""
+    request = Request(scope, receive)
+    body = await request.body()
+    answer = JSONResponse({"size": len(body), "headers": dict(request.headers)})
+    await answer(scope, receive, send)
 
 
-def test_inflate_reads_several_members_and_padding() -> None:
-    assert inflate(gzip.compress(b"a") + gzip.compress(b"b") + b"\0\0", max_bytes=9) == b"ab"
-    with pytest.raises(BodyTooLarge):
-        inflate(gzip.compress(b"a") * 10, max_bytes=9)
+def client(app: ASGIApp) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://hub")
+
+
+async def post(
+    body: bytes | AsyncIterator[bytes],
+    *,
+    path: str = "/scored_data",
+    encoding: str | None = None,
+    **limits: Any,
+) -> httpx.Response:
+    headers = {} if encoding is None else {"Content-Encoding": encoding}
+    async with client(RequestBodies(echo, HubLimits(**limits))) as http:
+        return await http.post(path, content=body, headers=headers)
+
+
+def compress(data: bytes, encoding: str) -> bytes:
+    return gzip.compress(data) if encoding == "gzip" else zstandard.compress(data)
+
+
+def zstd_in_steps(data: bytes) -> bytes:
+    """A frame that does not announce its size."""
+    writer = zstandard.ZstdCompressor().compressobj()
+    return writer.compress(data) + writer.flush()
+
+
+# Inflation
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+def test_inflate_caps_output_exactly(encoding: str) -> None:
+    data = compress(b"x" * 1000, encoding)
+    assert inflate(data, encoding=encoding, max_bytes=1000) == b"x" * 1000
+    with pytest.raises(BodyRefused) as refusal:
+        inflate(data, encoding=encoding, max_bytes=999)
+    assert refusal.value.status == 413
+
+
+@pytest.mark.parametrize("make", [zstandard.compress, zstd_in_steps, gzip.compress])
+def test_inflate_gives_back_what_was_compressed(make: Callable[[bytes], bytes]) -> None:
+    data = os.urandom(3 * MIB) + b"0, 1, " * MIB
+    encoding = "gzip" if make is gzip.compress else "zstd"
+    assert inflate(make(data), encoding=encoding, max_bytes=len(data)) == data
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+def test_inflate_reads_several_members(encoding: str) -> None:
+    members = compress(b"a", encoding) + compress(b"b" * 9, encoding)
+    assert inflate(members, encoding=encoding, max_bytes=10) == b"a" + b"b" * 9
+    with pytest.raises(BodyRefused, match="exceeds 9 bytes"):
+        inflate(members, encoding=encoding, max_bytes=9)
+
+
+def test_inflate_ignores_the_zero_padding_of_gzip() -> None:
+    assert inflate(gzip.compress(b"a") + b"\0" * 99, encoding="gzip", max_bytes=9) == b"a"
 
 
 @pytest.mark.parametrize(
-    "data",
-    [b"plain", gzip.compress(b"x" * 100)[:-4], zlib.compress(b"x"), gzip.compress(b"x") + b"tail"],
-    ids=["plain", "truncated", "zlib", "trailing"],
+    ("encoding", "data"),
+    [
+        ("gzip", b"plain"),
+        ("gzip", gzip.compress(b"x" * 100)[:-4]),
+        ("gzip", gzip.compress(os.urandom(99_999))[:-1]),
+        ("gzip", gzip.compress(b"x" * 100)[:5]),
+        ("gzip", gzip.compress(b"x" * 100)[:-8] + b"\0" * 8),
+        ("gzip", zlib.compress(b"x")),
+        ("gzip", gzip.compress(b"x") + b"tail"),
+        ("gzip", gzip.compress(b"x") + b"\0tail"),
+        ("gzip", zstandard.compress(b"x")),
+        ("zstd", b"plain"),
+        ("zstd", zstandard.compress(os.urandom(9999))[:-1]),
+        ("zstd", zstd_in_steps(os.urandom(9999))[:-1]),
+        ("zstd", zstd_in_steps(b"x" * 9999)[:6]),
+        ("zstd", zstandard.compress(b"x" * 99) + b"tail"),
+        ("zstd", gzip.compress(b"x")),
+    ],
 )
-def test_inflate_refuses_what_is_not_gzip(data: bytes) -> None:
-    with pytest.raises(InvalidGzip):
-        inflate(data, max_bytes=1000)
+def test_inflate_refuses_what_is_broken(encoding: str, data: bytes) -> None:
+    with pytest.raises(BodyRefused) as refusal:
+        inflate(data, encoding=encoding, max_bytes=MIB)
+    assert (refusal.value.status, str(refusal.value)) == (400, f"Invalid {encoding} payload")
 
 
-@pytest.mark.parametrize("offload_bytes", [1, 10**6], ids=["thread", "inline"])
-async def test_compressed_request_is_read_and_broken_ones_are_400(offload_bytes: int) -> None:
-    async with running_hub(HubLimits(offload_bytes=offload_bytes)) as hub:
-        body = gzip.compress(json.dumps(group(2)).encode())
-        response = await hub.http.post("/scored_data", content=body, headers=GZIP)
-        assert response.json() == {"status": "received"}
-        for broken in (b"not gzip", body[:-4], body[:20]):
-            response = await hub.http.post("/scored_data", content=broken, headers=GZIP)
-            assert (response.status_code, response.text) == (400, "Invalid gzip payload")
-        response = await hub.http.post("/scored_data", content=b"", headers=GZIP)
-        assert response.status_code == 422
+@pytest.mark.parametrize("make", [zstandard.compress, zstd_in_steps, gzip.compress])
+def test_ratio_counts_beyond_the_first_mebibyte(make: Callable[[bytes], bytes]) -> None:
+    encoding = "gzip" if make is gzip.compress else "zstd"
+    free = make(b"0" * MIB)
+    assert len(free) * 200 < MIB
+    assert inflate(free, encoding=encoding, max_bytes=9 * MIB) == b"0" * MIB
+    with pytest.raises(BodyRefused, match="more than 200 times") as refusal:
+        inflate(make(b"0" * 8 * MIB), encoding=encoding, max_bytes=9 * MIB)
+    assert refusal.value.status == 413
 
 
-async def test_compressed_control_body_is_read_too() -> None:
-    async with running_hub() as hub:
-        body = gzip.compress(json.dumps(registration()).encode())
-        response = await hub.http.post("/register", content=body, headers=GZIP)
-        assert response.status_code == 200
+def test_a_body_of_countless_empty_members_is_refused() -> None:
+    with pytest.raises(BodyRefused, match="Invalid gzip payload"):
+        inflate(gzip.compress(b"") * 10_001, encoding="gzip", max_bytes=MIB)
 
 
-async def test_bomb_and_oversized_bodies_are_413() -> None:
-    async with running_hub(HubLimits(max_body_bytes=10_000)) as hub:
-        bomb = gzip.compress(b"0" * 10_000_000)
-        assert len(bomb) < 10_000
-        response = await hub.http.post("/scored_data", content=bomb, headers=GZIP)
-        assert response.status_code == 413
-        assert "10000 bytes" in response.text
-        response = await hub.http.post("/scored_data", content=b" " * 10_001)
-        assert response.status_code == 413
+BOMBS = r"""
+import asyncio, json, struct, sys, zlib
+import zstandard
+from atroposlib.api.limits import HubLimits, RequestBodies
 
-        async def chunks():
-            for _ in range(11):
-                yield b" " * 1000
+def gzip_bomb():
+    writer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    head = writer.compress(bytes(2**20)) + writer.flush(zlib.Z_FULL_FLUSH)
+    again = writer.compress(bytes(2**20)) + writer.flush(zlib.Z_FULL_FLUSH)
+    return head + again * 1023
 
-        response = await hub.http.post("/scored_data", content=chunks())
-        assert response.status_code == 413
+def members_bomb():
+    writer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    return (writer.compress(bytes(2**20)) + writer.flush()) * 1024
+
+def zstd_bomb():
+    block = ((2**17 << 3) | 2).to_bytes(3, "little") + b"0"
+    return b"\x28\xb5\x2f\xfd\x00\x68" + block * 8192
+
+def announced_zstd_bomb():
+    return b"\x28\xb5\x2f\xfd\xa0" + struct.pack("<I", 2**30) + zstd_bomb()[6:]
+
+def wide_window_bomb():
+    return b"\x28\xb5\x2f\xfd\x00\xa8" + zstd_bomb()[6:]
+
+def high_water_kib():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
+
+async def post(body, encoding):
+    status = []
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    async def receive():
+        return messages.pop()
+    async def send(message):
+        status.append(message.get("status"))
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/scored_data"}
+    scope["headers"] = [(b"content-encoding", encoding), (b"content-length", b"%d" % len(body))]
+    async def app(*_):
+        raise AssertionError("a bomb got through")
+    await RequestBodies(app, HubLimits())(scope, receive, send)
+    return status[0]
+
+bodies = [(gzip_bomb(), b"gzip"), (members_bomb(), b"gzip"), (zstd_bomb(), b"zstd")]
+bodies += [(announced_zstd_bomb(), b"zstd"), (wide_window_bomb(), b"zstd")]
+before = high_water_kib()
+found = [asyncio.run(post(*body)) for body in bodies]
+print(json.dumps({"statuses": found, "grown_mib": (high_water_kib() - before) / 1024}))
+"""
 
 
-async def test_only_large_replies_are_compressed_and_only_if_accepted() -> None:
-    async with running_hub() as hub:
-        await hub.start(batch_size=200)
-        await hub.post("/scored_data_list", [group(200), group(200)])
-        small = await hub.http.get("/status", headers={"Accept-Encoding": "gzip"})
-        assert "content-encoding" not in small.headers
-        large = await hub.http.get("/batch", headers={"Accept-Encoding": "gzip"})
-        assert large.headers["content-encoding"] == "gzip"
-        assert len(large.json()["batch"]) == 1
-        plain = await hub.http.get("/batch", headers={"Accept-Encoding": "identity"})
-        assert "content-encoding" not in plain.headers
-        assert plain.json() == large.json()
-        example = await hub.http.get("/latest_example", headers={"Accept-Encoding": "gzip"})
-        assert example.headers["content-encoding"] == "gzip"
+def test_bombs_of_a_gigabyte_cost_megabytes() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", BOMBS], capture_output=True, text=True, cwd=ROOT, timeout=50
+    )
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    # The last asks for a window of 2 GiB, which is refused as a frame.
+    assert report["statuses"] == [413, 413, 413, 413, 400]
+    assert report["grown_mib"] < 64
+
+
+# Bodies
+
+
+@pytest.mark.parametrize("size", [3, 100_000], ids=["inline", "thread"])
+@pytest.mark.parametrize("encoding", ["gzip", "GZip", "x-gzip", "identity, gzip", "zstd"])
+async def test_compressed_body_reaches_the_handler_inflated(size: int, encoding: str) -> None:
+    body = compress(os.urandom(size), "zstd" if encoding == "zstd" else "gzip")
+    answer = (await post(body, encoding=encoding)).json()
+    assert answer["size"] == size
+    assert answer["headers"]["content-length"] == str(size)
+    assert "content-encoding" not in answer["headers"]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+@pytest.mark.parametrize("size", [3, 100_000], ids=["inline", "thread"])
+async def test_broken_compression_is_400(size: int, encoding: str) -> None:
+    response = await post(compress(os.urandom(size), encoding)[:-1], encoding=encoding)
+    assert (response.status_code, response.text) == (400, f"Invalid {encoding} payload")
+
+
+async def test_empty_compressed_body_is_passed_on_empty() -> None:
+    answer = (await post(b"", encoding="gzip")).json()
+    assert answer["size"] == 0
+    assert "content-encoding" not in answer["headers"]
+
+
+@pytest.mark.parametrize("encoding", ["gzip, gzip", "gzip, zstd", "br", "deflate", "gzipped", "*"])
+async def test_stacked_and_unknown_encodings_are_415(encoding: str) -> None:
+    response = await post(gzip.compress(gzip.compress(b"{}")), encoding=encoding)
+    assert response.status_code == 415
+    assert response.headers["accept-encoding"] == "gzip, zstd"
+
+
+async def test_two_encoding_headers_are_stacked_too() -> None:
+    headers = [("Content-Encoding", "gzip"), ("Content-Encoding", "zstd")]
+    async with client(RequestBodies(echo, HubLimits())) as http:
+        response = await http.post("/scored_data", content=b"x", headers=headers)
+    assert response.status_code == 415
+
+
+@pytest.mark.parametrize("encoding", ["", "identity", "Identity, identity"])
+async def test_identity_is_no_encoding(encoding: str) -> None:
+    assert (await post(b"abc", encoding=encoding)).json()["size"] == 3
+
+
+async def test_oversized_bodies_are_413_announced_or_not() -> None:
+    async def pieces(num_bytes: int) -> AsyncIterator[bytes]:
+        for _ in range(num_bytes):
+            yield b" "
+
+    for body in (b" " * 101, pieces(101)):
+        response = await post(body, max_body_bytes=100)
+        assert (response.status_code, response.text[:32]) == (
+            413,
+            "Request body exceeds 100 bytes; ",
+        )
+    for body in (b" " * 100, pieces(100)):
+        assert (await post(body, max_body_bytes=100)).json()["size"] == 100
+
+
+async def test_oversized_body_is_refused_before_it_is_read() -> None:
+    async def receive() -> Any:
+        raise AssertionError("the body was read")
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/scored_data", "http_version": "1.1"}
+    scope["headers"] = [(b"content-length", b"%d" % 2**40)]  # type: ignore[assignment]
+    await RequestBodies(echo, HubLimits())(scope, receive, send)
+    assert sent[0]["status"] == 413
+
+
+async def test_control_bodies_have_a_limit_of_their_own() -> None:
+    limits = {"max_control_body_bytes": 1000}
+    assert (await post(b" " * 1001, path="/register", **limits)).status_code == 413
+    assert (await post(b" " * 1001, path="/scored_data_list", **limits)).status_code == 200
+    bomb = gzip.compress(b" " * 1001)
+    assert (await post(bomb, path="/register", encoding="gzip", **limits)).status_code == 413
+    assert (await post(bomb, path="/scored_data", encoding="gzip", **limits)).status_code == 200
+
+
+async def test_handler_gets_one_bytes_object_and_then_the_disconnect() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(await receive())
+        seen.append(await receive())
+
+    messages = [b"ab", b"", b"cd"]
+
+    async def receive() -> Any:
+        if not messages:
+            return {"type": "http.disconnect"}
+        body = messages.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(messages)}
+
+    await RequestBodies(app, HubLimits())(scope_of("/scored_data", 4), receive, unexpected_send)
+    assert seen == [
+        {"type": "http.request", "body": b"abcd", "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+    assert type(seen[0]["body"]) is bytes
+
+
+async def test_client_that_leaves_while_sending_reaches_no_handler() -> None:
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def app(*_: Any) -> None:
+        raise AssertionError("called")
+
+    bodies = RequestBodies(app, HubLimits(max_inflight_bytes=10))
+    await bodies(scope_of("/scored_data", 100_000), receive, unexpected_send)
+    assert bodies._received.free_bytes == 10
+
+
+# Sending time
+
+
+def scope_of(path: str, content_length: int | None, **more: Any) -> dict[str, Any]:
+    headers = [(b"transfer-encoding", b"chunked")]
+    if content_length is not None:
+        headers = [(b"content-length", b"%d" % content_length)]
+    scope = {"type": "http", "method": "POST", "path": path, "http_version": "1.1"}
+    return scope | {"headers": headers} | more
+
+
+async def unexpected_send(message: Any) -> None:
+    raise AssertionError(message)
+
+
+@dataclass
+class Sender:
+    """A client that sends `piece` every `interval_s`, for ever, and keeps what it is answered."""
+
+    piece: bytes
+    interval_s: float
+    answers: list[Any] = field(default_factory=list)
+    num_sent: int = 0
+
+    async def receive(self) -> Any:
+        await asyncio.sleep(self.interval_s)
+        self.num_sent += len(self.piece)
+        return {"type": "http.request", "body": self.piece, "more_body": True}
+
+    async def send(self, message: Any) -> None:
+        self.answers.append(message)
+
+
+@pytest.mark.parametrize(
+    ("sender", "limits"),
+    [
+        (Sender(b"x", 3600), {"receive_grace_s": 0.05}),
+        (Sender(b"x", 0.01), {"receive_grace_s": 0.05, "min_receive_bytes_per_s": 10_000}),
+        (Sender(b"x" * 99, 0.001), {"receive_grace_s": 0.05, "receive_timeout_s": 0.2}),
+    ],
+    ids=["silent", "below the rate", "past the deadline"],
+)
+@pytest.mark.parametrize("announced", [None, 60_000_000])
+async def test_slow_sender_is_408_and_its_connection_is_closed(
+    sender: Sender, limits: dict[str, float], announced: int | None
+) -> None:
+    sender.answers.clear()
+    bodies = RequestBodies(echo, HubLimits(**limits))  # type: ignore[arg-type]
+    async with asyncio.timeout(5):
+        await bodies(scope_of("/scored_data", announced), sender.receive, sender.send)
+    assert sender.answers[0]["status"] == 408
+    assert (b"connection", b"close") in sender.answers[0]["headers"]
+    assert bodies._received.free_bytes == bodies._received.total_bytes
+
+
+async def test_rate_is_what_gets_the_announced_body_here_in_time() -> None:
+    # 100 kB in 10 s is 10 kB/s; the sender manages about 2, far above the general minimum.
+    limits = HubLimits(receive_grace_s=0.1, receive_timeout_s=10.1, min_receive_bytes_per_s=1)
+    sender = Sender(b"x" * 20, 0.01)
+    async with asyncio.timeout(5):
+        bodies = RequestBodies(echo, limits)
+        await bodies(scope_of("/scored_data", 100_000), sender.receive, sender.send)
+    assert sender.answers[0]["status"] == 408
+
+
+# Memory in flight
+
+
+async def settle() -> None:
+    """Let every task go as far as it can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_budget_serves_strictly_in_order() -> None:
+    budget = ByteBudget(10)
+    order: list[str] = []
+    release = {name: asyncio.Event() for name in "abcd"}
+
+    async def hold(name: str, num_bytes: int) -> None:
+        async with budget.share(num_bytes):
+            order.append(name)
+            await release[name].wait()
+
+    async with asyncio.TaskGroup() as tasks:
+        for name, num_bytes in [("a", 6), ("b", 10), ("c", 1), ("d", 4)]:
+            tasks.create_task(hold(name, num_bytes))
+            await settle()
+        assert order == ["a"]  # c would fit beside a, but b was first
+        assert budget.num_waiting == 3
+        release["a"].set()
+        await settle()
+        assert order == ["a", "b"]
+        release["b"].set()
+        await settle()
+        assert order == ["a", "b", "c", "d"]
+        release["c"].set()
+        release["d"].set()
+    assert (budget.free_bytes, budget.num_waiting) == (10, 0)
+
+
+async def test_who_stops_waiting_for_the_budget_leaves_no_trace() -> None:
+    budget = ByteBudget(10)
+
+    async def hold(num_bytes: int, until: asyncio.Event) -> None:
+        async with budget.share(num_bytes):
+            await until.wait()
+
+    done = asyncio.Event()
+    first = asyncio.create_task(hold(6, done))
+    await settle()
+    large = asyncio.create_task(hold(10, done))
+    small = asyncio.create_task(hold(4, done))
+    await settle()
+    assert (budget.free_bytes, budget.num_waiting) == (4, 2)
+    large.cancel()
+    await settle()
+    assert (budget.free_bytes, budget.num_waiting) == (0, 0)  # small moved up
+    small.cancel()
+    await settle()
+    assert budget.free_bytes == 4
+    # Cancelled in the same moment as its turn comes.
+    late = asyncio.create_task(hold(10, done))
+    await settle()
+    done.set()
+    await first
+    late.cancel()
+    await asyncio.gather(late, return_exceptions=True)
+    assert (budget.free_bytes, budget.num_waiting) == (10, 0)
+
+
+async def test_share_larger_than_the_budget_gets_all_of_it() -> None:
+    budget = ByteBudget(10)
+    async with budget.share(11) as share:
+        assert (share.num_bytes, budget.free_bytes) == (10, 0)
+        share.shrink(3)
+        assert budget.free_bytes == 7
+    assert budget.free_bytes == 10
+
+
+async def test_bodies_wait_unread_while_others_are_handled_and_acks_do_not() -> None:
+    reading: list[str] = []
+    finish = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        if scope["path"] == "/scored_data":
+            await finish.wait()
+
+    bodies = RequestBodies(app, HubLimits(max_inflight_bytes=150_000))
+
+    async def request(name: str, path: str, num_bytes: int) -> None:
+        async def receive() -> Any:
+            reading.append(name)
+            return {"type": "http.request", "body": b" " * num_bytes, "more_body": False}
+
+        await bodies(scope_of(path, num_bytes), receive, unexpected_send)
+
+    async with asyncio.TaskGroup() as tasks:
+        for name in "abc":
+            tasks.create_task(request(name, "/scored_data", 70_000))
+        await settle()
+        assert reading == ["a", "b"]
+        await request("ack", "/batches/1/ack", 100)
+        assert reading == ["a", "b", "ack"]
+        finish.set()
+    assert reading == ["a", "b", "ack", "c"]
+    assert bodies._received.free_bytes == 150_000
+
+
+async def test_inflated_bodies_have_a_budget_too() -> None:
+    inside = 0
+    most = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await receive()
+        await asyncio.sleep(0.01)
+        inside -= 1
+
+    limits = HubLimits(max_inflight_bytes=3 * MIB, max_inflated_bytes=2 * MIB)
+    bodies = RequestBodies(app, limits)
+    body = gzip.compress(os.urandom(300_000) + b"0" * 1_300_000)
+
+    async def request() -> None:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        scope = scope_of("/scored_data", len(body))
+        scope["headers"].append((b"content-encoding", b"gzip"))
+        await bodies(scope, receive, unexpected_send)
+
+    await asyncio.gather(*[request() for _ in range(4)])
+    assert most == 1
+    assert bodies._inflated.free_bytes == bodies._received.free_bytes == 3 * MIB
+
+
+# The ladder of a full run
+
+
+class FullRun:
+    """A run that is full until told otherwise, and what was counted."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = "999 sequences are queued"
+        self.is_stopped = False
+        self.outcomes: list[str] = []
+        self.num_held: Callable[[], int] = lambda: 0
+        self._changed = asyncio.Event()
+
+    def is_full(self, run: str) -> str | None:
+        return self.reason
+
+    async def room(self, run: str, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+        return not self.is_stopped
+
+    def change(self) -> None:
+        self._changed.set()
+
+    def count_back_pressure(self, run: str, outcome: str) -> None:
+        self.outcomes.append(f"{run} {outcome}")
+
+    def show_held(self, num_held: Callable[[], int]) -> None:
+        self.num_held = num_held
+
+    def ladder(self, **limits: Any) -> Ladder:
+        return Ladder(
+            echo, limits=HubLimits(**limits), is_full=self.is_full, room=self.room, metrics=self
+        )
+
+
+@pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list"])
+async def test_our_client_is_told_to_come_back_at_once(path: str) -> None:
+    run = FullRun()
+    async with client(run.ladder(retry_after_s=7)) as http:
+        response = await http.post(path, headers={"Atropos-Client": "atroposlib/1"})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+    assert response.json()["detail"] == {"type": "overloaded", "msg": run.reason}
+    assert run.outcomes == ["default refused"]
+
+
+async def test_original_client_is_held_unread_until_there_is_room() -> None:
+    run = FullRun()
+    num_read = 0
+
+    async def receive() -> Any:
+        nonlocal num_read
+        num_read += 1
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = scope_of("/scored_data", 0, run="math")
+    held = asyncio.create_task(run.ladder()(scope, receive, send))
+    await settle()
+    assert (num_read, run.num_held(), sent) == (0, 1, [])
+    run.reason = None
+    run.change()
+    await held
+    assert (num_read, run.num_held(), sent[0]["status"]) == (1, 0, 200)
+    assert run.outcomes == ["math held"]
+
+
+async def test_original_client_gets_503_and_never_4xx_when_the_hold_ends() -> None:
+    run = FullRun()
+    async with client(run.ladder(hold_s=0.05)) as http:
+        response = await http.post("/scored_data", content=b"{}")
+    assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+    assert run.outcomes == ["default timed_out"]
+
+
+async def test_beyond_the_places_to_hold_original_clients_get_503_at_once() -> None:
+    run = FullRun()
+    async with client(run.ladder(max_held=2)) as http:
+        async with asyncio.TaskGroup() as tasks:
+            held = [tasks.create_task(http.post("/scored_data")) for _ in range(2)]
+            await settle()
+            assert run.num_held() == 2
+            assert (await http.post("/scored_data")).status_code == 503
+            run.reason = None
+            run.change()
+        assert [task.result().status_code for task in held] == [200, 200]
+    assert run.outcomes == ["default overflowed", "default held", "default held"]
+
+
+async def test_client_that_hangs_up_while_held_frees_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Ladder, "CHECK_S", 0.01)
+    run = FullRun()
+    is_gone = False
+    extensions = {IS_GONE_EXTENSION: lambda: is_gone}
+    scope = scope_of("/scored_data", 0, extensions=extensions)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("the body was read")
+
+    held = asyncio.create_task(run.ladder()(scope, receive, send))
+    await settle()
+    assert run.num_held() == 1
+    is_gone = True
+    async with asyncio.timeout(5):
+        await held
+    assert run.num_held() == 0
+    assert run.outcomes == ["default gone"]
+
+
+async def test_held_clients_get_503_when_the_hub_stops() -> None:
+    run = FullRun()
+    async with client(run.ladder()) as http, asyncio.timeout(5):
+        held = asyncio.create_task(http.post("/scored_data"))
+        await settle()
+        run.is_stopped = True
+        run.change()
+        assert (await held).status_code == 503
+    assert run.outcomes == ["default stopped"]
+
+
+async def test_room_that_is_gone_at_once_does_not_stop_the_event_loop() -> None:
+    run = FullRun()
+    run.change()  # from here on `room` returns without waiting
+    async with client(run.ladder(hold_s=0.1)) as http:
+        held = asyncio.create_task(http.post("/scored_data"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not held.done()
+        assert (await held).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/register"), ("GET", "/batch"), ("GET", "/scored_data")]
+)
+async def test_only_requests_with_groups_meet_the_ladder(method: str, path: str) -> None:
+    run = FullRun()
+    async with client(run.ladder()) as http:
+        assert (await http.request(method, path)).status_code == 200
+    assert run.outcomes == []

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple, TypedDict
 
 import numpy as np
@@ -57,6 +57,33 @@ PER_SEQUENCE_FIELDS: Final = ("messages", "overrides")
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float64]
+
+
+class Ragged(NamedTuple):
+    """Lists of numbers laid end to end: list i is `lengths[i]` of the `values`."""
+
+    values: NDArray[Any]
+    """[sum(lengths)]"""
+    lengths: NDArray[Any]
+    """integers"""
+
+    def to_lists(self) -> list[list[Any]]:
+        """Return the lists as plain Python.
+
+        >>> Ragged(np.array([1, 2, 3]), np.array([2, 0, 1])).to_lists()
+        [[1, 2], [], [3]]
+        """
+        values = self.values.tolist()
+        bounds = [0, *np.cumsum(self.lengths).tolist()]
+        return [values[start:stop] for start, stop in pairwise(bounds)]
+
+
+class RaggedPerToken(NamedTuple):
+    """One list of numbers per token: `entries` holds the list of every token, `lengths` cuts them into sequences."""
+
+    entries: Ragged
+    lengths: NDArray[Any]
+    """[S] tokens per sequence"""
 
 
 class ScoredDataGroup(TypedDict, total=False):
@@ -137,10 +164,10 @@ class ScoredGroup:
     """[N]"""
     advantages: FloatArray | None = None
     """[N] token-level advantages that replace those computed from scores."""
-    distill_token_ids: list[list[list[int]]] | None = None
-    """[S][num_tokens][k]"""
-    distill_logprobs: list[list[list[float]]] | None = None
-    """[S][num_tokens][k]"""
+    distill_token_ids: Ragged | None = None
+    """N lists: the ids a teacher proposes for each token."""
+    distill_logprobs: Ragged | None = None
+    """N lists: the teacher's log-probability of each proposed id."""
     messages: list[list[Any]] | None = None
     overrides: list[dict[str, Any]] | None = None
     generation_params: dict[str, Any] | None = None
@@ -199,10 +226,10 @@ class ScoredGroup:
         """Return the fourteen keys of the JSON form, in order, as plain lists."""
         bounds = self.offsets.tolist()
 
-        def cut(name: str, flat: NDArray[Any] | None) -> list[list[Any]] | None:
+        def cut(name: str, flat: NDArray[Any] | Ragged | None) -> list[list[Any]] | None:
             if flat is None:
                 return [] if name in self.empty_fields else None
-            values = flat.tolist()
+            values = flat.to_lists() if isinstance(flat, Ragged) else flat.tolist()
             return [values[start:stop] for start, stop in pairwise(bounds)]
 
         def optional(name: str) -> Any:
@@ -221,8 +248,8 @@ class ScoredGroup:
             "group_overrides": self.group_overrides,
             "images": self.images,
             "env_id": self.env_id,
-            "distill_token_ids": optional("distill_token_ids"),
-            "distill_logprobs": optional("distill_logprobs"),
+            "distill_token_ids": cut("distill_token_ids", self.distill_token_ids),
+            "distill_logprobs": cut("distill_logprobs", self.distill_logprobs),
         }
 
 
@@ -231,7 +258,8 @@ def check_group(
 ) -> ScoredGroup:
     """Turn an author's or a client's dict into a `ScoredGroup`, or raise `GroupError` with the path of the fault.
 
-    Per-token fields may be lists or numpy arrays. Unknown keys are ignored. Nothing is padded or cut to fit.
+    Per-token fields may be lists, numpy arrays, or already flat: `Ragged`, and `RaggedPerToken` for distillation.
+    Unknown keys are ignored. Nothing is padded or cut to fit.
     Masks of 0 and 1 alone are read as "trained or not" under `Strictness.MEANING` and reported in `repairs`.
 
     >>> group = {"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [1.0]}
@@ -245,37 +273,28 @@ def check_group(
         if group.get(name) is None:
             raise fail(name, "required, but missing or null")
 
-    token_rows = _rows(group["tokens"], "tokens", fail)
-    num_sequences = len(token_rows)
-    mask_rows = _rows(group["masks"], "masks", fail)
-    if len(mask_rows) != num_sequences:
-        raise fail("masks", f"{len(mask_rows)} entries for {num_sequences} sequences")
-    tokens, lengths = _int_rows(token_rows, "tokens", fail)
-    masks, mask_lengths = _int_rows(mask_rows, "masks", fail)
+    tokens, lengths = _int_rows(group["tokens"], "tokens", fail)
+    num_sequences = len(lengths)
+    masks, mask_lengths = _int_rows(group["masks"], "masks", fail)
+    if len(mask_lengths) != num_sequences:
+        raise fail("masks", f"{len(mask_lengths)} entries for {num_sequences} sequences")
     _same_lengths(mask_lengths, lengths, "masks", fail)
-    bad = np.flatnonzero((tokens < 0) | (tokens > MAX_TOKEN_ID))
-    if bad.size:
-        raise fail.at(
-            lengths, bad[0], "tokens", f"token id {tokens[bad[0]]} is not in 0..{MAX_TOKEN_ID}"
-        )
-    bad = np.flatnonzero((masks < -(2**31)) | (masks > MAX_TOKEN_ID))
-    if bad.size:
-        raise fail.at(lengths, bad[0], "masks", f"value {masks[bad[0]]} does not fit 32 bits")
+    flat = _first_outside(tokens, 0, MAX_TOKEN_ID)
+    if flat is not None:
+        what = f"token id {tokens[flat]} is not in 0..{MAX_TOKEN_ID}"
+        raise fail.at(lengths, flat, "tokens", what)
+    flat = _first_outside(masks, -(2**31), MAX_TOKEN_ID)
+    if flat is not None:
+        raise fail.at(lengths, flat, "masks", f"value {masks[flat]} does not fit 32 bits")
 
     scores = _float_row(group["scores"], "scores", fail)
     if len(scores) != num_sequences:
         raise fail("scores", f"{len(scores)} entries for {num_sequences} sequences")
 
     empty: set[str] = set()
-    per_token: dict[str, FloatArray | None] = {}
-    for name in PER_TOKEN_FIELDS:
-        rows = _optional_rows(group, name, num_sequences, empty, fail)
-        per_token[name] = None
-        if rows is not None:
-            values = [_float_row(row, f"sequences[{i}].{name}", fail) for i, row in enumerate(rows)]
-            _same_lengths(np.array([len(v) for v in values], dtype=np.int32), lengths, name, fail)
-            per_token[name] = np.concatenate(values) if values else np.zeros(0)
-
+    per_token = {
+        name: _per_token_floats(group, name, lengths, empty, fail) for name in PER_TOKEN_FIELDS
+    }
     distill = _check_distillation(group, lengths, empty, fail)
     messages = _check_messages(group, num_sequences, empty, fail)
     overrides = _optional_rows(group, "overrides", num_sequences, empty, fail)
@@ -284,6 +303,7 @@ def check_group(
             if not isinstance(entry, Mapping):
                 raise fail(f"sequences[{i}].overrides", f"expected a dict, got {_short(entry)}")
 
+    lengths = lengths.astype(np.int32)
     tokens32, masks32 = tokens.astype(np.int32), masks.astype(np.int32)
     repairs: tuple[str, ...] = ()
     if strictness is Strictness.MEANING:
@@ -335,7 +355,7 @@ class _Failure:
     def __call__(self, path: str, what: str) -> GroupError:
         return GroupError(f"{path}: {what}{self._suffix}")
 
-    def at(self, lengths: IntArray, flat: int | np.intp, name: str, what: str) -> GroupError:
+    def at(self, lengths: NDArray[Any], flat: int | np.intp, name: str, what: str) -> GroupError:
         """Name the sequence and position of a flat index."""
         ends = np.cumsum(lengths)
         row = int(np.searchsorted(ends, flat, side="right"))
@@ -369,16 +389,46 @@ def _array(row: Any, path: str, fail: _Failure) -> NDArray[Any]:
     return array
 
 
-def _int_rows(rows: Sequence[Any], name: str, fail: _Failure) -> tuple[NDArray[np.int64], IntArray]:
-    arrays = []
-    for i, row in enumerate(rows):
-        array = _array(row, f"sequences[{i}].{name}", fail)
-        if array.size and array.dtype.kind not in "iu":
-            wrong = next((v for v in row if isinstance(v, bool) or not isinstance(v, int)), row)
-            raise fail(f"sequences[{i}].{name}", f"expected integers, got {_short(wrong)}")
-        arrays.append(array.astype(np.int64, copy=False))
-    lengths = np.array([len(a) for a in arrays], dtype=np.int32)
-    return (np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)), lengths
+def _int_rows(value: Any, name: str, fail: _Failure) -> Ragged:
+    """Return the rows of `value` laid end to end, in an integer type that holds them."""
+    if isinstance(value, Ragged):
+        if value.values.size and value.values.dtype.kind not in "iu":
+            raise fail(name, f"expected integers, got {value.values.dtype} values")
+        return value
+    rows = _rows(value, name, fail)
+    arrays = [_int_row(row, f"sequences[{i}].{name}", fail) for i, row in enumerate(rows)]
+    return _lay_out(arrays, np.int64)
+
+
+def _int_row(row: Any, path: str, fail: _Failure) -> NDArray[np.int64]:
+    array = _array(row, path, fail)
+    if array.size and array.dtype.kind not in "iu":
+        wrong = next((v for v in row if isinstance(v, bool) or not isinstance(v, int)), row)
+        raise fail(path, f"expected integers, got {_short(wrong)}")
+    if array.size and array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
+        raise fail(path, f"value {array.max()} does not fit 64 bits")
+    return array.astype(np.int64, copy=False)
+
+
+def _lay_out(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Ragged:
+    lengths = np.array([len(a) for a in arrays], dtype=np.int64)
+    return Ragged(np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype), lengths)
+
+
+def _first_outside(values: NDArray[Any], low: int, high: int) -> int | None:
+    """Return the index of the first value that is not in low..high."""
+    if not values.size or (int(values.min()) >= low and int(values.max()) <= high):
+        return None
+    return int(np.flatnonzero((values < low) | (values > high))[0])
+
+
+def _first_not_finite(values: NDArray[Any]) -> int | None:
+    is_finite = np.isfinite(values)
+    return None if is_finite.all() else int(np.flatnonzero(~is_finite)[0])
+
+
+def _not_finite(value: Any) -> str:
+    return f"{value} is not finite; send a number or leave the group out"
 
 
 def _float_row(row: Any, path: str, fail: _Failure) -> FloatArray:
@@ -387,15 +437,41 @@ def _float_row(row: Any, path: str, fail: _Failure) -> FloatArray:
         wrong = next((v for v in row if isinstance(v, bool) or not isinstance(v, int | float)), row)
         raise fail(path, f"expected numbers, got {_short(wrong)}")
     values = array.astype(np.float64, copy=False)
-    if not np.isfinite(values).all():
-        i = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise fail(
-            f"{path}[{i}]", f"{values[i]} is not finite; send a number or leave the group out"
-        )
+    i = _first_not_finite(values)
+    if i is not None:
+        raise fail(f"{path}[{i}]", _not_finite(values[i]))
     return values
 
 
-def _same_lengths(found: IntArray, lengths: IntArray, name: str, fail: _Failure) -> None:
+def _per_token_floats(
+    group: Mapping[str, Any],
+    name: str,
+    lengths: NDArray[Any],
+    empty: set[str],
+    fail: _Failure,
+) -> FloatArray | None:
+    """Return one number per token; None for null and for `[]` (noted in `empty`)."""
+    rows = group.get(name)
+    if not isinstance(rows, Ragged):
+        listed = _optional_rows(group, name, len(lengths), empty, fail)
+        if listed is None:
+            return None
+        arrays = [_float_row(row, f"sequences[{i}].{name}", fail) for i, row in enumerate(listed)]
+        rows = _lay_out(arrays, np.float64)
+    elif len(rows.lengths) != len(lengths):
+        raise fail(name, f"{len(rows.lengths)} entries for {len(lengths)} sequences")
+    _same_lengths(rows.lengths, lengths, name, fail)
+    if rows.values.size and rows.values.dtype.kind not in "iuf":
+        raise fail(name, f"expected numbers, got {rows.values.dtype} values")
+    flat = _first_not_finite(rows.values)
+    if flat is not None:
+        raise fail.at(lengths, flat, name, _not_finite(rows.values[flat]))
+    return rows.values.astype(np.float64, copy=False)
+
+
+def _same_lengths(found: NDArray[Any], lengths: NDArray[Any], name: str, fail: _Failure) -> None:
+    if found is lengths:
+        return
     wrong = np.flatnonzero(found != lengths)
     if wrong.size:
         i = int(wrong[0])
@@ -474,34 +550,80 @@ def _check_messages(
 
 
 def _check_distillation(
-    group: Mapping[str, Any], lengths: IntArray, empty: set[str], fail: _Failure
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    group: Mapping[str, Any], lengths: NDArray[Any], empty: set[str], fail: _Failure
+) -> dict[str, Ragged | None]:
+    found: dict[str, Ragged | None] = {}
     for name in DISTILL_FIELDS:
-        rows = _optional_rows(group, name, len(lengths), empty, fail)
-        found[name] = rows
-        for i, row in enumerate(rows or ()):
-            path = f"sequences[{i}].{name}"
-            if not isinstance(row, list | tuple | np.ndarray):
-                raise fail(path, f"expected [num_tokens][k] numbers, got {_short(row)}")
-            if len(row) != lengths[i]:
-                raise fail(path, f"{len(row)} positions for {lengths[i]} tokens")
-            for j, values in enumerate(row):
-                if name == "distill_token_ids":
-                    _int_rows([values], f"{name}[{i}][{j}]", fail)
-                else:
-                    _float_row(values, f"{path}[{j}]", fail)
-        if rows is not None:
-            found[name] = [[np.asarray(values).tolist() for values in row] for row in rows]
+        value = group.get(name)
+        if not isinstance(value, RaggedPerToken):
+            rows = _optional_rows(group, name, len(lengths), empty, fail)
+            value = None if rows is None else _distill_rows(rows, name, lengths, fail)
+        elif len(value.lengths) != len(lengths):
+            raise fail(name, f"{len(value.lengths)} entries for {len(lengths)} sequences")
+        if value is None:
+            found[name] = None
+            continue
+        wrong = np.flatnonzero(value.lengths != lengths)
+        if wrong.size:
+            i = int(wrong[0])
+            what = f"{value.lengths[i]} positions for {lengths[i]} tokens"
+            raise fail(f"sequences[{i}].{name}", what)
+        found[name] = value.entries
     ids, logprobs = found["distill_token_ids"], found["distill_logprobs"]
+    if ids is not None and ids.values.size and ids.values.dtype.kind not in "iu":
+        raise fail("distill_token_ids", f"expected integers, got {ids.values.dtype} values")
+    if logprobs is not None:
+        found["distill_logprobs"] = logprobs = _finite_entries(logprobs, lengths, fail)
     if ids is not None and logprobs is not None:
-        for i, (id_row, logprob_row) in enumerate(zip(ids, logprobs, strict=True)):
-            for j, (a, b) in enumerate(zip(id_row, logprob_row, strict=True)):
-                if len(a) != len(b):
-                    raise fail(
-                        f"sequences[{i}].distill_logprobs[{j}]", f"{len(b)} values for {len(a)} ids"
-                    )
+        wrong = np.flatnonzero(ids.lengths != logprobs.lengths)
+        if wrong.size:
+            i = int(wrong[0])
+            what = f"{logprobs.lengths[i]} values for {ids.lengths[i]} ids"
+            raise fail.at(lengths, i, "distill_logprobs", what)
     return found
+
+
+def _finite_entries(logprobs: Ragged, lengths: NDArray[Any], fail: _Failure) -> Ragged:
+    values = logprobs.values
+    if values.size and values.dtype.kind not in "iuf":
+        raise fail("distill_logprobs", f"expected numbers, got {values.dtype} values")
+    bad = _first_not_finite(values)
+    if bad is not None:
+        position = int(np.searchsorted(np.cumsum(logprobs.lengths), bad, side="right"))
+        raise fail.at(lengths, position, "distill_logprobs", _not_finite(values[bad]))
+    return logprobs._replace(values=values.astype(np.float64, copy=False))
+
+
+def _distill_rows(
+    rows: Sequence[Any], name: str, lengths: NDArray[Any], fail: _Failure
+) -> RaggedPerToken:
+    """Lay out nested lists `[num_sequences][num_tokens][k]`."""
+    for i, row in enumerate(rows):
+        path = f"sequences[{i}].{name}"
+        if not isinstance(row, list | tuple | np.ndarray):
+            raise fail(path, f"expected [num_tokens][k] numbers, got {_short(row)}")
+        if len(row) != lengths[i]:
+            raise fail(path, f"{len(row)} positions for {lengths[i]} tokens")
+    is_ids = name == "distill_token_ids"
+    entries = list(chain.from_iterable(rows))
+    counts = np.zeros(len(entries), dtype=np.int64)
+    values: NDArray[Any] = np.zeros(0, dtype=np.int64 if is_ids else np.float64)
+    if all(isinstance(entry, list | tuple | np.ndarray) for entry in entries):
+        try:
+            counts[:] = [len(entry) for entry in entries]
+            flat = list(chain.from_iterable(entries))
+            values = np.asarray(flat) if flat else values
+            is_plain = values.ndim == 1 and values.dtype.kind in ("i" if is_ids else "iuf")
+        except (ValueError, OverflowError, TypeError):
+            is_plain = False
+        if is_plain:
+            return RaggedPerToken(Ragged(values, counts), lengths)
+    arrays: list[NDArray[Any]] = []
+    for i, row in enumerate(rows):
+        for j, entry in enumerate(row):
+            path = f"sequences[{i}].{name}[{j}]"
+            arrays.append((_int_row if is_ids else _float_row)(entry, path, fail))
+    return RaggedPerToken(_lay_out(arrays, np.int64 if is_ids else np.float64), lengths)
 
 
 def _check_labels(

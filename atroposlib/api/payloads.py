@@ -1,81 +1,355 @@
-"""Bodies of the token routes: request bytes to checked groups, payloads to response bytes.
+"""Bodies of the token routes: request bytes to checked groups, stored payloads to response bytes.
 
-Everything here is CPU work without state, safe to run in a thread. JSON is parsed by typed decoders
-of `wire`, never by pydantic.
+`GroupCodec` decides where that work runs, so that the event loop is never held up: here for a few kilobytes, in a
+thread where every single call into C is short, and in a process of its own (`decoding`) for what would hold the GIL
+too long. It keeps no group.
 """
 
 from __future__ import annotations
 
-import gzip
-from collections.abc import Iterable, Sequence
+import asyncio
+import io
+import logging
+import os
+import socket
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Final, ParamSpec, TypeVar
 
-from atroposlib.api.coordinator import Batch, IncomingGroup
-from atroposlib.api.stores.base import Payload
-from atroposlib.errors import GroupError
-from atroposlib.scored_data import ScoredGroup, Strictness
+import msgspec
+import zstandard
+
+from atroposlib.api.coordinator import IncomingGroup
+from atroposlib.api.decoding import (
+    MEMORY_LIMIT_VARIABLE,
+    REPLY,
+    REQUEST,
+    Body,
+    DecodedGroup,
+    Reply,
+    decode_body,
+    is_light,
+    num_brackets,
+    receive_exactly,
+)
+from atroposlib.errors import AtroposError, GroupError
 from atroposlib.wire import (
     CONTENT_TYPE_JSON,
     CONTENT_TYPE_PACKED,
-    decode_json_groups,
-    encode_json,
-    join_json_batch,
-    join_packed,
-    pack_group,
-    split_packed,
-    unpack_group,
+    json_pieces,
+    packed_pieces,
 )
 
-GZIP_MINIMUM_BYTES = 1000
-_GZIP_LEVEL = 1  # token arrays: level 9 takes several times the time for a few percent of size
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+COMPRESS_FROM_BYTES: Final = 1000
+"""Smaller bodies are sent as they are."""
+
+_GZIP_LEVEL: Final = (
+    1  # of token arrays, level 9 takes several times the time for a few percent of size
+)
+_ZSTD_LEVEL: Final = 1  # of packed arrays, level 3 is no smaller
+_GZIP_WBITS: Final = 16 + zlib.MAX_WBITS
+
+_PIECE_BYTES: Final = 2**20
+"""Longest piece of a body, for sending and compressing. Shorter ones are joined up to a quarter of it."""
+
+_INLINE_BRACKETS: Final = 1000
+"""Lists and objects in a body that is decoded on the event loop: each costs some microseconds."""
+
+_DECODER_MEMORY_BYTES: Final = 4 * 2**30
+"""Address space of a decoder process: several times the largest body we accept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedBody:
     """A response body, ready to send."""
 
-    content: bytes
+    pieces: list[bytes]
+    """Sent one after another, they are the body; each is at most about a MiB."""
     media_type: str
-    is_gzip: bool = False
+    encoding: str | None = None
+    """Value of `Content-Encoding`."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.pieces))
 
 
-def decode_groups(body: bytes, *, content_type: str, many: bool) -> list[IncomingGroup]:
-    """Decode and check the body of `/scored_data` or, with `many`, `/scored_data_list`.
+class GroupCodec:
+    """Decodes and encodes for one application; its lifespan ends with `close`. Used from one event loop."""
 
-    Raises `GroupError`.
-    """
-    if is_packed(content_type):
-        return _decode_packed(body, many=many)
-    groups = decode_json_groups(body, many=many)
-    return [_incoming(g, Payload(packed=pack_group(g), json=encode_json(g))) for g in groups]
+    def __init__(
+        self,
+        *,
+        inline_bytes: int = 65536,
+        num_workers: int = 1,
+        num_threads: int = 2,
+        worker_timeout_s: float = 60.0,
+    ) -> None:
+        self._inline_bytes = inline_bytes
+        self._worker_timeout_s = worker_timeout_s
+        self._threads = ThreadPoolExecutor(num_threads + num_workers, "hub-codec")
+        self._thread_slots = asyncio.Semaphore(num_threads)
+        self._worker_slots = asyncio.Semaphore(num_workers)
+        self._idle_workers: list[_DecoderProcess] = []
+
+    async def decode(self, body: Body, *, content_type: str, many: bool) -> list[IncomingGroup]:
+        """Decode and check the body of `/scored_data` or, with `many`, `/scored_data_list`; raises `GroupError`."""
+        packed = is_packed(content_type)
+        if len(body) <= self._inline_bytes and num_brackets(body) <= _INLINE_BRACKETS:
+            groups = decode_body(body, is_packed=packed, many=many)
+        else:
+            light = await self._in_thread(_decode_if_light, body, is_packed=packed, many=many)
+            if light is None:
+                groups = await self._in_worker(body, is_packed=packed, many=many)
+            else:
+                groups = light
+        return [IncomingGroup(**group._asdict()) for group in groups]
+
+    async def encode_batch(
+        self,
+        payloads: Sequence[bytes],
+        meta: Mapping[str, Any],
+        *,
+        packed: bool,
+        encoding: str | None,
+    ) -> EncodedBody:
+        """Encode the body of a `GET /batch` that delivers `payloads`.
+
+        `encoding` is None, "gzip" or "zstd". JSON carries `meta` beside the batch only if it holds a lease.
+        """
+        if sum(map(len, payloads)) <= self._inline_bytes // 4:
+            return _encode_batch(payloads, meta, packed=packed, encoding=encoding)
+        return await self._in_thread(
+            _encode_batch, payloads, meta, packed=packed, encoding=encoding
+        )
+
+    async def group_json(self, payload: bytes) -> bytes:
+        """Return the fourteen keys of a stored group as JSON."""
+        if len(payload) <= self._inline_bytes // 4:
+            return _group_json(payload)
+        return await self._in_thread(_group_json, payload)
+
+    async def close(self) -> None:
+        """End the threads and processes. Nothing may be under way."""
+        workers, self._idle_workers = self._idle_workers, []
+        for worker in workers:
+            await asyncio.to_thread(worker.close)
+        await asyncio.to_thread(self._threads.shutdown)
+
+    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        async with self._thread_slots:
+            return await _outcome(self._threads.submit(work, *args, **kwargs))
+
+    async def _in_worker(self, body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup]:
+        async with self._worker_slots:
+            try:
+                return await self._one_attempt(body, is_packed=is_packed, many=many)
+            except _DecoderDied:
+                # Killed while idle, or by the kernel for memory that others used: not the body's fault.
+                logger.warning("a decoder process ended unexpectedly; trying another")
+            try:
+                return await self._one_attempt(body, is_packed=is_packed, many=many)
+            except _DecoderDied as e:
+                raise GroupError("decoding the body ended the decoder process, twice") from e
+
+    async def _one_attempt(self, body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup]:
+        worker = self._idle_workers.pop() if self._idle_workers else _DecoderProcess()
+        is_late = False
+
+        def give_up() -> None:
+            nonlocal is_late
+            is_late = True
+            worker.kill()
+
+        timer = asyncio.get_running_loop().call_later(self._worker_timeout_s, give_up)
+        call = self._threads.submit(worker.decode, body, is_packed=is_packed, many=many)
+        try:
+            return await _outcome(call, on_cancel=worker.kill)
+        except _DecoderDied as e:
+            if is_late:
+                text = f"decoding the body takes more than {self._worker_timeout_s:g} s"
+                raise GroupError(f"{text}; send fewer groups at once") from e
+            raise
+        finally:
+            timer.cancel()
+            if worker.is_usable:
+                self._idle_workers.append(worker)
+            else:
+                # It has ended or is about to: this waits for milliseconds.
+                await _outcome(self._threads.submit(worker.close))
 
 
-def encode_batch(batch: Batch, *, packed: bool, compress: bool) -> EncodedBody:
-    """Encode the body of a `GET /batch` that delivers `batch`.
+async def _outcome(call: Future[T], *, on_cancel: Callable[[], None] | None = None) -> T:
+    """Await a call in a thread to its end, even when cancelled: it uses its slot for as long."""
+    pending = asyncio.wrap_future(call)
+    try:
+        return await asyncio.shield(pending)
+    except asyncio.CancelledError:
+        if on_cancel is not None:
+            on_cancel()
+        await asyncio.wait([pending])
+        if not pending.cancelled():
+            pending.exception()  # looked at: nobody else will
+        raise
 
-    Stored bytes are joined, not parsed.
-    """
-    if packed:
-        content = join_packed([p.packed for p in batch.payloads], {"step": batch.step})
-    else:
-        content = join_json_batch(map(payload_json, batch.payloads))
+
+class _DecoderDied(AtroposError):
+    """The process ended before it answered."""
+
+
+class _DecoderProcess:
+    """One process that decodes, started at its first request. `kill` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._is_killed = False
+
+    @property
+    def is_usable(self) -> bool:
+        return self._process is not None and not self._is_killed
+
+    def kill(self) -> None:
+        """End the process now; a `decode` under way raises `_DecoderDied`."""
+        self._is_killed = True
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """End the process and wait for its end."""
+        self.kill()
+        if self._process is not None:
+            self._process.wait()
+        if self._connection is not None:
+            self._connection.close()
+
+    def decode(self, body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup]:
+        """Run `decode_body` in the process. Every wait releases the GIL, and nothing is copied under it."""
+        try:
+            connection = self._connection or self._start()
+            connection.sendall(REQUEST.pack(len(body), is_packed, many))
+            connection.sendall(body)
+            (num_bytes,) = REPLY.unpack(receive_exactly(connection, REPLY.size))
+            reply = msgspec.msgpack.decode(receive_exactly(connection, num_bytes), type=Reply)
+            payloads = [receive_exactly(connection, facts.num_bytes) for facts in reply.groups]
+        except (OSError, EOFError) as e:
+            self._is_killed = True
+            raise _DecoderDied(f"a decoder process ended: {e!r}") from e
+        if reply.bug is not None:
+            raise RuntimeError(f"in the decoder process:\n{reply.bug}")
+        if reply.refusal is not None:
+            raise GroupError(reply.refusal)
+        return [
+            DecodedGroup(
+                facts.env_id,
+                facts.num_sequences,
+                facts.num_tokens,
+                facts.policy_version,
+                facts.group_id,
+                facts.digest,
+                payload,
+            )
+            for facts, payload in zip(reply.groups, payloads, strict=True)
+        ]
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            MEMORY_LIMIT_VARIABLE: str(_DECODER_MEMORY_BYTES),
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "atroposlib.api.decoding"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                process_group=0,  # signals of the terminal are for the hub
+            )
+        self._connection = ours
+        if self._is_killed:  # while it started
+            self._process.kill()
+        return ours
+
+
+def _decode_if_light(body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup] | None:
+    """Decode here, or return None for a body that needs a process of its own."""
+    if not is_light(body, is_packed=is_packed):
+        return None
+    return decode_body(body, is_packed=is_packed, many=many)
+
+
+def _encode_batch(
+    payloads: Sequence[bytes], meta: Mapping[str, Any], *, packed: bool, encoding: str | None
+) -> EncodedBody:
+    texts = packed_pieces(payloads, meta) if packed else _batch_json(payloads, meta)
+    pieces = list(_even(texts))
+    if sum(map(len, pieces)) < COMPRESS_FROM_BYTES:
+        encoding = None
+    if encoding is not None:
+        pieces = list(_even(_compressed(pieces, encoding)))
     media_type = CONTENT_TYPE_PACKED if packed else CONTENT_TYPE_JSON
-    if compress and len(content) >= GZIP_MINIMUM_BYTES:
-        content = gzip.compress(content, compresslevel=_GZIP_LEVEL, mtime=0)
-        return EncodedBody(content=content, media_type=media_type, is_gzip=True)
-    return EncodedBody(content=content, media_type=media_type)
+    return EncodedBody(pieces=pieces, media_type=media_type, encoding=encoding)
 
 
-def payload_json(payload: Payload) -> bytes:
-    """The group's fourteen keys; encoded now if it came packed."""
-    if payload.json is not None:
-        return payload.json
-    return encode_json(unpack_group(payload.packed, strictness=Strictness.WIRE))
+def _batch_json(payloads: Sequence[bytes], meta: Mapping[str, Any]) -> Iterator[bytes]:
+    separator = b'{"batch":['
+    for payload in payloads:
+        yield separator
+        yield from json_pieces(payload)
+        separator = b","
+    yield b"]" if payloads else b'{"batch":[]'
+    if "lease_id" in meta:  # an original client is handed the batch and nothing else
+        yield b"," + msgspec.json.encode(dict(meta))[1:-1]
+    yield b"}"
 
 
-def num_bytes(payloads: Iterable[Payload]) -> int:
-    """Size of the stored bytes."""
-    return sum(len(p.packed) + len(p.json or b"") for p in payloads)
+def _even(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Join short pieces and cut long ones; those in between pass uncopied."""
+    held: list[bytes] = []
+    num_held = 0
+    for piece in pieces:
+        if num_held and num_held + len(piece) > _PIECE_BYTES // 4:
+            yield b"".join(held)
+            held, num_held = [], 0
+        if len(piece) > _PIECE_BYTES:
+            for start in range(0, len(piece), _PIECE_BYTES):
+                yield piece[start : start + _PIECE_BYTES]
+        elif piece:
+            held.append(piece)
+            num_held += len(piece)
+    if held:
+        yield b"".join(held)
+
+
+def _compressed(pieces: Iterable[bytes], encoding: str) -> Iterator[bytes]:
+    if encoding == "zstd":
+        zstd = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj()
+        yield from map(zstd.compress, pieces)
+        yield zstd.flush()
+        return
+    assert encoding == "gzip", encoding
+    gzip = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_WBITS)
+    yield from map(gzip.compress, pieces)
+    yield gzip.flush()
+
+
+def _group_json(payload: bytes) -> bytes:
+    text = io.BytesIO()  # grows in place, where joining would copy the whole text in one call
+    for piece in json_pieces(payload):
+        text.write(piece)
+    return text.getvalue()
 
 
 def is_packed(header: str) -> bool:
@@ -83,25 +357,27 @@ def is_packed(header: str) -> bool:
     return CONTENT_TYPE_PACKED in header.lower()
 
 
-def _decode_packed(body: bytes, *, many: bool) -> list[IncomingGroup]:
-    blobs: Sequence[bytes] = split_packed(body).blobs
-    if not many and len(blobs) != 1:
-        raise GroupError(f"groups: {len(blobs)} in the message, expected 1; use /scored_data_list")
-    incoming = []
-    for index, blob in enumerate(blobs):
-        try:
-            group = unpack_group(blob, strictness=Strictness.WIRE)
-        except GroupError as e:
-            raise GroupError(f"[{index}].{e}" if many else str(e)) from e
-        incoming.append(_incoming(group, Payload(packed=blob)))
-    return incoming
+def choose_encoding(accept_encoding: str) -> str | None:
+    """Return "zstd" or "gzip", whichever the client prefers and zstd where it does not care; None for neither.
+
+    >>> choose_encoding("gzip, deflate, zstd"), choose_encoding("gzip;q=1.0, zstd;q=0"), choose_encoding("")
+    ('zstd', 'gzip', None)
+    """
+    weights = {"gzip": 0.0, "zstd": 0.0}
+    for part in accept_encoding.lower().split(","):
+        name, _, parameter = part.partition(";")
+        if name.strip() in weights:
+            weights[name.strip()] = _weight(parameter)
+    best = max(("zstd", "gzip"), key=weights.__getitem__)
+    return best if weights[best] > 0 else None
 
 
-def _incoming(group: ScoredGroup, payload: Payload) -> IncomingGroup:
-    return IncomingGroup(
-        env_id=group.env_id,
-        num_sequences=group.num_sequences,
-        policy_version=group.policy_version,
-        group_id=group.group_id,
-        payload=payload,
-    )
+def _weight(parameter: str) -> float:
+    """Read `q=0.5`; 1 where there is none, 0 where it cannot be read."""
+    name, _, value = parameter.partition("=")
+    if name.strip() != "q":
+        return 1.0
+    try:
+        return float(value)
+    except ValueError:
+        return 0.0

@@ -1,0 +1,207 @@
+"""Request bodies to packed groups: the CPU work behind `payloads.GroupCodec`, wherever it runs.
+
+`decode_body` runs in a thread of the hub for bodies of ordinary size, and otherwise in a process of its own, which is
+this module as a program: it serves the socket that it finds as its standard input, one request after the other, and
+ends when the hub does. It imports neither FastAPI nor the coordinator, and keeps no state between requests.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from atroposlib.errors import GroupError
+from atroposlib.scored_data import ScoredGroup, Strictness
+from atroposlib.wire import (
+    content_digest,
+    iter_json_groups,
+    pack_group,
+    split_packed,
+    tail_texts,
+    unpack_group,
+)
+
+REQUEST: Final = struct.Struct("<Q??")
+"""Size of the body that follows, is it packed, many."""
+REPLY: Final = struct.Struct("<Q")
+"""Size of the `Reply` that follows; after it come the payloads."""
+
+MEMORY_LIMIT_VARIABLE: Final = "ATROPOS_DECODER_MEMORY"
+_TOO_MUCH: Final = "the body needs more memory than one request may take; send fewer groups at once"
+
+_LIGHT_JSON_BYTES: Final = 2**20
+_LIGHT_BRACKETS: Final = 20_000
+_LIGHT_PACKED_BYTES: Final = 16 * 2**20
+"""A packed body is copied once under the GIL; what else is done to arrays releases it."""
+
+Body = bytes | bytearray | memoryview
+
+
+class DecodedGroup(NamedTuple):
+    """A checked group, packed, and what the hub needs to know of it."""
+
+    env_id: int | None
+    num_sequences: int
+    num_tokens: int
+    policy_version: int | None
+    group_id: str | None
+    digest: bytes
+    payload: bytes
+
+
+class GroupFacts(msgspec.Struct, array_like=True):
+    """A `DecodedGroup` whose payload follows."""
+
+    env_id: int | None
+    num_sequences: int
+    num_tokens: int
+    policy_version: int | None
+    group_id: str | None
+    digest: bytes
+    num_bytes: int
+
+
+class Reply(msgspec.Struct, omit_defaults=True):
+    """Answer of the process."""
+
+    groups: list[GroupFacts] = []
+    refusal: str | None = None
+    """Text of the `GroupError`."""
+    bug: str | None = None
+    """Traceback of anything else."""
+
+
+def is_light(body: Body, *, is_packed: bool) -> bool:
+    """Can `decode_body` take `body` apart without a call that holds the GIL for more than some milliseconds?"""
+    if not is_packed:
+        return _is_light_json([body])
+    if len(body) > _LIGHT_PACKED_BYTES:
+        return False
+    return _is_light_json([text for blob in split_packed(body).blobs for text in tail_texts(blob)])
+
+
+def _is_light_json(texts: Sequence[Body]) -> bool:
+    """Bound what one decoding call makes: 5 ns per byte of text, and 150 ns per list or object."""
+    if sum(map(len, texts)) > _LIGHT_JSON_BYTES:
+        return False
+    return sum(num_brackets(text) for text in texts) <= _LIGHT_BRACKETS
+
+
+def num_brackets(body: Body) -> int:
+    """Count the bytes that open a list or an object in JSON."""
+    text = body if isinstance(body, bytes | bytearray) else bytes(body)
+    return text.count(b"[") + text.count(b"{")
+
+
+def decode_body(body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup]:
+    """Decode and check the body of `/scored_data` or, with `many`, `/scored_data_list`; raises `GroupError`."""
+    try:
+        return _decode_packed(body, many=many) if is_packed else _decode_json(body, many=many)
+    except MemoryError as e:
+        raise GroupError(_TOO_MUCH) from e
+
+
+def _decode_json(body: Body, *, many: bool) -> list[DecodedGroup]:
+    groups: list[DecodedGroup] = []
+    for group in iter_json_groups(body, many=many):
+        try:
+            groups.append(_decoded(group, pack_group(group)))
+        except GroupError as e:
+            raise GroupError(f"[{len(groups)}].{e}" if many else str(e)) from e
+    return groups
+
+
+def _decode_packed(body: Body, *, many: bool) -> list[DecodedGroup]:
+    blobs = split_packed(body).blobs
+    if not many and len(blobs) != 1:
+        raise GroupError(f"groups: {len(blobs)} in the message, expected 1; use /scored_data_list")
+    groups: list[DecodedGroup] = []
+    for index, blob in enumerate(blobs):
+        try:
+            group = unpack_group(blob, strictness=Strictness.WIRE)
+            groups.append(_decoded(group, bytes(blob)))
+        except GroupError as e:
+            raise GroupError(f"[{index}].{e}" if many else str(e)) from e
+    return groups
+
+
+def _decoded(group: ScoredGroup, payload: bytes) -> DecodedGroup:
+    return DecodedGroup(
+        env_id=group.env_id,
+        num_sequences=group.num_sequences,
+        num_tokens=group.num_tokens,
+        policy_version=group.policy_version,
+        group_id=group.group_id,
+        digest=b"" if group.group_id is None else content_digest(group),
+        payload=payload,
+    )
+
+
+def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """Return the next bytes, in one call that releases the GIL; raises `EOFError` if the peer ends first."""
+    data = connection.recv(num_bytes, socket.MSG_WAITALL) if num_bytes else b""
+    if len(data) == num_bytes:
+        return data
+    parts = [data]
+    missing = num_bytes - len(data)
+    while missing:  # a signal cut the call short, or the peer is gone
+        data = connection.recv(missing, socket.MSG_WAITALL)
+        if not data:
+            raise EOFError
+        parts.append(data)
+        missing -= len(data)
+    return b"".join(parts)
+
+
+def _answer(body: bytes, *, is_packed: bool, many: bool) -> tuple[Reply, list[bytes]]:
+    try:
+        groups = decode_body(body, is_packed=is_packed, many=many)
+    except GroupError as e:
+        return Reply(refusal=str(e)), []
+    except Exception:  # noqa: BLE001 - the boundary of this process: the hub raises it there
+        return Reply(bug=traceback.format_exc()), []
+    facts = [GroupFacts(*group[:-1], len(group.payload)) for group in groups]
+    return Reply(groups=facts), [group.payload for group in groups]
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer requests until the hub closes its end."""
+    while True:
+        try:
+            header = receive_exactly(connection, REQUEST.size)
+        except EOFError:
+            return
+        num_bytes, is_packed, many = REQUEST.unpack(header)
+        body = receive_exactly(connection, num_bytes)
+        reply, payloads = _answer(body, is_packed=is_packed, many=many)
+        del body
+        encoded = msgspec.msgpack.encode(reply)
+        connection.sendall(REPLY.pack(len(encoded)) + encoded)
+        for payload in payloads:
+            connection.sendall(payload)
+        del payloads
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the hub, which then closes its end
+    limit = int(os.environ[MEMORY_LIMIT_VARIABLE])
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    with socket.socket(fileno=os.dup(sys.stdin.fileno())) as connection:
+        try:
+            serve(connection)
+        except (EOFError, ConnectionError):
+            return  # the hub ended in the middle of a request
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The two encodings of a scored group: the original's JSON, and packed binary.
+
+JSON (`application/json`) is what every existing client speaks: fourteen keys, nested lists. Packed
+(`application/vnd.atropos.groups+msgpack`) is what our own clients speak among themselves, and what the hub stores: a
+msgpack envelope around one independent blob per group, whose arrays are little-endian buffers. Blobs are joined into
+a batch without being parsed. Both encodings hand back what was sent: floats travel as float32 only where that loses
+nothing. The byte layout is written down in `api/README.md`.
+
+Decoding always ends in `check_group`: there is no way to obtain an unchecked `ScoredGroup` from bytes. No call into
+C works on more than about a MiB at once where that can be avoided: such calls hold the GIL.
+"""
+
+from __future__ import annotations
+
+from atroposlib.wire.json_decoding import decode_json_groups, iter_json_groups
+from atroposlib.wire.json_encoding import encode_json, json_pieces
+from atroposlib.wire.packed import (
+    CONTENT_TYPE_JSON,
+    CONTENT_TYPE_PACKED,
+    PACKED_VERSION,
+    PackedEnvelope,
+    content_digest,
+    join_packed,
+    pack_group,
+    packed_pieces,
+    split_packed,
+    tail_texts,
+    unpack_group,
+)
+
+__all__ = [
+    "CONTENT_TYPE_JSON",
+    "CONTENT_TYPE_PACKED",
+    "PACKED_VERSION",
+    "PackedEnvelope",
+    "content_digest",
+    "decode_json_groups",
+    "encode_json",
+    "iter_json_groups",
+    "join_packed",
+    "json_pieces",
+    "pack_group",
+    "packed_pieces",
+    "split_packed",
+    "tail_texts",
+    "unpack_group",
+]

@@ -1,0 +1,359 @@
+"""Packed groups: what our clients send, what the hub stores, what its batches are joined from.
+
+A blob is one group; a message is an envelope around blobs. Buffers are read in place and copied once. What a blob
+says is believed only after `check_group`, except by `open_blob`, whose callers read blobs that passed it before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from atroposlib.errors import GroupError
+from atroposlib.scored_data import (
+    DISTILL_FIELDS,
+    IGNORE_INDEX,
+    PER_TOKEN_FIELDS,
+    Ragged,
+    RaggedPerToken,
+    ScoredGroup,
+    Strictness,
+    check_group,
+)
+
+CONTENT_TYPE_JSON: Final = "application/json"
+CONTENT_TYPE_PACKED: Final = "application/vnd.atropos.groups+msgpack"
+PACKED_VERSION: Final = 1
+DIGEST_BYTES: Final = 16
+
+OBJECT_FIELDS: Final = (
+    "messages",
+    "overrides",
+    "generation_params",
+    "group_overrides",
+    "images",
+)
+"""Fields that are no arrays of numbers."""
+
+MAX_PACKED_GROUPS: Final = 1024
+"""Groups in one message. Lengths are refused before what they announce is made."""
+
+_FEW: Final = msgspec.Meta(max_length=32)
+_TAIL_FIELDS: Final = (*OBJECT_FIELDS, *DISTILL_FIELDS)
+Blob = bytes | bytearray | memoryview
+
+
+class PackedDistillation(NamedTuple):
+    """One list per token."""
+
+    lengths: memoryview
+    """[N] u32 entries per token"""
+    width: str
+    """i4, i8, f4, f8"""
+    values: memoryview
+
+
+class PackedGroup(msgspec.Struct, omit_defaults=True, gc=False):
+    """One group in packed form. Buffers are little-endian; `f4`/`f8` tells the width of each float buffer."""
+
+    lengths: memoryview
+    """[S] u32"""
+    tokens: memoryview
+    """[N] u32"""
+    scores: memoryview
+    """[S] f64"""
+    trained: memoryview | None = None
+    """[ceil(N / 8)] bit i, most significant first, is 1 where masks[i] == tokens[i]; the rest is -100."""
+    masks: memoryview | None = None
+    """[N] i32; present instead of `trained` when a foreign client's masks are not labels."""
+    arrays: Annotated[dict[str, tuple[str, memoryview]], _FEW] = {}
+    """per-token float arrays by name: ("f4" or "f8", [N])"""
+    distill: Annotated[dict[str, PackedDistillation], _FEW] = {}
+    """`distill_token_ids` ("i4" or "i8") and `distill_logprobs` ("f4" or "f8")"""
+    tail: Annotated[dict[str, memoryview], _FEW] | memoryview = {}
+    """JSON by name of the fields that are not arrays; or one JSON object of all of them"""
+    empty: Annotated[list[str], _FEW] = []
+    env_id: int | None = None
+    group_id: str | None = None
+    policy_version: int | None = None
+
+
+class _Envelope(msgspec.Struct, gc=False):
+    version: int
+    meta: dict[str, Any]
+    groups: Annotated[list[memoryview], msgspec.Meta(max_length=MAX_PACKED_GROUPS)]
+
+
+class PackedEnvelope(NamedTuple):
+    """An opened packed message: `meta` is free-form, each blob is one group for `unpack_group`."""
+
+    meta: dict[str, Any]
+    blobs: list[memoryview]
+    """Views into the message."""
+
+
+def _encode_foreign(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be sent as JSON")
+
+
+_json_encoder = msgspec.json.Encoder(enc_hook=_encode_foreign)
+_sorted_encoder = msgspec.json.Encoder(enc_hook=_encode_foreign, order="sorted")
+_packed_encoder = msgspec.msgpack.Encoder()
+_packed_decoder = msgspec.msgpack.Decoder(PackedGroup)
+_envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+_members_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def json_bytes(value: Any, name: str) -> bytes:
+    """Encode the value of one field; raises `GroupError` for what JSON cannot express."""
+    try:
+        return _json_encoder.encode(value)
+    except (TypeError, UnicodeEncodeError, OverflowError, RecursionError) as e:
+        raise GroupError(f"{name}: cannot be sent: {e}") from e
+
+
+def _narrow_floats(values: NDArray[np.float64]) -> tuple[str, bytes]:
+    """Return f4 where that loses nothing, else f8."""
+    with np.errstate(over="ignore"):
+        narrow = values.astype("<f4")
+    if np.array_equal(narrow, values):
+        return "f4", narrow.tobytes()
+    return "f8", values.astype("<f8", copy=False).tobytes()
+
+
+def _narrow_ints(values: NDArray[Any]) -> tuple[str, bytes]:
+    narrow = values.astype("<i4")
+    if np.array_equal(narrow, values):
+        return "i4", narrow.tobytes()
+    return "i8", values.astype("<i8", copy=False).tobytes()
+
+
+def pack_group(group: ScoredGroup) -> bytes:
+    """Encode one group as a packed blob."""
+    trained = group.masks == group.tokens
+    is_label = bool((trained | (group.masks == IGNORE_INDEX)).all())
+    arrays = {}
+    for name in PER_TOKEN_FIELDS:
+        values = getattr(group, name)
+        if values is not None:
+            width, buffer = _narrow_floats(values)
+            arrays[name] = (width, memoryview(buffer))
+    distill = {}
+    for name in DISTILL_FIELDS:
+        entries = getattr(group, name)
+        if entries is not None:
+            is_ids = name == "distill_token_ids"
+            width, buffer = (_narrow_ints if is_ids else _narrow_floats)(entries.values)
+            counts = memoryview(entries.lengths.astype("<u4").tobytes())
+            distill[name] = PackedDistillation(counts, width, memoryview(buffer))
+    masks = None if is_label else memoryview(group.masks.astype("<i4", copy=False).tobytes())
+    return _packed_encoder.encode(
+        PackedGroup(
+            lengths=memoryview(group.lengths.astype("<u4").tobytes()),
+            tokens=memoryview(group.tokens.astype("<i4", copy=False).tobytes()),
+            scores=memoryview(group.scores.astype("<f8", copy=False).tobytes()),
+            trained=memoryview(np.packbits(trained).tobytes()) if is_label else None,
+            masks=masks,
+            arrays=arrays,
+            distill=distill,
+            tail={
+                name: memoryview(json_bytes(value, name))
+                for name in OBJECT_FIELDS
+                if (value := getattr(group, name)) is not None
+            },
+            empty=sorted(group.empty_fields),
+            env_id=group.env_id,
+            group_id=group.group_id,
+            policy_version=group.policy_version,
+        )
+    )
+
+
+def open_blob(blob: Blob) -> PackedGroup:
+    """Parse a blob without looking at its contents; raises `GroupError` if it is none."""
+    try:
+        return _packed_decoder.decode(blob)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise GroupError(f"not a packed group: {e}") from e
+
+
+def tail_members(packed: PackedGroup) -> dict[str, memoryview]:
+    """Return the JSON of each field that is no array; raises `GroupError`."""
+    tail = packed.tail
+    if isinstance(tail, memoryview):
+        try:
+            members = _members_decoder.decode(tail) if tail.nbytes else {}
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+            raise GroupError(f"tail: expected a JSON object: {e}") from e
+        tail = {name: memoryview(member) for name, member in members.items()}
+    unknown = next((name for name in tail if name not in _TAIL_FIELDS), None)
+    if unknown is not None:
+        raise GroupError(f"tail: unknown field {unknown[:60]!r}")
+    return tail
+
+
+def tail_texts(blob: Blob) -> list[memoryview]:
+    """Return the JSON in a blob: the part that is decoded into objects. Raises `GroupError`."""
+    tail = open_blob(blob).tail
+    return [tail] if isinstance(tail, memoryview) else list(tail.values())
+
+
+def decode_member(text: Blob | msgspec.Raw, name: str) -> Any:
+    """Decode the JSON of one field; raises `GroupError` with its path."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        message, _, where = str(e).partition(" - at `$")
+        raise GroupError(f"{name}{where.rstrip('`')}: {message}") from e
+
+
+def unpack_group(blob: Blob, *, strictness: Strictness) -> ScoredGroup:
+    """Decode one packed blob and check it; raises `GroupError`."""
+    packed = open_blob(blob)
+    lengths = read_buffer(packed.lengths, "<u4", None, "lengths").astype(np.int64)
+    num_tokens = int(lengths.sum())
+    tokens = read_buffer(packed.tokens, "<u4", num_tokens, "tokens")
+    if packed.masks is not None:
+        masks = read_buffer(packed.masks, "<i4", num_tokens, "masks")
+    elif packed.trained is not None:
+        trained = read_bits(packed.trained, num_tokens)
+        masks = np.where(trained, tokens.view("<i4"), np.int32(IGNORE_INDEX))
+    else:
+        raise GroupError("masks: required, but neither `trained` nor `masks` is present")
+
+    group: dict[str, Any] = {
+        name: decode_member(text, name) for name, text in tail_members(packed).items()
+    }
+    for name in packed.empty:
+        group[name] = []
+    for name, (width, buffer) in packed.arrays.items():
+        if name not in PER_TOKEN_FIELDS or width not in ("f4", "f8"):
+            raise GroupError(f"arrays.{name}: unknown array or width {width!r}")
+        group[name] = Ragged(read_buffer(buffer, f"<{width}", num_tokens, name), lengths)
+    for name, distillation in packed.distill.items():
+        group[name] = RaggedPerToken(_read_distillation(name, distillation, num_tokens), lengths)
+    group |= {
+        "tokens": Ragged(tokens, lengths),
+        "masks": Ragged(masks, lengths),
+        "scores": read_buffer(packed.scores, "<f8", len(lengths), "scores"),
+        "env_id": packed.env_id,
+        "group_id": packed.group_id,
+        "policy_version": packed.policy_version,
+    }
+    return check_group(group, strictness=strictness)
+
+
+def _read_distillation(name: str, packed: PackedDistillation, num_tokens: int) -> Ragged:
+    widths = ("i4", "i8") if name == "distill_token_ids" else ("f4", "f8")
+    if name not in DISTILL_FIELDS or packed.width not in widths:
+        raise GroupError(f"distill.{name}: unknown array or width {packed.width!r}")
+    lengths = read_buffer(packed.lengths, "<u4", num_tokens, f"{name}.lengths").astype(np.int64)
+    values = read_buffer(packed.values, f"<{packed.width}", int(lengths.sum()), name)
+    return Ragged(values, lengths)
+
+
+def read_buffer(data: memoryview, dtype: str, count: int | None, name: str) -> NDArray[Any]:
+    """Return `data` as an aligned array, in place where possible; raises `GroupError` for a wrong size."""
+    width = np.dtype(dtype).itemsize
+    if data.nbytes % width or (count is not None and data.nbytes != count * width):
+        expected = "a multiple of" if count is None else f"{count} x"
+        raise GroupError(f"{name}: {data.nbytes} bytes, expected {expected} {width}")
+    array: NDArray[Any] = np.frombuffer(data, dtype=dtype)
+    return array if array.flags.aligned else array.copy()
+
+
+def read_bits(data: memoryview, count: int) -> NDArray[np.bool_]:
+    """Return the first `count` bits of `trained`."""
+    packed = read_buffer(data, "u1", (count + 7) // 8, "trained")
+    return np.unpackbits(packed, count=count).view(np.bool_)
+
+
+def packed_pieces(blobs: Sequence[bytes], meta: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield a message around packed groups, which are neither parsed nor copied."""
+    encode = _packed_encoder.encode
+    yield b"".join(
+        (
+            b"\x83",  # a map of three
+            encode("version"),
+            encode(PACKED_VERSION),
+            encode("meta"),
+            encode(dict(meta)),
+            encode("groups"),
+            b"\xdd" + struct.pack(">I", len(blobs)),
+        )
+    )
+    for blob in blobs:
+        yield b"\xc6" + struct.pack(">I", len(blob))
+        yield blob
+
+
+def join_packed(blobs: Iterable[bytes], meta: Mapping[str, Any] | None = None) -> bytes:
+    """Put packed groups, unparsed, into one message."""
+    return b"".join(packed_pieces(list(blobs), meta or {}))
+
+
+def split_packed(body: Blob) -> PackedEnvelope:
+    """Open a packed message; raises `GroupError` if it is not one, or of another version."""
+    try:
+        envelope = _envelope_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise GroupError(f"not a packed message: {e}") from e
+    if envelope.version != PACKED_VERSION:
+        raise GroupError(f"version: packed format {envelope.version}, expected {PACKED_VERSION}")
+    return PackedEnvelope(meta=envelope.meta, blobs=envelope.groups)
+
+
+def content_digest(group: ScoredGroup | Blob) -> bytes:
+    """Return 16 bytes that tell the contents of groups apart.
+
+    Equal for both encodings of a group; who sent it, its id and its policy version do not matter. Keys of JSON
+    objects are sorted first, for their order carries no meaning.
+    """
+    if not isinstance(group, ScoredGroup):
+        group = unpack_group(group, strictness=Strictness.WIRE)
+    digest = hashlib.sha256(usedforsecurity=False)
+
+    def add(name: str, content: Blob) -> None:
+        digest.update(f"{name} {len(content)}\n".encode())
+        digest.update(content)
+
+    trained = group.masks == group.tokens
+    add("lengths", group.lengths.astype("<u4").tobytes())
+    add("tokens", group.tokens.astype("<i4", copy=False).tobytes())
+    add("trained", np.packbits(trained).tobytes())
+    add("masks", group.masks[~trained].astype("<i4", copy=False).tobytes())
+    add("scores", group.scores.astype("<f8", copy=False).tobytes())
+    for name in PER_TOKEN_FIELDS:
+        values = getattr(group, name)
+        if values is not None:
+            width, buffer = _narrow_floats(values)
+            add(f"{name} {width}", buffer)
+    for name in DISTILL_FIELDS:
+        entries = getattr(group, name)
+        if entries is not None:
+            add(f"{name} lengths", entries.lengths.astype("<u4").tobytes())
+            dtype = "<i8" if name == "distill_token_ids" else "<f8"
+            add(name, entries.values.astype(dtype, copy=False).tobytes())
+    for name in OBJECT_FIELDS:
+        value = getattr(group, name)
+        if value is not None:
+            add(name, _canonical_json(value))
+    add("empty", " ".join(sorted(group.empty_fields)).encode())
+    return digest.digest()[:DIGEST_BYTES]
+
+
+def _canonical_json(value: Any) -> bytes:
+    try:
+        return _sorted_encoder.encode(value)
+    except TypeError:  # keys that are no strings, which JSON makes strings of
+        return _sorted_encoder.encode(msgspec.json.decode(_json_encoder.encode(value)))

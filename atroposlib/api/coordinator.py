@@ -501,7 +501,7 @@ class Coordinator:
             change, resumed = self._resume(registration.resume_step, registration.resume, same_size)
         fields = registration.model_dump(include=set(Registration.model_fields))
         self._trainer = Registration.model_validate(fields)
-        ends = [*change.ends, *self._drop_oversized()]
+        moves = [*change.moves, *self._bury_oversized()]
         self._queue_changed()
         logger.info(
             "run %s: trainer registered: batch_size %d, step %d of %d",
@@ -512,8 +512,8 @@ class Coordinator:
         )
         await self._save(
             Change(
-                moves=change.moves,
-                ends=ends,
+                moves=moves,
+                ends=change.ends,
                 batches=change.batches,
                 closed_batches=change.closed_batches,
             )
@@ -527,20 +527,21 @@ class Coordinator:
             update={"epoch": self._epoch, "step": self._steps.current} | resumed._asdict()
         )
 
-    def _drop_oversized(self) -> list[End]:
-        """Discard queued groups that came before the trainer and fit into no batch of its size."""
+    def _bury_oversized(self) -> list[Move]:
+        """Set queued groups aside that came before the trainer and fit into no batch of its size."""
         limit = self.info().batch_size
         if self._queue.largest_of_all() <= limit:
             return []
-        too_large = [h for h in self._queue if h.num_sequences > limit]
+        too_large = [header for header in self._queue if header.num_sequences > limit]
+        reason = f"larger than the trainer's batch of {limit} sequences"
         logger.warning(
-            "run %s: discarding %d groups, sent before the trainer came, larger than its batch_size %d",
+            "run %s: %d groups, sent before the trainer came, set aside as dead: %s",
             self.name,
             len(too_large),
-            limit,
+            reason,
         )
         self._queue.remove([header.number for header in too_large])
-        return self._end(too_large, Fate.DISCARDED)
+        return self._bury(too_large, reason)
 
     def _resume(self, step: int, mode: Resume, same_size: bool) -> tuple[Change, _Resumed]:
         """Void all leases; bring back what was trained after `step`, and what was not trained yet."""

@@ -99,6 +99,16 @@ _GROUP_BODY = {"description": "Scored groups, see the wire contract", "required"
 }
 
 
+async def _current_run(request: Request) -> Coordinator:
+    """The run that the path names, opened if this is the first that is heard of it."""
+    hub: Hub = request.app.state.hub
+    name = request.scope.get("run", DEFAULT_RUN)
+    return hub.runs.get(name) or await hub.run(name)
+
+
+Run = Annotated[Coordinator, Depends(_current_run)]
+
+
 def create_app(
     hub: Hub | None = None, *, limits: HubLimits | None = None, tokens: TokenSet | None = None
 ) -> FastAPI:
@@ -128,12 +138,6 @@ def create_app(
         + [{"url": "/runs/{run}", "variables": {"run": {"default": DEFAULT_RUN}}}],  # type: ignore[list-item]
     )
     app.state.hub = hub
-
-    async def current_run(request: Request) -> Coordinator:
-        name = request.scope.get("run", DEFAULT_RUN)
-        return hub.runs.get(name) or await hub.run(name)
-
-    Run = Annotated[Coordinator, Depends(current_run)]
 
     async def take_in(run: Coordinator, request: Request, *, many: bool) -> list[Receipt]:
         """Decode, check and store; hold a client that would drop the group when there is no room."""
@@ -533,7 +537,7 @@ def _list_reply(receipts: Sequence[Receipt]) -> dict[str, Any]:
 
 def _riding_status(
     run: Coordinator, request: Request, receipts: Sequence[Receipt]
-) -> dict[str, EnvStatus]:
+) -> dict[str, Any]:
     """Tell our own clients their status with the answer, so that they need not ask for it."""
     env_ids = {receipt.env_id for receipt in receipts}
     if not is_ours(request) or len(env_ids) != 1:
@@ -541,7 +545,7 @@ def _riding_status(
     [env_id] = env_ids
     if env_id is None or not run.knows(env_id):
         return {}
-    return {"env_status": run.status_env(env_id)}
+    return {"env_status": run.status_env(env_id).model_dump(exclude_none=True)}
 
 
 def _json_response(content: bytes) -> Response:

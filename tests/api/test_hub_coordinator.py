@@ -453,7 +453,7 @@ class RunMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.store = MemoryStore()
         self.policy = RunPolicy(
-            lease_ttl_s=100, env_timeout_s=1000, max_deliveries=4, keep_trained_batches=5
+            lease_ttl_s=100, env_timeout_s=1000, max_deliveries=4, keep_trained_batches=2
         )
         self.sizes: dict[int, int] = {}
         self.ids: dict[str, int] = {}

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.limits import HubLimits
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.wire import (
     CONTENT_TYPE_PACKED,
@@ -106,8 +105,12 @@ async def test_groups_that_come_before_the_trainer_are_kept(hub: Hub) -> None:
     await hub.post("/register", registration())
     batch = (await hub.get("/batch"))["batch"]
     assert [each["tokens"][0][0] for each in batch] == [1, 2]
-    ledger = await hub.balanced_ledger()
-    assert ledger["rejected"] == {"larger_than_batch": 1}
+    assert (await hub.balanced_ledger())["dead"] == 1
+    [dead] = (await hub.get("/dead"))["groups"]
+    assert (dead["num_sequences"], dead["reason"]) == (
+        5,
+        "larger than the trainer's batch of 4 sequences",
+    )
 
 
 async def test_environments_wait_for_the_first_request_for_a_batch(hub: Hub) -> None:
@@ -274,36 +277,159 @@ async def test_body_that_is_no_group_is_422(hub: Hub, content: bytes) -> None:
     assert response.json()["detail"][0]["msg"]
 
 
-async def test_repeated_group_id_gets_the_first_answer_and_is_stored_once(hub: Hub) -> None:
+async def test_repeated_group_id_is_a_duplicate_and_is_stored_once(hub: Hub) -> None:
     await hub.start(environment(group_size=4), batch_size=8)
     odd = group(2, env_id=0, group_id="a")
-    first = await hub.post("/scored_data", odd)
+    assert await hub.post("/scored_data", odd) == {"status": "buffered", "buffer_size": 2}
     await hub.post("/scored_data", group(1, env_id=0, group_id="b"))
-    assert await hub.post("/scored_data", odd) == first == {"status": "buffered", "buffer_size": 2}
+    assert await hub.post("/scored_data", odd) == {"status": "duplicate"}
     assert await hub.post("/scored_data_list", [odd, group(4, group_id="c")]) == {
         "status": "received",
         "groups_processed": 2,
-        "buffered": 1,
-        "last_buffer_size": 2,
+        "duplicates": 1,
     }
     ledger = await hub.balanced_ledger()
-    assert ledger == {
-        "produced": 3,
-        "queued": 1,
-        "buffered": 2,
-        "delivered": 0,
-        "rejected": {},
-        "duplicates": 2,
-    }
+    assert (ledger["queued"], ledger["buffered"], ledger["duplicates"]) == (1, 2, 2)
+
+
+async def test_group_id_with_other_content_is_refused(hub: Hub) -> None:
+    await hub.post("/scored_data", group(2, 1, group_id="a"))
+    response = await hub.http.post("/scored_data", json=group(2, 9, group_id="a"))
+    assert response.status_code == 422
+    assert response.json()["detail"][0]["loc"] == ["body", "group_id"]
+
+
+async def test_same_group_under_another_environment_id_is_a_duplicate(hub: Hub) -> None:
+    await hub.post("/scored_data", group(2, 1, group_id="a", env_id=3))
+    again = await hub.post("/scored_data", group(2, 1, group_id="a", env_id=4))
+    assert again == {"status": "duplicate"}
 
 
 async def test_delivered_group_stays_known(hub: Hub) -> None:
     await hub.start()
     await hub.post("/scored_data", group(4, group_id="a"))
     assert (await hub.get("/batch"))["batch"]
-    assert await hub.post("/scored_data", group(4, group_id="a")) == {"status": "received"}
+    assert await hub.post("/scored_data", group(4, group_id="a")) == {"status": "duplicate"}
     assert await hub.get("/batch") == {"batch": None}
-    assert (await hub.balanced_ledger())["delivered"] == 1
+    assert (await hub.balanced_ledger())["trained"] == 1
+
+
+# Leases
+
+
+async def test_leased_batch_is_trained_on_when_it_is_acknowledged(hub: Hub) -> None:
+    await hub.start()
+    await hub.post("/scored_data", group(4, 1))
+    batch = await hub.get("/batch?lease=1&ttl=30")
+    assert {key: batch[key] for key in ("batch_id", "epoch", "step", "expires_in_s")} == {
+        "batch_id": 0,
+        "epoch": 0,
+        "step": 1,
+        "expires_in_s": 30.0,
+    }
+    assert (await hub.balanced_ledger())["leased"] == 1
+    lease = {"lease_id": batch["lease_id"]}
+    beat = await hub.post("/batches/0/heartbeat", lease)
+    assert beat == {"status": "success", "expires_in_s": 30.0}
+    for _ in range(2):
+        acked = await hub.post("/batches/0/ack", lease)
+        assert acked == {"status": "success", "step": 1}
+    assert (await hub.balanced_ledger())["trained"] == 1
+    committed = await hub.post("/checkpoints", {"step": 1, "path": "ck/1"})
+    assert committed == {"status": "success", "committed": 1}
+
+
+async def test_released_batch_comes_again_and_its_old_lease_is_409(hub: Hub) -> None:
+    await hub.start()
+    await hub.post("/scored_data", group(4, 1))
+    first = await hub.get("/batch?lease=true")
+    lease = {"lease_id": first["lease_id"]}
+    await hub.post("/batches/0/release", lease)
+    assert (await hub.get("/batch?lease=true"))["batch"] == first["batch"]
+    late = await hub.http.post("/batches/0/ack", json=lease)
+    assert late.status_code == 409
+    assert late.json()["detail"]["type"] == "lease_expired"
+    assert (await hub.http.post("/batches/9/ack", json=lease)).status_code == 404
+
+
+async def test_resuming_trainer_voids_leases_and_gets_its_batches_again(hub: Hub) -> None:
+    await hub.start()
+    await hub.post("/scored_data_list", [group(4, 1), group(4, 2)])
+    first, second = await hub.get("/batch?lease=1"), await hub.get("/batch?lease=1")
+    await hub.post("/batches/0/ack", {"lease_id": first["lease_id"]})
+    reply = await hub.post("/register", registration(resume_step=0))
+    assert {key: reply[key] for key in ("epoch", "step", "replayed")} == {
+        "epoch": 1,
+        "step": 0,
+        "replayed": 2,
+    }
+    late = await hub.http.post("/batches/1/ack", json={"lease_id": second["lease_id"]})
+    assert late.status_code == 409
+    again = [await hub.get("/batch?lease=1") for _ in range(2)]
+    assert [each["batch"] for each in again] == [first["batch"], second["batch"]]
+
+
+async def test_packed_batch_carries_its_lease(hub: Hub) -> None:
+    await hub.start()
+    await hub.post("/scored_data", group(4, 1))
+    response = await hub.http.get("/batch?lease=1", headers={"Accept": CONTENT_TYPE_PACKED})
+    meta = split_packed(response.content).meta
+    assert meta.keys() == {"step", "batch_id", "lease_id", "epoch", "expires_in_s"}
+    await hub.post("/batches/0/ack", {"lease_id": meta["lease_id"]})
+
+
+# Status without asking
+
+
+async def test_status_rides_on_the_answer_to_our_own_clients_only(hub: Hub) -> None:
+    await hub.start(environment())
+    assert await hub.post("/scored_data", group(2, env_id=0)) == {"status": "received"}
+    ours = await hub.http.post(
+        "/scored_data", json=group(2, env_id=0), headers={"Atropos-Client": "test"}
+    )
+    status = await hub.get("/status-env?env_id=0")
+    assert ours.json() == {"status": "received", "env_status": status}
+
+
+async def test_status_poll_waits_for_the_step_to_change(hub: Hub) -> None:
+    await hub.start(environment())
+    waiting = asyncio.create_task(hub.get("/status-env?env_id=0&wait=20&seen_step=0"))
+    await asyncio.sleep(0)
+    await hub.post("/scored_data_list", [group(2, env_id=0)] * 2)
+    assert not waiting.done()
+    await hub.get("/batch")
+    assert (await waiting)["current_step"] == 1
+    assert (await hub.get("/status-env?env_id=0&wait=20&seen_step=0"))["current_step"] == 1
+
+
+# Runs
+
+
+async def test_runs_do_not_see_each_other(hub: Hub) -> None:
+    await hub.start()
+    await hub.post("/runs/other/register", registration(batch_size=2))
+    await hub.post("/runs/other/scored_data", group(2, 5))
+    assert await hub.get("/batch") == {"batch": None}
+    assert (await hub.get("/runs/other/info"))["batch_size"] == 2
+    [delivered] = (await hub.get("/runs/other/batch"))["batch"]
+    assert delivered["tokens"][0][0] == 5
+    assert (await hub.http.delete("/runs/other")).status_code == 200
+    assert (await hub.http.delete("/runs/other")).status_code == 404
+    assert (await hub.get("/runs/other/info"))["batch_size"] == -1
+
+
+async def test_explain_names_what_is_missing(hub: Hub) -> None:
+    assert (await hub.get("/explain"))["blocker"] == "no_trainer"
+    await hub.start(environment(), environment(desired_name="bar", min_batch_allocation=0.5))
+    await hub.post("/scored_data_list", [group(2, env_id=0)] * 2)
+    explained = await hub.get("/explain")
+    assert (explained["blocker"], explained["env_id"], explained["need"]) == ("minimum", 1, 2)
+    assert "environment 1" in explained["reason"]
+    assert [each["floor"] for each in explained["environments"]] == [0, 2]
+
+
+async def test_ready_hub_says_what_an_accepted_group_survives(hub: Hub) -> None:
+    assert await hub.get("/readyz") == {"status": "ready", "durability": "memory"}
 
 
 async def test_minimum_of_an_absent_environment_does_not_hold_the_batch(hub: Hub) -> None:
@@ -496,14 +622,12 @@ async def test_packed_body_that_is_no_group_is_422(hub: Hub, content: bytes) -> 
 # Threads, documentation, cross-origin
 
 
-async def test_large_bodies_are_handled_in_threads_with_the_same_result() -> None:
-    async with running_hub(HubLimits(offload_bytes=1)) as hub:
-        await hub.start()
-        groups = [group(2, number) for number in range(8)]
-        await asyncio.gather(*(hub.post("/scored_data", each) for each in groups))
-        seen = [g["tokens"][0][0] for _ in range(4) for g in (await hub.get("/batch"))["batch"]]
-        assert sorted(seen) == list(range(8))
-        assert (await hub.balanced_ledger())["delivered"] == 8
+async def test_large_bodies_come_out_as_they_went_in(hub: Hub) -> None:
+    await hub.start()
+    large = group(2) | {"tokens": [list(range(20_000))] * 2, "masks": [[-100] * 20_000] * 2}
+    await asyncio.gather(*(hub.post("/scored_data", large) for _ in range(2)))
+    batch = (await hub.get("/batch"))["batch"]
+    assert [each["tokens"] for each in batch] == [large["tokens"]] * 2
 
 
 async def test_documentation_lists_every_route(hub: Hub) -> None:
@@ -525,6 +649,16 @@ async def test_documentation_lists_every_route(hub: Hub) -> None:
         "/reset_data",
         "/policy",
         "/ledger",
+        "/explain",
+        "/metrics",
+        "/readyz",
+        "/batches/{batch_id}/heartbeat",
+        "/batches/{batch_id}/ack",
+        "/batches/{batch_id}/release",
+        "/checkpoints",
+        "/dead",
+        "/dead/requeue",
+        "/runs/{run}",
     }
     assert set(paths["/scored_data"]["post"]["requestBody"]["content"]) == {
         "application/json",

@@ -405,10 +405,10 @@ async def ask_environments(site: Site, options: Options, findings: Findings) -> 
                         polled.stepped_s = time.perf_counter()
                         await take_and_acknowledge(site, connection)
                         await asyncio.sleep(0.5)
+                    num_answers = len(polled.latencies_ms)
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-            num_answers = len(polled.latencies_ms)
             table.row(
                 num_envs,
                 "long poll, answer after a step" if is_native else "original, every 0.1 s",
@@ -519,12 +519,13 @@ async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
         "How long others wait: GET /healthz 200 times a second while something else goes on,"
         f" {site.hub.store} store, ms",
         "meanwhile", "answer", "wall p50 / p99", "wall max", "net max",
-        "loop CPU max", "loop lag gauge", "server CPU s", "peak RSS growth MB",
+        "loop CPU max", "own lag figure", "server CPU s", "peak RSS growth MB",
     )  # fmt: skip
 
     async def observe(name: str, work: Callable[[], Any], *, is_accepted: bool = True) -> None:
         site.hub.forget_peak()
         resident = site.hub.memory_bytes()
+        lags = await loop_lags(site)
         began_s = site.hub.cpu_s()
         with probing(site.hub, token=site.token) as waits:
             answer = await work()
@@ -540,7 +541,7 @@ async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
             waits.worst(waits.wall_ms),
             worst if site.hub.pid is not None else float("nan"),
             waits.worst(waits.loop_cpu_ms) if site.hub.pid is not None else float("nan"),
-            await loop_lag_ms(site),
+            worst_lag(lags, await loop_lags(site)),
             site.hub.cpu_s() - began_s,
             growth / 1e6,
         )
@@ -655,12 +656,23 @@ def bomb(size_mb: int, filler: bytes, tail: bytes) -> bytes:
     return b"".join([*pieces, packer.compress(tail), packer.flush()])
 
 
-async def loop_lag_ms(site: Site) -> float:
-    """The hub's own figure, if it publishes one."""
+async def loop_lags(site: Site) -> dict[float, float]:
+    """The hub's own histogram of how late its event loop was: observations up to each bound in seconds."""
     async with site.connect() as connection:
         reply = await get(connection, "/metrics", (200, 404))
-    found = re.findall(rb"^atropos_\w*loop_lag\w*(?:\{[^}]*\})? (\S+)$", reply.body, re.M)
-    return 1e3 * max(map(float, found)) if found else float("nan")
+    found = re.findall(
+        rb'^atropos_event_loop_lag_seconds_bucket{le="(.*)"} (\S+)$', reply.body, re.M
+    )
+    return {float(bound): float(count) for bound, count in found}
+
+
+def worst_lag(before: Mapping[float, float], after: Mapping[float, float]) -> str:
+    """Bound in ms that no observation between two readings exceeded; "-" if nothing was observed."""
+    added = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
+    total = added.get(math.inf, 0.0)
+    if not total:
+        return "-"
+    return f"<= {1e3 * min(bound for bound, count in added.items() if count == total):g}"
 
 
 QUESTIONS = {

@@ -1,0 +1,153 @@
+"""`benchmarks/hub.py` runs against a started hub and its figures are measurements."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from atroposlib.scored_data import Strictness
+from atroposlib.wire import split_packed, unpack_group
+from benchmarks._hub_load import JSON, PACKED, Bodies, make_group
+from benchmarks._hub_process import Hub, cpu_s, memory_bytes, probing, running_hub
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tables_of(output: str) -> dict[str, list[dict[str, str]]]:
+    """Read the printed tables: first words of the title -> rows by column."""
+    tables = {}
+    for title, text in re.findall(r"### (.*)\n\n((?:\|.*\n)+)", output):
+        lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+        rows = [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+        tables[re.split(r"[:,]| of ", title)[0]] = rows
+    return tables
+
+
+@pytest.mark.e2e
+def test_a_quick_run_measures_a_started_hub(tmp_path: Path) -> None:
+    with running_hub("memory", directory=tmp_path) as hub:
+        run = subprocess.run(
+            [
+                *(sys.executable, str(ROOT / "benchmarks/hub.py"), "--quick", "--scale", "0.01"),
+                *("--base-url", hub.base_url, "--server-pid", str(hub.pid)),
+                *("--only", "ingest,delivery,end-to-end,memory", "--seq-len", "256"),
+            ],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=50,
+        )
+    assert run.returncode == 0, run.stdout + run.stderr
+    tables = tables_of(run.stdout)
+    encodings = ["packed", "packed + zstd", "JSON", "JSON + gzip"]
+    assert [row["encoding"] for row in tables["Ingest"]] == encodings
+    assert all(0 < float(row["CPU s/Mtok"]) < 100 for row in tables["Ingest"] + tables["Delivery"])
+    costs = {
+        row["encoding both ways"]: float(row["server CPU s/Mtok"]) for row in tables["End to end"]
+    }
+    assert costs["packed"] < costs["JSON"] < costs["JSON + gzip"]
+    met = {row["target"]: row["met"] for row in tables["Targets"]}
+    assert met["packed in + out, durable"] == "-"  # which store a given hub has is not known
+    assert met["JSON in + out, any store"] in ("yes", "NO")
+
+
+def test_cpu_time_counts_children_and_threads_that_have_ended() -> None:
+    burn = "import time\nwhile time.process_time() < 0.2: pass"
+    parent = f"""
+import subprocess, sys, threading, time
+subprocess.run([sys.executable, "-c", {burn!r}], check=True)
+living = subprocess.Popen([sys.executable, "-c", {burn!r} + "\\ninput()"], stdin=subprocess.PIPE)
+thread = threading.Thread(target=exec, args=({burn!r},))
+thread.start()
+thread.join()
+print("burnt", flush=True)
+input()
+living.communicate(b"\\n")
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"burnt\n"
+        deadline = time.monotonic() + 10
+        while (measured := cpu_s(process.pid)) < 0.59 and time.monotonic() < deadline:
+            time.sleep(0.01)  # until the living child has burnt its share
+        assert 0.59 <= measured < 1.2
+        assert memory_bytes(process.pid) > memory_bytes(process.pid, "VmHWM") / 4
+        process.communicate(b"\n")
+
+
+BLOCKING_SERVER = """
+import asyncio, time
+
+async def answer(reader, writer):
+    while await reader.readuntil(b"\\r\\n\\r\\n"):
+        writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\n\\r\\nok")
+
+async def main():
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.to_thread(input)
+    began = time.process_time()
+    {block}
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("block", "loop_cpu_ms"),
+    [("time.sleep(0.2)", 0.0), ("while time.process_time() < began + 0.2: pass", 100.0)],
+    ids=["sleeping", "computing"],
+)
+def test_the_probe_sees_how_long_a_server_is_blocked(block: str, loop_cpu_ms: float) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKING_SERVER.format(block=block)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        hub = Hub(base_url=f"http://127.0.0.1:{port}", pid=process.pid, store="given")
+        with probing(hub) as waits:
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            time.sleep(0.5)
+        process.kill()
+    assert len(waits.wall_ms) > 5
+    assert max(waits.wall_ms) >= 190
+    assert 190 <= max(waits.net_ms) <= max(waits.wall_ms)
+    assert max(waits.loop_cpu_ms) >= loop_cpu_ms
+    assert min(waits.net_ms) < 20
+
+
+def test_packed_bodies_are_the_same_group_under_different_ids() -> None:
+    group = make_group(num_sequences=2, num_tokens=16, env_id=3, seed=0)
+    bodies = Bodies(PACKED, [group])
+    first, second = (split_packed(bodies.one()).blobs[0] for _ in range(2))
+    one, two = (unpack_group(blob, strictness=Strictness.WIRE) for blob in (first, second))
+    assert one.group_id != two.group_id
+    assert one.tokens.tolist() == two.tokens.tolist() == sum(group["tokens"], [])
+    assert one.env_id == 3
+    assert Bodies(JSON, [group]).one() == json.dumps(group).encode()
+
+
+def test_the_payload_masks_the_prompt_and_only_the_prompt() -> None:
+    group = make_group(num_sequences=3, num_tokens=80, env_id=0, seed=5)
+    for tokens, masks, logprobs in zip(
+        group["tokens"], group["masks"], group["inference_logprobs"], strict=True
+    ):
+        assert masks == [-100] * 10 + tokens[10:]
+        assert logprobs[:10] == [1.0] * 10
+        assert all(value <= 0 for value in logprobs[10:])
+        assert min(tokens) >= 10
+        assert max(tokens) < 128256

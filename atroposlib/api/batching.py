@@ -14,14 +14,16 @@ additional group never makes a feasible batch infeasible. The work is bounded by
 from __future__ import annotations
 
 import enum
+import heapq
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, starmap
 from math import gcd
+from operator import attrgetter
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 NO_FLOORS: Mapping[int, int] = MappingProxyType({})
 
@@ -120,35 +122,36 @@ def plan_batch(
     that has not queued its floor is waited for. When all have, and whole groups still cannot honour
     every floor at once, the last floors are waived until a batch exists: waiting would not help.
     """
-    groups = list(queue)
-    num_groups = Counter(Kind(group.env_id, group.num_sequences) for group in groups)
-    return plan_counted(num_groups, lambda: groups, batch_size=batch_size, floors=floors)
+    lines: dict[Kind, list[GroupHeader]] = defaultdict(list)
+    for group in queue:
+        lines[Kind(group.env_id, group.num_sequences)].append(group)
+    return plan_lines(lines, batch_size=batch_size, floors=floors)
 
 
-def plan_counted(
-    num_groups: Mapping[Kind, int],
-    oldest_first: Callable[[], Iterable[GroupHeader]],
-    *,
-    batch_size: int,
-    floors: Mapping[int, int] = NO_FLOORS,
+class Line(Protocol):
+    """The queued groups of one kind, oldest first. Only the oldest are visited."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[GroupHeader]: ...
+
+
+def plan_lines(
+    lines: Mapping[Kind, Line], *, batch_size: int, floors: Mapping[int, int] = NO_FLOORS
 ) -> Plan | NoBatch:
-    """`plan_batch` for a queue that has counted its groups.
-
-    `oldest_first` begins a walk over the queue; of a kind, it may leave out all but the oldest `batch_size //
-    num_sequences`.
-    """
-    usable = {kind: n for kind, n in num_groups.items() if 0 < kind.num_sequences <= batch_size}
-    missing = _what_is_missing(usable, batch_size, floors)
+    """`plan_batch` for a queue that is kept by kind."""
+    lines = {kind: line for kind, line in lines.items() if 0 < kind.num_sequences <= batch_size}
+    floors = {env_id: floor for env_id, floor in floors.items() if floor > 0}
+    missing = _what_is_missing(lines, batch_size, floors)
     if missing is not None:
         return missing
-    groups = _head_of_the_queue(oldest_first(), batch_size, floors)
+    groups = _head_of_the_queue(lines, batch_size, floors)
     if groups is not None:
         return Plan(groups=tuple(groups))
-    kept = _floors_to_keep(usable, batch_size, floors)
+    kept = _floors_to_keep(lines, batch_size, floors)
     if kept is None:
-        return _stuck(usable, batch_size)
-    groups = _earliest_batch(oldest_first, batch_size, kept)
-    return Plan(groups=tuple(groups), waived=tuple(list(floors)[len(kept) :]))
+        return _stuck(lines, batch_size)
+    groups = _earliest_batch(lines, batch_size, kept)
+    return Plan(groups=tuple(groups), waived=tuple(floors)[len(kept) :])
 
 
 def oldest_subset(sizes: Sequence[int], target: int) -> list[int]:
@@ -174,11 +177,11 @@ def oldest_subset(sizes: Sequence[int], target: int) -> list[int]:
 
 
 def _what_is_missing(
-    usable: Mapping[Kind, int], batch_size: int, floors: Mapping[int, int]
+    lines: Mapping[Kind, Line], batch_size: int, floors: Mapping[int, int]
 ) -> NoBatch | None:
     queued: Counter[int | None] = Counter()
-    for kind, num_groups in usable.items():
-        queued[kind.env_id] += kind.num_sequences * num_groups
+    for kind, line in lines.items():
+        queued[kind.env_id] += kind.num_sequences * len(line)
     have = queued.total()
     if have < batch_size:
         return NoBatch(
@@ -200,10 +203,10 @@ def _what_is_missing(
     return None
 
 
-def _stuck(usable: Mapping[Kind, int], batch_size: int) -> NoBatch:
+def _stuck(lines: Mapping[Kind, Line], batch_size: int) -> NoBatch:
     by_size: Counter[int] = Counter()
-    for kind, num_groups in usable.items():
-        by_size[kind.num_sequences] += num_groups
+    for kind, line in lines.items():
+        by_size[kind.num_sequences] += len(line)
     could_take_part = {size: min(n, batch_size // size) for size, n in sorted(by_size.items())}
     return NoBatch(
         blocker=Blocker.SIZES,
@@ -215,13 +218,14 @@ def _stuck(usable: Mapping[Kind, int], batch_size: int) -> NoBatch:
 
 
 def _floors_to_keep(
-    usable: Mapping[Kind, int], batch_size: int, floors: Mapping[int, int]
+    lines: Mapping[Kind, Line], batch_size: int, floors: Mapping[int, int]
 ) -> dict[int, int] | None:
     """As many of the first floors as a batch can honour together; None without any batch."""
     order = list(floors.items())
 
     def is_too_much(num_kept: int) -> bool:
-        return not _can_fill(usable, batch_size, dict(order[:num_kept]))
+        demand = _Demand.of(lines, batch_size, dict(order[:num_kept]))
+        return not demand.can_be_met(demand.count(lines))
 
     if not is_too_much(len(order)):
         return dict(order)
@@ -231,7 +235,7 @@ def _floors_to_keep(
 
 
 def _head_of_the_queue(
-    groups: Iterable[GroupHeader], batch_size: int, floors: Mapping[int, int]
+    lines: Mapping[Kind, Line], batch_size: int, floors: Mapping[int, int]
 ) -> list[GroupHeader] | None:
     """The oldest groups, none left out, if they happen to be a batch.
 
@@ -239,9 +243,7 @@ def _head_of_the_queue(
     """
     head: list[GroupHeader] = []
     missing = batch_size
-    for group in groups:
-        if not 0 < group.num_sequences <= batch_size:
-            continue
+    for group in heapq.merge(*lines.values(), key=attrgetter("number")):
         head.append(group)
         missing -= group.num_sequences
         if missing <= 0:
@@ -260,7 +262,7 @@ def _unmet(groups: Iterable[GroupHeader], floors: Mapping[int, int]) -> dict[int
 
 
 def _earliest_batch(
-    oldest_first: Callable[[], Iterable[GroupHeader]], batch_size: int, floors: Mapping[int, int]
+    lines: Mapping[Kind, Line], batch_size: int, floors: Mapping[int, int]
 ) -> list[GroupHeader]:
     """The oldest groups within the shortest prefix of the queue that holds a batch; there is one.
 
@@ -268,8 +270,8 @@ def _earliest_batch(
     """
     asked: dict[int, int] = {}
     while True:
-        prefix = _shortest_prefix(oldest_first(), batch_size, asked)
-        groups = _oldest_choice(prefix, batch_size, asked)
+        demand = _Demand.of(lines, batch_size, asked)
+        groups = _oldest_choice(_shortest_prefix(lines, demand), demand)
         unmet = _unmet(groups, floors)
         if not unmet:
             return groups
@@ -277,62 +279,149 @@ def _earliest_batch(
         asked = dict(floors) if asked else unmet
 
 
-def _lane(env_id: int | None, floors: Mapping[int, int]) -> int | None:
-    """Environments with a floor are summed apart; all others together, as lane None."""
-    return env_id if env_id in floors else None
+_LaneKind = tuple[int | None, int]
+"""Lane and size. A lane is an environment with a floor, whose sums are kept apart, or None for all that need not be."""
 
 
-def _shortest_prefix(
-    groups: Iterable[GroupHeader], batch_size: int, floors: Mapping[int, int]
-) -> list[GroupHeader]:
+class _Candidate(NamedTuple):
+    group: GroupHeader
+    kind: _LaneKind | None
+    """None: is part of every batch worth considering."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Demand:
+    """What a batch must hold, with as few groups in lanes as possible.
+
+    Only batches that take the oldest of each kind are worth considering. If such a batch takes more groups of one size
+    from an environment than the floor needs, those that the floor needs are among them. So only these are in the lane
+    of the environment, and the others like any other's. If it has but one size, it needs no lane: these are certain.
+    """
+
+    target: int
+    """Sequences to choose, besides the groups that are certain."""
+    floors: Mapping[int, int]
+    """Of the lanes."""
+    spare: int
+    """Sequences to choose beyond the floors."""
+    num_own: Mapping[Kind, int]
+    """Number of oldest groups that its floor could need, for each kind of an environment with a floor."""
+
+    @classmethod
+    def of(cls, kinds: Iterable[Kind], batch_size: int, floors: Mapping[int, int]) -> _Demand:
+        num_own: dict[Kind, int] = {}
+        by_lane: dict[int, list[Kind]] = defaultdict(list)
+        for kind in kinds:
+            if kind.env_id is not None and kind.env_id in floors:
+                num_own[kind] = -(-floors[kind.env_id] // kind.num_sequences)
+                by_lane[kind.env_id].append(kind)
+        certain = [of_lane[0] for of_lane in by_lane.values() if len(of_lane) == 1]
+        target = batch_size - sum(kind.num_sequences * num_own[kind] for kind in certain)
+        lanes = {env_id: n for env_id, n in floors.items() if len(by_lane[env_id]) != 1}
+        spare = target - sum(lanes.values())
+        return cls(target=target, floors=lanes, spare=spare, num_own=num_own)
+
+    def candidates(self, lines: Mapping[Kind, Line]) -> Iterator[_Candidate]:
+        """The groups that could take part, oldest first."""
+        num_left = {kind.num_sequences: self.spare // kind.num_sequences for kind in lines}
+
+        def of_line(kind: Kind, line: Line) -> Iterator[_Candidate]:
+            groups = iter(line)
+            own = self._own_kind(kind)
+            for group in islice(groups, self.num_own.get(kind, 0)):
+                yield _Candidate(group, own)
+            size = kind.num_sequences
+            while num_left[size]:
+                for group in islice(groups, 1):
+                    yield _Candidate(group, (None, size))
+                    break
+                else:
+                    return
+
+        merged = heapq.merge(*starmap(of_line, lines.items()), key=lambda c: c.group.number)
+        for candidate in merged:
+            if candidate.kind is not None and candidate.kind[0] is None:
+                size = candidate.kind[1]
+                if not num_left[size]:
+                    continue
+                num_left[size] -= 1
+            yield candidate
+
+    def count(self, lines: Mapping[Kind, Line]) -> Counter[_LaneKind | None]:
+        """Number of candidates by kind, or more."""
+        counts: Counter[_LaneKind | None] = Counter()
+        for kind, line in lines.items():
+            num_own = min(len(line), self.num_own.get(kind, 0))
+            counts[self._own_kind(kind)] += num_own
+            counts[None, kind.num_sequences] += len(line) - num_own
+        return counts
+
+    def can_be_met(self, num_candidates: Mapping[_LaneKind | None, int]) -> bool:
+        """Is there a choice, besides all that is certain, that sums to the target and honours all floors?"""
+        if self.spare < 0:
+            return False
+        lanes: dict[int | None, dict[int, int]] = defaultdict(dict)
+        for kind, num_groups in num_candidates.items():
+            if kind is not None:
+                lane, size = kind
+                lanes[lane][size] = num_groups
+        total = _sums_of(lanes[None], self.spare)
+        for env_id, floor in self.floors.items():
+            sums = _sums_of(lanes[env_id], floor + self.spare)
+            total = _add(total, _Sums(sums.bits >> floor, sums.step), self.spare)
+            if not total.bits:
+                return False
+        return bool(total.bits >> self.spare & 1)
+
+    def _own_kind(self, kind: Kind) -> _LaneKind | None:
+        return kind if kind.env_id in self.floors else None
+
+
+def _shortest_prefix(lines: Mapping[Kind, Line], demand: _Demand) -> list[_Candidate]:
     """The candidates up to the group that completes the earliest batch."""
-    candidates = _candidates(groups, batch_size, floors)
-    prefix: list[GroupHeader] = []
-    mask = (1 << (batch_size + 1)) - 1
+    candidates = demand.candidates(lines)
+    prefix: list[_Candidate] = []
+    owed = dict(demand.floors)
+    num_uncertain = sum(n for kind, n in demand.num_own.items() if kind.env_id not in demand.floors)
+    mask = (1 << (demand.target + 1)) - 1
     sums = 1
-    for group in candidates:
-        prefix.append(group)
-        sums = (sums | sums << group.num_sequences) & mask
-        if sums >> batch_size:
-            break
+    # No prefix is enough before all of this holds; without lanes, it is enough then.
+    while num_uncertain or owed or not sums >> demand.target:
+        candidate = next(candidates)
+        prefix.append(candidate)
+        if candidate.kind is None:
+            num_uncertain -= 1
+            continue
+        lane, size = candidate.kind
+        sums = (sums | sums << size) & mask
+        if lane is not None and lane in owed:
+            owed[lane] -= size
+            if owed[lane] <= 0:
+                del owed[lane]
+    if not demand.floors:
+        return prefix
 
     def is_enough(length: int) -> bool:
-        counts = Counter(Kind(group.env_id, group.num_sequences) for group in prefix[:length])
-        return _can_fill(counts, batch_size, floors)
+        return demand.can_be_met(Counter(candidate.kind for candidate in prefix[:length]))
 
     too_short = len(prefix) - 1
+    num_more = 1
     while not is_enough(len(prefix)):
         too_short = len(prefix)
-        prefix.extend(islice(candidates, len(prefix)))
+        prefix.extend(islice(candidates, num_more))
         assert len(prefix) > too_short, "there is no batch"
+        num_more *= 2
     return prefix[: bisect_left(range(len(prefix)), True, lo=too_short + 1, key=is_enough)]
 
 
-def _candidates(
-    groups: Iterable[GroupHeader], batch_size: int, floors: Mapping[int, int]
-) -> Iterator[GroupHeader]:
-    """The groups that could take part: of one lane and size, never more than fit into one batch."""
-    num_seen: Counter[Kind] = Counter()
-    for group in groups:
-        size = group.num_sequences
-        if 0 < size <= batch_size:
-            kind = Kind(_lane(group.env_id, floors), size)
-            if num_seen[kind] < batch_size // size:
-                num_seen[kind] += 1
-                yield group
-
-
-def _oldest_choice(
-    groups: Sequence[GroupHeader], batch_size: int, floors: Mapping[int, int]
-) -> list[GroupHeader]:
-    """Of `groups`, which hold a batch, take every one that a batch with those already taken can contain."""
-    rest = _Rest(groups, batch_size, floors)
-    refused: set[Kind] = set()
+def _oldest_choice(prefix: Sequence[_Candidate], demand: _Demand) -> list[GroupHeader]:
+    """Of `prefix`, which holds a batch, take every group that a batch with those already taken can contain."""
+    rest = _Rest([c.kind for c in prefix if c.kind is not None], demand)
+    refused: set[_LaneKind] = set()
     chosen: list[GroupHeader] = []
-    for group in groups:
-        kind = Kind(_lane(group.env_id, floors), group.num_sequences)
+    for group, kind in prefix:
         # What is refused once stays refused: a batch with the later group could have had the older one instead.
-        if kind not in refused and rest.take_if_possible(kind):
+        if kind is None or (kind not in refused and rest.take_if_possible(kind)):
             chosen.append(group)
         else:
             refused.add(kind)
@@ -348,14 +437,13 @@ class _Rest:
     of the number of lanes. `_spare` is what may be taken beyond all that is owed.
     """
 
-    def __init__(
-        self, groups: Sequence[GroupHeader], batch_size: int, floors: Mapping[int, int]
-    ) -> None:
+    def __init__(self, kinds: Sequence[_LaneKind], demand: _Demand) -> None:
+        floors = demand.floors
         self._owed: dict[int | None, int] = {None: 0, **dict(floors.items())}
         lanes: dict[int | None, list[int]] = {lane: [] for lane in self._owed}
-        for group in groups:
-            lanes[_lane(group.env_id, floors)].append(group.num_sequences)
-        self._spare = batch_size - sum(floors.values())
+        for lane, size in kinds:
+            lanes[lane].append(size)
+        self._spare = demand.spare
         self._sums = {
             lane: _suffix_sums(sizes, self._owed[lane] + self._spare)
             for lane, sizes in lanes.items()
@@ -369,12 +457,12 @@ class _Rest:
         for node in range(len(lanes) - 1, 0, -1):
             self._nodes[node] = _add(self._nodes[2 * node], self._nodes[2 * node + 1], self._spare)
 
-    def leave(self, kind: Kind) -> None:
+    def leave(self, kind: _LaneKind) -> None:
         """Visit the next group of the lane without taking it."""
         # The leaf may go on counting it: no batch with the groups taken contains it.
-        self._visited[kind.env_id] += 1
+        self._visited[kind[0]] += 1
 
-    def take_if_possible(self, kind: Kind) -> bool:
+    def take_if_possible(self, kind: _LaneKind) -> bool:
         """Visit and take the next group of the lane if a batch remains possible; else change nothing."""
         lane, size = kind
         owed = max(0, self._owed[lane] - size)
@@ -383,35 +471,21 @@ class _Rest:
             return False
         visited = self._visited[lane] + 1
         node = self._leaf[lane]
-        path = [_Sums(self._sums[lane][visited] >> owed, self._steps[lane])]
-        while node > 1:
-            path.append(_add(path[-1], self._nodes[node ^ 1], spare))
+        sums = _Sums(self._sums[lane][visited] >> owed, self._steps[lane])
+        changed = {node: sums}
+        mask = (1 << (spare + 1)) - 1
+        # Lanes together reach so many sums that a change of one seldom gets far.
+        while node > 1 and (sums.bits ^ self._nodes[node].bits) & mask:
+            sums = _add(sums, self._nodes[node ^ 1], spare)
             node //= 2
-        if not path[-1].bits >> spare & 1:
+            changed[node] = sums
+        root = changed.get(1, self._nodes[1])
+        if not root.bits >> spare & 1:
             return False
-        node = self._leaf[lane]
-        for sums in path:
+        for node, sums in changed.items():
             self._nodes[node] = sums
-            node //= 2
         self._owed[lane], self._spare, self._visited[lane] = owed, spare, visited
         return True
-
-
-def _can_fill(num_groups: Mapping[Kind, int], batch_size: int, floors: Mapping[int, int]) -> bool:
-    """Is there a choice that sums to `batch_size` and honours all `floors`?"""
-    spare = batch_size - sum(floors.values())
-    if spare < 0:
-        return False
-    lanes: dict[int | None, Counter[int]] = defaultdict(Counter)
-    for kind, count in num_groups.items():
-        lanes[_lane(kind.env_id, floors)][kind.num_sequences] += count
-    total = _sums_of(lanes[None], spare)
-    for env_id, floor in floors.items():
-        sums = _sums_of(lanes[env_id], floor + spare)
-        total = _add(total, _Sums(sums.bits >> floor, sums.step), spare)
-        if not total.bits:
-            return False
-    return bool(total.bits >> spare & 1)
 
 
 class _Sums(NamedTuple):

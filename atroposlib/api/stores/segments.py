@@ -181,6 +181,10 @@ class Scan(NamedTuple):
     """Damaged stretches with an intact record behind them."""
 
 
+class LogBroken(Exception):
+    """What the log holds is unknown now; nothing may be appended until it was scanned."""
+
+
 class DamagedPayload(Exception):
     """The bytes at a location are not those that were written there."""
 
@@ -245,7 +249,9 @@ class SegmentLog:
 
     @property
     def mark(self) -> Mark:
-        """Where the next record will go, unless a new segment is begun for it."""
+        """Behind everything that was appended."""
+        if self._fd is None:
+            return Mark(self._number + 1, 0)
         return Mark(self._number, self._size)
 
     def load(self) -> None:
@@ -288,7 +294,7 @@ class SegmentLog:
     def append(self, records: Sequence[Record]) -> Written:
         """Write records, synced if the log is, and say where their payloads are.
 
-        Raises OSError. When it is one of `FULL_ERRNOS`, nothing was written.
+        Raises OSError when there is no room; then nothing was written. Raises `LogBroken` when anything else fails.
         """
         if self._fd is None or self._size >= self._segment_bytes:
             self._begin_segment()
@@ -306,19 +312,31 @@ class SegmentLog:
         try:
             self._write_all(self._fd, buffers, start)
         except OSError as e:
-            if e.errno in FULL_ERRNOS:
-                self._files.truncate(self._fd, start)
+            if e.errno not in FULL_ERRNOS:
+                raise LogBroken(f"segment {self._number}: {e}") from e
+            self._cut(start)
             raise
         if self._is_synced:
-            self._files.sync(self._fd)
+            try:
+                self._files.sync(self._fd)
+            except OSError as e:
+                # Not even "disk full" may be tried again: the kernel may have dropped the pages that it could not
+                # write, and would report success (https://wiki.postgresql.org/wiki/Fsync_Errors).
+                raise LogBroken(f"segment {self._number} could not be synced: {e}") from e
         self._size = self.sizes[self._number] = at
         return Written(start, locations)
 
     def take_back(self, written: Written) -> None:
         """Undo the last `append`."""
+        self._cut(written.start)
+
+    def _cut(self, size: int) -> None:
         assert self._fd is not None
-        self._files.truncate(self._fd, written.start)
-        self._size = self.sizes[self._number] = written.start
+        try:
+            self._files.truncate(self._fd, size)
+        except OSError as e:
+            raise LogBroken(f"segment {self._number} could not be cut at {size}: {e}") from e
+        self._size = self.sizes[self._number] = size
 
     def _head(self, record: Record) -> bytes:
         head = _RECORD_HEAD.pack(
@@ -330,23 +348,29 @@ class SegmentLog:
     def _begin_segment(self) -> None:
         # The number is used up even if the attempt fails: a leftover file is never in the way.
         self._number += 1
-        marker = os.urandom(8)
         path = segment_path(self._directory, self._number)
-        fd = self._files.create(path)
-        try:
-            head = _FILE_MAGIC + marker
-            self._write_all(fd, [head + zlib.crc32(head).to_bytes(4, "little")], 0)
-            if self._is_synced:
-                self._files.sync_directory(self._directory)
-        except OSError:
-            self._files.close(fd)
-            self._files.unlink(path)
-            # The former segment is full: whoever comes next begins another one.
-            self._close_fd()
-            raise
+        marker = os.urandom(8)
+        head = _FILE_MAGIC + marker
         self._close_fd()
+        try:
+            fd = self._files.create(path)
+            try:
+                self._write_all(fd, [head + zlib.crc32(head).to_bytes(4, "little")], 0)
+            except OSError:
+                self._files.close(fd)
+                self._files.unlink(path)
+                raise
+        except OSError as e:
+            if e.errno in FULL_ERRNOS:
+                raise
+            raise LogBroken(f"segment {self._number} could not be begun: {e}") from e
         self._fd, self._size, self._marker = fd, _FILE_HEAD.size, marker
         self.sizes[self._number] = self._size
+        if self._is_synced:
+            try:
+                self._files.sync_directory(self._directory)
+            except OSError as e:
+                raise LogBroken(f"{self._directory} could not be synced: {e}") from e
 
     def _write_all(self, fd: int, buffers: Sequence[bytes], offset: int) -> None:
         left = list(buffers)

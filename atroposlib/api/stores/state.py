@@ -67,9 +67,10 @@ create table run (
     document blob,
     next_number integer not null,
     mark_segment integer not null,
-    mark_offset integer not null
+    mark_offset integer not null,
+    num_forced integer not null
 );
-insert into run values (1, null, 0, 0, 0);
+insert into run values (1, null, 0, 0, 0, 0);
 pragma user_version = {_FORMAT};
 commit;
 """
@@ -191,6 +192,10 @@ class StateDb:
         self._db.execute("begin immediate")
         try:
             yield
+            if is_full_sync:
+                # SQLite neither writes nor syncs a transaction whose rows stay as they are, and would leave those
+                # before it unsynced, too.
+                self._db.execute("update run set num_forced = num_forced + 1")
             self._db.execute("commit")
         except BaseException:
             # SQLite has rolled back by itself after some errors.

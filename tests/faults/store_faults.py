@@ -1,0 +1,385 @@
+"""What the fault tests of the disk store share: files that fail on purpose, a random workload, and its judge.
+
+The judge knows what was asked of a store and what it answered, and tells whether what a later opening finds could be
+the truth: nothing lost that was acknowledged, nothing half done, nothing invented. Every commit of the workload writes
+its own number as the document, so what was opened says itself how many commits survived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from atroposlib.api.batching import GroupHeader
+from atroposlib.api.stores.base import (
+    Appended,
+    BatchState,
+    Change,
+    Durability,
+    End,
+    Fate,
+    Move,
+    NewGroup,
+    Place,
+    SavedRun,
+    StoredBatch,
+    StoreFull,
+)
+from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.segments import Files
+
+
+class SmallDisk(Files):
+    """Pretends that the disk is small, so that the ballast is too."""
+
+    def total_bytes(self, path: Path) -> int:
+        return 1 << 20
+
+    def free_bytes(self, path: Path) -> int:
+        return 1 << 30
+
+
+class FailingFiles(SmallDisk):
+    """Lets call number `fail_at` (from 0) end in `error`; None: that call writes only half of what it was given."""
+
+    def __init__(self, *, fail_at: int, error: int | None) -> None:
+        self.num_calls = 0
+        self.failed: str | None = None
+        """Name of the call that failed."""
+        self._fail_at = fail_at
+        self._error = error
+
+    def _count(self, name: str) -> bool:
+        is_due = self.num_calls == self._fail_at
+        self.num_calls += 1
+        if is_due and (self._error is not None or name == "write"):
+            self.failed = name
+            if self._error is not None and name != "write":
+                raise OSError(self._error, os.strerror(self._error))
+            return True
+        return False
+
+    def create(self, path: Path) -> int:
+        self._count("create")
+        return super().create(path)
+
+    def write(self, fd: int, buffers: Sequence[bytes], offset: int) -> int:
+        if not self._count("write"):
+            return super().write(fd, buffers, offset)
+        # A disk that fills up, or dies, has often taken a part.
+        whole = b"".join(buffers)
+        half = super().write(fd, [whole[: (len(whole) + 1) // 2]], offset)
+        if self._error is not None:
+            raise OSError(self._error, os.strerror(self._error))
+        return half
+
+    def sync(self, fd: int) -> None:
+        self._count("sync")
+        super().sync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        self._count("sync_directory")
+        super().sync_directory(path)
+
+    def truncate(self, fd: int, size: int) -> None:
+        self._count("truncate")
+        super().truncate(fd, size)
+
+    def unlink(self, path: Path) -> None:
+        self._count("unlink")
+        super().unlink(path)
+
+    def allocate(self, fd: int, size: int) -> None:
+        self._count("allocate")
+        super().allocate(fd, size)
+
+
+@contextmanager
+def ram_directory(otherwise: Path) -> Iterator[Path]:
+    """A directory in memory, where thousands of crash states cost no disk; `otherwise` where there is none."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield otherwise
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def open_store(
+    directory: Path,
+    *,
+    files: Files | None = None,
+    durability: Durability = Durability.POWER,
+    segment_bytes: int = 20_000,
+    on_failure: Callable[[BaseException], None] | None = None,
+    clock: Callable[[], float] | None = None,
+) -> DiskStore:
+    """A store with small segments, not yet opened."""
+    extra = {} if clock is None else {"clock": clock}
+    return DiskStore(
+        directory,
+        durability=durability,
+        min_free_bytes=0,
+        segment_bytes=segment_bytes,
+        files=files or SmallDisk(),
+        on_failure=on_failure,
+        **extra,
+    )
+
+
+def new_group(number: int, rng: random.Random, *, num_bytes: int | None = None) -> NewGroup:
+    """A group with a payload of its own."""
+    payload = rng.randbytes(rng.randint(1, 6000) if num_bytes is None else num_bytes)
+    return NewGroup(
+        header=GroupHeader(
+            number=number,
+            env_id=rng.choice([None, 0, 1]),
+            num_sequences=rng.randint(1, 8),
+            policy_version=rng.choice([None, 3]),
+            arrival_step=rng.randint(0, 9),
+            num_tokens=rng.randint(1, 1000),
+            num_bytes=len(payload),
+        ),
+        group_id=str(uuid.UUID(int=rng.getrandbits(128))),
+        digest=rng.randbytes(16),
+        payload=payload,
+        place=rng.choice([Place.QUEUED, Place.BUFFERED]),
+    )
+
+
+@dataclass(slots=True)
+class Sent:
+    """A group that was handed to `append`."""
+
+    group: NewGroup
+    is_acknowledged: bool = False
+    is_refused: bool = False
+
+
+@dataclass(slots=True)
+class Judge:
+    """What was asked and answered."""
+
+    sent: dict[int, Sent] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    """Change n writes n as the document."""
+    num_durable: int = 0
+    """So many first changes are known to be durable."""
+    num_redelivered: int = 0
+    """Found on opening though their append was not acknowledged."""
+
+    def snapshot(self) -> Judge:
+        """The same knowledge, which later events do not alter."""
+        sent = {n: Sent(s.group, s.is_acknowledged, s.is_refused) for n, s in self.sent.items()}
+        return Judge(sent, list(self.changes), self.num_durable)
+
+    def held(self) -> dict[int, Move | None]:
+        """Groups that are certainly stored if all changes are applied, with their last move."""
+        held: dict[int, Move | None] = {
+            number: None for number, sent in self.sent.items() if sent.is_acknowledged
+        }
+        for change in self.changes:
+            for move in change.moves:
+                held[move.number] = move
+            for end in change.ends:
+                del held[end.number]
+        return held
+
+    async def check(self, store: DiskStore, saved: SavedRun) -> None:
+        """Fail unless `saved`, opened by `store` after a crash, agrees with what was answered."""
+        num_applied = 0 if saved.document is None else int(saved.document) + 1
+        assert self.num_durable <= num_applied <= len(self.changes), "a durable change is lost"
+        moves: dict[int, Move] = {}
+        ended: dict[int, Fate] = {}
+        batches: dict[int, StoredBatch] = {}
+        for change in self.changes[:num_applied]:
+            moves |= {move.number: move for move in change.moves}
+            ended |= {end.number: end.fate for end in change.ends}
+            batches |= {batch.number: batch for batch in change.batches}
+            for number in change.closed_batches:
+                del batches[number]
+        assert saved.ended == Counter(ended.values())
+        assert list(saved.batches) == [batches[number] for number in sorted(batches)]
+        found = {group.header.number: group for group in saved.groups}
+        assert list(found) == sorted(found)
+        for number, sent in self.sent.items():
+            if number in ended:
+                assert number not in found, f"group {number} ended and is back"
+            elif sent.is_acknowledged:
+                assert number in found, f"group {number} was acknowledged and is lost"
+        for number, group in found.items():
+            sent = self.sent[number]
+            self.num_redelivered += not sent.is_acknowledged
+            move = moves.get(number) or Move(number=number, place=sent.group.place)
+            assert group.header == sent.group.header
+            assert group.group_id == sent.group.group_id
+            assert (group.place, group.batch) == (move.place, move.batch)
+            assert (group.deliveries, group.reason) == (move.deliveries, move.reason)
+        await self.check_payloads(store, saved)
+        assert saved.next_number > max([-1, *found, *ended])
+        await self.check_ids(store, found=set(found) | set(ended), next_number=saved.next_number)
+
+    async def check_payloads(self, store: DiskStore, saved: SavedRun) -> None:
+        """Fail unless every group that was found can be read, and is what was sent."""
+        numbers = [group.header.number for group in saved.groups]
+        payloads = await store.read(numbers)
+        for number, payload in zip(numbers, payloads, strict=True):
+            assert payload == self.sent[number].group.payload, f"payload {number} differs"
+
+    async def check_ids(self, store: DiskStore, *, found: set[int], next_number: int) -> None:
+        """Fail unless sending everything once more stores exactly what is not there."""
+        again = []
+        for offset, sent in enumerate(self.sent.values()):
+            first = sent.group
+            header = GroupHeader(
+                number=next_number + offset,
+                env_id=first.header.env_id,
+                num_sequences=first.header.num_sequences,
+            )
+            again.append(
+                NewGroup(
+                    header=header,
+                    group_id=first.group_id,
+                    digest=first.digest,
+                    payload=b"again",
+                    place=Place.QUEUED,
+                )
+            )
+        outcomes = await store.append(again)
+        for number, outcome in zip(self.sent, outcomes, strict=True):
+            expected = Appended.DUPLICATE if number in found else Appended.STORED
+            assert outcome is expected, f"group {number} sent again: {outcome}"
+
+
+class Workload:
+    """A random run against a store: groups come, are leased, acknowledged, ended, set aside."""
+
+    def __init__(self, store: DiskStore, rng: random.Random, judge: Judge) -> None:
+        self._store = store
+        self._rng = rng
+        self._judge = judge
+        self._next_number = 1 + max(judge.sent, default=-1)
+        self._held: dict[int, Place] = {}
+        self._batches: dict[int, list[int]] = {}
+        self.on_answer: Callable[[], None] = lambda: None
+        """Called after every answer."""
+
+    async def run(self, num_steps: int) -> None:
+        """Do `num_steps` things; raises `StoreBroken` when the store breaks."""
+        for _ in range(num_steps):
+            await self.step()
+
+    async def fill_and_expire(self, num_rounds: int) -> None:
+        """Append several segments full of groups and expire them all, never durably, `num_rounds` times."""
+        for _ in range(num_rounds):
+            for _ in range(8):
+                await self._append(2)
+            ends = [End(number=number, fate=Fate.EXPIRED) for number in self._held]
+            self._held.clear()
+            await self._commit(Change(ends=ends, is_durable=False))
+
+    async def step(self) -> None:
+        """Do one thing."""
+        roll = self._rng.random()
+        queued = [n for n, place in self._held.items() if place <= Place.BUFFERED]
+        if roll < 0.5 or not (queued or self._batches):
+            sizes = self._rng.choice([[1], [1], [2], [1, 1, 3]])
+            await asyncio.gather(*(self._append(size) for size in sizes))
+        elif roll < 0.75 and queued:
+            await self._lease(self._rng.sample(queued, min(len(queued), self._rng.randint(1, 4))))
+        elif self._batches:
+            await self._acknowledge(self._rng.choice(list(self._batches)))
+        elif queued:
+            number = self._rng.choice(queued)
+            del self._held[number]
+            await self._commit(
+                Change(ends=[End(number=number, fate=Fate.EXPIRED)], is_durable=False)
+            )
+
+    async def _append(self, num_groups: int) -> None:
+        groups = []
+        for _ in range(num_groups):
+            groups.append(new_group(self._next_number, self._rng))
+            self._next_number += 1
+        sent = [Sent(group) for group in groups]
+        self._judge.sent |= {one.group.header.number: one for one in sent}
+        try:
+            outcomes = await self._store.append(groups)
+        except StoreFull:
+            for one in sent:
+                one.is_refused = True
+            return
+        assert outcomes == [Appended.STORED] * num_groups
+        for one in sent:
+            one.is_acknowledged = True
+            self._held[one.group.header.number] = one.group.place
+        self.on_answer()
+
+    async def _lease(self, numbers: list[int]) -> None:
+        batch = len(self._judge.changes)
+        for number in numbers:
+            self._held[number] = Place.LEASED
+        self._batches[batch] = numbers
+        await self._commit(
+            Change(
+                moves=[
+                    Move(number=n, place=Place.LEASED, batch=batch, deliveries=1) for n in numbers
+                ],
+                batches=[
+                    StoredBatch(
+                        number=batch,
+                        state=BatchState.LEASED,
+                        step=batch,
+                        epoch=1,
+                        lease_id=str(batch),
+                        ttl_s=900.0,
+                    )
+                ],
+            )
+        )
+
+    async def _acknowledge(self, batch: int) -> None:
+        numbers = self._batches.pop(batch)
+        set_aside = numbers[:1] if self._rng.random() < 0.1 else []
+        for number in numbers:
+            del self._held[number]
+        if set_aside:
+            self._held[set_aside[0]] = Place.DEAD
+        await self._commit(
+            Change(
+                moves=[Move(number=n, place=Place.DEAD, reason="poison") for n in set_aside],
+                ends=[End(number=n, fate=Fate.TRAINED) for n in numbers if n not in set_aside],
+                closed_batches=[batch],
+                is_durable=self._rng.random() < 0.8,
+            )
+        )
+
+    async def _commit(self, change: Change) -> None:
+        number = len(self._judge.changes)
+        change = Change(
+            moves=change.moves,
+            ends=change.ends,
+            batches=change.batches,
+            closed_batches=change.closed_batches,
+            document=str(number).encode(),
+            is_durable=change.is_durable,
+        )
+        self._judge.changes.append(change)
+        await self._store.commit(change)
+        if change.is_durable:
+            self._judge.num_durable = number + 1
+        self.on_answer()
+
+
+def copy_run(source: Path, target: Path) -> None:
+    """Copy a run directory as it is on the disk now."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)

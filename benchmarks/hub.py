@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,6 +110,8 @@ class Findings:
     status_ms: list[float] = field(default_factory=list)
     block_ms: dict[str, float] = field(default_factory=dict)
     """By what went on."""
+    refused: list[str] = field(default_factory=list)
+    """Valid input that was not answered with 200, and the answer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -522,7 +524,9 @@ async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
         "loop CPU max", "own lag figure", "server CPU s", "peak RSS growth MB",
     )  # fmt: skip
 
-    async def observe(name: str, work: Callable[[], Any], *, is_accepted: bool = True) -> None:
+    async def observe(
+        name: str, work: Callable[[], Awaitable[str]], *, is_accepted: bool = True
+    ) -> None:
         site.hub.forget_peak()
         resident = site.hub.memory_bytes()
         lags = await loop_lags(site)
@@ -532,6 +536,8 @@ async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
             await asyncio.sleep(0.2)
         growth = site.hub.memory_bytes("VmHWM") - resident
         worst = waits.worst(waits.net_ms)
+        if is_accepted and answer != "-" and not answer.endswith("200"):
+            findings.refused.append(f"{name}: {answer}")
         if is_accepted and site.hub.pid is not None:
             findings.block_ms[f"{name} ({site.hub.store})"] = worst
         table.row(
@@ -729,6 +735,8 @@ def print_targets(findings: Findings) -> None:
     blocks = findings.block_ms
     where = f", at {max(blocks, key=lambda name: blocks[name])}" if blocks else ""
     judge(f"longest block at accepted input (net){where}", 10.0, "ms", list(blocks.values()))
+    if findings.refused:
+        print("\nValid input that was refused: " + "; ".join(findings.refused))
 
 
 # Command line

@@ -902,7 +902,8 @@ class Coordinator:
         self, headers: Sequence[GroupHeader]
     ) -> tuple[list[GroupHeader], list[Move]]:
         """Count a lease without acknowledgement; return the groups still to be delivered, and the moves of the rest."""
-        alive, poison = [], []
+        alive: list[GroupHeader] = []
+        poison: list[GroupHeader] = []
         for header in headers:
             failures = self._deliveries.get(header.number, 0) + 1
             self._deliveries[header.number] = failures
@@ -1218,8 +1219,8 @@ class Coordinator:
         receipts: list[Receipt] = []
         moves: list[Move] = []
         conflicts: list[int] = []
-        for index, (group, outcome) in enumerate(zip(new, outcomes, strict=True)):
-            receipt, moved = self._settle(group, outcome)
+        for index, (stored, outcome) in enumerate(zip(new, outcomes, strict=True)):
+            receipt, moved = self._settle(stored, outcome)
             moves += moved
             receipts.append(receipt)
             if outcome is Appended.CONFLICT:
@@ -1427,6 +1428,10 @@ class Coordinator:
     @property
     def queued_sequences(self) -> int:
         return self._queue.total_sequences
+
+    @property
+    def queued_tokens(self) -> int:
+        return self._queue.total_tokens
 
     @property
     def queued_bytes(self) -> int:

@@ -102,6 +102,17 @@ class EnvIdentifier(BaseModel):
     env_id: Int64
 
 
+class StatusQuery(EnvIdentifier):
+    """What an environment asks with; an original client sends `env_id` alone."""
+
+    wait: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Seconds to hold the answer while the step is `seen_step` and the policy version `seen_policy`."""
+    seen_step: Int64 | None = None
+    seen_policy: Int64 | None = None
+    env_uid: Annotated[str, Field(max_length=128)] | None = None
+    """Refuse to answer for another process that was given the same id."""
+
+
 class Acknowledgement(BaseModel):
     status: Literal["success"] = "success"
 

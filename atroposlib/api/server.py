@@ -64,6 +64,7 @@ from atroposlib.api.schemas import (
     RegisterTrainer,
     RegistrationReply,
     Requeued,
+    StatusQuery,
     WaitForTrainer,
     WandbInfo,
 )
@@ -96,6 +97,17 @@ _GROUP_BODY = {"description": "Scored groups, see the wire contract", "required"
         CONTENT_TYPE_JSON: {"schema": {}},
         CONTENT_TYPE_PACKED: {"schema": {"type": "string", "format": "binary"}},
     }
+}
+
+_STATUS_PARAMETERS = {
+    "parameters": [
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in StatusQuery.model_json_schema()["properties"].items()
+    ],
+    "requestBody": {
+        "content": {CONTENT_TYPE_JSON: {"schema": EnvIdentifier.model_json_schema()}},
+        "description": "In place of the query",
+    },
 }
 
 
@@ -135,7 +147,7 @@ def create_app(
         version=__version__,
         lifespan=lifespan,
         servers=[{"url": "/", "description": "run `default`"}]
-        + [{"url": "/runs/{run}", "variables": {"run": {"default": DEFAULT_RUN}}}],  # type: ignore[list-item]
+        + [{"url": "/runs/{run}", "variables": {"run": {"default": DEFAULT_RUN}}}],
     )
     app.state.hub = hub
 
@@ -261,26 +273,22 @@ def create_app(
             return Failure(error=str(e))
         return Acknowledgement()
 
-    @app.get("/status-env", response_model=EnvStatus)
-    @app.post("/status-env", response_model=EnvStatus)
-    async def status_env(
-        run: Run,
-        env_id: Annotated[int, Depends(_read_env_id)],
-        wait: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0,
-        seen_step: int | None = None,
-        seen_policy: int | None = None,
-        env_uid: Annotated[str | None, Query(max_length=128)] = None,
-    ) -> Response:
-        found = run.status_env(env_id, env_uid=env_uid)
-        deadline = time.monotonic() + min(wait, limits.max_wait_s)
+    # Asked ten times a second by every original client, hence read by hand: a third of the usual cost.
+    @app.get("/status-env", response_model=EnvStatus, openapi_extra=_STATUS_PARAMETERS)
+    @app.post("/status-env", response_model=EnvStatus, openapi_extra=_STATUS_PARAMETERS)
+    async def status_env(request: Request) -> Response:
+        run = await _current_run(request)
+        query = await _read_status_query(request)
+        found = run.status_env(query.env_id, env_uid=query.env_uid)
+        deadline = time.monotonic() + min(query.wait, limits.max_wait_s)
         while (
-            found.current_step == seen_step
-            and seen_policy in (None, found.policy_version)
+            found.current_step == query.seen_step
+            and query.seen_policy in (None, found.policy_version)
             and not run.progress.is_closed
             and (remaining_s := deadline - time.monotonic()) > 0
         ):
             await run.progress.wait(remaining_s)
-            found = run.status_env(env_id, env_uid=env_uid)
+            found = run.status_env(query.env_id, env_uid=query.env_uid)
         return _json_response(found.model_dump_json(exclude_none=True).encode())
 
     @app.post("/scored_data", openapi_extra={"requestBody": _GROUP_BODY})
@@ -507,20 +515,21 @@ def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
     app.add_exception_handler(StoreBroken, answer_later(503, "store_broken"))
 
 
-async def _read_env_id(request: Request, env_id: int | None = None) -> int:
-    """Read the id from the query or from a JSON body, which deployed clients send even with GET."""
-    if env_id is not None:
-        return env_id
-    body = await request.body()
+async def _read_status_query(request: Request) -> StatusQuery:
+    """Read the parameters from the query, or from a JSON body, which deployed clients send even with GET."""
+    where, value = "query", dict[str, Any](request.query_params)
+    if "env_id" not in value:
+        where, body = "body", await request.body()
+        try:
+            decoded = json.loads(bytes(body)) if body else {}
+        except (ValueError, RecursionError) as e:
+            detail = {"type": "json_invalid", "loc": ("body",), "msg": f"JSON decode error: {e}"}
+            raise RequestValidationError([detail]) from e
+        value = value | decoded if isinstance(decoded, dict) else decoded
     try:
-        value = json.loads(bytes(body)) if body else {}
-    except (ValueError, RecursionError) as e:
-        detail = {"type": "json_invalid", "loc": ("body",), "msg": f"JSON decode error: {e}"}
-        raise RequestValidationError([detail]) from e
-    try:
-        return EnvIdentifier.model_validate(value).env_id
+        return StatusQuery.model_validate(value)
     except ValidationError as e:
-        errors = [{**error, "loc": ("body", *error["loc"])} for error in e.errors()]
+        errors = [{**error, "loc": (where, *error["loc"])} for error in e.errors()]
         raise RequestValidationError(errors) from e
 
 

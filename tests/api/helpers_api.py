@@ -96,7 +96,10 @@ async def running_hub(
     from atroposlib.api.server import create_app
 
     runs = Runs(policy=policy)
-    transport = httpx.ASGITransport(create_app(runs, limits=limits, **app_options))
-    async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
+    app = create_app(runs, limits=limits, **app_options)
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://hub") as http,
+    ):
         yield Hub(http, await runs.run())
-    await runs.close()

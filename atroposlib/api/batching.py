@@ -136,21 +136,37 @@ class Line(Protocol):
 
 
 def plan_lines(
-    lines: Mapping[Kind, Line], *, batch_size: int, floors: Mapping[int, int] = NO_FLOORS
+    lines: Mapping[Kind, Line],
+    *,
+    batch_size: int,
+    floors: Mapping[int, int] = NO_FLOORS,
+    overdue: Sequence[Kind] = (),
 ) -> Plan | NoBatch:
-    """`plan_batch` for a queue that is kept by kind."""
+    """`plan_batch` for a queue that is kept by kind.
+
+    The earliest batch can pass over a group for ever: with batches of 8, a group of 5 while 2 and 6, then 1 and 7, keep
+    arriving. So of the kinds `overdue`, the first whose oldest group can be part of a batch has it in this one.
+    """
     lines = {kind: line for kind, line in lines.items() if 0 < kind.num_sequences <= batch_size}
     floors = {env_id: floor for env_id, floor in floors.items() if floor > 0}
     missing = _what_is_missing(lines, batch_size, floors)
     if missing is not None:
         return missing
     groups = _head_of_the_queue(lines, batch_size, floors)
-    if groups is not None:
-        return Plan(groups=tuple(groups))
-    kept = _floors_to_keep(lines, batch_size, floors)
+    kept = _floors_to_keep(lines, batch_size, floors) if groups is None else floors
     if kept is None:
         return _stuck(lines, batch_size)
-    groups = _earliest_batch(lines, batch_size, kept)
+    if groups is None:
+        groups = _earliest_batch(lines, batch_size, kept)
+    for kind in overdue:
+        if kind not in lines:
+            continue
+        if next(iter(lines[kind])) in groups:
+            break
+        with_it = _batch_with(kind, lines, batch_size, kept)
+        if with_it is not None:
+            groups = with_it
+            break
     return Plan(groups=tuple(groups), waived=tuple(floors)[len(kept) :])
 
 
@@ -249,6 +265,40 @@ def _head_of_the_queue(
         if missing <= 0:
             break
     return head if missing == 0 and not _unmet(head, floors) else None
+
+
+class _Tail:
+    """A line without its oldest group."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def __len__(self) -> int:
+        return len(self._line) - 1
+
+    def __iter__(self) -> Iterator[GroupHeader]:
+        return islice(self._line, 1, None)
+
+
+def _batch_with(
+    kind: Kind, lines: Mapping[Kind, Line], batch_size: int, floors: Mapping[int, int]
+) -> list[GroupHeader] | None:
+    """The oldest group of `kind` and what completes it earliest; None when nothing does."""
+    first = next(iter(lines[kind]))
+    missing = batch_size - kind.num_sequences
+    owed = {
+        env_id: floor - kind.num_sequences if env_id == kind.env_id else floor
+        for env_id, floor in floors.items()
+    }
+    owed = {env_id: floor for env_id, floor in owed.items() if floor > 0}
+    rest: dict[Kind, Line] = {**lines, kind: _Tail(lines[kind])}
+    rest = {k: line for k, line in rest.items() if k.num_sequences <= missing and len(line)}
+    if _what_is_missing(rest, missing, owed) is not None:
+        return None
+    demand = _Demand.of(rest, missing, owed)
+    if not demand.can_be_met(demand.count(rest)):
+        return None
+    return sorted([first, *_earliest_batch(rest, missing, owed)], key=attrgetter("number"))
 
 
 def _unmet(groups: Iterable[GroupHeader], floors: Mapping[int, int]) -> dict[int, int]:

@@ -99,6 +99,7 @@ class GroupQueue:
             del self._sorted_versions[bisect_left(self._sorted_versions, version)]
         self.total_sequences -= header.num_sequences
         self.total_bytes -= header.num_bytes
+        self.total_tokens -= header.num_tokens
 
     # Counts
 
@@ -139,9 +140,24 @@ class GroupQueue:
 
     # Batches
 
-    def plan(self, *, batch_size: int, floors: Mapping[int, int] = NO_FLOORS) -> Plan | NoBatch:
-        """Choose the next batch, as `plan_batch` would from the whole queue; nothing is removed."""
-        return plan_lines(self._lines, batch_size=batch_size, floors=floors)
+    def plan(
+        self,
+        *,
+        batch_size: int,
+        floors: Mapping[int, int] = NO_FLOORS,
+        overdue_before: int | None = None,
+    ) -> Plan | NoBatch:
+        """Choose the next batch, as `plan_batch` would from the whole queue; nothing is removed.
+
+        With `overdue_before`, groups of an older version are not passed over any longer: the oldest of them that can be
+        part of a batch at all is part of this one.
+        """
+        overdue: list[Kind] = []
+        if overdue_before is not None and self._sorted_versions[:1] < [overdue_before]:
+            oldest = [next(iter(line)) for line in self._lines.values()]
+            late = [header for header in oldest if _version(header) < overdue_before]
+            overdue = [_kind(header) for header in sorted(late, key=_number)]
+        return plan_lines(self._lines, batch_size=batch_size, floors=floors, overdue=overdue)
 
 
 class _Totals:

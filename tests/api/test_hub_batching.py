@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import doctest
 import itertools
+import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.api import batching
 from atroposlib.api.batching import (
+    Blocker,
     GroupHeader,
+    Kind,
     NoBatch,
     Plan,
     oldest_subset,
     plan_batch,
+    plan_lines,
     sequence_floors,
 )
 from atroposlib.api.utils import (
@@ -122,6 +128,14 @@ def test_missing_environment_is_waited_for_and_named() -> None:
     assert isinstance(plan, NoBatch)
     assert "environment 7 must supply 2 of 4" in plan.reason
     assert not plan.is_stuck
+    assert (plan.blocker, plan.env_id, plan.have, plan.need) == (Blocker.MINIMUM, 7, 0, 2)
+
+
+def test_too_few_sequences_are_counted_without_groups_that_fit_no_batch() -> None:
+    plan = plan_batch(queue_of([2, 9, 3]), batch_size=8)
+    assert isinstance(plan, NoBatch)
+    assert (plan.blocker, plan.env_id, plan.have, plan.need) == (Blocker.TOO_FEW, None, 5, 8)
+    assert plan.reason == "5 of 8 sequences are queued"
 
 
 def test_floors_that_whole_groups_cannot_honour_together_are_waived_last_first() -> None:
@@ -137,6 +151,7 @@ def test_sizes_that_never_sum_are_reported_as_stuck() -> None:
     assert isinstance(plan, NoBatch)
     assert plan.is_stuck
     assert "{3: 2}" in plan.reason
+    assert (plan.blocker, plan.env_id, plan.have, plan.need) == (Blocker.SIZES, None, 9, 8)
     assert not isinstance(plan_batch(queue_of([3]), batch_size=8), Plan)
 
 
@@ -234,6 +249,193 @@ def test_oldest_subset_is_the_first_in_lexicographic_order(sizes: list[int], tar
         if sum(sizes[index] for index in chosen) == target
     ]
     assert oldest_subset(sizes, target) == min(possible, default=[])
+
+
+class Case(NamedTuple):
+    queue: list[GroupHeader]
+    batch_size: int
+    floors: dict[int, int]
+
+
+def random_case(rng: random.Random) -> Case:
+    """Up to 10 groups of few sizes, zero and larger than the batch included, and floors for some environments."""
+    env_ids: list[int | None] = rng.sample([None, 0, 1, 2, 3], rng.randint(1, 5))
+    sizes = rng.sample(range(10), rng.randint(1, 4))
+    num_groups = rng.randint(1, 10)
+    queue = queue_of(
+        [rng.choice(sizes) for _ in range(num_groups)],
+        [rng.choice(env_ids) for _ in range(num_groups)],
+    )
+    batch_size = rng.randint(1, 24)
+    with_floor = [env_id for env_id in env_ids if env_id is not None]
+    floors = {
+        env_id: rng.randint(1, max(1, batch_size // 2))
+        for env_id in rng.sample(with_floor, rng.randint(0, len(with_floor)))
+    }
+    return Case(queue, batch_size, floors)
+
+
+class Expected:
+    """What the rules say about a small queue, by looking at every subset of it."""
+
+    def __init__(self, queue: list[GroupHeader], batch_size: int, floors: dict[int, int]) -> None:
+        usable = [group for group in queue if 0 < group.num_sequences <= batch_size]
+        # Row m: the groups of subset m. The oldest group is the highest bit, so of two subsets the larger is the older.
+        subsets = np.arange(1 << len(usable))
+        member = subsets[:, None] >> np.arange(len(usable))[::-1] & 1
+        sizes = np.array([group.num_sequences for group in usable], dtype=int)
+        is_of = {e: np.array([g.env_id == e for g in usable], dtype=bool) for e in floors}
+        exact = member @ sizes == batch_size
+        supply = {e: member @ (sizes * is_of[e]) for e in floors}
+
+        self.blocker: Blocker | None = None
+        self.missing_env: int | None = None
+        self.usable = [group.number for group in usable]
+        self.possible: np.ndarray | None = None
+        self.numbers: list[int] = []
+        self.waived: tuple[int, ...] = ()
+        lacking = [e for e, floor in floors.items() if (sizes * is_of[e]).sum() < floor]
+        if sizes.sum() < batch_size:
+            self.blocker = Blocker.TOO_FEW
+        elif lacking:
+            self.blocker, self.missing_env = Blocker.MINIMUM, lacking[0]
+        elif not exact.any():
+            self.blocker = Blocker.SIZES
+        else:
+            kept = list(floors)
+            while True:
+                allowed = exact.copy()
+                for env_id in kept:
+                    allowed &= supply[env_id] >= floors[env_id]
+                if allowed.any():
+                    break
+                kept.pop()
+            self.waived = tuple(floors)[len(kept) :]
+            self.possible = subsets[allowed]
+            # The lowest bit is the last group: highest possible, so complete earliest; then the oldest.
+            best = max(self.possible.tolist(), key=lambda subset: (subset & -subset, subset))
+            self.numbers = [
+                g.number for g, taken in zip(usable, member[best], strict=True) if taken
+            ]
+
+    def oldest_with(self, number: int) -> list[int] | None:
+        """The batch with group `number` whose other groups are complete earliest, then oldest."""
+        if self.possible is None or number not in self.usable:
+            return None
+        bit = 1 << (len(self.usable) - 1 - self.usable.index(number))
+        others = [subset ^ bit for subset in self.possible.tolist() if subset & bit]
+        if not others:
+            return None
+        best = max(others, key=lambda subset: (subset & -subset, subset)) | bit
+        return [n for i, n in enumerate(reversed(self.usable)) if best >> i & 1][::-1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_queues_give_what_brute_force_over_all_subsets_says(seed: int) -> None:
+    rng = random.Random(seed)
+    outcomes: Counter[str] = Counter()
+    for _ in range(500):
+        queue, batch_size, floors = random_case(rng)
+        plan = plan_batch(queue, batch_size=batch_size, floors=floors)
+        expected = Expected(queue, batch_size, floors)
+        if isinstance(plan, NoBatch):
+            assert (plan.blocker, plan.env_id) == (expected.blocker, expected.missing_env)
+            outcomes[plan.blocker] += 1
+        else:
+            assert [group.number for group in plan.groups] == expected.numbers
+            assert plan.waived == expected.waived
+            assert sum(group.num_sequences for group in plan.groups) == batch_size
+            outcomes["waived" if plan.waived else "floors" if floors else "free"] += 1
+    assert min(outcomes[kind] for kind in ("free", "floors", *Blocker)) >= 20, outcomes
+    assert outcomes["waived"] > 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_overdue_group_is_part_of_the_batch_if_any_batch_contains_it(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    num_forced = 0
+    for _ in range(500):
+        small = random_case(rng)
+        lines: dict[Kind, list[GroupHeader]] = defaultdict(list)
+        for group in small.queue:
+            lines[Kind(group.env_id, group.num_sequences)].append(group)
+        overdue = sorted(rng.sample(sorted(lines, key=repr), rng.randint(0, len(lines))), key=repr)
+        plan = plan_lines(lines, batch_size=small.batch_size, floors=small.floors, overdue=overdue)
+        expected = Expected(small.queue, small.batch_size, small.floors)
+        if isinstance(plan, NoBatch):
+            assert (plan.blocker, plan.env_id) == (expected.blocker, expected.missing_env)
+            continue
+        numbers = expected.numbers
+        for kind in overdue:
+            if lines[kind][0].number in numbers:
+                break
+            with_it = expected.oldest_with(lines[kind][0].number)
+            if with_it is not None:
+                numbers = with_it
+                num_forced += 1
+                break
+        assert [group.number for group in plan.groups] == numbers
+        assert plan.waived == expected.waived
+    assert num_forced >= 5
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_group_waits_only_for_batches_from_before_its_own_companions(seed: int) -> None:
+    """A group whose size divides the batch is due once it and later ones of its kind make up a batch.
+
+    From then on every batch comes out of what was queued up to the last of these: S sequences make S // B batches.
+    """
+    rng = random.Random(seed)
+    batch_size = 16
+    queue: list[GroupHeader] = []
+    due_by: dict[int, int] = {}
+    num_cut = 0
+    num_served = 0
+    load = rng.choice([0.5, 1.0, 2.0])
+    for number in range(1500):
+        size = rng.choice([1, 2, 4, 8, 16])
+        queue.append(GroupHeader(number=number, env_id=rng.randrange(3), num_sequences=size))
+        newest = queue[-1]
+        kind = [g for g in queue if (g.env_id, g.num_sequences) == (newest.env_id, size)]
+        companions = kind[-(batch_size // size) :]
+        if len(companions) == batch_size // size:
+            num_ahead = sum(g.num_sequences for g in queue)
+            due_by.setdefault(companions[0].number, num_cut + num_ahead // batch_size)
+        if rng.random() < load * 6.2 / batch_size:
+            plan = plan_batch(queue, batch_size=batch_size)
+            if isinstance(plan, Plan):
+                num_cut += 1
+                taken = {group.number for group in plan.groups}
+                queue = [group for group in queue if group.number not in taken]
+                num_served += sum(number in due_by for number in taken)
+                assert all(due_by.get(number, num_cut) >= num_cut for number in taken)
+            else:
+                assert not any(group.number in due_by for group in queue)
+    assert all(due_by.get(group.number, num_cut + 1) > num_cut for group in queue)
+    assert num_served > 100
+
+
+@pytest.mark.parametrize("sizes", [[3, 4, 5, 8], [1, 7, 8], [2, 5, 6, 7]])
+def test_no_size_starves_while_groups_of_all_sizes_keep_coming(sizes: list[int]) -> None:
+    rng = random.Random(0)
+    batch_size = 32
+    queue: list[GroupHeader] = []
+    queued_at: dict[int, int] = {}
+    num_cut = 0
+    longest_wait = 0
+    for number in range(3000):
+        header = GroupHeader(number=number, env_id=0, num_sequences=rng.choice(sizes))
+        queue.append(header)
+        queued_at[number] = num_cut
+        plan = plan_batch(queue, batch_size=batch_size)
+        if isinstance(plan, Plan):
+            num_cut += 1
+            taken = {group.number for group in plan.groups}
+            queue = [group for group in queue if group.number not in taken]
+            longest_wait = max(longest_wait, *(num_cut - queued_at[number] for number in taken))
+    longest_wait = max(longest_wait, *(num_cut - queued_at[group.number] for group in queue), 0)
+    assert num_cut > 400
+    assert longest_wait <= 32
 
 
 def test_planning_is_polynomial_in_hostile_queues() -> None:

@@ -1,0 +1,246 @@
+"""The queue index against a plain list, and what planning costs when the queue is long."""
+
+from __future__ import annotations
+
+import doctest
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from atroposlib.api import queue as queue_module
+from atroposlib.api.batching import Blocker, GroupHeader, NoBatch, Plan, plan_batch
+from atroposlib.api.queue import GroupQueue
+
+
+def header(number: int, size: int = 4, env_id: int | None = 0, **fields: int) -> GroupHeader:
+    return GroupHeader(number=number, num_sequences=size, env_id=env_id, **fields)
+
+
+def filled(
+    num_groups: int, *, num_envs: int, size: Callable[[random.Random], int], seed: int = 0
+) -> GroupQueue:
+    rng = random.Random(seed)
+    queue = GroupQueue()
+    for number in range(num_groups):
+        queue.add(header(number, size(rng), rng.randrange(num_envs)))
+    return queue
+
+
+def planning_s(queue: GroupQueue, batch_size: int, floors: dict[int, int]) -> float:
+    """Least CPU seconds of five plans."""
+    took = []
+    for _ in range(5):
+        began = time.process_time()
+        plan = queue.plan(batch_size=batch_size, floors=floors)
+        took.append(time.process_time() - began)
+        assert isinstance(plan, Plan)
+        assert plan.waived == ()
+    return min(took)
+
+
+env_ids_st = st.sampled_from([None, 0, 1, 2])
+
+
+class QueueAgainstList(RuleBasedStateMachine):
+    """`GroupQueue` answers every question as a sorted list of headers would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = GroupQueue()
+        self.model: dict[int, GroupHeader] = {}
+        self.gone: dict[int, GroupHeader] = {}
+        self.next_number = 0
+
+    def in_order(self) -> list[GroupHeader]:
+        return [self.model[number] for number in sorted(self.model)]
+
+    @rule(
+        sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+        env_id=env_ids_st,
+        version=st.one_of(st.none(), st.integers(0, 5)),
+        arrival_step=st.integers(0, 5),
+    )
+    def arrive(
+        self, sizes: list[int], env_id: int | None, version: int | None, arrival_step: int
+    ) -> None:
+        for size in sizes:
+            new = GroupHeader(
+                number=self.next_number,
+                env_id=env_id,
+                num_sequences=size,
+                policy_version=version,
+                arrival_step=arrival_step,
+                num_bytes=10 * size + self.next_number,
+            )
+            self.next_number += 1
+            self.queue.add(new)
+            self.model[new.number] = new
+
+    def take(self, numbers: list[int]) -> None:
+        assert self.queue.remove(numbers) == [self.model[number] for number in numbers]
+        for number in numbers:
+            self.gone[number] = self.model.pop(number)
+
+    @precondition(lambda self: self.model)
+    @rule(choice=st.data())
+    def leave(self, choice: st.DataObject) -> None:
+        numbers = st.lists(st.sampled_from(sorted(self.model)), unique=True, max_size=8)
+        self.take(choice.draw(numbers))
+
+    @precondition(lambda self: self.gone)
+    @rule(choice=st.data())
+    def come_back(self, choice: st.DataObject) -> None:
+        numbers = st.lists(st.sampled_from(sorted(self.gone)), unique=True, max_size=8)
+        for number in choice.draw(numbers):
+            self.queue.add(self.gone[number])
+            self.model[number] = self.gone.pop(number)
+
+    @rule(
+        batch_size=st.integers(1, 20),
+        floors=st.dictionaries(st.sampled_from([0, 1, 2]), st.integers(1, 6), max_size=3),
+        is_taken=st.booleans(),
+    )
+    def plan(self, batch_size: int, floors: dict[int, int], is_taken: bool) -> None:
+        plan = self.queue.plan(batch_size=batch_size, floors=floors)
+        assert plan == plan_batch(self.in_order(), batch_size=batch_size, floors=floors)
+        if is_taken and isinstance(plan, Plan):
+            self.take([group.number for group in plan.groups])
+
+    @rule(oldest_version=st.integers(0, 6))
+    def find_stale(self, oldest_version: int) -> None:
+        assert self.queue.stale(oldest_version) == [
+            group for group in self.in_order() if version_of(group) < oldest_version
+        ]
+
+    @invariant()
+    def the_order_is_that_of_arrival(self) -> None:
+        assert list(self.queue) == self.in_order()
+        assert len(self.queue) == len(self.model)
+        assert all(number in self.queue for number in self.model)
+        assert not any(number in self.queue for number in self.gone)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        groups = list(self.model.values())
+        assert self.queue.total_sequences == sum(g.num_sequences for g in groups)
+        assert self.queue.total_bytes == sum(g.num_bytes for g in groups)
+        assert self.queue.largest_of_all() == max((g.num_sequences for g in groups), default=0)
+        assert self.queue.versions() == Counter(map(version_of, groups))
+        assert sorted(map(repr, self.queue.env_ids())) == sorted({repr(g.env_id) for g in groups})
+        for env_id in (None, 0, 1, 2, 99):
+            of_env = [g for g in groups if g.env_id == env_id]
+            assert self.queue.num_groups(env_id) == len(of_env)
+            assert self.queue.num_sequences(env_id) == sum(g.num_sequences for g in of_env)
+            assert self.queue.num_bytes(env_id) == sum(g.num_bytes for g in of_env)
+            assert self.queue.largest(env_id) == max((g.num_sequences for g in of_env), default=0)
+
+
+def version_of(group: GroupHeader) -> int:
+    return group.arrival_step if group.policy_version is None else group.policy_version
+
+
+TestQueueAgainstList = QueueAgainstList.TestCase
+TestQueueAgainstList.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_returned_batch_is_served_before_what_came_later() -> None:
+    queue = GroupQueue()
+    for number in range(8):
+        queue.add(header(number))
+    first = queue.remove([0, 1])
+    second = queue.remove([2, 3])
+    for group in reversed(second):
+        queue.add(group)
+    for group in first:
+        queue.add(group)
+    plan = queue.plan(batch_size=12)
+    assert isinstance(plan, Plan)
+    assert [group.number for group in plan.groups] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("patience", "served_in_step"), [(3, 3), (7, 7), (None, None)])
+def test_a_group_that_is_passed_over_is_served_once_it_is_overdue(
+    patience: int | None, served_in_step: int | None
+) -> None:
+    queue = GroupQueue()
+    queue.add(header(0, 5))
+    for number, size in enumerate([2, 6, 1, 7] * 20, start=1):
+        queue.add(header(number, size, arrival_step=number // 2))
+    served = None
+    for step in range(12):
+        overdue_before = None if patience is None else step - patience + 1
+        plan = queue.plan(batch_size=8, overdue_before=overdue_before)
+        assert isinstance(plan, Plan)
+        queue.remove([group.number for group in plan.groups])
+        if any(group.number == 0 for group in plan.groups):
+            served = step
+    assert served == served_in_step
+
+
+def test_a_group_that_fits_no_batch_does_not_hold_up_the_others_when_overdue() -> None:
+    queue = GroupQueue()
+    for number, size in enumerate([3, 9, 4, 8, 4]):
+        queue.add(header(number, size))
+    plan = queue.plan(batch_size=8, overdue_before=10)
+    assert isinstance(plan, Plan)
+    assert [group.number for group in plan.groups] == [2, 4]
+
+
+def test_removal_of_an_absent_group_removes_nothing() -> None:
+    queue = GroupQueue()
+    queue.add(header(1))
+    with pytest.raises(KeyError):
+        queue.remove([1, 2])
+    assert list(queue) == [header(1)]
+    assert queue.total_sequences == 4
+
+
+def test_an_unknown_policy_version_is_that_of_the_arrival() -> None:
+    queue = GroupQueue()
+    queue.add(header(0, arrival_step=3))
+    queue.add(header(1, arrival_step=9, policy_version=2))
+    queue.add(header(2, arrival_step=9))
+    assert queue.versions() == {2: 1, 3: 1, 9: 1}
+    assert [group.number for group in queue.stale(9)] == [0, 1]
+    assert queue.stale(2) == []
+
+
+# The limits leave a factor of ten and more for a busy machine; a walk over the queue would exceed them.
+
+
+def test_plans_from_a_long_queue_cost_as_little_as_from_a_short_one() -> None:
+    queue = filled(50_000, num_envs=4, size=lambda rng: 8)
+    assert planning_s(queue, 256, {}) < 0.002
+    assert planning_s(queue, 256, {0: 64, 1: 64, 2: 64, 3: 64}) < 0.006
+
+
+def test_plans_of_large_batches_of_mixed_sizes_stay_cheap() -> None:
+    queue = filled(20_000, num_envs=4, size=lambda rng: rng.randint(1, 16))
+    assert planning_s(queue, 4096, {}) < 0.03
+    assert planning_s(queue, 4096, {0: 1024, 1: 1024, 2: 1024, 3: 1024}) < 0.09
+
+
+def test_plans_for_hundreds_of_environments_with_floors_stay_cheap() -> None:
+    queue = filled(20_000, num_envs=300, size=lambda rng: 8)
+    assert planning_s(queue, 2400, dict.fromkeys(range(300), 8)) < 0.06
+
+
+def test_a_long_queue_without_a_batch_is_found_out_cheaply() -> None:
+    queue = filled(20_000, num_envs=4, size=lambda rng: 2 * rng.randint(1, 8))
+    began = time.process_time()
+    plan = queue.plan(batch_size=4095, floors={0: 100, 1: 100})
+    assert isinstance(plan, NoBatch)
+    assert plan.blocker is Blocker.SIZES
+    assert time.process_time() - began < 0.02
+
+
+def test_examples_in_docstrings_hold() -> None:
+    results = doctest.testmod(queue_module)
+    assert results.attempted > 0
+    assert results.failed == 0

@@ -1,28 +1,54 @@
 """`run-api` serves the hub.
 
-One process, one run, state in memory; nothing is watched and nothing restarts it.
+One process; what the hub holds is on the disk unless `--memory` is given, and a restart goes on where it stopped. It
+refuses to be reached from other machines without a token. Nothing is watched and nothing restarts it: a store that
+breaks ends the process with exit code 1, and the next start recovers what was stored.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import ipaddress
+import fcntl
 import logging
+import os
+import resource
+import shutil
 import signal
 import socket
+import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import uvicorn
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SecretStr
 
-from atroposlib.api.server import app, stop_waiting
+from atroposlib.api.coordinator import RunPolicy
+from atroposlib.api.hub import Hub
+from atroposlib.api.protocol import HubProtocol
+from atroposlib.api.security import Scope, TokenSet, add_token, is_loopback
+from atroposlib.api.server import create_app, stop_waiting
+from atroposlib.api.stores.base import Durability, GroupStore, StoreBroken
+from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns, RunStores
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
 
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
 SHUTDOWN_GRACE_S = 2
 """How long requests that are being answered may take after a stop signal."""
+MAX_CONNECTIONS = 4096
+"""Requests beyond are answered 503."""
+KEEP_ALIVE_S = 30
+"""Longer than clients keep idle connections (aiohttp: 15 s), so that they, not the hub, end them."""
+QUEUED_BYTES_IN_MEMORY = 4 * 2**30
+QUEUED_BYTES_ON_DISK = 64 * 2**30
+_POLICY = RunPolicy()
 
 
 class RunApiConfig(BaseModel):
@@ -30,18 +56,105 @@ class RunApiConfig(BaseModel):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes any")
+    data_dir: Path = Field(
+        default=Path("atropos-data"), description="Where runs are stored, one directory each"
+    )
+    memory: bool = Field(default=False, description="Store nothing: runs end with the process")
+    fresh: bool = Field(
+        default=False, description="Erase every run in the data directory before the start"
+    )
+    durability: Literal["power", "process"] = Field(
+        default="power",
+        description="What an accepted group survives: loss of power, or only the end of the process",
+    )
+    token: SecretStr | None = Field(
+        default=None,
+        description=f"One token that may do everything; better in {TOKEN_VARIABLE}, which no"
+        " process list shows",
+    )
+    tokens: Path | None = Field(
+        default=None, description="File of tokens with scopes and runs; see --add-token"
+    )
+    insecure: bool = Field(
+        default=False, description="Let other machines reach the hub although it has no token"
+    )
+    ssl_certfile: Path | None = Field(default=None, description="Serve HTTPS with this certificate")
+    ssl_keyfile: Path | None = Field(
+        default=None, description="Its private key, unless the certificate file holds it"
+    )
+    ssl_ca_certs: Path | None = Field(
+        default=None, description="Admit only clients with a certificate of these authorities"
+    )
+    lease_ttl_s: float = Field(
+        default=_POLICY.lease_ttl_s,
+        gt=0,
+        allow_inf_nan=False,
+        description="A batch goes back to the queue when its trainer is silent for this long",
+    )
+    env_timeout_s: float = Field(
+        default=_POLICY.env_timeout_s,
+        gt=0,
+        allow_inf_nan=False,
+        description="Nothing waits for an environment that is silent for this long",
+    )
+    max_staleness: int | None = Field(
+        default=_POLICY.max_staleness,
+        ge=0,
+        description="Groups more policy versions behind than this expire",
+    )
+    max_queued_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Per run; environments are slowed down beyond it (default 64 GiB, 4 GiB with"
+        " --memory)",
+    )
+    max_queued_sequences: int | None = Field(
+        default=_POLICY.max_queued_sequences, ge=1, description="The same in sequences"
+    )
+    max_deliveries: int = Field(
+        default=_POLICY.max_deliveries,
+        ge=1,
+        description="A group handed out this often without an acknowledgement is set aside",
+    )
+    keep_acked_batches: int = Field(
+        default=_POLICY.keep_trained_batches,
+        ge=0,
+        description="Acknowledged batches kept without a checkpoint, for a trainer that falls back",
+    )
+    add_token: str | None = Field(
+        default=None,
+        description="Make a token of this name, add its hash to the --tokens file, print it, exit",
+    )
+    scopes: list[Scope] = Field(
+        default_factory=list, description="With --add-token: what the token is good for"
+    )
+    runs: list[str] | None = Field(
+        default=None, description="With --add-token: the runs it is for, all by default"
+    )
 
 
 class _Server(uvicorn.Server):
-    """Stops at once although a trainer waits for a batch."""
+    """Says when it listens, and stops at once although a trainer waits for a batch."""
+
+    def __init__(self, config: uvicorn.Config, *, on_start: str, stop_waiting: Callable[[], None]):
+        super().__init__(config)
+        self._on_start = on_start
+        self._stop_waiting = stop_waiting
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self._on_start, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        stop_waiting(app)
+        self._stop_waiting()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or Ctrl-C and return 0; a wrong flag or a port in use returns 2."""
+    """Serve until SIGTERM or Ctrl-C and return 0.
+
+    Return 2 for a wrong flag, a port in use, or an unprotected address, and 1 for a store that broke.
+    """
     return cli_boundary(lambda: serve(argv))
 
 
@@ -52,40 +165,225 @@ def serve(argv: Sequence[str] | None) -> int:
         prog="run-api",
         description="Serve the Atropos trajectory API (the hub).",
     )
+    if config.add_token is not None:
+        return _add_token(config)
+    if config.scopes or config.runs:
+        raise ConfigError("--scopes and --runs describe a token to make: they need --add-token")
+    tokens = _tokens(config)
+    _check_exposure(config, tokens)
+    _check_tls(config)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
+    _raise_file_limit()
+    # Before anything is erased or recovered: a second hub by mistake must not get that far.
     listener = listen(config.host, config.port)
+    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(config, tokens, listener))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    return uvicorn.Config(app="", log_config=None).get_loop_factory()
+
+
+async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket.socket) -> int:
+    broken: list[BaseException] = []
+    server: _Server | None = None
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        if server is not None:
+            server.should_exit = True
+        else:
+            raise KeyboardInterrupt
+
+    def on_failure(error: BaseException) -> None:
+        broken.append(error)
+        if server is not None:
+            server.should_exit = True
+            stop_waiting(app)
+
+    # uvicorn raises a signal again after its shutdown; these make that a return, and they also cover the time before
+    # uvicorn listens to signals.
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+    hub = Hub(_stores(config, on_failure), policy=_policy(config))
+    app = create_app(hub, tokens=tokens)
+    scheme = "https" if config.ssl_certfile else "http"
+    shown = f"[{config.host}]" if ":" in config.host else config.host
     server = _Server(
         uvicorn.Config(
             app,
+            http=HubProtocol,
+            ws="none",
             log_config=None,
             log_level="warning",
             access_log=False,
-            lifespan="off",
+            lifespan="on",
+            server_header=False,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_ca_certs=str(config.ssl_ca_certs) if config.ssl_ca_certs else None,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
+        ),
+        on_start=f"atropos hub listening on {scheme}://{shown}:{listener.getsockname()[1]}",
+        stop_waiting=lambda: stop_waiting(app),
+    )
+    # Here and not only in the application's start, where uvicorn would turn an error into a traceback.
+    try:
+        await hub.open()
+    except OSError as e:
+        raise ConfigError(f"--data-dir {config.data_dir}: {e.strerror or e}") from e
+    await server.serve(sockets=[listener])
+    if broken:
+        raise StoreBroken(f"the store broke: {broken[0]}; start the hub again to recover") from (
+            broken[0]
         )
+    return 0
+
+
+def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -> RunStores:
+    if config.memory:
+        if config.fresh:
+            raise ConfigError("--memory and --fresh: a hub in memory is always fresh; drop one")
+        return MemoryRuns()
+    if config.fresh:
+        print(f"--fresh: {erase(config.data_dir)}", file=sys.stderr, flush=True)
+    durability = Durability(config.durability)
+
+    def make_store(directory: Path) -> GroupStore:
+        return DiskStore(directory, durability=durability, on_failure=on_failure)
+
+    return DirectoryRuns(config.data_dir, make_store)
+
+
+def _policy(config: RunApiConfig) -> RunPolicy:
+    default_bytes = QUEUED_BYTES_IN_MEMORY if config.memory else QUEUED_BYTES_ON_DISK
+    return RunPolicy(
+        lease_ttl_s=config.lease_ttl_s,
+        env_timeout_s=config.env_timeout_s,
+        max_staleness=config.max_staleness,
+        max_deliveries=config.max_deliveries,
+        keep_trained_batches=config.keep_acked_batches,
+        max_queued_bytes=config.max_queued_bytes or default_bytes,
+        max_queued_sequences=config.max_queued_sequences,
     )
 
-    def stop(signum: int, frame: FrameType | None) -> None:
-        server.should_exit = True
 
-    # uvicorn raises a signal again after its shutdown; these make that a return, and they also
-    # cover the time before uvicorn listens to signals.
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    if not is_loopback(config.host):
+def erase(data_dir: Path) -> str:
+    """Erase the runs stored under `data_dir` and say how much that was.
+
+    Only directories that a store made are touched. Raises ConfigError when a hub uses one of them.
+    """
+    # A store locks this file in its directory for as long as it is open.
+    locks = sorted(data_dir.glob("*/lock")) if data_dir.is_dir() else []
+    held: list[int] = []
+    try:
+        for path in locks:
+            held.append(os.open(path, os.O_RDWR))
+            try:
+                fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as e:
+                raise ConfigError(f"--fresh: a hub uses {path.parent}; stop it first") from e
+        num_bytes = 0
+        for path in locks:
+            num_bytes += sum(f.stat().st_size for f in path.parent.glob("*.*"))
+            shutil.rmtree(path.parent)
+    except OSError as e:
+        raise ConfigError(f"--fresh: cannot erase {e.filename}: {e.strerror}") from e
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+    names = ", ".join(path.parent.name for path in locks) or "none"
+    return f"erased {len(locks)} runs ({names}), {num_bytes / 2**20:.1f} MiB, in {data_dir}"
+
+
+def _add_token(config: RunApiConfig) -> int:
+    if config.tokens is None:
+        raise ConfigError("--add-token needs --tokens FILE, the file to add it to")
+    if not config.scopes:
+        raise ConfigError(f"--add-token needs --scopes, of {', '.join(Scope)}")
+    assert config.add_token is not None
+    secret = add_token(
+        config.tokens, name=config.add_token, scopes=set(config.scopes), runs=config.runs
+    )
+    print(secret)
+    print(
+        f"token {config.add_token!r} added to {config.tokens}; it is shown only now;"
+        " a running hub must be restarted to know it",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _tokens(config: RunApiConfig) -> TokenSet | None:
+    if config.token is not None and config.tokens is not None:
+        raise ConfigError("--token and --tokens: give one of them")
+    if config.tokens is not None:
+        return TokenSet.load(config.tokens)
+    secret = os.environ.get(TOKEN_VARIABLE) or None
+    if config.token is not None:
+        secret = config.token.get_secret_value()
+    return None if secret is None else TokenSet.from_plain(secret)
+
+
+def _check_exposure(config: RunApiConfig, tokens: TokenSet | None) -> None:
+    """Refuse to be open to other machines without a token; say it when secrets would travel in the clear."""
+    if is_loopback(config.host):
+        return
+    if tokens is None and not config.insecure:
+        raise ConfigError(
+            f"--host {config.host} is reachable from other machines and the hub has no token: give"
+            f" it one (--token, --tokens FILE, or {TOKEN_VARIABLE}), or listen on 127.0.0.1;"
+            " --insecure starts it all the same"
+        )
+    if tokens is None:
         print(
-            f"warning: {config.host} is reachable from other machines and there is no"
-            " authentication: whoever reaches this port can read, add and erase data;"
-            " use --host 127.0.0.1 or a firewall",
+            f"warning: --insecure: whoever reaches {config.host} can read and add data",
             file=sys.stderr,
             flush=True,
         )
-    shown = f"[{config.host}]" if ":" in config.host else config.host
-    print(f"atropos hub listening on http://{shown}:{listener.getsockname()[1]}", flush=True)
-    server.run(sockets=[listener])
-    return 0
+    elif config.ssl_certfile is None:
+        print(
+            "warning: tokens and data travel unencrypted; use --ssl-certfile or a proxy that"
+            " speaks TLS",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _check_tls(config: RunApiConfig) -> None:
+    """Find faults of certificates here, where they have a name."""
+    if config.ssl_certfile is None:
+        if config.ssl_keyfile is not None or config.ssl_ca_certs is not None:
+            raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as e:  # ssl.SSLError is one
+        raise ConfigError(
+            f"--ssl-certfile {config.ssl_certfile}: cannot be loaded with its key ({e})"
+        ) from e
+    if config.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except OSError as e:
+            raise ConfigError(f"--ssl-ca-certs {config.ssl_ca_certs}: {e}") from e
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open connections as the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as e:
+        logger.warning("only %d files and connections may be open at once (%s)", soft, e)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -102,16 +400,6 @@ def listen(host: str, port: int) -> socket.socket:
                 f" or choose another port, for example --port {port + 1}"
             ) from e
         raise ConfigError(f"--host {host} --port {port}: cannot listen ({e.strerror})") from e
-
-
-def is_loopback(host: str) -> bool:
-    """Can only this machine reach `host`?"""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 if __name__ == "__main__":

@@ -1,0 +1,277 @@
+"""Hostile and unlucky clients on real connections: slow heads, endless heads, unwanted bodies, hang-ups."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from atroposlib.api.limits import IS_GONE_EXTENSION, HubLimits, Ladder, RequestBodies
+from atroposlib.api.protocol import HubProtocol
+
+GET = b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n"
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    await PlainTextResponse("hello")(scope, receive, send)
+
+
+async def read_all(scope: Scope, receive: Receive, send: Send) -> None:
+    body = await Request(scope, receive).body()
+    await PlainTextResponse(str(len(body)))(scope, receive, send)
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp) -> AsyncIterator[int]:
+    """Serve `app` on a loopback port, which is given."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, http=HubProtocol, ws="none", lifespan="off", log_config=None, log_level="error"
+        )
+    )
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        while not server.started:
+            assert not task.done()
+            await asyncio.sleep(0.005)
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+class Client:
+    """A raw connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def connect(cls, port: int) -> Client:
+        return cls(*await asyncio.open_connection("127.0.0.1", port))
+
+    async def answer(self) -> bytes:
+        """The status line of the next answer; its headers and body are read too."""
+        async with asyncio.timeout(5):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            for line in head.lower().split(b"\r\n"):
+                if line.startswith(b"content-length:"):
+                    await self.reader.readexactly(int(line.split(b":")[1]))
+        return head.split(b"\r\n")[0]
+
+    async def is_closed(self) -> bool:
+        async with asyncio.timeout(5):
+            try:
+                return await self.reader.read(1) == b""
+            except ConnectionError:
+                return True
+
+    async def close(self) -> None:
+        self.writer.close()
+        try:
+            await self.writer.wait_closed()
+        except ConnectionError:
+            pass
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HubProtocol, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(HubProtocol, "UNWANTED_BODY_S", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("before", "sent"),
+    [
+        (b"", b""),  # after a request, silence is the keep-alive timer's business
+        *[
+            (before, sent)
+            for before in (b"", GET)
+            for sent in (b"GET", GET[:-2], b"\r\n", GET[:-2] + b"X-Slow: ")
+        ],
+    ],
+)
+async def test_head_that_does_not_end_is_cut_off(before: bytes, sent: bytes) -> None:
+    async with serving(hello) as port:
+        client = await Client.connect(port)
+        if before:
+            client.writer.write(before)
+            assert await client.answer() == b"HTTP/1.1 200 OK"
+        client.writer.write(sent)
+        assert await client.is_closed()
+        await client.close()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_dripping_head_is_cut_off_although_it_moves() -> None:
+    async with serving(hello) as port:
+        client = await Client.connect(port)
+
+        async def drip() -> None:
+            client.writer.write(GET[:-2])
+            while True:
+                client.writer.write(b"X: y\r\n")
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(drip())
+        assert await client.is_closed()
+        dripping.cancel()
+        await asyncio.gather(dripping, return_exceptions=True)
+        await client.close()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_answer_that_takes_long_is_not_cut_off() -> None:
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0.4)
+        await hello(scope, receive, send)
+
+    async with serving(slow) as port:
+        client = await Client.connect(port)
+        for _ in range(2):
+            client.writer.write(GET)
+            assert await client.answer() == b"HTTP/1.1 200 OK"
+        client.writer.write(GET + GET)  # pipelined
+        assert await client.answer() == b"HTTP/1.1 200 OK"
+        assert await client.answer() == b"HTTP/1.1 200 OK"
+        await client.close()
+
+
+async def test_endless_head_is_431_and_closed() -> None:
+    async with serving(hello) as port:
+        client = await Client.connect(port)
+        client.writer.write(GET[:-2])
+        for _ in range(80):
+            client.writer.write(b"X: " + b"y" * 1000 + b"\r\n")
+        assert await client.answer() == b"HTTP/1.1 431 Request Header Fields Too Large"
+        assert await client.is_closed()
+        await client.close()
+
+
+async def test_large_body_is_not_taken_for_a_head() -> None:
+    async with serving(read_all) as port:
+        client = await Client.connect(port)
+        body = b"z" * (HubProtocol.MAX_HEAD_BYTES * 4)
+        request = b"POST / HTTP/1.1\r\nHost: hub\r\nContent-Length: %d\r\n\r\n" % len(body)
+        for _ in range(2):
+            client.writer.write(request + body)
+            assert await client.answer() == b"HTTP/1.1 200 OK"
+        await client.close()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_body_nobody_wants_may_end_but_not_go_on_for_ever() -> None:
+    request = b"POST / HTTP/1.1\r\nHost: hub\r\nContent-Length: 4\r\n\r\n"
+    async with serving(hello) as port:
+        patient = await Client.connect(port)
+        patient.writer.write(request)
+        assert await patient.answer() == b"HTTP/1.1 200 OK"
+        patient.writer.write(b"body" + GET)
+        assert await patient.answer() == b"HTTP/1.1 200 OK"
+        endless = await Client.connect(port)
+        endless.writer.write(request.replace(b": 4", b": 99999999999"))
+        assert await endless.answer() == b"HTTP/1.1 200 OK"
+
+        async def pour() -> None:
+            while True:
+                endless.writer.write(b"z" * 1000)
+                await asyncio.sleep(0.01)
+
+        pouring = asyncio.create_task(pour())
+        assert await endless.is_closed()
+        pouring.cancel()
+        await asyncio.gather(pouring, return_exceptions=True)
+        await patient.close()
+        await endless.close()
+
+
+async def test_slow_body_is_408_and_closed() -> None:
+    limits = HubLimits(receive_grace_s=0.1)
+    async with serving(RequestBodies(read_all, limits)) as port:
+        client = await Client.connect(port)
+        client.writer.write(b"POST / HTTP/1.1\r\nHost: hub\r\nContent-Length: 100000\r\n\r\nabc")
+        assert await client.answer() == b"HTTP/1.1 408 Request Timeout"
+        assert await client.is_closed()
+        await client.close()
+
+
+async def test_oversized_body_is_413_and_the_answer_arrives_while_it_is_sent() -> None:
+    limits = HubLimits(max_control_body_bytes=1000)
+    async with serving(RequestBodies(read_all, limits)) as port:
+        client = await Client.connect(port)
+        client.writer.write(b"POST / HTTP/1.1\r\nHost: hub\r\nContent-Length: 9999999\r\n\r\n")
+        client.writer.write(b"z" * 9_999_999)
+        assert (await client.answer()).startswith(b"HTTP/1.1 413 ")
+        client.writer.write(GET)
+        assert await client.answer() == b"HTTP/1.1 200 OK"
+        await client.close()
+
+
+class Counts:
+    """A full run, and what its ladder counted."""
+
+    def __init__(self) -> None:
+        self.outcomes: asyncio.Queue[str] = asyncio.Queue()
+        self.num_held: Any = None
+        self.is_held = asyncio.Event()
+
+    def count_back_pressure(self, run: str, outcome: str) -> None:
+        self.outcomes.put_nowait(outcome)
+
+    def show_held(self, num_held: Any) -> None:
+        self.num_held = num_held
+
+    async def no_room(self, run: str, timeout_s: float) -> bool:
+        self.is_held.set()
+        await asyncio.sleep(timeout_s)
+        return True
+
+
+@pytest.mark.parametrize("num_sent", [0, 10, 500_000], ids=["nothing", "a little", "more"])
+async def test_held_client_that_hangs_up_frees_its_place_with_its_body_unread(
+    num_sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ladder, "CHECK_S", 0.02)
+    counts = Counts()
+    ladder = Ladder(
+        hello, limits=HubLimits(), is_full=lambda run: "full", room=counts.no_room, metrics=counts
+    )
+    async with serving(ladder) as port:
+        client = await Client.connect(port)
+        client.writer.write(
+            b"POST /scored_data HTTP/1.1\r\nHost: hub\r\nContent-Length: 1000000\r\n\r\n"
+        )
+        client.writer.write(b"z" * num_sent)
+        async with asyncio.timeout(5):
+            await counts.is_held.wait()
+            await asyncio.sleep(0.1)
+            assert counts.num_held() == 1  # being silent is not hanging up
+            client.writer.transport.abort()
+            assert await counts.outcomes.get() == "gone"
+        assert counts.num_held() == 0
+
+
+async def test_application_can_ask_whether_the_client_is_gone() -> None:
+    asked: list[bool] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append(scope["extensions"][IS_GONE_EXTENSION]())
+        await hello(scope, receive, send)
+
+    async with serving(app) as port:
+        client = await Client.connect(port)
+        client.writer.write(GET)
+        await client.answer()
+        await client.close()
+    assert asked == [False]

@@ -15,6 +15,7 @@ retries its control calls itself; `batch()` and `lease_batch()` are one attempt.
 from __future__ import annotations
 
 import asyncio
+import io
 import ipaddress
 import logging
 import os
@@ -317,7 +318,8 @@ class HubClient:
             return None
 
     async def _send(self, path: str, body: bytes, headers: dict[str, str]) -> SendReceipt:
-        answer = await self._call("POST", path, data=body, headers=headers)
+        # As a file: aiohttp then writes a large body piece by piece instead of at once.
+        answer = await self._call("POST", path, data=io.BytesIO(body), headers=headers)
         reply = _json_object(answer, f"POST {path}")
         if reply.get("status") not in _SENT:
             raise HubError(f"POST {path}: unexpected answer {answer[:200]!r}")

@@ -61,7 +61,7 @@ def serve(port: str, name: str, min_share: str) -> None:
     rows = [[env_id, 1, 2]] * GROUP_SIZE
     group = {"tokens": rows, "masks": rows, "scores": [0.0, 1.0], "env_id": env_id}
     while True:
-        if call("GET", "/status-env", {"env_id": env_id})["self_queue_size"] < 2:
+        if call("GET", "/status-env", {"env_id": env_id})["self_queue_size"] < 4:
             call("POST", "/scored_data", group)
         time.sleep(0.05)
 

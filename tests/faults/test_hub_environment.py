@@ -89,7 +89,7 @@ async def test_environment_killed_while_it_sends_leaves_no_partial_group(tmp_pat
 async def test_dead_environments_with_minimums_hold_batches_up_no_longer_than_their_timeout(
     tmp_path: Path,
 ) -> None:
-    timeout_s, poll_s = 2.0, 0.25
+    timeout_s, poll_s = 3.0, 0.25
     arrivals: list[float] = []
     with hub_process(tmp_path, "--env-timeout-s", str(timeout_s)) as hub:
         async with httpx.AsyncClient(base_url=hub.url) as trainer:

@@ -1,0 +1,178 @@
+"""The disk store on a disk that is really full: a file system in memory of 32 MiB, mounted for the test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atroposlib.api.stores.base import Appended, Change, End, Fate, Move, NewGroup, Place, StoreFull
+from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.segments import Files
+from tests.faults.store_faults import copy_run, new_group
+
+DISK_BYTES = 32 << 20
+GROUP_BYTES = 200_000
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
+    yield directory
+    subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def open_store(disk: Path, *, min_free_bytes: int = 2 << 20) -> DiskStore:
+    return DiskStore(disk / "run", min_free_bytes=min_free_bytes, segment_bytes=2 << 20)
+
+
+async def fill(store: DiskStore, *, first: int = 0) -> int:
+    """Append until the store is full; return the number of the first group that was refused."""
+    rng = random.Random(first)
+    number = first
+    while True:
+        try:
+            await store.append([new_group(number, rng, num_bytes=GROUP_BYTES)])
+        except StoreFull:
+            return number
+        number += 1
+        assert number - first < 1000
+
+
+async def append_when_there_is_room(store: DiskStore, group: NewGroup) -> None:
+    """Files are removed in the background, and the disk is looked at ten times a second."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                assert await store.append([group]) == [Appended.STORED]
+                return
+            except StoreFull:
+                await asyncio.sleep(0.02)
+
+
+async def end_one_by_one(store: DiskStore, numbers: range) -> None:
+    for number in numbers:
+        await store.commit(
+            Change(
+                moves=[Move(number=number, place=Place.LEASED, batch=number)],
+                document=bytes(2000),
+            )
+        )
+        await store.commit(Change(ends=[End(number=number, fate=Fate.TRAINED)]))
+
+
+def fill_up(disk: Path) -> Path:
+    """Take all space that is left, as another program might."""
+    hog = disk / "hog"
+    with hog.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(1 << 16)):
+                pass
+        except OSError:
+            pass
+    return hog
+
+
+async def test_a_full_disk_refuses_groups_while_every_commit_works(small_disk: Path) -> None:
+    store = open_store(small_disk)
+    await store.open()
+    refused = await fill(store)
+    assert refused > 80, "less than half of the disk was used"
+    usage = store.usage()
+    assert usage.free_bytes is not None
+    assert usage.free_bytes < 2 * GROUP_BYTES
+    await end_one_by_one(store, range(refused))
+    late = new_group(refused, random.Random(0), num_bytes=20 << 20)
+    await append_when_there_is_room(store, late)
+    assert await store.read([refused]) == [late.payload]
+    await store.close()
+
+
+async def test_commits_go_on_when_another_program_takes_the_last_byte(small_disk: Path) -> None:
+    store = open_store(small_disk)
+    await store.open()
+    rng = random.Random(0)
+    for number in range(40):
+        await store.append([new_group(number, rng, num_bytes=GROUP_BYTES)])
+    hog = await asyncio.to_thread(fill_up, small_disk)
+    late = new_group(1000, rng, num_bytes=GROUP_BYTES)
+    with pytest.raises(StoreFull):
+        await store.append([late])
+    # More than the WAL has room for without the ballast; nothing ends, so nothing else makes room.
+    for number in range(40):
+        move = Move(number=number, place=Place.LEASED, batch=1)
+        await store.commit(Change(moves=[move], document=bytes([number]) * 50_000))
+    assert not (small_disk / "run" / "ballast").exists()
+    await asyncio.to_thread(hog.unlink)
+    await end_one_by_one(store, range(40))
+    await append_when_there_is_room(store, late)
+    assert await store.read([1000]) == [late.payload]
+    await store.close()
+
+
+async def test_a_watermark_of_nothing_loses_nothing_on_a_full_disk(small_disk: Path) -> None:
+    """`append` meets a real "no space left on device" in the middle of a record."""
+    store = open_store(small_disk, min_free_bytes=0)
+    await store.open()
+    refused = await fill(store)
+    refused = await fill(store, first=refused)
+    await end_one_by_one(store, range(10))
+    await store.close()
+    again = open_store(small_disk, min_free_bytes=0)
+    saved = await again.open()
+    assert [group.header.number for group in saved.groups] == list(range(10, refused))
+    rng = random.Random(0)
+    groups = [new_group(number, rng, num_bytes=GROUP_BYTES) for number in range(refused)]
+    numbers = list(range(10, refused))
+    assert await again.read(numbers) == [groups[number].payload for number in numbers]
+    await again.close()
+
+
+class AsLarge(Files):
+    """Tells of a disk as large as the small one, wherever the files are."""
+
+    def total_bytes(self, path: Path) -> int:
+        return DISK_BYTES
+
+
+async def test_a_crashed_run_recovers_on_a_disk_that_is_full(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    store = DiskStore(tmp_path / "run", files=AsLarge(), min_free_bytes=0)
+    await store.open()
+    rng = random.Random(0)
+    for number in range(20):
+        await store.append([new_group(number, rng, num_bytes=1000)])
+    copy_run(tmp_path / "run", small_disk / "run")
+    late = new_group(20, rng, num_bytes=1000)
+    await store.append([late])
+    segment = "0000000000.seg"
+    # The database is older than the segments, as after a loss of power.
+    shutil.copy(tmp_path / "run" / segment, small_disk / "run" / segment)
+    await store.close()
+    hog = await asyncio.to_thread(fill_up, small_disk)
+    again = open_store(small_disk)
+    saved = await again.open()
+    assert [group.header.number for group in saved.groups] == list(range(21))
+    with pytest.raises(StoreFull):
+        await again.append([new_group(1000, rng)])
+    await end_one_by_one(again, range(21))
+    await asyncio.to_thread(hog.unlink)
+    await again.close()

@@ -8,7 +8,6 @@ too long. It keeps no group.
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import os
 import socket
@@ -132,11 +131,15 @@ class GroupCodec:
             _encode_batch, payloads, meta, packed=packed, encoding=encoding
         )
 
-    async def group_json(self, payload: bytes) -> bytes:
-        """Return the fourteen keys of a stored group as JSON."""
+    async def encode_group(self, payload: bytes, *, encoding: str | None = None) -> EncodedBody:
+        """Encode the fourteen keys of a stored group as JSON."""
         if len(payload) <= self._inline_bytes // 4:
-            return _group_json(payload)
-        return await self._in_thread(_group_json, payload)
+            return _encode_group(payload, encoding)
+        return await self._in_thread(_encode_group, payload, encoding)
+
+    async def group_json(self, payload: bytes) -> bytes:
+        """Return `encode_group` in one piece, which takes 25 ms of the GIL for 60 MB."""
+        return b"".join((await self.encode_group(payload)).pieces)
 
     async def close(self) -> None:
         """End the threads and processes. Nothing may be under way."""
@@ -293,13 +296,21 @@ def _decode_if_light(body: Body, *, is_packed: bool, many: bool) -> list[Decoded
 def _encode_batch(
     payloads: Sequence[bytes], meta: Mapping[str, Any], *, packed: bool, encoding: str | None
 ) -> EncodedBody:
-    texts = packed_pieces(payloads, meta) if packed else _batch_json(payloads, meta)
+    if packed:
+        return _encoded(packed_pieces(payloads, meta), CONTENT_TYPE_PACKED, encoding)
+    return _encoded(_batch_json(payloads, meta), CONTENT_TYPE_JSON, encoding)
+
+
+def _encode_group(payload: bytes, encoding: str | None) -> EncodedBody:
+    return _encoded(json_pieces(payload), CONTENT_TYPE_JSON, encoding)
+
+
+def _encoded(texts: Iterable[bytes], media_type: str, encoding: str | None) -> EncodedBody:
     pieces = list(_even(texts))
     if sum(map(len, pieces)) < COMPRESS_FROM_BYTES:
         encoding = None
     if encoding is not None:
         pieces = list(_even(_compressed(pieces, encoding)))
-    media_type = CONTENT_TYPE_PACKED if packed else CONTENT_TYPE_JSON
     return EncodedBody(pieces=pieces, media_type=media_type, encoding=encoding)
 
 
@@ -343,13 +354,6 @@ def _compressed(pieces: Iterable[bytes], encoding: str) -> Iterator[bytes]:
     gzip = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_WBITS)
     yield from map(gzip.compress, pieces)
     yield gzip.flush()
-
-
-def _group_json(payload: bytes) -> bytes:
-    text = io.BytesIO()  # grows in place, where joining would copy the whole text in one call
-    for piece in json_pieces(payload):
-        text.write(piece)
-    return text.getvalue()
 
 
 def is_packed(header: str) -> bool:

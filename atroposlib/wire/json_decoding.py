@@ -28,7 +28,13 @@ from atroposlib.scored_data import (
     Strictness,
     check_group,
 )
-from atroposlib.wire.packed import OBJECT_FIELDS, Blob, decode_member
+from atroposlib.wire.packed import (
+    MAX_GROUPS,
+    MAX_SEQUENCES,
+    OBJECT_FIELDS,
+    Blob,
+    decode_member,
+)
 
 _CHUNK_BYTES: Final = 2**20
 _INT_ROWS: Final = ("tokens", "masks")
@@ -80,7 +86,9 @@ def iter_json_groups(body: Blob, *, many: bool) -> Iterator[ScoredGroup]:
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise _not_json(body, e) from e
     except RecursionError as e:
-        raise GroupError("the body is nested too deeply") from e
+        raise GroupError("body: nested too deeply") from e
+    if len(raws) > MAX_GROUPS:
+        raise GroupError(f"body: {len(raws)} groups; send at most {MAX_GROUPS} at once")
     rows = _RowParser()
     for i, raw in enumerate(raws):
         try:
@@ -91,6 +99,12 @@ def iter_json_groups(body: Blob, *, many: bool) -> Iterator[ScoredGroup]:
 
 
 def _fields(raw: _RawGroup, rows: _RowParser) -> dict[str, Any]:
+    for name in (*_INT_ROWS, *PER_TOKEN_FIELDS, *DISTILL_FIELDS):
+        texts: list[msgspec.Raw] | None = getattr(raw, name)
+        if texts and len(texts) > MAX_SEQUENCES:
+            raise GroupError(
+                f"{name}: {len(texts)} sequences, at most {MAX_SEQUENCES} are accepted"
+            )
     group: dict[str, Any] = {
         "scores": rows.flat(raw.scores, "scores", is_int=False),
         "env_id": raw.env_id,
@@ -271,18 +285,23 @@ def _not_json(body: Blob, error: Exception) -> GroupError:
     """Name the path at which the body stops being JSON, such as that of a NaN."""
     position = re.search(r"\(byte (\d+)\)", str(error))
     if position is None:
-        return GroupError(f"the body is not JSON: {error}")
+        hint = (
+            "; it ends early, or holds half of a surrogate pair"
+            if "truncated" in str(error)
+            else ""
+        )
+        return GroupError(f"body: not JSON: {error}{hint}")
     start = int(position[1])
     path = _place(_path_at(body, start))
     # A minus sign is a number until what follows it is seen.
-    for at in (start, max(0, start - 1)):
+    for at in (max(0, start - 1), start):
         literal = _NOT_FINITE.match(body, at)
         if literal:
             value = float(literal[0])
             return GroupError(
                 f"{path}: {value} is not finite; send a number or leave the group out"
             )
-    return GroupError(f"{path or 'body'}: the body is not JSON: {error}")
+    return GroupError(f"{path or 'body'}: not JSON: {error}")
 
 
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]|[^"\[\]{}]+', re.DOTALL)

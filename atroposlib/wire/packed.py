@@ -41,9 +41,13 @@ OBJECT_FIELDS: Final = (
 )
 """Fields that are no arrays of numbers."""
 
-MAX_PACKED_GROUPS: Final = 1024
-"""Groups in one message. Lengths are refused before what they announce is made."""
+MAX_GROUPS: Final = 1024
+"""Groups in one message; a packed one is refused before what it announces is made."""
 
+MAX_SEQUENCES: Final = 65536
+"""Sequences in one group of JSON, where each takes microseconds."""
+
+_SPARE_FRAMES: Final = 200
 _FEW: Final = msgspec.Meta(max_length=32)
 _TAIL_FIELDS: Final = (*OBJECT_FIELDS, *DISTILL_FIELDS)
 Blob = bytes | bytearray | memoryview
@@ -87,7 +91,7 @@ class PackedGroup(msgspec.Struct, omit_defaults=True, gc=False):
 class _Envelope(msgspec.Struct, gc=False):
     version: int
     meta: dict[str, Any]
-    groups: Annotated[list[memoryview], msgspec.Meta(max_length=MAX_PACKED_GROUPS)]
+    groups: Annotated[list[memoryview], msgspec.Meta(max_length=MAX_GROUPS)]
 
 
 class PackedEnvelope(NamedTuple):
@@ -96,6 +100,11 @@ class PackedEnvelope(NamedTuple):
     meta: dict[str, Any]
     blobs: list[memoryview]
     """Views into the message."""
+
+
+class _Narrowed(NamedTuple):
+    width: str
+    values: NDArray[Any]
 
 
 def _encode_foreign(value: Any) -> Any:
@@ -122,20 +131,25 @@ def json_bytes(value: Any, name: str) -> bytes:
         raise GroupError(f"{name}: cannot be sent: {e}") from e
 
 
-def _narrow_floats(values: NDArray[np.float64]) -> tuple[str, bytes]:
+def _narrow_floats(values: NDArray[np.float64]) -> _Narrowed:
     """Return f4 where that loses nothing, else f8."""
     with np.errstate(over="ignore"):
         narrow = values.astype("<f4")
     if np.array_equal(narrow, values):
-        return "f4", narrow.tobytes()
-    return "f8", values.astype("<f8", copy=False).tobytes()
+        return _Narrowed("f4", narrow)
+    return _Narrowed("f8", values.astype("<f8", copy=False))
 
 
-def _narrow_ints(values: NDArray[Any]) -> tuple[str, bytes]:
+def _narrow_ints(values: NDArray[Any]) -> _Narrowed:
     narrow = values.astype("<i4")
     if np.array_equal(narrow, values):
-        return "i4", narrow.tobytes()
-    return "i8", values.astype("<i8", copy=False).tobytes()
+        return _Narrowed("i4", narrow)
+    return _Narrowed("i8", values.astype("<i8", copy=False))
+
+
+def _buffer_of(values: NDArray[Any]) -> memoryview:
+    """Return the bytes of an array; of a contiguous one without a copy."""
+    return np.ascontiguousarray(values).view(np.uint8).data
 
 
 def pack_group(group: ScoredGroup) -> bytes:
@@ -146,24 +160,23 @@ def pack_group(group: ScoredGroup) -> bytes:
     for name in PER_TOKEN_FIELDS:
         values = getattr(group, name)
         if values is not None:
-            width, buffer = _narrow_floats(values)
-            arrays[name] = (width, memoryview(buffer))
+            width, narrow = _narrow_floats(values)
+            arrays[name] = (width, _buffer_of(narrow))
     distill = {}
     for name in DISTILL_FIELDS:
         entries = getattr(group, name)
         if entries is not None:
             is_ids = name == "distill_token_ids"
-            width, buffer = (_narrow_ints if is_ids else _narrow_floats)(entries.values)
-            counts = memoryview(entries.lengths.astype("<u4").tobytes())
-            distill[name] = PackedDistillation(counts, width, memoryview(buffer))
-    masks = None if is_label else memoryview(group.masks.astype("<i4", copy=False).tobytes())
+            width, narrow = (_narrow_ints if is_ids else _narrow_floats)(entries.values)
+            counts = _buffer_of(entries.lengths.astype("<u4"))
+            distill[name] = PackedDistillation(counts, width, _buffer_of(narrow))
     return _packed_encoder.encode(
         PackedGroup(
-            lengths=memoryview(group.lengths.astype("<u4").tobytes()),
-            tokens=memoryview(group.tokens.astype("<i4", copy=False).tobytes()),
-            scores=memoryview(group.scores.astype("<f8", copy=False).tobytes()),
-            trained=memoryview(np.packbits(trained).tobytes()) if is_label else None,
-            masks=masks,
+            lengths=_buffer_of(group.lengths.astype("<u4")),
+            tokens=_buffer_of(group.tokens.astype("<i4", copy=False)),
+            scores=_buffer_of(group.scores.astype("<f8", copy=False)),
+            trained=_buffer_of(np.packbits(trained)) if is_label else None,
+            masks=None if is_label else _buffer_of(group.masks.astype("<i4", copy=False)),
             arrays=arrays,
             distill=distill,
             tail={
@@ -211,10 +224,18 @@ def tail_texts(blob: Blob) -> list[memoryview]:
 def decode_member(text: Blob | msgspec.Raw, name: str) -> Any:
     """Decode the JSON of one field; raises `GroupError` with its path."""
     try:
-        return msgspec.json.decode(text)
+        return _decode_below(_SPARE_FRAMES if len(memoryview(text)) > 1000 else 0, text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         message, _, where = str(e).partition(" - at `$")
         raise GroupError(f"{name}{where.rstrip('`')}: {message}") from e
+
+
+def _decode_below(num_frames: int, text: Blob | msgspec.Raw) -> Any:
+    """Decode with so many frames of the stack in use: what passes the hub then passes in a deeper caller too.
+
+    Up to Python 3.11 the nesting that C code accepts depends on the depth of the Python code that calls it.
+    """
+    return _decode_below(num_frames - 1, text) if num_frames else msgspec.json.decode(text)
 
 
 def unpack_group(blob: Blob, *, strictness: Strictness) -> ScoredGroup:
@@ -323,27 +344,29 @@ def content_digest(group: ScoredGroup | Blob) -> bytes:
         group = unpack_group(group, strictness=Strictness.WIRE)
     digest = hashlib.sha256(usedforsecurity=False)
 
-    def add(name: str, content: Blob) -> None:
-        digest.update(f"{name} {len(content)}\n".encode())
-        digest.update(content)
+    def add(name: str, content: bytes | NDArray[Any]) -> None:
+        buffer = content if isinstance(content, bytes) else _buffer_of(content)
+        # Framed by its size, so that no two lists of contents read the same.
+        digest.update(b"%s %d\n" % (name.encode(), len(buffer)))
+        digest.update(buffer)
 
     trained = group.masks == group.tokens
-    add("lengths", group.lengths.astype("<u4").tobytes())
-    add("tokens", group.tokens.astype("<i4", copy=False).tobytes())
-    add("trained", np.packbits(trained).tobytes())
-    add("masks", group.masks[~trained].astype("<i4", copy=False).tobytes())
-    add("scores", group.scores.astype("<f8", copy=False).tobytes())
+    add("lengths", group.lengths.astype("<u4"))
+    add("tokens", group.tokens.astype("<i4", copy=False))
+    add("trained", np.packbits(trained))
+    add("masks", group.masks[~trained].astype("<i4", copy=False))
+    add("scores", group.scores.astype("<f8", copy=False))
     for name in PER_TOKEN_FIELDS:
         values = getattr(group, name)
         if values is not None:
-            width, buffer = _narrow_floats(values)
-            add(f"{name} {width}", buffer)
+            width, narrow = _narrow_floats(values)
+            add(f"{name} {width}", narrow)
     for name in DISTILL_FIELDS:
         entries = getattr(group, name)
         if entries is not None:
-            add(f"{name} lengths", entries.lengths.astype("<u4").tobytes())
+            add(f"{name} lengths", entries.lengths.astype("<u4"))
             dtype = "<i8" if name == "distill_token_ids" else "<f8"
-            add(name, entries.values.astype(dtype, copy=False).tobytes())
+            add(name, entries.values.astype(dtype, copy=False))
     for name in OBJECT_FIELDS:
         value = getattr(group, name)
         if value is not None:
@@ -356,4 +379,4 @@ def _canonical_json(value: Any) -> bytes:
     try:
         return _sorted_encoder.encode(value)
     except TypeError:  # keys that are no strings, which JSON makes strings of
-        return _sorted_encoder.encode(msgspec.json.decode(_json_encoder.encode(value)))
+        return _sorted_encoder.encode(msgspec.json.decode(json_bytes(value, "digest")))

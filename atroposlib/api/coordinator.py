@@ -15,14 +15,14 @@ import logging
 import secrets
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
+from atroposlib.api.backlog import Backlog
 from atroposlib.api.batching import (
     GroupHeader,
     NoBatch,
@@ -31,6 +31,14 @@ from atroposlib.api.batching import (
     sequence_floors,
 )
 from atroposlib.api.environments import Environment, Environments, UnknownEnvironment
+from atroposlib.api.leases import (
+    Batch,
+    LeaseLost,
+    LeaseRequest,
+    Leases,
+    Steps,
+    UnknownBatch,
+)
 from atroposlib.api.queue import GroupQueue
 from atroposlib.api.schemas import (
     DeadGroup,
@@ -61,7 +69,6 @@ from atroposlib.api.stores.base import (
     NewGroup,
     Place,
     SavedRun,
-    StoredBatch,
     StoreUsage,
 )
 from atroposlib.errors import AtroposError, GroupError
@@ -83,20 +90,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-MAX_CLOSED_LEASES = 1024
-"""Ended leases that are remembered, so that a repeated acknowledgement is answered as the first."""
-
 
 class NotRegistered(AtroposError):
     """No trainer has registered, so there is no batch size to cut batches by."""
-
-
-class UnknownBatch(AtroposError):
-    """This run has handed out no batch of that id."""
-
-
-class LeaseLost(AtroposError):
-    """The lease expired, was given back, or belongs to an earlier incarnation of the trainer."""
 
 
 class RunReset(AtroposError):
@@ -154,52 +150,6 @@ class Receipt(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRequest:
-    """How a trainer wants to hold a batch."""
-
-    ttl_s: float | None = None
-    """None: the run's `lease_ttl_s`."""
-    request_id: str | None = None
-    """Asking again with it returns the batch of the first answer, which may have been lost."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Batch:
-    """A batch whose groups are still held."""
-
-    number: int
-    state: BatchState
-    step: int
-    epoch: int
-    lease_id: str
-    ttl_s: float
-    headers: Sequence[GroupHeader]
-    """In arrival order, which is also the order of delivery."""
-    expires_at: float = 0.0
-    """Injected clock; of no meaning unless leased."""
-    leased_at: float = 0.0
-    request_id: str | None = None
-    is_plain: bool = False
-    """Delivered to a client that knows no leases: held by its connection, not by time."""
-
-    def stored(self) -> StoredBatch:
-        return StoredBatch(
-            number=self.number,
-            state=self.state,
-            step=self.step,
-            epoch=self.epoch,
-            lease_id=self.lease_id,
-            ttl_s=self.ttl_s,
-            request_id=self.request_id,
-            is_plain=self.is_plain,
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(header.num_bytes for header in self.headers)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """One batch on its way to a trainer."""
 
@@ -249,28 +199,6 @@ class _Dead(NamedTuple):
     reason: str
 
 
-@dataclass(slots=True)
-class _Steps:
-    """Steps handed out with batches: a step that came back is given out again first."""
-
-    last: int = 0
-    returned: list[int] = field(default_factory=list)
-
-    @property
-    def current(self) -> int:
-        """Batches handed out and not given back, counted from the run's start."""
-        return self.last - len(self.returned)
-
-    def take(self) -> int:
-        if self.returned:
-            return heappop(self.returned)
-        self.last += 1
-        return self.last
-
-    def give_back(self, step: int) -> None:
-        heappush(self.returned, step)
-
-
 class Coordinator:
     """One run: what is registered, what is queued, who holds which batch. Call `open` first."""
 
@@ -304,25 +232,14 @@ class Coordinator:
         self._trainer: Registration | None = None
         self._has_started = False
         """True once the trainer has asked for a batch: this is what lets environments in."""
-        self._steps = _Steps()
-        self._epoch = 0
+        self._leases = Leases()
         self._policy_version: int | None = None
         self._environments = Environments()
         self._queue = GroupQueue()
-        self._batches: dict[int, Batch] = {}
-        """By number: leased, trained (oldest acknowledgement first) and waiting for replay."""
-        self._replay: deque[int] = deque()
-        """Numbers of batches to be delivered again, next first."""
-        self._closed: dict[int, tuple[str, int]] = {}
-        """Lease id and step of acknowledged batches whose bytes are freed, the newest."""
-        self._forgotten_step = 0
-        """The highest step whose batch was freed without a checkpoint."""
-        self._committed_step = 0
         self._dead: dict[int, _Dead] = {}
         self._deliveries: dict[int, int] = {}
         """Per held group: times it was leased without an acknowledgement. Absent: none."""
         self._next_number = 0
-        self._next_batch = 0
         self._num_accepted = 0
         self._ended: Counter[Fate] = Counter()
         self._rejected: Counter[str] = Counter()
@@ -332,7 +249,7 @@ class Coordinator:
         self._plan: Plan | NoBatch | None = None
         """None: the queue changed since the last look."""
         self._is_stuck = False
-        self._backlog = _Backlog()
+        self._backlog = Backlog()
 
     async def open(self) -> str:
         """Take over what the store holds; return one line that says what was found, empty for nothing."""
@@ -345,7 +262,7 @@ class Coordinator:
             return saved.found
         ledger = self.ledger()
         return (
-            f"run {self.name!r} at step {self._steps.current}: {ledger.queued} groups queued,"
+            f"run {self.name!r} at step {self.current_step}: {ledger.queued} groups queued,"
             f" {ledger.buffered} buffered, {ledger.leased} leased, {ledger.trained} trained, {ledger.dead} dead,"
             f" {len(self._environments)} environments; {saved.found}".rstrip("; ")
         )
@@ -368,7 +285,7 @@ class Coordinator:
             ledger.queued,
             ledger.buffered,
             ledger.leased,
-            self._steps.current,
+            self.current_step,
         )
         self._begin()
         await self._store.clear()
@@ -381,14 +298,13 @@ class Coordinator:
         document = {
             "trainer": trainer,
             "has_started": self._has_started,
-            "last_step": self._steps.last,
-            "returned_steps": sorted(self._steps.returned),
-            "epoch": self._epoch,
+            "last_step": self._leases.steps.last,
+            "returned_steps": sorted(self._leases.steps.returned),
+            "epoch": self._leases.epoch,
             "policy_version": self._policy_version,
             "environments": self._environments.save(),
-            "next_batch": self._next_batch,
-            "forgotten_step": self._forgotten_step,
-            "committed_step": self._committed_step,
+            "next_batch": self._leases.next_number,
+            "forgotten_step": self._leases.forgotten_step,
             "rejected": dict(self._rejected),
             "duplicates": self._num_duplicates,
         }
@@ -398,13 +314,12 @@ class Coordinator:
         if document["trainer"] is not None:
             self._trainer = Registration.model_validate(document["trainer"])
         self._has_started = document["has_started"]
-        self._steps = _Steps(document["last_step"], list(document["returned_steps"]))
-        self._epoch = document["epoch"]
+        self._leases.steps = Steps(document["last_step"], list(document["returned_steps"]))
+        self._leases.epoch = document["epoch"]
         self._policy_version = document["policy_version"]
         self._environments.restore(document["environments"], now=self._clock())
-        self._next_batch = document["next_batch"]
-        self._forgotten_step = document["forgotten_step"]
-        self._committed_step = document["committed_step"]
+        self._leases.next_number = document["next_batch"]
+        self._leases.forgotten_step = document["forgotten_step"]
         self._rejected = Counter(document["rejected"])
         self._num_duplicates = document["duplicates"]
 
@@ -431,33 +346,30 @@ class Coordinator:
                 self._queue.add(group.header)
                 self._latest = number
         now = self._clock()
-        closed = []
-        for row in sorted(saved.batches, key=lambda row: (row.step, row.number)):
-            headers = members.pop(row.number, [])
-            batch = Batch(
+        self._leases.restore(
+            Batch(
                 number=row.number,
+                headers=members.pop(row.number, []),
                 state=row.state,
                 step=row.step,
                 epoch=row.epoch,
                 lease_id=row.lease_id,
                 ttl_s=row.ttl_s,
-                headers=headers,
                 leased_at=now,
-                # Nobody could renew it while the hub was away.
                 expires_at=now + row.ttl_s,
                 request_id=row.request_id,
                 is_plain=row.is_plain,
             )
-            self._batches[row.number] = batch
-            if row.state is BatchState.REPLAY:
-                self._replay.append(row.number)
-            elif row.state is BatchState.LEASED and row.is_plain:
-                # Its connection died with the process before the body was confirmed.
-                moves += self._take_back(batch, counts=False)
-                closed.append(row.number)
+            for row in saved.batches
+        )
+        # A plain delivery's connection died with the process, before the body was confirmed.
+        cut_off = [batch for batch in self._leases if batch.is_leased and batch.is_plain]
+        for batch in cut_off:
+            moves += self._take_back(batch, counts=False)
         assert not members, f"groups of unknown batches {list(members)}"
         for header in buffered:
             moves += self._buffer_or_queue(header)
+        closed = [batch.number for batch in cut_off]
         return Change(moves=moves, closed_batches=closed, document=self._document())
 
     async def _save(self, change: Change | None = None) -> None:
@@ -486,19 +398,19 @@ class Coordinator:
                 " and ignores %s; GET /reset_data begins a new run",
                 self.name,
                 self._trainer.batch_size,
-                self._steps.current,
+                self.current_step,
                 registration.model_dump(mode="json", exclude_defaults=True),
             )
             return RegistrationReply(uuid=self._new_uuid())
         is_first = self._trainer is None
-        change = Change()
-        resumed = _Resumed()
+        change, counts = Change(), dict[str, int]()
         if is_first:
-            self._steps = _Steps(registration.starting_step)
+            self._leases.steps = Steps(registration.starting_step)
         if registration.resume_step is not None:
-            self._epoch += 1
             same_size = is_first or registration.batch_size == self.info().batch_size
-            change, resumed = self._resume(registration.resume_step, registration.resume, same_size)
+            change, counts = self._resume(
+                registration.resume_step, registration.resume, same_size=same_size
+            )
         fields = registration.model_dump(include=set(Registration.model_fields))
         self._trainer = Registration.model_validate(fields)
         moves = [*change.moves, *self._bury_oversized()]
@@ -507,7 +419,7 @@ class Coordinator:
             "run %s: trainer registered: batch_size %d, step %d of %d",
             self.name,
             registration.batch_size,
-            self._steps.current,
+            self.current_step,
             registration.num_steps,
         )
         await self._save(
@@ -524,7 +436,7 @@ class Coordinator:
         if registration.resume_step is None:
             return reply
         return reply.model_copy(
-            update={"epoch": self._epoch, "step": self._steps.current} | resumed._asdict()
+            update={"epoch": self._leases.epoch, "step": self.current_step} | counts
         )
 
     def _bury_oversized(self) -> list[Move]:
@@ -543,76 +455,57 @@ class Coordinator:
         self._queue.remove([header.number for header in too_large])
         return self._bury(too_large, reason)
 
-    def _resume(self, step: int, mode: Resume, same_size: bool) -> tuple[Change, _Resumed]:
-        """Void all leases; bring back what was trained after `step`, and what was not trained yet."""
-        undone = [
-            batch
-            for batch in self._batches.values()
-            if batch.state is not BatchState.TRAINED or batch.step > step
-        ]
-        undone.sort(key=lambda batch: (batch.step, batch.number))
-        # Groups that fit into no batch of the new size's pattern go one by one.
-        mode = Resume.REQUEUE if mode is Resume.REPLAY and not same_size else mode
-        num_groups = sum(len(batch.headers) for batch in undone)
+    def _resume(self, step: int, mode: Resume, *, same_size: bool) -> tuple[Change, dict[str, int]]:
+        """Void all leases; bring back what was trained after `step`, and what was not trained yet.
+
+        Return the change and the counts that the trainer is told.
+        """
+        was_leased = {batch.number for batch in self._leases if batch.is_leased}
+        undone = self._leases.undo(step)
+        if mode is Resume.REPLAY and not same_size:
+            mode = Resume.REQUEUE
         moves: list[Move] = []
         ends: list[End] = []
-        batches: list[StoredBatch] = []
-        self._replay.clear()
+        num_dead = 0
         for batch in undone:
-            was_leased = batch.state is BatchState.LEASED
-            del self._batches[batch.number]
             if mode is Resume.DISCARD:
                 ends += self._end(batch.headers, Fate.DISCARDED)
                 continue
-            alive, moved = self._count_failure(batch.headers) if was_leased else (batch.headers, [])
-            moves += moved
-            if mode is Resume.REQUEUE or not alive or len(alive) < len(batch.headers):
+            alive = list(batch.headers)
+            if batch.number in was_leased:
+                alive, dead = self._count_failure(batch.headers)
+                moves += dead
+                num_dead += len(dead)
+            if mode is Resume.REQUEUE or len(alive) < len(batch.headers):
                 # A batch that lost a member is not the batch that was trained on.
                 moves += self._requeue(alive)
                 continue
-            batch.state = BatchState.REPLAY
-            self._batches[batch.number] = batch
-            self._replay.append(batch.number)
-            batches.append(batch.stored())
-            moves += [
-                Move(
-                    number=header.number,
-                    place=Place.REPLAY,
-                    batch=batch.number,
-                    deliveries=self._deliveries.get(header.number, 0),
-                )
-                for header in alive
-            ]
-        closed = [batch.number for batch in undone if batch.number not in self._batches]
-        forgotten = max(0, self._forgotten_step - step)
-        if forgotten:
-            logger.warning(
-                "run %s: the batches of %d steps after %d are no longer held and cannot come again",
-                self.name,
-                forgotten,
-                step,
-            )
-        self._steps = _Steps(step)
-        counts = {Resume.REPLAY: 0, Resume.REQUEUE: 0, Resume.DISCARD: 0}
-        replayed = sum(len(self._batches[number].headers) for number in self._replay)
-        counts[Resume.REPLAY] = replayed
-        if mode is Resume.DISCARD:
-            counts[mode] = num_groups
-        else:
-            counts[Resume.REQUEUE] = num_groups - replayed
+            self._leases.replay(batch)
+            moves += self._moves(alive, Place.REPLAY, batch)
+        replayed = [batch for batch in undone if batch in self._leases]
+        closed = [batch.number for batch in undone if batch not in self._leases]
+        num_groups = sum(len(batch.headers) for batch in undone)
+        num_replayed = sum(len(batch.headers) for batch in replayed)
+        counts = {
+            "replayed": num_replayed,
+            "requeued": 0 if mode is Resume.DISCARD else num_groups - num_replayed - num_dead,
+            "discarded": num_groups if mode is Resume.DISCARD else 0,
+            "forgotten_steps": max(0, self._leases.forgotten_step - step),
+        }
         logger.warning(
-            "run %s: a trainer goes on from step %d (epoch %d): %d groups replayed, %d requeued, %d discarded",
+            "run %s: a trainer goes on from step %d (epoch %d): %s",
             self.name,
             step,
-            self._epoch,
-            counts[Resume.REPLAY],
-            counts[Resume.REQUEUE],
-            counts[Resume.DISCARD],
+            self._leases.epoch,
+            ", ".join(f"{name} {count}" for name, count in counts.items()),
         )
-        resumed = _Resumed(
-            counts[Resume.REPLAY], counts[Resume.REQUEUE], counts[Resume.DISCARD], forgotten
+        change = Change(
+            moves=moves,
+            ends=ends,
+            batches=[batch.stored() for batch in replayed],
+            closed_batches=closed,
         )
-        return Change(moves=moves, ends=ends, batches=batches, closed_batches=closed), resumed
+        return change, counts
 
     def wandb_info(self) -> WandbInfo:
         if self._trainer is None:
@@ -636,9 +529,14 @@ class Coordinator:
         self.progress.notify()
 
     @property
+    def current_step(self) -> int:
+        """Batches handed out and not given back, counted from the trainer's starting step."""
+        return self._leases.steps.current
+
+    @property
     def current_version(self) -> int:
         """The policy version that groups sampled now would have."""
-        return self._steps.current if self._policy_version is None else self._policy_version
+        return self.current_step if self._policy_version is None else self._policy_version
 
     @property
     def max_staleness(self) -> int | None:
@@ -662,12 +560,13 @@ class Coordinator:
         while True:
             if self._trainer is None:
                 raise NotRegistered("The run was reset. Call /register again.")
-            batch = self._asked_before(lease)
+            batch = self._leases.asked_before(lease, now=self._clock())
             if batch is None:
-                batch = self._next_batch_for(lease)
+                batch = self._lease_next(lease)
                 if batch is None:
                     return None
-                await self._save(self._lease_change(batch))
+                moves = self._moves(batch.headers, Place.LEASED, batch)
+                await self._save(Change(moves=moves, batches=[batch.stored()]))
                 self.progress.notify()
             lease_id = batch.lease_id
             try:
@@ -677,7 +576,7 @@ class Coordinator:
                 continue
             except KeyError:
                 payloads = []
-            if self._batches.get(batch.number) is not batch or batch.lease_id != lease_id:
+            if batch not in self._leases or batch.lease_id != lease_id:
                 continue  # taken back or reset while it was read
             now_version = self.current_version
             num_tokens = sum(header.num_tokens for header in batch.headers)
@@ -693,87 +592,66 @@ class Coordinator:
                 num_tokens=num_tokens,
             )
 
-    def _asked_before(self, lease: LeaseRequest | None) -> Batch | None:
-        if lease is None or lease.request_id is None:
-            return None
-        for batch in self._batches.values():
-            if batch.state is BatchState.LEASED and batch.request_id == lease.request_id:
-                batch.expires_at = self._clock() + batch.ttl_s
-                return batch
-        return None
-
-    def _next_batch_for(self, lease: LeaseRequest | None) -> Batch | None:
+    def _lease_next(self, lease: LeaseRequest | None) -> Batch | None:
         """Take the next batch out of replay or queue and lease it; memory only."""
-        if self._replay:
-            batch = self._batches[self._replay.popleft()]
-            step = self._steps.take()
-        else:
-            plan = self._look()
-            if isinstance(plan, NoBatch):
-                self._note_stuck(plan)
-                return None
-            self._is_stuck = False
-            if plan.waived:
-                logger.warning(
-                    "run %s: no batch of whole groups honours every min_batch_allocation; waived for %s",
-                    self.name,
-                    list(plan.waived),
-                )
-            self._queue.remove([header.number for header in plan.groups])
-            self._queue_changed(*plan.groups)
-            step = self._steps.take()
-            batch = Batch(
-                number=self._next_batch,
-                state=BatchState.LEASED,
-                step=step,
-                epoch=self._epoch,
-                lease_id="",
-                ttl_s=0.0,
-                headers=plan.groups,
+        batch = self._leases.next_replay() or self._cut()
+        if batch is not None:
+            self._leases.lease(
+                batch,
+                lease,
+                lease_id=self._new_lease_id(),
+                default_ttl_s=self.policy.lease_ttl_s,
+                now=self._clock(),
             )
-            self._next_batch += 1
-            self._batches[batch.number] = batch
-        now = self._clock()
-        batch.state = BatchState.LEASED
-        batch.step = step
-        batch.epoch = self._epoch
-        batch.lease_id = self._new_lease_id()
-        batch.is_plain = lease is None
-        batch.request_id = None if lease is None else lease.request_id
-        asked = None if lease is None else lease.ttl_s
-        batch.ttl_s = self.policy.lease_ttl_s if asked is None else asked
-        batch.leased_at = now
-        batch.expires_at = now + batch.ttl_s
         return batch
 
-    def _lease_change(self, batch: Batch) -> Change:
-        moves = [
+    def _cut(self) -> Batch | None:
+        """Take the groups of the next batch out of the queue."""
+        plan = self._look()
+        if isinstance(plan, NoBatch):
+            self._note_stuck(plan)
+            return None
+        self._is_stuck = False
+        if plan.waived:
+            logger.warning(
+                "run %s: no batch of whole groups honours every min_batch_allocation; waived for %s",
+                self.name,
+                list(plan.waived),
+            )
+        self._queue.remove([header.number for header in plan.groups])
+        self._queue_changed(*plan.groups)
+        return self._leases.add(plan.groups)
+
+    def _moves(
+        self, headers: Iterable[GroupHeader], place: Place, batch: Batch | None = None
+    ) -> list[Move]:
+        """What the store is told when groups change their place."""
+        return [
             Move(
                 number=header.number,
-                place=Place.LEASED,
-                batch=batch.number,
+                place=place,
+                batch=None if batch is None else batch.number,
                 deliveries=self._deliveries.get(header.number, 0),
             )
-            for header in batch.headers
+            for header in headers
         ]
-        return Change(moves=moves, batches=[batch.stored()])
 
     async def _bury_damaged(self, batch: Batch, error: CorruptGroups) -> None:
         """Set damaged groups aside; the others go back to the queue."""
         logger.error("run %s: %s; set aside as dead", self.name, error)
+        if batch not in self._leases:
+            return
         damaged = set(error.numbers)
         bad = [header for header in batch.headers if header.number in damaged]
         good = [header for header in batch.headers if header.number not in damaged]
-        if self._batches.pop(batch.number, None) is None:
-            return
-        self._steps.give_back(batch.step)
+        self._leases.take_back(batch)
         moves = [*self._bury(bad, "damaged in the store"), *self._requeue(good)]
         await self._save(Change(moves=moves, closed_batches=[batch.number]))
 
     async def heartbeat(self, batch_id: int, lease_id: str) -> float:
         """Renew a lease; return the seconds it lasts from now. Raises `LeaseLost`, `UnknownBatch`."""
         await self.tick()
-        batch = self._leased(batch_id, lease_id)
+        batch = self._leases.held(batch_id, lease_id)
         batch.expires_at = self._clock() + batch.ttl_s
         return batch.ttl_s
 
@@ -783,107 +661,59 @@ class Coordinator:
         Raises `LeaseLost`, `UnknownBatch`.
         """
         await self.tick()
-        known = self._acknowledged(batch_id, lease_id)
+        known = self._leases.acknowledged_step(batch_id, lease_id)
         if known is not None:
             await self._store.commit(Change())  # as durable as the first answer
             return known
-        batch = self._leased(batch_id, lease_id)
-        batch.state = BatchState.TRAINED
-        batch.step = batch.step if step is None else step
-        moves = []
+        batch = self._leases.held(batch_id, lease_id)
+        self._leases.acknowledge(batch, step)
         for header in batch.headers:
             self._deliveries.pop(header.number, None)
-            moves.append(Move(number=header.number, place=Place.TRAINED, batch=batch.number))
-        # Acknowledgements are kept in the order they came.
-        self._batches[batch.number] = self._batches.pop(batch.number)
-        ends, closed = self._trim_trained()
-        kept = [batch.stored()] if batch.number in self._batches else []
-        moves = moves if kept else []
-        await self._save(Change(moves=moves, ends=ends, batches=kept, closed_batches=closed))
+        surplus = self._leases.surplus(
+            max_batches=self.policy.keep_trained_batches, max_bytes=self.policy.keep_trained_bytes
+        )
+        ends = [end for old in surplus for end in self._free(old, is_covered=False)]
+        is_kept = batch in self._leases
+        await self._save(
+            Change(
+                moves=self._moves(batch.headers, Place.TRAINED, batch) if is_kept else (),
+                ends=ends,
+                batches=[batch.stored()] if is_kept else (),
+                closed_batches=[old.number for old in surplus],
+            )
+        )
         return batch.step
 
-    def _acknowledged(self, batch_id: int, lease_id: str) -> int | None:
-        batch = self._batches.get(batch_id)
-        if batch is not None:
-            is_same = batch.state is BatchState.TRAINED and batch.lease_id == lease_id
-            return batch.step if is_same else None
-        closed = self._closed.get(batch_id)
-        return closed[1] if closed is not None and closed[0] == lease_id else None
-
-    def _leased(self, batch_id: int, lease_id: str) -> Batch:
-        batch = self._batches.get(batch_id)
-        if batch is None and not 0 <= batch_id < self._next_batch:
-            raise UnknownBatch(f"batch {batch_id} was not handed out in this run")
-        is_held = batch is not None and batch.state is BatchState.LEASED and not batch.is_plain
-        if (
-            batch is None
-            or not is_held
-            or not secrets.compare_digest(
-                batch.lease_id.encode(), lease_id.encode("utf-8", "surrogatepass")
-            )
-        ):
-            raise LeaseLost(
-                f"the lease of batch {batch_id} expired, was given back or belongs to an earlier trainer;"
-                " its groups are delivered again: leave out what was trained on it, or go on and count it"
-            )
-        return batch
-
-    def _trim_trained(self) -> tuple[list[End], list[int]]:
-        """Free the oldest acknowledged batches beyond what is kept without a checkpoint."""
-        trained = [b for b in self._batches.values() if b.state is BatchState.TRAINED]
-        num_bytes = sum(batch.num_bytes for batch in trained)
-        ends: list[End] = []
-        closed: list[int] = []
-        policy = self.policy
-        for batch in trained:
-            num_kept = len(trained) - len(closed)
-            if num_kept <= policy.keep_trained_batches and num_bytes <= policy.keep_trained_bytes:
-                break
-            num_bytes -= batch.num_bytes
-            ends += self._free(batch)
-            closed.append(batch.number)
-            self._forgotten_step = max(self._forgotten_step, batch.step)
-        return ends, closed
-
-    def _free(self, batch: Batch) -> list[End]:
-        """Forget an acknowledged batch."""
-        del self._batches[batch.number]
-        self._closed[batch.number] = (batch.lease_id, batch.step)
-        while len(self._closed) > MAX_CLOSED_LEASES:
-            del self._closed[next(iter(self._closed))]
+    def _free(self, batch: Batch, *, is_covered: bool) -> list[End]:
+        """Forget a batch that was trained on; `is_covered`: a checkpoint was made after it."""
+        self._leases.free(batch, is_covered=is_covered)
         return self._end(batch.headers, Fate.TRAINED)
 
     async def checkpoint(self, step: int) -> int:
-        """Free batches acknowledged at or before `step`; return how many."""
-        done = [
-            batch
-            for batch in self._batches.values()
-            if batch.state is BatchState.TRAINED and batch.step <= step
-        ]
-        ends = [end for batch in done for end in self._free(batch)]
-        self._committed_step = max(self._committed_step, step)
+        """Free the batches acknowledged at or before `step`, which need not come again; return how many."""
+        trained = self._leases.in_state(BatchState.TRAINED)
+        done = [batch for batch in trained if batch.step <= step]
+        ends = [end for batch in done for end in self._free(batch, is_covered=True)]
         await self._save(Change(ends=ends, closed_batches=[batch.number for batch in done]))
         return len(done)
 
     async def release(self, batch_id: int, lease_id: str) -> None:
         """Give a leased batch back: its groups go to the head of the queue. Raises `LeaseLost`, `UnknownBatch`."""
-        batch = self._leased(batch_id, lease_id)
-        await self._return(batch, counts=True)
+        await self._return(self._leases.held(batch_id, lease_id), counts=True)
 
     async def confirm(self, batch_id: int) -> bool:
         """A plain delivery was written to its end: its groups are trained. False: it was no longer held."""
-        batch = self._batches.get(batch_id)
-        if batch is None or batch.state is not BatchState.LEASED or not batch.is_plain:
+        batch = self._leases.held_plainly(batch_id)
+        if batch is None:
             return False
-        ends = self._free(batch)
-        self._forgotten_step = max(self._forgotten_step, batch.step)
+        ends = self._free(batch, is_covered=False)
         await self._save(Change(ends=ends, closed_batches=[batch_id]))
         return True
 
     async def give_back(self, batch_id: int) -> None:
         """A plain delivery was cut off: its groups go back to the head of the queue."""
-        batch = self._batches.get(batch_id)
-        if batch is not None and batch.state is BatchState.LEASED and batch.is_plain:
+        batch = self._leases.held_plainly(batch_id)
+        if batch is not None:
             await self._return(batch, counts=False)
 
     async def _return(self, batch: Batch, *, counts: bool) -> None:
@@ -893,8 +723,7 @@ class Coordinator:
 
     def _take_back(self, batch: Batch, *, counts: bool) -> list[Move]:
         """End a lease without an acknowledgement; `counts`: it tells against the groups."""
-        del self._batches[batch.number]
-        self._steps.give_back(batch.step)
+        self._leases.take_back(batch)
         alive, moves = self._count_failure(batch.headers) if counts else (batch.headers, [])
         return [*moves, *self._requeue(alive)]
 
@@ -908,26 +737,18 @@ class Coordinator:
             failures = self._deliveries.get(header.number, 0) + 1
             self._deliveries[header.number] = failures
             (poison if failures >= self.policy.max_deliveries else alive).append(header)
-        moves = []
-        if poison:
-            reason = f"leased {self.policy.max_deliveries} times without an acknowledgement"
-            logger.error("run %s: %d groups set aside as dead: %s", self.name, len(poison), reason)
-            moves = self._bury(poison, reason)
-        return alive, moves
+        if not poison:
+            return alive, []
+        reason = f"leased {self.policy.max_deliveries} times without an acknowledgement"
+        logger.error("run %s: %d groups set aside as dead: %s", self.name, len(poison), reason)
+        return alive, self._bury(poison, reason)
 
     def _requeue(self, headers: Iterable[GroupHeader]) -> list[Move]:
         headers = list(headers)
         for header in headers:
             self._queue.add(header)
         self._queue_changed(*headers)
-        return [
-            Move(
-                number=header.number,
-                place=Place.QUEUED,
-                deliveries=self._deliveries.get(header.number, 0),
-            )
-            for header in headers
-        ]
+        return self._moves(headers, Place.QUEUED)
 
     def _end(self, headers: Iterable[GroupHeader], fate: Fate) -> list[End]:
         ends = []
@@ -964,19 +785,17 @@ class Coordinator:
         now = self._clock()
         moves: list[Move] = []
         closed: list[int] = []
-        for batch in list(self._batches.values()):
-            is_timed = batch.state is BatchState.LEASED and not batch.is_plain
-            if is_timed and now >= batch.expires_at:
-                logger.warning(
-                    "run %s: the lease of batch %d (step %d) expired after %.0f s; its %d groups go back",
-                    self.name,
-                    batch.number,
-                    batch.step,
-                    now - batch.leased_at,
-                    len(batch.headers),
-                )
-                moves += self._take_back(batch, counts=True)
-                closed.append(batch.number)
+        for batch in self._leases.expired(now=now):
+            logger.warning(
+                "run %s: the lease of batch %d (step %d) expired after %.0f s; its %d groups go back",
+                self.name,
+                batch.number,
+                batch.step,
+                now - batch.leased_at,
+                len(batch.headers),
+            )
+            moves += self._take_back(batch, counts=True)
+            closed.append(batch.number)
         for environment in self._environments.silence(now=now, timeout_s=self.policy.env_timeout_s):
             logger.warning(
                 "run %s: environment %d (%s) has been silent for %.0f s; its minimum is suspended",
@@ -1090,7 +909,7 @@ class Coordinator:
             env_id=environment.env_id,
             wandb_name=environment.name,
             checkpoint_dir=self._trainer.checkpoint_dir,
-            starting_step=self._steps.current,
+            starting_step=self.current_step,
             checkpoint_interval=self._trainer.save_checkpoint_interval,
             num_steps=self._trainer.num_steps,
         )
@@ -1120,13 +939,16 @@ class Coordinator:
         self._hear_of(environment)
         group_size = max(environment.registration.group_size, self._queue.largest(env_id))
         max_group_size = max(1, self._queue.largest_of_all())
-        self._backlog.update(
-            self._queue, self._environments, self.info().batch_size, max_group_size
-        )
         own = self._queue.num_sequences(env_id)
-        others = self._backlog.total - self._backlog.of(env_id)
+        others = self._backlog.of_others(
+            env_id,
+            queue=self._queue,
+            environments=self._environments,
+            batch_size=self.info().batch_size,
+            max_group_size=max_group_size,
+        )
         return EnvStatus(
-            current_step=self._steps.current,
+            current_step=self.current_step,
             queue_size=(own + others) // group_size,
             unallocated_fraction=self._environments.unallocated_fraction(),
             self_queue_size=own // group_size,
@@ -1159,7 +981,7 @@ class Coordinator:
         excess = self._excess()
         if excess is None:
             return None
-        if excess.factor >= 2 or self._replay or isinstance(self._look_or_none(), Plan):
+        if excess.factor >= 2 or self._leases.num_replay or isinstance(self._look_or_none(), Plan):
             return excess.reason
         return None
 
@@ -1339,25 +1161,23 @@ class Coordinator:
 
     def status(self) -> HubStatus:
         return HubStatus(
-            current_step=self._steps.current,
-            queue_size=len(self._queue) + self._num_replay_groups(),
+            current_step=self.current_step,
+            queue_size=len(self._queue) + self._num_held(BatchState.REPLAY),
             policy_version=self._policy_version,
         )
 
-    def _num_replay_groups(self) -> int:
-        return sum(len(self._batches[number].headers) for number in self._replay)
+    def _num_held(self, state: BatchState) -> int:
+        """Groups in batches of one state."""
+        return sum(len(batch.headers) for batch in self._leases.in_state(state))
 
     def ledger(self) -> Ledger:
         """Where every group is. `produced` is counted apart from the places, so that a leak would show."""
-        held = Counter[BatchState]()
-        for batch in self._batches.values():
-            held[batch.state] += len(batch.headers)
         return Ledger(
             produced=self._num_accepted + self._rejected.total(),
-            queued=len(self._queue) + held[BatchState.REPLAY],
+            queued=len(self._queue) + self._num_held(BatchState.REPLAY),
             buffered=sum(len(env.buffered) for env in self._environments),
-            leased=held[BatchState.LEASED],
-            trained=self._ended[Fate.TRAINED] + held[BatchState.TRAINED],
+            leased=self._num_held(BatchState.LEASED),
+            trained=self._ended[Fate.TRAINED] + self._num_held(BatchState.TRAINED),
             expired=self._ended[Fate.EXPIRED],
             dead=self._ended[Fate.DEAD] + len(self._dead),
             discarded=self._ended[Fate.DISCARDED],
@@ -1368,7 +1188,7 @@ class Coordinator:
     def explain(self) -> Explanation:
         """Say why there is no batch, or that there is one; changes nothing."""
         plan = self._look_or_none()
-        leased = [b for b in self._batches.values() if b.state is BatchState.LEASED]
+        num_leased = len(self._leases.in_state(BatchState.LEASED))
         blocker, reason = None, "a batch is ready"
         env_id = have = need = None
         if plan is None:
@@ -1376,14 +1196,14 @@ class Coordinator:
                 "no_trainer",
                 "no trainer has registered, so the batch size is unknown",
             )
-        elif isinstance(plan, NoBatch) and not self._replay:
+        elif isinstance(plan, NoBatch) and not self._leases.num_replay:
             blocker, reason = str(plan.blocker), plan.reason
             env_id, have, need = plan.env_id, plan.have, plan.need
             buffered = sum(env.num_buffered_sequences for env in self._environments)
             if buffered:
                 reason += f"; {buffered} sequences of odd-sized groups are buffered"
-            if leased:
-                reason += f"; {len(leased)} batches are leased to the trainer"
+            if num_leased:
+                reason += f"; {num_leased} batches are leased to the trainer"
         batch_size = self.info().batch_size
         floors = sequence_floors(batch_size, self._environments.shares()) if plan else {}
         now = self._clock()
@@ -1395,11 +1215,11 @@ class Coordinator:
             have=have,
             need=need,
             batch_size=batch_size if plan else None,
-            current_step=self._steps.current,
+            current_step=self.current_step,
             queued_groups=len(self._queue),
             queued_sequences=self._queue.total_sequences,
-            leased_batches=len(leased),
-            replay_batches=len(self._replay),
+            leased_batches=num_leased,
+            replay_batches=self._leases.num_replay,
             oldest_version=min(self._queue.versions(), default=None),
             policy_version=self.current_version,
             max_staleness=self.max_staleness,
@@ -1447,49 +1267,10 @@ class Coordinator:
 
     def lease_ages_s(self) -> list[float]:
         now = self._clock()
-        return [
-            now - batch.leased_at
-            for batch in self._batches.values()
-            if batch.state is BatchState.LEASED
-        ]
+        return [now - batch.leased_at for batch in self._leases.in_state(BatchState.LEASED)]
 
     def store_usage(self) -> StoreUsage:
         return self._store.usage()
-
-
-class _Backlog:
-    """Sequences that other environments have queued, less what their minimums claim, kept up to date per change."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._of: dict[int | None, int] = {}
-        self._touched: set[int | None] = set()
-        self._basis: tuple[int, int, int] | None = None
-
-    def touch(self, env_id: int | None) -> None:
-        self._touched.add(env_id)
-
-    def of(self, env_id: int | None) -> int:
-        return self._of.get(env_id, 0)
-
-    def update(
-        self, queue: GroupQueue, environments: Environments, batch_size: int, max_group_size: int
-    ) -> None:
-        """Count again what changed; everything only when the rounding or a minimum did."""
-        basis = (environments.version, batch_size, max_group_size)
-        if basis != self._basis:
-            self._basis = basis
-            self._of.clear()
-            self.total = 0
-            self._touched = set(queue.env_ids())
-        for env_id in self._touched:
-            rounded = -(-queue.num_sequences(env_id) // max_group_size) * max_group_size
-            environment = environments.find(env_id)
-            claimed = int(batch_size * environment.share) if environment is not None else 0
-            left = max(0, rounded - claimed)
-            self.total += left - self._of.get(env_id, 0)
-            self._of[env_id] = left
-        self._touched.clear()
 
 
 class _Refusal(NamedTuple):
@@ -1501,13 +1282,6 @@ class _Excess(NamedTuple):
     reason: str
     factor: float
     """How many times the bound is in use."""
-
-
-class _Resumed(NamedTuple):
-    replayed: int = 0
-    requeued: int = 0
-    discarded: int = 0
-    forgotten_steps: int = 0
 
 
 def _version(header: GroupHeader) -> int:

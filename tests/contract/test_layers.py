@@ -22,6 +22,8 @@ RANKS = {
     "atroposlib.api.batching": 1,
     "atroposlib.api.queue": 1,
     "atroposlib.api.environments": 1,
+    "atroposlib.api.leases": 1,
+    "atroposlib.api.backlog": 1,
     "atroposlib.api.hub": 1,
     "atroposlib.api.stores": 1,
     "atroposlib.api.coordinator": 1,

@@ -165,6 +165,7 @@ class DiskStore:
         """Segments with no held group, to be dropped once nothing is appended to them."""
         self._free_bytes = 0
         self._free_bytes_at_s = float("-inf")
+        """When `_free_bytes` was measured; set back by whoever makes room."""
         self._min_free = 0
         self._ballast_bytes = 0
         self._has_ballast = False
@@ -179,7 +180,7 @@ class DiskStore:
     # The event loop's side.
 
     async def open(self) -> SavedRun:
-        """See `GroupStore`. Raises `ConfigError` when another hub uses the directory."""
+        """See `GroupStore`. Raises `ConfigError` when another hub uses the directory, else `StoreBroken`."""
         assert self._thread is None, "a store is opened once"
         self._loop = asyncio.get_running_loop()
         saved = await asyncio.to_thread(self._open)
@@ -286,12 +287,17 @@ class DiskStore:
 
     def _open(self) -> SavedRun:
         started_s = time.perf_counter()
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._take_lock()
         try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._take_lock()
             self._warn_of_network_file_system()
-            saved = self._recover(started_s)
             self._set_limits()
+            saved = self._recover(started_s)
+            self._measure_free_space()
+            self._warn_of_full_disk()
+        except (OSError, sqlite3.Error) as e:
+            self._let_go()
+            raise StoreBroken(f"{self._directory} cannot be opened: {e}") from e
         except BaseException:
             self._let_go()
             raise
@@ -387,6 +393,8 @@ class DiskStore:
         for number in sorted(n for n in self._log.sizes if n >= mark.segment):
             start = mark.offset if number == mark.segment else 0
             scan = self._log.scan(number, start=start)
+            if scan.size == start and not scan.records:
+                continue
             num_damaged += scan.num_damaged
             num_cut += max(0, scan.size - scan.end)
             # Before the rows are: a row promises that its record is on the disk.
@@ -661,6 +669,7 @@ class DiskStore:
         except OSError:
             # Opening the store drops it again.
             logger.exception("%s could not be removed", path)
+        self._free_bytes_at_s = float("-inf")
 
     def _compact(self, number: int, segment: _Segment) -> None:
         """Copy the few groups that are left in a segment to the end of the log, so that it can be dropped."""
@@ -729,7 +738,12 @@ class DiskStore:
             max(total // 50, 1 << 30) if self._min_free_bytes is None else self._min_free_bytes
         )
         self._ballast_bytes = min(_BALLAST_BYTES, total // 8)
-        self._measure_free_space()
+        self._free_bytes = self._files.free_bytes(self._directory)
+        if self._free_bytes < self._ballast_bytes:
+            # Recovering takes some; the ballast is taken back when there is room.
+            self._release_ballast()
+
+    def _warn_of_full_disk(self) -> None:
         if not self._has_ballast:
             logger.warning(
                 "%s: %d bytes are free and %d must stay free; no group is taken until there is room",
@@ -740,20 +754,18 @@ class DiskStore:
 
     def _take_ballast(self) -> None:
         """Hold disk space that SQLite gets when there is no other."""
-        if self._ballast_path.exists():
-            fd = self._files.open(self._ballast_path)
-        else:
-            fd = self._files.create(self._ballast_path)
         try:
-            self._files.allocate(fd, self._ballast_bytes)
+            exists = self._ballast_path.exists()
+            fd = (self._files.open if exists else self._files.create)(self._ballast_path)
+            try:
+                self._files.allocate(fd, self._ballast_bytes)
+            finally:
+                self._files.close(fd)
             self._has_ballast = True
         except OSError as e:
             if e.errno not in FULL_ERRNOS:
                 raise
-        finally:
-            self._files.close(fd)
-        if not self._has_ballast:
-            self._files.unlink(self._ballast_path)
+            self._release_ballast()
 
     def _release_ballast(self) -> None:
         self._files.unlink(self._ballast_path)

@@ -262,8 +262,8 @@ class SegmentLog:
         self._number = max(self.sizes, default=-1)
 
     def begin_behind(self, mark: Mark) -> None:
-        """Never append at or before `mark`, even if files have gone missing."""
-        self._number = max(self._number, mark.segment)
+        """Never append before `mark`, even if files have gone missing."""
+        self._number = max(self._number, mark.segment if mark.offset else mark.segment - 1)
 
     def scan(self, number: int, *, start: int) -> Scan:
         """Read what segment `number` holds from `start` on (0: from its beginning)."""

@@ -11,6 +11,7 @@ import enum
 import random
 import socket
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -47,6 +48,8 @@ class Proxy:
 
     def __init__(self, target_port: int, *, seed: int = 0) -> None:
         self.port = 0
+        self.num_passed: Counter[Direction] = Counter()
+        """Bytes passed on."""
         self.num_resets = 0
         """Connections that toxics have reset; those that `cut` breaks are not counted."""
         self._target_port = target_port
@@ -177,6 +180,7 @@ class Proxy:
                         await asyncio.sleep(len(piece) / self._toxics.bytes_per_s)
                     writer.write(piece)
                     await writer.drain()
+                    self.num_passed[direction] += len(piece)
                 if allowed < len(chunk):
                     self.num_resets += 1
                     # A reset may take back what its receiver has not read: bytes that count end with a plain close.

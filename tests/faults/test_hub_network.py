@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import pytest
 
-from atroposlib.client import HubClient, LeasedBatch, TrainerClient
+from atroposlib.client import HubClient, TrainerClient
 from atroposlib.errors import HubUnavailable
 from tests.faults.drivers import (
     BATCH_SIZE,
@@ -33,13 +34,15 @@ from tests.faults.proxy import Direction, Proxy, Toxics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
+T = TypeVar("T")
+
 TIMEOUT_S = 2.0
 """The clients' own; silence shorter than it is only slowness."""
 RECOVERY_S = 5.0
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory):
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
     with hub_process(tmp_path_factory.mktemp("hub")) as running:
         yield running
 
@@ -115,7 +118,7 @@ async def test_proxy_passes_exactly_the_bytes_it_is_told_to() -> None:
     ],
 )
 async def test_bad_network_loses_nothing_and_repeats_nothing(
-    hub: HubProcess, toxics: Toxics, duration_s: float
+    hub: HubProcess, toxics: Toxics, duration_s: float, request: pytest.FixtureRequest
 ) -> None:
     async with fresh_run(hub, seed=3) as proxy:
         trainer = LeaseTrainer(proxy.url, timeout_s=TIMEOUT_S)
@@ -141,7 +144,7 @@ async def test_bad_network_loses_nothing_and_repeats_nothing(
             await load.finish()
         assert_balanced(hub.get("/ledger"))
         print(
-            f"{toxics}: {during} groups in {duration_s:.0f} s, {proxy.num_resets} resets;"
+            f"{request.node.callspec.id}: {during} groups in {duration_s:.0f} s, {proxy.num_resets} resets;"
             f" recovered in {recovery_s:.2f} s; {load.account()}"
         )
     if toxics.is_blackhole:
@@ -175,90 +178,104 @@ async def test_network_that_is_cut_again_and_again_loses_nothing(hub: HubProcess
     print(f"{num_cuts} cuts: {load.account()}")
 
 
-# One connection reset at every n-th byte
+# One connection broken at chosen bytes
 
 
-def sweep(length: int, *, num_points: int = 16) -> list[int]:
-    """Byte counts from 0 to `length`, closest to each other at the beginning, where the heads are."""
-    points = {round(length * (i / (num_points - 1)) ** 2) for i in range(num_points)}
-    return sorted(points | {1, length - 1})
+def sweep(length: int, *, num_points: int = 40) -> list[int]:
+    """Byte counts below `length`, closest to each other at the beginning, where the heads are."""
+    points = {round((length - 1) * (i / (num_points - 1)) ** 2) for i in range(num_points)}
+    return sorted(points | {1, length - 2})
 
 
 @pytest.mark.parametrize("direction", Direction)
 async def test_send_cut_at_any_byte_is_stored_once(hub: HubProcess, direction: Direction) -> None:
-    async with fresh_run(hub) as proxy:
-        group = make_group(GroupKey(0, 0), num_sequences=2)
-        # Head and body of one request; a reply has about 300 bytes.
-        length = 300 + 2 * 512 * 8 if direction is Direction.REQUEST else 300
-        num_duplicates = num_sent = 0
-        for index, num_bytes in enumerate(sweep(length)):
-            group = make_group(GroupKey(0, index), num_sequences=2)
-            async with HubClient(proxy.url, timeout_s=TIMEOUT_S) as client:
-                proxy.reset_after(direction, num_bytes)
-                while True:
-                    try:
-                        receipt = await client.send([group])
-                    except HubUnavailable:
-                        continue
-                    break
-            num_duplicates += receipt.status == "duplicate"
+    num_duplicates = num_sent = 0
+    async with fresh_run(hub) as proxy, HubClient(proxy.url, timeout_s=TIMEOUT_S) as client:
+
+        async def send() -> str:
+            nonlocal num_sent
+            group = make_group(GroupKey(0, 1_000 + num_sent), num_sequences=2)
             num_sent += 1
-        num_resets = proxy.num_resets
+            while True:
+                try:
+                    return (await client.send([group])).status
+                except HubUnavailable:
+                    continue
+
+        assert await send() == "received"
+        points = sweep(proxy.num_passed[direction])
+        for num_bytes in points:
+            proxy.reset_after(direction, num_bytes)
+            num_duplicates += await send() == "duplicate"
+            assert not proxy.is_armed
         ledger = hub.get("/ledger")
-        assert_balanced(ledger)
-        assert (ledger["queued"], ledger["produced"]) == (num_sent, num_sent)
-        assert ledger["rejected"] == {}
-        assert num_resets >= num_sent * 3 // 4
+    assert_balanced(ledger)
+    assert (ledger["queued"], ledger["produced"]) == (num_sent, num_sent)
+    assert ledger["rejected"] == {}
     print(
-        f"POST cut in the {direction.value} at {num_resets} different bytes: {num_sent} groups"
-        f" stored once each, {num_duplicates} repeats recognised"
+        f"POST cut at {len(points)} bytes of its {direction.value}: {num_sent} groups stored once"
+        f" each, {num_duplicates} repeats recognised"
     )
-    if direction is Direction.REPLY:
-        assert num_duplicates == num_resets
-    else:
-        assert num_duplicates == 0
+    # Only an answer that is on its way means that the group was stored.
+    assert num_duplicates == (len(points) if direction is Direction.REPLY else 0)
 
 
 @pytest.mark.parametrize("direction", Direction)
 async def test_lease_and_ack_cut_at_any_byte_train_each_batch_once(
     hub: HubProcess, direction: Direction
 ) -> None:
-    def persist(hub_call: object, *args: object) -> object:
-        while True:
-            try:
-                return hub_call(*args)  # type: ignore[operator]
-            except HubUnavailable:
-                continue
+    received: list[GroupKey] = []
+    num_posted = 0
 
-    async with fresh_run(hub) as proxy:
-        # A batch of two groups: about 2 * 8 sequences * 64 tokens * 9 bytes and the heads.
-        lease_points = sweep(10_500) if direction is Direction.REPLY else sweep(350)
-        ack_points = sweep(250)
-        num_batches = len(lease_points) + len(ack_points)
-        async with HubClient(hub.url) as client:
-            for index in range(2 * num_batches):
-                key = GroupKey(0, index)
-                await client.send([make_group(key, num_sequences=BATCH_SIZE // 2, num_tokens=64)])
-        received: list[GroupKey] = []
-        with TrainerClient(hub.url) as direct:
-            await asyncio.to_thread(direct.register, registration())
-        for point in [(n, None) for n in lease_points] + [(None, n) for n in ack_points]:
-            with TrainerClient(proxy.url, timeout_s=TIMEOUT_S, retry_for_s=0) as trainer:
-                lease_cut, ack_cut = point
+    async with (
+        fresh_run(hub) as proxy,
+        HubClient(hub.url) as producer,
+    ):
+        with TrainerClient(proxy.url, timeout_s=TIMEOUT_S, retry_for_s=0) as trainer:
+
+            async def persist(call: Callable[..., T], *args: Any) -> T:
+                while True:
+                    try:
+                        return await asyncio.to_thread(call, *args)
+                    except HubUnavailable:
+                        continue
+
+            async def step(lease_cut: int | None, ack_cut: int | None) -> tuple[int, int]:
+                """Train one batch; return the bytes of the lease and of the acknowledgement."""
+                nonlocal num_posted
+                for _ in range(2):
+                    key = GroupKey(0, 1_000 + num_posted)
+                    group = make_group(key, num_sequences=BATCH_SIZE // 2, num_tokens=64)
+                    await producer.send([group])
+                    num_posted += 1
+                passed = [proxy.num_passed[direction]]
                 if lease_cut is not None:
                     proxy.reset_after(direction, lease_cut)
-                batch = await asyncio.to_thread(persist, trainer.lease_batch, 1.0)
-                assert isinstance(batch, LeasedBatch)
-                received += [read_group(group) for group in batch.groups]
+                batch = await persist(trainer.lease_batch)
+                assert batch is not None
+                received.extend(read_group(group) for group in batch.groups)
+                passed.append(proxy.num_passed[direction])
                 if ack_cut is not None:
                     proxy.reset_after(direction, ack_cut)
-                await asyncio.to_thread(persist, trainer.ack, batch)
-        assert received == [GroupKey(0, index) for index in range(2 * num_batches)]
+                await persist(trainer.ack, batch)
+                assert not proxy.is_armed
+                passed.append(proxy.num_passed[direction])
+                return passed[1] - passed[0], passed[2] - passed[1]
+
+            await persist(trainer.register, registration())
+            lease_bytes, ack_bytes = await step(None, None)
+            lease_cuts, ack_cuts = sweep(lease_bytes), sweep(ack_bytes)
+            for num_bytes in lease_cuts:
+                await step(num_bytes, None)
+            for num_bytes in ack_cuts:
+                await step(None, num_bytes)
         ledger = hub.get("/ledger")
-        assert_balanced(ledger)
-        assert (ledger["trained"], ledger["leased"], ledger["queued"]) == (len(received), 0, 0)
-        assert proxy.num_resets >= num_batches * 3 // 4
-        print(
-            f"lease and ack cut in the {direction.value} at {proxy.num_resets} bytes:"
-            f" {num_batches} batches trained once each, in order"
-        )
+        num_batches = hub.get("/status")["current_step"]
+    assert received == [GroupKey(0, 1_000 + index) for index in range(num_posted)]
+    assert_balanced(ledger)
+    assert (ledger["trained"], ledger["leased"], ledger["queued"]) == (num_posted, 0, 0)
+    assert num_batches == 1 + len(lease_cuts) + len(ack_cuts)
+    print(
+        f"lease cut at {len(lease_cuts)} and ack at {len(ack_cuts)} bytes of the"
+        f" {direction.value}: {num_batches} batches trained once each, in order"
+    )

@@ -233,10 +233,7 @@ async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket
         stop_waiting=lambda: stop_waiting(app),
     )
     # Here and not only in the application's start, where uvicorn would turn an error into a traceback.
-    try:
-        await hub.open()
-    except OSError as e:
-        raise ConfigError(f"--data-dir {config.data_dir}: {e.strerror or e}") from e
+    await hub.open()
     await server.serve(sockets=[listener])
     if broken:
         raise StoreBroken(f"the store broke: {broken[0]}; start the hub again to recover") from (
@@ -252,6 +249,10 @@ def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -
         return MemoryRuns()
     if config.fresh:
         print(f"--fresh: {erase(config.data_dir)}", file=sys.stderr, flush=True)
+    try:
+        config.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"--data-dir {config.data_dir}: {e.strerror}") from e
     durability = Durability(config.durability)
 
     def make_store(directory: Path) -> GroupStore:

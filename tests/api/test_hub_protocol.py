@@ -134,7 +134,7 @@ async def test_dripping_head_is_cut_off_although_it_moves() -> None:
 @pytest.mark.usefixtures("impatient")
 async def test_answer_that_takes_long_is_not_cut_off() -> None:
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.22)
         await hello(scope, receive, send)
 
     async with serving(slow) as port:

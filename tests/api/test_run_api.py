@@ -1,42 +1,95 @@
-"""`run-api` as a process: start, refusals, stop."""
+"""`run-api` as a process: start, refusals, what it keeps, tokens, TLS, stop."""
 
 from __future__ import annotations
 
+import fcntl
 import re
+import resource
 import signal
 import socket
+import ssl
+import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from atroposlib.cli.run_api import is_loopback
+from atroposlib.cli.run_api import erase
 from atroposlib.client import TrainerClient, TrainerRegistration
+from atroposlib.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
+SECRET = "a-secret-for-this-test"
 
 
-def start(cwd: Path, *flags: str) -> subprocess.Popen[str]:
+def start(cwd: Path, *flags: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "atroposlib.cli.run_api", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **variables},
     )
 
 
 def listening_url(hub: subprocess.Popen[str]) -> str:
     assert hub.stdout is not None
     line = hub.stdout.readline()
-    match = re.fullmatch(r"atropos hub listening on (http://\S+)\n", line)
+    match = re.fullmatch(r"atropos hub listening on (https?://\S+)\n", line)
     assert match, line
-    return match[1]
+    return match[1].replace("//0.0.0.0:", "//127.0.0.1:")
+
+
+class Hub:
+    """A hub that runs for the length of a block, and what it said once it has ended."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+        self.errors = ""
+
+    def end(self, sig: signal.Signals | None = signal.SIGTERM) -> int:
+        if sig is not None:
+            self.process.send_signal(sig)
+        _, self.errors = self.process.communicate(timeout=20)
+        return self.process.returncode
+
+    def post_group(self, **group: Any) -> httpx.Response:
+        body = {"tokens": [[1]], "masks": [[1]], "scores": [1.0]} | group
+        return httpx.post(f"{self.url}/scored_data", json=body)
+
+    def get(self, path: str) -> Any:
+        return httpx.get(f"{self.url}{path}").raise_for_status().json()
+
+
+@contextmanager
+def running(cwd: Path, *flags: str, **variables: str) -> Iterator[Hub]:
+    with start(cwd, "--port", "0", *flags, **variables) as process:
+        try:
+            yield Hub(process, listening_url(process))
+        finally:
+            if process.poll() is None:
+                process.kill()
+            for pipe in (process.stdout, process.stderr):
+                assert pipe is not None
+                pipe.close()
+
+
+def refusal(cwd: Path, *flags: str, **variables: str) -> str:
+    """What a hub says that does not start because of its flags."""
+    with start(cwd, *flags, **variables) as hub:
+        output, errors = hub.communicate(timeout=20)
+    assert (hub.returncode, output) == (2, "")
+    assert "Traceback" not in errors
+    return errors
 
 
 def wait_until_answering(url: str) -> None:
@@ -138,18 +191,218 @@ def test_wrong_flag_is_one_clear_line(tmp_path: Path, flags: list[str], message:
     assert "Traceback" not in errors
 
 
-def test_open_address_is_warned_about(tmp_path: Path) -> None:
-    with start(tmp_path, "--host", "0.0.0.0", "--port", "0") as hub:
-        listening_url(hub)
-        hub.terminate()
-        _, errors = hub.communicate(timeout=20)
-    assert hub.returncode == 0
-    assert "there is no authentication" in errors
+# What is kept
+
+
+def test_hub_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    with running(tmp_path) as hub:
+        assert hub.post_group(group_id="g1").json() == {"status": "received"}
+        hub.end(signal.SIGKILL)
+    with running(tmp_path) as hub:
+        assert hub.get("/status")["queue_size"] == 1
+        assert hub.post_group(group_id="g1").json() == {"status": "duplicate"}
+        assert hub.end() == 0
+    assert "run 'default' at step 0: 1 groups queued" in hub.errors
+    assert "Traceback" not in hub.errors
+
+
+def test_fresh_erases_what_is_stored_and_says_how_much(tmp_path: Path) -> None:
+    with running(tmp_path, "--durability", "process") as hub:
+        hub.post_group()
+        hub.end()
+    with running(tmp_path, "--fresh") as hub:
+        assert hub.get("/status")["queue_size"] == 0
+        hub.end()
+    assert re.search(
+        r"--fresh: erased 1 runs \(default\), \d+\.\d MiB, in atropos-data", hub.errors
+    )
+
+
+def test_hub_in_memory_leaves_nothing_behind(tmp_path: Path) -> None:
+    with running(tmp_path, "--memory") as hub:
+        assert hub.get("/readyz") == {"status": "ready", "durability": "memory"}
+        hub.end()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_hubs_never_share_a_data_directory(tmp_path: Path) -> None:
+    with running(tmp_path) as hub:
+        assert "another hub uses atropos-data" in refusal(tmp_path, "--port", "0")
+        assert "a hub uses atropos-data" in refusal(tmp_path, "--port", "0", "--fresh")
+        assert hub.get("/readyz")["durability"] == "power"
+        assert hub.end() == 0
+
+
+def test_erase_touches_only_what_a_store_made(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("x")
+    (tmp_path / "math").mkdir()
+    (tmp_path / "math" / "lock").touch()
+    (tmp_path / "math" / "0.segment").write_bytes(bytes(3 * 2**20))
+    with (tmp_path / "math" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="a hub uses"):
+            erase(tmp_path)
+    assert erase(tmp_path) == f"erased 1 runs (math), 3.0 MiB, in {tmp_path}"
+    assert erase(tmp_path) == f"erased 0 runs (none), 0.0 MiB, in {tmp_path}"
+    assert erase(tmp_path / "absent").startswith("erased 0 runs")
+    assert [path.name for path in tmp_path.rglob("*")] == ["precious", "thesis.tex"]
+
+
+def test_store_that_breaks_ends_the_hub_with_one_clear_line(tmp_path: Path) -> None:
+    with running(tmp_path) as hub:
+        assert hub.post_group(group_id="g1").status_code == 200
+        # From here on the disk takes nothing: writes fail although there is space.
+        resource.prlimit(hub.process.pid, resource.RLIMIT_FSIZE, (100, 100))
+        assert hub.post_group(group_id="g2").status_code == 503
+        assert hub.end(None) == 1
+    # Before it the store has logged what happened, with its traceback; the stop itself adds none.
+    request, last = hub.errors.splitlines()[-2:]
+    assert "request method=POST path=/scored_data" in request
+    assert last.startswith("error: the store broke: ")
+    assert "start the hub again" in last
+    with running(tmp_path) as hub:
+        assert hub.get("/status")["queue_size"] == 1
+        hub.end()
+
+
+def test_data_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = refusal(tmp_path, "--port", "0", "--data-dir", "file")
+    assert said.startswith("error: --data-dir file: ")
+    said = refusal(tmp_path, "--memory", "--fresh")
+    assert "--memory and --fresh" in said
+
+
+# Tokens
+
+
+def test_open_address_without_a_token_is_refused_with_both_cures(tmp_path: Path) -> None:
+    said = refusal(tmp_path, "--host", "0.0.0.0", "--port", "0")
+    assert "--host 0.0.0.0 is reachable from other machines" in said
+    assert "--token" in said
+    assert "127.0.0.1" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_insecure_is_obeyed_with_a_warning(tmp_path: Path) -> None:
+    with running(tmp_path, "--host", "0.0.0.0", "--insecure", "--memory") as hub:
+        assert hub.get("/status")["current_step"] == 0
+        assert hub.end() == 0
+    assert "warning: --insecure" in hub.errors
+
+
+@pytest.mark.parametrize("place", ["flag", "variable"])
+def test_token_is_wanted_from_everybody_and_never_shown(tmp_path: Path, place: str) -> None:
+    flags = ("--token", SECRET) if place == "flag" else ()
+    variables = {"ATROPOS_HUB_TOKEN": SECRET} if place == "variable" else {}
+    with running(tmp_path, "--host", "0.0.0.0", "--memory", *flags, **variables) as hub:
+        assert hub.post_group().status_code == 401
+        assert httpx.get(f"{hub.url}/healthz").status_code == 200
+        sent = {"Authorization": f"Bearer {SECRET}"}
+        assert httpx.get(f"{hub.url}/reset_data", headers=sent).text == "Reset successful"
+        assert httpx.get(f"{hub.url}/nothing", headers=sent).status_code == 404
+        assert hub.end() == 0
+    assert "unencrypted" in hub.errors
+    assert "status=401" in hub.errors
+    assert SECRET not in hub.errors
+
+
+def test_added_token_opens_what_it_was_made_for(tmp_path: Path) -> None:
+    flags = ["--tokens", "tokens.yaml", "--add-token", "env", "--scopes", "produce,read"]
+    with start(tmp_path, *flags, "--runs", "math") as command:
+        secret, errors = command.communicate(timeout=20)
+    assert command.returncode == 0
+    secret = secret.removesuffix("\n")
+    assert secret not in errors
+    assert stat.S_IMODE((tmp_path / "tokens.yaml").stat().st_mode) == 0o600
+    assert "'env' is taken" in refusal(tmp_path, *flags)
+    with running(tmp_path, "--tokens", "tokens.yaml", "--memory") as hub:
+        sent = {"Authorization": f"Bearer {secret}"}
+        paths = ["/runs/math/ledger", "/ledger", "/runs/math/batch"]
+        statuses = [httpx.get(hub.url + path, headers=sent).status_code for path in paths]
+        assert statuses == [200, 403, 403]
+        assert hub.end() == 0
+    assert secret not in hub.errors
 
 
 @pytest.mark.parametrize(
-    ("host", "expected"),
-    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("a.b", False)],
+    ("flags", "message"),
+    [
+        (["--token", SECRET, "--tokens", "f"], "give one of them"),
+        (["--token", "short"], "at least 8"),
+        (["--tokens", "absent.yaml"], "absent.yaml"),
+        (["--add-token", "a", "--scopes", "read"], "--tokens FILE"),
+        (["--add-token", "a", "--tokens", "f"], "--scopes"),
+        (["--add-token", "a", "--tokens", "f", "--scopes", "write"], "--scopes"),
+        (["--scopes", "read"], "--add-token"),
+        (["--ssl-keyfile", "k"], "--ssl-certfile"),
+        (["--ssl-certfile", "absent.pem"], "absent.pem"),
+    ],
 )
-def test_loopback_is_told_from_the_rest(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected
+def test_flags_that_do_not_fit_are_refused(tmp_path: Path, flags: list[str], message: str) -> None:
+    said = refusal(tmp_path, *flags)
+    assert message in said
+    assert SECRET not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+# TLS
+
+
+def certificate(directory: Path, name: str) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1, and its key."""
+    cert, key = directory / f"{name}.pem", directory / f"{name}.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+        + ["-nodes", "-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+        + ["-out", cert, "-keyout", key],
+        check=True,
+        capture_output=True,
+    )
+    return cert, key
+
+
+def test_tls_is_spoken_and_client_certificates_are_asked_for(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "hub")
+    client_cert, client_key = certificate(tmp_path, "trainer")
+    context = ssl.create_default_context(cafile=cert)
+    flags = ["--memory", "--ssl-certfile", str(cert), "--ssl-keyfile", str(key)]
+    with running(tmp_path, *flags) as hub:
+        assert hub.url.startswith("https://")
+        assert httpx.get(f"{hub.url}/healthz", verify=context).json() == {"status": "ok"}
+        assert hub.end() == 0
+    with running(tmp_path, *flags, "--ssl-ca-certs", str(client_cert)) as hub:
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{hub.url}/healthz", verify=context)
+        context.load_cert_chain(client_cert, client_key)
+        assert httpx.get(f"{hub.url}/healthz", verify=context).json() == {"status": "ok"}
+        assert hub.end() == 0
+    said = refusal(tmp_path, "--ssl-certfile", str(cert), "--ssl-keyfile", str(client_key))
+    assert f"--ssl-certfile {cert}: cannot be loaded with its key" in said
+
+
+# Load and stop
+
+
+def test_held_client_is_answered_when_the_hub_stops(tmp_path: Path) -> None:
+    with running(tmp_path, "--memory", "--max-queued-sequences", "1") as hub:
+        statuses = [hub.post_group().status_code for _ in range(2)]
+        assert statuses == [200, 200]  # twice the bound, as there is no batch that could be taken
+        ours = {"Atropos-Client": "atroposlib/1"}
+        assert httpx.post(f"{hub.url}/scored_data", headers=ours).status_code == 429
+        with ThreadPoolExecutor(1) as pool:
+            held = pool.submit(hub.post_group)
+            deadline = time.monotonic() + 10
+            while "atropos_held_requests 1.0" not in httpx.get(f"{hub.url}/metrics").text:
+                assert time.monotonic() < deadline
+            assert hub.end() == 0
+            assert held.result(timeout=10).status_code == 503
+    assert "Traceback" not in hub.errors
+
+
+def test_open_files_are_limited_by_the_system_alone(tmp_path: Path) -> None:
+    with running(tmp_path, "--memory") as hub:
+        soft, hard = resource.prlimit(hub.process.pid, resource.RLIMIT_NOFILE)
+        assert soft == hard
+        hub.end()

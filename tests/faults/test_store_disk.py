@@ -1,0 +1,379 @@
+"""What the disk store does with its directory: who may use it, what is dropped, moved, rebuilt; what damage costs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from atroposlib.api.stores.base import (
+    Appended,
+    Change,
+    CorruptGroups,
+    Durability,
+    End,
+    Fate,
+    Move,
+    NewGroup,
+    Place,
+    StoreBroken,
+)
+from atroposlib.api.stores.disk import DiskStore
+from atroposlib.errors import ConfigError
+from tests.faults.store_faults import SmallDisk, copy_run, new_group, open_store
+
+
+def make_groups(count: int, *, num_bytes: int = 4000, first: int = 0) -> list[NewGroup]:
+    rng = random.Random(first)
+    return [new_group(first + n, rng, num_bytes=num_bytes) for n in range(count)]
+
+
+def end(*numbers: int, is_durable: bool = True) -> Change:
+    return Change(
+        ends=[End(number=number, fate=Fate.TRAINED) for number in numbers], is_durable=is_durable
+    )
+
+
+def segment_names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("*.seg"))
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def find(path: Path, payload: bytes) -> int:
+    return path.read_bytes().index(payload)
+
+
+async def settle(store: DiskStore) -> None:
+    """Return when the writer has looked after the disk and the files that it dropped are gone."""
+    await store.commit(Change())
+    await store.commit(Change())
+    await asyncio.to_thread(store._unlinker.submit(int).result)
+
+
+async def test_a_second_hub_on_the_directory_is_told_so(tmp_path: Path) -> None:
+    first = open_store(tmp_path / "run")
+    await first.open()
+    second = open_store(tmp_path / "run")
+    with pytest.raises(ConfigError, match=f"another hub uses {tmp_path / 'run'}"):
+        await second.open()
+    await first.append(make_groups(1))
+    await first.close()
+    third = open_store(tmp_path / "run")
+    assert len((await third.open()).groups) == 1
+    await third.close()
+
+
+async def test_nobody_else_may_look_into_the_directory(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "run")
+    await store.open()
+    await store.append(make_groups(1))
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    for path in (tmp_path / "run").iterdir():
+        assert path.stat().st_mode & 0o077 == 0, path
+    await store.close()
+
+
+async def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "run")
+    await store.open()
+    await store.append(make_groups(1))
+    await store.close()
+    connection = sqlite3.connect(tmp_path / "run" / "state.db")
+    connection.execute("pragma user_version = 99")
+    connection.close()
+    before = (tmp_path / "run" / "state.db").read_bytes()
+    with pytest.raises(ConfigError, match="format 99"):
+        await open_store(tmp_path / "run").open()
+    assert (tmp_path / "run" / "state.db").read_bytes() == before
+
+
+async def test_opening_says_what_was_found(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "run")
+    assert (await store.open()).found == ""
+    await store.append(make_groups(2, num_bytes=1000))
+    copy_run(tmp_path / "run", tmp_path / "crashed")
+    await store.append(make_groups(3, num_bytes=1000, first=2))
+    await store.close()
+    segment = segment_names(tmp_path / "run")[0]
+    content = (tmp_path / "run" / segment).read_bytes()
+    (tmp_path / "crashed" / segment).write_bytes(content[:-10])
+    crashed = open_store(tmp_path / "crashed")
+    found = (await crashed.open()).found
+    await crashed.close()
+    assert found.startswith("4 groups held (4000 bytes), 2 of them rolled forward, ")
+    assert "unfinished bytes cut off" in found
+
+
+async def test_a_segment_is_dropped_when_nothing_in_it_is_held(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "run", segment_bytes=10_000)
+    await store.open()
+    for group in make_groups(9):
+        await store.append([group])
+    full = segment_names(tmp_path / "run")
+    assert len(full) == 3
+    await store.commit(end(0, 1))
+    await settle(store)
+    assert segment_names(tmp_path / "run") == full
+    await store.commit(end(2, is_durable=False))
+    await settle(store)
+    assert segment_names(tmp_path / "run") == full[1:]
+    assert store.usage().stored_bytes < 7 * 4000
+    await store.close()
+
+
+async def test_a_sparse_segment_is_copied_forward_and_dropped(tmp_path: Path) -> None:
+    now_s = 0.0
+    store = open_store(tmp_path / "run", segment_bytes=40_000, clock=lambda: now_s)
+    await store.open()
+    groups = make_groups(21)
+    for group in groups:
+        await store.append([group])
+    await store.commit(Change(moves=[Move(number=7, place=Place.DEAD, reason="odd")]))
+    first = segment_names(tmp_path / "run")[0]
+    await store.commit(end(*(n for n in range(10) if n != 7)))
+    await settle(store)
+    now_s = 5.0
+    await settle(store)
+    now_s = 599.0
+    await settle(store)
+    assert first in segment_names(tmp_path / "run")
+    now_s = 700.0
+    await settle(store)
+    assert first not in segment_names(tmp_path / "run")
+    assert await store.read([7, 15]) == [groups[7].payload, groups[15].payload]
+    copy_run(tmp_path / "run", tmp_path / "crashed")
+    await store.close()
+    crashed = open_store(tmp_path / "crashed")
+    saved = await crashed.open()
+    assert [group.header.number for group in saved.groups] == [7, *range(10, 21)]
+    assert (saved.groups[0].place, saved.groups[0].reason) == (Place.DEAD, "odd")
+    assert await crashed.read([7]) == [groups[7].payload]
+    await crashed.close()
+
+
+async def test_a_damaged_group_stays_where_it_is_when_others_are_copied_forward(
+    tmp_path: Path,
+) -> None:
+    now_s = 0.0
+    store = open_store(tmp_path / "run", segment_bytes=60_000, clock=lambda: now_s)
+    await store.open()
+    groups = make_groups(17)
+    for group in groups:
+        await store.append([group])
+    first = tmp_path / "run" / segment_names(tmp_path / "run")[0]
+    flip(first, find(first, groups[3].payload))
+    await store.commit(end(*(n for n in range(15) if n not in (3, 4))))
+    now_s = 5.0
+    await settle(store)
+    now_s = 700.0
+    await settle(store)
+    assert first.exists()
+    assert await store.read([4, 16]) == [groups[4].payload, groups[16].payload]
+    with pytest.raises(CorruptGroups):
+        await store.read([3])
+    await store.commit(end(3))
+    await settle(store)
+    assert not first.exists()
+    await store.close()
+
+
+async def test_reading_names_all_damaged_groups(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "run", segment_bytes=10_000)
+    await store.open()
+    groups = make_groups(9)
+    for group in groups:
+        await store.append([group])
+    names = segment_names(tmp_path / "run")
+    first = tmp_path / "run" / names[0]
+    flip(first, find(first, groups[1].payload) + 100)
+    (tmp_path / "run" / names[1]).unlink()
+    with pytest.raises(CorruptGroups) as caught:
+        await store.read([8, 5, 4, 3, 1, 0])
+    assert caught.value.numbers == [1, 3, 4, 5]
+    assert await store.read([8, 0]) == [groups[8].payload, groups[0].payload]
+    await store.commit(end(*range(9)))
+    await settle(store)
+    await store.close()
+
+
+async def test_damage_in_listed_records_is_found_on_reading_not_on_opening(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "run")
+    await store.open()
+    groups = make_groups(4)
+    await store.append(groups)
+    await store.close()
+    segment = tmp_path / "run" / segment_names(tmp_path / "run")[0]
+    flip(segment, find(segment, groups[1].payload))
+    again = open_store(tmp_path / "run")
+    assert len((await again.open()).groups) == 4
+    with pytest.raises(CorruptGroups) as caught:
+        await again.read([0, 1, 2, 3])
+    assert caught.value.numbers == [1]
+    await again.close()
+
+
+@pytest.mark.parametrize("loss", ["missing", "overwritten", "torn page"])
+async def test_a_lost_database_is_rebuilt_from_the_segments(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loss: str
+) -> None:
+    store = open_store(tmp_path / "run")
+    await store.open()
+    groups = make_groups(12)
+    for group in groups:
+        await store.append([group])
+    await store.commit(end(11))
+    await store.close()
+    state = tmp_path / "run" / "state.db"
+    if loss == "missing":
+        state.unlink()
+    elif loss == "overwritten":
+        state.write_bytes(b"not a database" * 1000)
+    else:
+        content = bytearray(state.read_bytes())
+        content[4096:8192] = bytes(4096)
+        state.write_bytes(content)
+    again = open_store(tmp_path / "run")
+    saved = await again.open()
+    assert [group.header for group in saved.groups] == [group.header for group in groups]
+    assert [group.group_id for group in saved.groups] == [group.group_id for group in groups]
+    assert "12 of them rebuilt" in saved.found
+    assert any(
+        record.levelno == logging.ERROR and "state was lost" in record.getMessage()
+        for record in caplog.records
+    )
+    assert await again.read([11]) == [groups[11].payload]
+    assert await again.append([groups[0]]) == [Appended.DUPLICATE]
+    await again.close()
+    set_aside = list((tmp_path / "run").glob("damaged-*"))
+    assert bool(set_aside) == (loss != "missing")
+
+
+async def test_what_was_cleared_does_not_come_back_after_a_crash(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "run")
+    await store.open()
+    await store.append(make_groups(5))
+    copy_run(tmp_path / "run", tmp_path / "before")
+    await store.clear()
+    copy_run(tmp_path / "run", tmp_path / "crashed")
+    # As if the crash had come between the transaction and the removal of the files.
+    for name in segment_names(tmp_path / "before"):
+        (tmp_path / "crashed" / name).write_bytes((tmp_path / "before" / name).read_bytes())
+    await store.close()
+    crashed = open_store(tmp_path / "crashed")
+    saved = await crashed.open()
+    assert (saved.groups, saved.next_number) == ([], 0)
+    assert await crashed.append(make_groups(5)) == [Appended.STORED] * 5
+    await crashed.close()
+
+
+async def test_a_caller_who_gives_up_does_not_undo_an_append(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "run")
+    await store.open()
+    groups = make_groups(2)
+    task = asyncio.create_task(store.append([groups[0]]))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await store.append([groups[0], groups[1]]) == [Appended.DUPLICATE, Appended.STORED]
+    await store.close()
+
+
+async def test_reading_goes_on_while_segments_are_dropped_and_moved(tmp_path: Path) -> None:
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 400.0
+        return now_s
+
+    store = open_store(tmp_path / "run", segment_bytes=20_000, clock=clock)
+    await store.open()
+    groups = make_groups(200)
+    kept = [n for n in range(200) if n % 10 == 0]
+    await store.append(groups[:1])
+
+    async def churn() -> None:
+        for group in groups[1:]:
+            await store.append([group])
+            if group.header.number % 10:
+                await store.commit(end(group.header.number))
+
+    churning = asyncio.create_task(churn())
+    num_reads = 0
+    while not churning.done():
+        known = [n for n in kept if n in store._locations]
+        assert await store.read(known) == [groups[n].payload for n in known]
+        num_reads += 1
+    await churning
+    await settle(store)
+    assert await store.read(kept) == [groups[n].payload for n in kept]
+    assert num_reads > 10
+    # Each of the groups that are left was alone in its segment of 20,000 bytes.
+    assert store.usage().stored_bytes < 300_000
+    await store.close()
+
+
+async def test_a_broken_store_says_so_once_and_refuses_everything(tmp_path: Path) -> None:
+    class Broken(SmallDisk):
+        def sync(self, fd: int) -> None:
+            raise OSError(5, "injected")
+
+    failures: list[BaseException] = []
+    store = open_store(tmp_path / "run", files=Broken(), on_failure=failures.append)
+    await store.open()
+    outcomes = await asyncio.gather(
+        *(store.append([group]) for group in make_groups(5)), return_exceptions=True
+    )
+    assert [type(outcome) for outcome in outcomes] == [StoreBroken] * 5
+    with pytest.raises(StoreBroken, match="restart the hub"):
+        await store.commit(Change())
+    await store.close()
+    assert len(failures) == 1
+
+
+async def test_500_mb_are_open_again_within_a_second_after_a_crash(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "run", durability=Durability.PROCESS, min_free_bytes=0)
+    await store.open()
+    payload = random.Random(0).randbytes(200_000)
+    groups = make_groups(2500, num_bytes=1)
+    groups = [
+        NewGroup(
+            header=group.header,
+            group_id=group.group_id,
+            digest=group.digest,
+            payload=payload,
+            place=Place.QUEUED,
+        )
+        for group in groups
+    ]
+    # The last 160 are in the segments and not in the database, as after a loss of power.
+    for start in range(0, 2340, 180):
+        await store.append(groups[start : start + 180])
+    for name in ("state.db", "state.db-wal"):
+        (tmp_path / name).write_bytes((tmp_path / "run" / name).read_bytes())
+    await store.append(groups[2340:])
+    copied = {name: (tmp_path / name).read_bytes() for name in ("state.db", "state.db-wal")}
+    store._log.abandon()
+    await store.close()
+    for name, content in copied.items():
+        (tmp_path / "run" / name).write_bytes(content)
+    again = DiskStore(tmp_path / "run", min_free_bytes=0)
+    started_s = time.perf_counter()
+    saved = await again.open()
+    seconds = time.perf_counter() - started_s
+    assert len(saved.groups) == 2500
+    assert "160 of them rolled forward" in saved.found
+    assert await again.read([2499]) == [payload]
+    assert seconds < 1.0
+    await again.close()

@@ -1,0 +1,24 @@
+"""Every example in a docstring of the library does what it says."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for package in ("atroposlib", "example_trainer")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if ">>> " in path.read_text()
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_are_true(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name.removesuffix(".__init__")))
+    assert results.attempted > 0
+    assert results.failed == 0

@@ -1,18 +1,22 @@
-"""Both encodings hand back what was sent, and the gate refuses every misalignment."""
+"""Both encodings hand back what was sent, the gate refuses every misalignment, and no body is worse than refused."""
 
 from __future__ import annotations
 
 import json
+import struct
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atroposlib import wire
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import WIRE_KEYS, Strictness, check_group, recheck_meaning
+from atroposlib.wire import json_decoding, json_encoding
+from atroposlib.wire.packed import MAX_GROUPS, MAX_SEQUENCES
 
 floats = st.floats(allow_nan=False, allow_infinity=False, width=64)
 text = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -49,7 +53,12 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
     message = st.fixed_dictionaries(
         {"role": text, "content": json_values}, optional={"reward": floats}
     )
-    distill = draw(st.booleans())
+    counts = [draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)) for n in lengths]
+
+    def per_token_entry(values: st.SearchStrategy[Any]) -> Any:
+        entries = [[st.lists(values, min_size=k, max_size=k) for k in row] for row in counts]
+        return optional(st.tuples(*[st.tuples(*row).map(list) for row in entries]).map(list))
+
     return {
         "tokens": tokens,
         "masks": masks,
@@ -63,13 +72,13 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
         "group_overrides": draw(st.none() | st.dictionaries(text, json_values, max_size=2)),
         "images": draw(json_values),
         "env_id": draw(st.none() | st.integers(0, 100)),
-        "distill_token_ids": [[[1, 2]] * n for n in lengths] if distill else None,
-        "distill_logprobs": [[[-0.5, -1.5]] * n for n in lengths] if distill else None,
+        "distill_token_ids": per_token_entry(st.integers(-1, 2**40)),
+        "distill_logprobs": per_token_entry(logprobs),
     }
 
 
 @given(groups())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_both_encodings_hand_back_what_was_sent(sent: dict[str, Any]) -> None:
     [group] = wire.decode_json_groups(json.dumps(sent).encode(), many=False)
     assert json.loads(wire.encode_json(group)) == sent
@@ -78,14 +87,44 @@ def test_both_encodings_hand_back_what_was_sent(sent: dict[str, Any]) -> None:
     assert again.to_dict() == sent
 
 
+@given(groups(), st.integers(1, 9), st.integers(1, 3))
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_rows_of_any_length_are_cut_and_joined_exactly(
+    monkeypatch: pytest.MonkeyPatch, sent: dict[str, Any], num_bytes: int, num_values: int
+) -> None:
+    monkeypatch.setattr(json_decoding, "_CHUNK_BYTES", num_bytes)
+    monkeypatch.setattr(json_encoding, "_CHUNK_BYTES", num_bytes)
+    monkeypatch.setattr(json_encoding, "_CHUNK_VALUES", num_values)
+    for body in (json.dumps(sent).encode(), json.dumps(sent, indent=1).encode()):
+        [group] = wire.decode_json_groups(body, many=False)
+        assert json.loads(wire.encode_json(group)) == sent
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50))
+@settings(max_examples=50, deadline=None)
+def test_every_float64_survives_both_encodings_to_the_bit(patterns: list[int]) -> None:
+    floats = [struct.unpack("<d", struct.pack("<Q", bits))[0] for bits in patterns]
+    values = [v for v in floats if np.isfinite(v)] + [5e-324, -0.0, 1.7976931348623157e308]
+    row = list(range(len(values)))
+    sent = minimal(tokens=[row], masks=[row], ref_logprobs=[values], scores=[values[0]])
+    [group] = wire.decode_json_groups(json.dumps(sent).encode(), many=False)
+    back = json.loads(wire.encode_json(group))["ref_logprobs"][0]
+    assert np.array(back).tobytes() == np.array(values).tobytes()
+
+
 @given(groups(), st.integers(0, 10_000), st.sampled_from(["drop", "add"]), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_misalignment_is_refused_by_name(
     sent: dict[str, Any], pick: int, change: str, data: st.DataObject
 ) -> None:
     names = ["masks", "scores"]
     names += [n for n in ("advantages", "inference_logprobs", "ref_logprobs") if sent[n]]
     names += [n for n in ("messages", "overrides", "distill_token_ids") if sent[n]]
+    sent["distill_logprobs"] = None  # of the two, the one that differs from its tokens is named
     name = data.draw(st.sampled_from(names))
     per_token = name not in ("scores", "messages", "overrides")
     target = sent[name]
@@ -171,35 +210,269 @@ def test_a_nan_in_a_list_body_is_named_with_its_index() -> None:
         wire.decode_json_groups(body, many=True)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b'{"tokens": 1}'])
-def test_a_body_that_is_no_group_is_a_group_error(body: bytes) -> None:
+BODY = json.dumps(minimal()).encode()
+
+
+def with_tokens(row: bytes) -> bytes:
+    return BODY.replace(b"[1, 2, 3]", row)
+
+
+def with_score(text: bytes) -> bytes:
+    return BODY.replace(b"1.0", text)
+
+
+def with_field(text: bytes) -> bytes:
+    return BODY[:-1] + b"," + text + b"}"
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "body: not JSON"),
+        (b"{", "body: not JSON"),
+        (b"\xff\xfe", "body: not JSON"),
+        (b"[]", "body: expected object, got array"),
+        (b'{"tokens": 1}', "tokens: expected array, got int"),
+        (b'{"masks": [[1]]}', "tokens: required, but missing"),
+        (BODY + b" x", "body: not JSON: .*trailing characters"),
+        (b"[" * DEEP, "body: expected object"),
+        (with_tokens(b"[" * DEEP + b"]" * DEEP), "body: nested too deeply"),
+        (with_tokens(b"[" * 800 + b"]" * 800), r"sequences\[0\].tokens\[0\]: expected an integer"),
+        (with_field(b'"images":' + b"[" * DEEP + b"]" * DEEP), "body: nested too deeply"),
+        (with_field(b'"images":' + b'{"a":' * DEEP + b"1" + b"}" * DEEP), "nested too deeply"),
+        (with_field(b'"images":' + b"[" * 900 + b"]" * 900), "images: maximum recursion depth"),
+        (with_field(b'"unknown":' + b"[" * DEEP + b"]" * DEEP), "nested too deeply"),
+        (with_tokens(b"[1," + b"9" * 10_000 + b",3]"), r"tokens\[1\]: 9{57}... does not fit 64"),
+        (with_tokens(b"[1,-9223372036854775809,3]"), r"tokens\[1\]: .* does not fit 64 bits"),
+        (with_tokens(b"[1,2147483648,3]"), r"tokens\[1\]: token id 2147483648 is not in 0..2147"),
+        (with_tokens(b'[1,"7",3]'), r'sequences\[0\].tokens\[1\]: expected an integer, got "7"'),
+        (with_tokens(b"[1,[2],3]"), r"sequences\[0\].tokens\[1\]: expected an integer, got \[2\]"),
+        (with_tokens(b"[1,2.0,3]"), r"sequences\[0\].tokens\[1\]: expected an integer, got 2.0"),
+        (with_tokens(b"[1,2,true]"), r"sequences\[0\].tokens\[2\]: expected an integer, got true"),
+        (with_tokens(b"[1,null,3]"), r"sequences\[0\].tokens\[1\]: expected an integer, got null"),
+        (with_tokens(b"[1,2,3,]"), r"sequences\[0\].tokens\[3\]: not JSON"),
+        (with_tokens(b"null"), r"sequences\[0\].tokens: expected a list of numbers, got null"),
+        (with_score(b"9" * 10_000), r"scores\[0\]: 9{57}... is not finite"),
+        (with_score(b"1e400"), r"scores\[0\]: 1e400 is not finite"),
+        (with_score(b"NaN"), r"scores\[0\]: nan is not finite; send a number"),
+        (with_score(b"-Infinity"), r"scores\[0\]: -inf is not finite"),
+        (with_score(b'"1"'), r'scores\[0\]: expected a number, got "1"'),
+        (with_field(b'"env_id":' + b"9" * 10_000), "env_id: integer value out of range"),
+        (with_field(b'"env_id":' + str(2**70).encode()), "env_id: expected a 64-bit integer"),
+        (with_field(b'"env_id":true'), "env_id: expected int | null, got bool"),
+        (with_field(b'"images":[1,{"a":NaN}]'), r"images\[1\].a: nan is not finite"),
+        (with_field(b'"images":[1,1e400]'), r"images.*: Number out of range"),
+        (with_field(b'"images":' + b"9" * 10_000), "images: Integer value out of range"),
+        (with_field(b'"images":"\xff"'), "images: 'utf-8' codec can't decode"),
+        (with_field(b'"images":"\\ud800"'), "half of a surrogate pair"),
+        (with_field(b'"images":["\\udc00x"]'), r"images\[0\]: not JSON: .*surrogate pair"),
+        (with_field(b'"group_id":"\xff"'), "body: not JSON: 'utf-8'"),
+        (
+            with_field(b'"distill_token_ids":[[[1],[[2]],[3]]]'),
+            r"sequences\[0\].distill_token_ids\[1\]\[0\]: expected an integer, got \[2\]",
+        ),
+        (
+            with_field(b'"distill_token_ids":[[[1],2,[[3]]]]'),
+            r"sequences\[0\].distill_token_ids\[1\]: expected a list of numbers, got 2",
+        ),
+        (
+            with_field(b'"distill_logprobs":[[[1],[],[0,null]]]'),
+            r"sequences\[0\].distill_logprobs\[2\]\[1\]: expected a number, got null",
+        ),
+        (
+            with_field(b'"distill_logprobs":[[["]"],[],[]]]'),
+            r"sequences\[0\].distill_logprobs: expected a number, got \"\]\"",
+        ),
+        (
+            with_field(b'"distill_token_ids":[[[1],[2],[3]]],"distill_logprobs":[[[1],[2],[3,4]]]'),
+            r"sequences\[0\].distill_logprobs\[2\]: 2 values for 1 ids",
+        ),
+    ],
+)
+def test_a_body_that_is_no_group_is_a_group_error_with_its_place(body: bytes, message: str) -> None:
+    with pytest.raises(GroupError, match=message):
+        wire.decode_json_groups(body, many=False)
+    in_a_list = b"[" + BODY + b"," + body + b"]"
     with pytest.raises(GroupError):
+        wire.decode_json_groups(in_a_list, many=True)
+
+
+def test_a_fault_is_named_by_its_place_in_a_list_and_in_a_row_of_many_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(json_decoding, "_CHUNK_BYTES", 10)
+    row = [*range(100), "x"]
+    body = json.dumps([minimal(), minimal(tokens=[row], masks=[row])]).encode()
+    with pytest.raises(GroupError, match=r'^\[1\].sequences\[0\].tokens\[100\]: .* got "x"'):
+        wire.decode_json_groups(body, many=True)
+
+
+def test_of_a_repeated_key_the_last_one_counts_as_in_every_json_parser() -> None:
+    [group] = wire.decode_json_groups(with_field(b'"scores":[2.0]'), many=False)
+    assert group.scores.tolist() == [2.0]
+
+
+def test_integers_too_large_for_64_bits_pass_where_floats_or_anything_may_be() -> None:
+    sent = minimal(inference_logprobs=[[2**64, 1, -1]], generation_params={"seed": 2**70})
+    [group] = wire.decode_json_groups(json.dumps(sent).encode(), many=False)
+    back = json.loads(wire.encode_json(group))
+    assert back["inference_logprobs"] == [[2.0**64, 1.0, -1.0]]
+    assert back["generation_params"] == {"seed": 2**70}
+
+
+def test_more_groups_or_sequences_than_a_request_may_hold_are_refused() -> None:
+    one = b'{"tokens":[],"masks":[],"scores":[]}'
+    assert len(wire.decode_json_groups(b"[" + b",".join([one] * MAX_GROUPS) + b"]", many=True))
+    with pytest.raises(GroupError, match="1025 groups; send at most 1024"):
+        wire.decode_json_groups(b"[" + b",".join([one] * (MAX_GROUPS + 1)) + b"]", many=True)
+    with pytest.raises(GroupError, match="not a packed message: .*length <= 1024"):
+        wire.split_packed(wire.join_packed([b""] * (MAX_GROUPS + 1)))
+    rows = b",".join([b"[]"] * (MAX_SEQUENCES + 1))
+    body = b'{"tokens":[' + rows + b'],"masks":[],"scores":[]}'
+    with pytest.raises(GroupError, match="tokens: 65537 sequences, at most 65536"):
         wire.decode_json_groups(body, many=False)
 
 
-@given(st.data())
-@settings(max_examples=150, deadline=None)
-def test_a_damaged_packed_group_never_crashes_the_decoder(data: st.DataObject) -> None:
-    blob = bytearray(
-        wire.pack_group(
-            check_group(
-                minimal(inference_logprobs=[[1.0, -0.25, -0.1]], group_id="g", env_id=0),
-                strictness=Strictness.WIRE,
-            )
-        )
+def rich() -> dict[str, Any]:
+    return minimal(
+        inference_logprobs=[[1.0, -0.25, -0.1]],
+        distill_token_ids=[[[5, 6], [], [7]]],
+        distill_logprobs=[[[-0.5, -1.1], [], [-2.0]]],
+        messages=[[{"role": "user", "content": "hi"}]],
+        overrides=[{"b": 1, "a": [1.5, None]}],
+        group_id="g",
+        env_id=0,
     )
-    position = data.draw(st.integers(0, len(blob) - 1))
-    blob[position] = data.draw(st.integers(0, 255))
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_damaged_packed_group_never_crashes_the_decoder(data: st.DataObject) -> None:
+    blob = bytearray(wire.pack_group(check_group(rich(), strictness=Strictness.WIRE)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        position = data.draw(st.integers(0, len(blob) - 1))
+        blob[position] = data.draw(st.integers(0, 255))
     try:
-        wire.unpack_group(bytes(blob), strictness=Strictness.WIRE)
+        group = wire.unpack_group(bytes(blob), strictness=Strictness.WIRE)
     except GroupError:
-        pass
+        return
+    assert json.loads(b"".join(wire.json_pieces(bytes(blob)))) == group.to_dict()
+
+
+def packed(**changes: Any) -> bytes:
+    blob = wire.pack_group(check_group(rich(), strictness=Strictness.WIRE))
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(blob) | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": b"1234"}, "tokens: 4 bytes, expected 3 x 4"),
+        ({"lengths": b"123"}, "lengths: 3 bytes, expected a multiple of 4"),
+        ({"scores": b""}, "scores: 0 bytes, expected 1 x 8"),
+        ({"scores": struct.pack("<d", float("nan"))}, r"scores\[0\]: nan is not finite"),
+        ({"trained": None}, "masks: required"),
+        ({"trained": b""}, "trained: 0 bytes, expected 1 x 1"),
+        ({"tokens": struct.pack("<3I", 1, 2**31, 3)}, r"tokens\[1\]: token id 2147483648"),
+        ({"arrays": {"rewards": ["f4", b""]}}, "arrays.rewards: unknown"),
+        ({"arrays": {"advantages": ["f2", b""]}}, "arrays.advantages: unknown array or width"),
+        (
+            {"arrays": {"advantages": ["f4", struct.pack("<3f", 0, float("inf"), 0)]}},
+            r"sequences\[0\].advantages\[1\]: inf is not finite",
+        ),
+        (
+            {"distill": {"distill_token_ids": [b"", "i4", b""]}},
+            "distill_token_ids.lengths: 0 bytes",
+        ),
+        (
+            {"distill": {"distill_logprobs": [struct.pack("<3I", 1, 0, 0), "f4", b""]}},
+            "distill_logprobs: 0 bytes, expected 1 x 4",
+        ),
+        ({"distill": {"distill_logprobs": [bytes(12), "i4", b""]}}, "unknown array or width 'i4'"),
+        ({"tail": {"messages": b"[1]"}}, r"sequences\[0\].messages: expected a list of messages"),
+        ({"tail": {"messages": b"[[{]]"}}, "messages: JSON is malformed"),
+        ({"tail": {"tokens": b"[[1]]"}}, "tail: unknown field 'tokens'"),
+        ({"tail": b"[]"}, "tail: expected a JSON object"),
+        ({"tail": b"[" * DEEP}, "tail: expected a JSON object"),
+        ({"tail": {"images": b"[" * DEEP + b"]" * DEEP}}, "images: maximum recursion depth"),
+        ({"empty": [""] * 100}, "not a packed group: Expected `array` of length <= 32"),
+        ({"env_id": 2**64 - 1}, "env_id: expected a 64-bit integer"),
+    ],
+)
+def test_a_packed_group_that_lies_is_refused_with_its_path(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(GroupError, match=message):
+        wire.unpack_group(packed(**changes), strictness=Strictness.WIRE)
+
+
+def test_a_tail_in_one_piece_is_read_too() -> None:
+    names = ("messages", "overrides", "distill_token_ids", "distill_logprobs")
+    blob = packed(distill={}, tail=json.dumps({name: rich()[name] for name in names}).encode())
+    group = wire.unpack_group(blob, strictness=Strictness.WIRE)
+    whole = wire.unpack_group(packed(), strictness=Strictness.WIRE)
+    assert group.to_dict() == whole.to_dict()
+    assert json.loads(b"".join(wire.json_pieces(blob))) == whole.to_dict()
+    assert wire.content_digest(blob) == wire.content_digest(whole)
+
+
+@given(groups())
+@settings(max_examples=50, deadline=None)
+def test_the_digest_is_that_of_the_content_in_either_encoding(sent: dict[str, Any]) -> None:
+    reordered = json.dumps(sent, indent=1, sort_keys=True).encode()
+    [group] = wire.decode_json_groups(json.dumps(sent).encode(), many=False)
+    [again] = wire.decode_json_groups(reordered, many=False)
+    blob = wire.pack_group(group.replace(env_id=77, group_id="other", policy_version=3))
+    digest = wire.content_digest(group)
+    assert len(digest) == 16
+    assert {wire.content_digest(again), wire.content_digest(blob)} == {digest}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": [[1, 2, 4]]},
+        {"masks": [[-100, -100, 3]]},
+        {"masks": [[0, 2, 3]]},
+        {"scores": [2.0]},
+        {"inference_logprobs": [[1.0, -0.25, -0.2]]},
+        {"inference_logprobs": None, "ref_logprobs": [[1.0, -0.25, -0.1]]},
+        {"inference_logprobs": []},
+        {"inference_logprobs": None},
+        {"distill_token_ids": [[[5], [6], [7]]], "distill_logprobs": None},
+        {"distill_logprobs": None},
+        {"overrides": [{"b": 1, "a": [1.5, 0]}]},
+        {"images": "x"},
+    ],
+)
+def test_another_content_has_another_digest(changes: dict[str, Any]) -> None:
+    group = check_group(rich(), strictness=Strictness.WIRE)
+    changed = check_group(rich() | changes, strictness=Strictness.WIRE)
+    assert wire.content_digest(group) != wire.content_digest(changed)
 
 
 def test_a_packed_message_carries_blobs_unparsed() -> None:
-    blobs = [b"one", b"two"]
-    envelope = wire.split_packed(wire.join_packed(blobs, {"step": 3}))
-    assert envelope.blobs == blobs
+    blobs = [b"one", b"two" * 100_000]
+    body = wire.join_packed(blobs, {"step": 3})
+    assert msgspec.msgpack.decode(body) == {"version": 1, "meta": {"step": 3}, "groups": blobs}
+    envelope = wire.split_packed(body)
+    assert list(map(bytes, envelope.blobs)) == blobs
     assert envelope.meta == {"step": 3}
-    with pytest.raises(GroupError, match="not a packed message"):
-        wire.split_packed(b"{}")
+    for broken in (b"{}", b"", b"\x80", body[:-1]):
+        with pytest.raises(GroupError, match="not a packed message"):
+            wire.split_packed(broken)
+    with pytest.raises(GroupError, match="version: packed format 2, expected 1"):
+        wire.split_packed(body.replace(b"version\x01", b"version\x02"))
+
+
+def test_a_checked_group_owns_its_arrays() -> None:
+    blob = bytearray(packed(arrays={"advantages": ["f8", struct.pack("<3d", 0.1, 0.2, 0.3)]}))
+    group = wire.unpack_group(memoryview(blob), strictness=Strictness.WIRE)
+    before = group.to_dict()
+    blob[:] = bytes(len(blob))
+    assert group.to_dict() == before
+    assert group.tokens.flags.writeable
+    assert group.masks.flags.writeable

@@ -260,13 +260,14 @@ def unpack_group(blob: Blob, *, strictness: Strictness) -> ScoredGroup:
     for name, (width, buffer) in packed.arrays.items():
         if name not in PER_TOKEN_FIELDS or width not in ("f4", "f8"):
             raise GroupError(f"arrays.{name}: unknown array or width {width!r}")
-        group[name] = Ragged(read_buffer(buffer, f"<{width}", num_tokens, name), lengths)
+        values = read_buffer(buffer, f"<{width}", num_tokens, name)
+        group[name] = Ragged(_owned(values) if width == "f8" else values, lengths)
     for name, distillation in packed.distill.items():
         group[name] = RaggedPerToken(_read_distillation(name, distillation, num_tokens), lengths)
     group |= {
         "tokens": Ragged(tokens, lengths),
         "masks": Ragged(masks, lengths),
-        "scores": read_buffer(packed.scores, "<f8", len(lengths), "scores"),
+        "scores": _owned(read_buffer(packed.scores, "<f8", len(lengths), "scores")),
         "env_id": packed.env_id,
         "group_id": packed.group_id,
         "policy_version": packed.policy_version,
@@ -280,7 +281,12 @@ def _read_distillation(name: str, packed: PackedDistillation, num_tokens: int) -
         raise GroupError(f"distill.{name}: unknown array or width {packed.width!r}")
     lengths = read_buffer(packed.lengths, "<u4", num_tokens, f"{name}.lengths").astype(np.int64)
     values = read_buffer(packed.values, f"<{packed.width}", int(lengths.sum()), name)
-    return Ragged(values, lengths)
+    return Ragged(_owned(values), lengths)
+
+
+def _owned(values: NDArray[Any]) -> NDArray[Any]:
+    """Return an array that does not lie in the blob; the gate makes one of every other width itself."""
+    return values if values.flags.owndata else values.copy()
 
 
 def read_buffer(data: memoryview, dtype: str, count: int | None, name: str) -> NDArray[Any]:

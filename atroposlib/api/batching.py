@@ -180,15 +180,21 @@ def oldest_subset(sizes: Sequence[int], target: int) -> list[int]:
     >>> oldest_subset([3, 2, 2], 4), oldest_subset([1, 4, 3], 4), oldest_subset([5], 4)
     ([1, 2], [0, 2], [])
     """
-    reachable = _suffix_sums(sizes, target)
+    candidates: list[int] = []
+    num_seen: Counter[int] = Counter()
+    for index, size in enumerate(sizes):
+        if size > 0 and num_seen[size] < target // size:
+            num_seen[size] += 1
+            candidates.append(index)
+    reachable = _suffix_sums([sizes[index] for index in candidates], target)
     if target <= 0 or not reachable[0] >> target & 1:
         return []
     chosen: list[int] = []
     missing = target
-    for index, size in enumerate(sizes):
-        if 0 < size <= missing and reachable[index + 1] >> (missing - size) & 1:
+    for index, reachable_after in zip(candidates, reachable[1:], strict=True):
+        if sizes[index] <= missing and reachable_after >> (missing - sizes[index]) & 1:
             chosen.append(index)
-            missing -= size
+            missing -= sizes[index]
     return chosen
 
 
@@ -381,12 +387,10 @@ class _Demand:
             for group in islice(groups, self.num_own.get(kind, 0)):
                 yield _Candidate(group, own)
             size = kind.num_sequences
-            while num_left[size]:
-                for group in islice(groups, 1):
-                    yield _Candidate(group, (None, size))
-                    break
-                else:
+            for group in groups:
+                if not num_left[size]:
                     return
+                yield _Candidate(group, (None, size))
 
         merged = heapq.merge(*starmap(of_line, lines.items()), key=lambda c: c.group.number)
         for candidate in merged:

@@ -64,8 +64,6 @@ class HubLimits:
     """Time before the minimum rate is asked for."""
     min_receive_bytes_per_s: int = 16 * 2**10
     """And no less than what gets the announced body here within `receive_timeout_s`."""
-    inline_bytes: int = 64 * 2**10
-    """Bodies up to this size are decoded and encoded on the event loop; larger ones would hold up other clients."""
     max_wait_s: float = 60.0
     """Longest `wait=` of a long poll."""
     hold_s: float = 60.0

@@ -30,6 +30,7 @@ from atroposlib.api.limits import (
     RequestBodies,
     inflate,
 )
+from tests.api.helpers_api import registration, running_hub
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parents[2]
@@ -673,3 +674,59 @@ async def test_only_requests_with_groups_meet_the_ladder(method: str, path: str)
     async with client(run.ladder()) as http:
         assert (await http.request(method, path)).status_code == 200
     assert run.outcomes == []
+
+
+# The hub as a whole
+
+
+GROUP = json.dumps({"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}).encode()
+HOSTILE = {
+    "gzip header on a plain body": (GROUP, "gzip", 400),
+    "truncated gzip": (gzip.compress(GROUP)[:-4], "gzip", 400),
+    "corrupt gzip": (gzip.compress(GROUP)[:-8] + bytes(4) + gzip.compress(GROUP)[-4:], "gzip", 400),
+    "stacked gzip": (gzip.compress(gzip.compress(GROUP)), "gzip, gzip", 415),
+    "gzip of gzip": (gzip.compress(gzip.compress(GROUP)), "gzip", 422),
+    "zstd header on a plain body": (GROUP, "zstd", 400),
+    "truncated zstd": (zstandard.compress(GROUP)[:-1], "zstd", 400),
+    "gzip bomb with a valid group": (gzip.compress(GROUP + b" " * 10 * MIB), "gzip", 413),
+    "zstd bomb": (zstandard.compress(GROUP + b" " * 10 * MIB), "zstd", 413),
+    "bomb of zero tokens": (gzip.compress(b'{"tokens":[[' + b"0," * 5 * MIB), "gzip", 413),
+    "empty": (b"", None, 422),
+    "empty gzip": (b"", "gzip", 422),
+    "nothing in gzip": (gzip.compress(b""), "gzip", 422),
+    "not JSON": (b"{", None, 422),
+    "invalid UTF-8": (b'{"tokens": [["\xff"]]}', None, 422),
+    "deep nesting": (b"[" * 100_000, None, 422),
+    "deep nesting, hidden": (gzip.compress(b'{"tokens":' * 100_000), "gzip", 422),
+    "a number of 10,000 digits": (b'{"tokens": [[' + b"9" * 10_000 + b"]]}", None, 422),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list", "/register"])
+async def test_hostile_body_is_a_4xx_and_the_hub_goes_on(name: str, path: str) -> None:
+    body, encoding, status = HOSTILE[name]
+    headers = {"Content-Type": "application/json"}
+    if encoding is not None:
+        headers["Content-Encoding"] = encoding
+    async with running_hub() as hub:
+        response = await hub.http.post(path, content=body, headers=headers)
+        # FastAPI answers 400 to control bodies that its JSON parser cannot finish.
+        assert response.status_code in ({400, 422} if status == 422 else {status})
+        good = await hub.http.post("/scored_data", content=GROUP)
+        assert good.json() == {"status": "received"}
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+async def test_groups_and_control_bodies_may_come_compressed(encoding: str) -> None:
+    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+    async with running_hub() as hub:
+        for path, body in [
+            ("/register", json.dumps(registration()).encode()),
+            ("/scored_data", GROUP),
+            ("/scored_data", GROUP + b" " * 100_000),
+        ]:
+            content = compress(body, encoding)
+            response = await hub.http.post(path, content=content, headers=headers)
+            assert response.status_code == 200
+        assert (await hub.balanced_ledger())["queued"] == 2

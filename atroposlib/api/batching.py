@@ -25,6 +25,8 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from atroposlib.api.sums import ZERO, Sums, add, suffix_sums, sums_of
+
 NO_FLOORS: Mapping[int, int] = MappingProxyType({})
 
 
@@ -186,7 +188,7 @@ def oldest_subset(sizes: Sequence[int], target: int) -> list[int]:
         if size > 0 and num_seen[size] < target // size:
             num_seen[size] += 1
             candidates.append(index)
-    reachable = _suffix_sums([sizes[index] for index in candidates], target)
+    reachable = suffix_sums([sizes[index] for index in candidates], target)
     if target <= 0 or not reachable[0] >> target & 1:
         return []
     chosen: list[int] = []
@@ -419,10 +421,10 @@ class _Demand:
             if kind is not None:
                 lane, size = kind
                 lanes[lane][size] = num_groups
-        total = _sums_of(lanes[None], self.spare)
+        total = sums_of(lanes[None], self.spare)
         for env_id, floor in self.floors.items():
-            sums = _sums_of(lanes[env_id], floor + self.spare)
-            total = _add(total, _Sums(sums.bits >> floor, sums.step), self.spare)
+            sums = sums_of(lanes[env_id], floor + self.spare)
+            total = add(total, Sums(sums.bits >> floor, sums.step), self.spare)
             if not total.bits:
                 return False
         return bool(total.bits >> self.spare & 1)
@@ -499,17 +501,17 @@ class _Rest:
             lanes[lane].append(size)
         self._spare = demand.spare
         self._sums = {
-            lane: _suffix_sums(sizes, self._owed[lane] + self._spare)
+            lane: suffix_sums(sizes, self._owed[lane] + self._spare)
             for lane, sizes in lanes.items()
         }
         self._visited = dict.fromkeys(lanes, 0)
         self._steps = {lane: gcd(*sizes) for lane, sizes in lanes.items()}
         # A heap-shaped tree: node n has the children 2n and 2n + 1; node 1 is the root.
         self._leaf = {lane: len(lanes) + n for n, lane in enumerate(lanes)}
-        self._nodes = [_ZERO] * len(lanes)
-        self._nodes += [_Sums(self._sums[x][0] >> self._owed[x], self._steps[x]) for x in lanes]
+        self._nodes = [ZERO] * len(lanes)
+        self._nodes += [Sums(self._sums[x][0] >> self._owed[x], self._steps[x]) for x in lanes]
         for node in range(len(lanes) - 1, 0, -1):
-            self._nodes[node] = _add(self._nodes[2 * node], self._nodes[2 * node + 1], self._spare)
+            self._nodes[node] = add(self._nodes[2 * node], self._nodes[2 * node + 1], self._spare)
 
     def leave(self, kind: _LaneKind) -> None:
         """Visit the next group of the lane without taking it."""
@@ -525,12 +527,12 @@ class _Rest:
             return False
         visited = self._visited[lane] + 1
         node = self._leaf[lane]
-        sums = _Sums(self._sums[lane][visited] >> owed, self._steps[lane])
+        sums = Sums(self._sums[lane][visited] >> owed, self._steps[lane])
         changed = {node: sums}
         mask = (1 << (spare + 1)) - 1
         # Lanes together reach so many sums that a change of one seldom gets far.
         while node > 1 and (sums.bits ^ self._nodes[node].bits) & mask:
-            sums = _add(sums, self._nodes[node ^ 1], spare)
+            sums = add(sums, self._nodes[node ^ 1], spare)
             node //= 2
             changed[node] = sums
         root = changed.get(1, self._nodes[1])
@@ -540,72 +542,3 @@ class _Rest:
             self._nodes[node] = sums
         self._owed[lane], self._spare, self._visited[lane] = owed, spare, visited
         return True
-
-
-class _Sums(NamedTuple):
-    """A set of numbers that are equal modulo `step`."""
-
-    bits: int
-    """Bit n set: n is in the set."""
-    step: int
-    """0 when the set has at most one number."""
-
-
-_ZERO = _Sums(1, 0)
-
-
-def _sums_of(num_groups: Mapping[int, int], limit: int) -> _Sums:
-    """Sums up to `limit` of any choice among so many groups of each size."""
-    mask = (1 << (limit + 1)) - 1
-    sums = 1
-    for size, count in num_groups.items():
-        sums = _spread(sums, size, min(count, limit // size) + 1) & mask
-    return _Sums(sums, gcd(*num_groups))
-
-
-def _suffix_sums(sizes: Sequence[int], limit: int) -> list[int]:
-    """Entry i of `len(sizes) + 1`: bit set of sums, up to `limit`, of subsets of `sizes[i:]`."""
-    mask = (1 << (max(0, limit) + 1)) - 1
-    sums = [1] * (len(sizes) + 1)
-    for index in range(len(sizes) - 1, -1, -1):
-        rest, size = sums[index + 1], sizes[index]
-        sums[index] = (rest | rest << size) & mask if 0 < size <= limit else rest
-    return sums
-
-
-def _add(left: _Sums, right: _Sums, limit: int) -> _Sums:
-    """a + b, up to `limit`, for every a in `left` and b in `right`.
-
-    Sums of groups are mostly unbroken runs of multiples of their step, and a run is added by doubling.
-    """
-    left_starts, right_starts = _run_starts(left), _run_starts(right)
-    if left_starts.bit_count() < right_starts.bit_count():
-        left, right, right_starts = right, left, left_starts
-    step = right.step or 1
-    run_ends = right.bits & ~(right.bits >> step)
-    total = 0
-    for first, last in zip(_positions(right_starts), _positions(run_ends), strict=True):
-        total |= _spread(left.bits, step, (last - first) // step + 1) << first
-    return _Sums(total & ((1 << (limit + 1)) - 1), gcd(left.step, right.step))
-
-
-def _run_starts(sums: _Sums) -> int:
-    return sums.bits & ~(sums.bits << (sums.step or 1))
-
-
-def _spread(bits: int, step: int, num_copies: int) -> int:
-    """The union of `bits` moved by 0, 1, ... `num_copies` - 1 steps."""
-    num_done = 1
-    while num_done < num_copies:
-        num_more = min(num_done, num_copies - num_done)
-        bits |= bits << num_more * step
-        num_done += num_more
-    return bits
-
-
-def _positions(bits: int) -> Iterator[int]:
-    """Positions of set bits, ascending."""
-    while bits:
-        lowest = bits & -bits
-        yield lowest.bit_length() - 1
-        bits ^= lowest

@@ -7,6 +7,7 @@ import itertools
 import random
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.api import batching
+from atroposlib.api import batching, sums
 from atroposlib.api.batching import (
     Blocker,
     GroupHeader,
@@ -350,6 +351,74 @@ def test_random_queues_give_what_brute_force_over_all_subsets_says(seed: int) ->
     assert outcomes["waived"] > 0
 
 
+def slow_choice(case: Case) -> list[int] | None:
+    """The batch by sets of (sequences, supply of each floor, capped), one group at a time; None when there is none."""
+    queue, batch_size, floors = case
+    start = (0, *(0 for _ in floors))
+    goal = (batch_size, *floors.values())
+
+    def extended(states: set[tuple[int, ...]], group: GroupHeader) -> set[tuple[int, ...]]:
+        more = set(states)
+        for total, *supply in states:
+            if total + group.num_sequences <= batch_size:
+                more.add((total + group.num_sequences, *supplied(supply, group)))
+        return more
+
+    def supplied(supply: list[int], group: GroupHeader) -> Iterator[int]:
+        for have, (env_id, floor) in zip(supply, floors.items(), strict=True):
+            yield min(floor, have + group.num_sequences) if env_id == group.env_id else have
+
+    states = {start}
+    prefix: list[GroupHeader] = []
+    for group in queue:
+        prefix.append(group)
+        states = extended(states, group)
+        if goal in states:
+            break
+    else:
+        return None
+    after = [{start}]
+    for group in reversed(prefix):
+        after.append(extended(after[-1], group))
+    chosen: list[int] = []
+    total, *supply = start
+    for group, states in zip(prefix, after[-2::-1], strict=True):
+        with_it = total + group.num_sequences, *supplied(supply, group)
+        if any(
+            with_it[0] + more == batch_size
+            and all(h + m >= f for h, m, f in zip(with_it[1:], rest, floors.values(), strict=True))
+            for more, *rest in states
+        ):
+            chosen.append(group.number)
+            total, *supply = with_it
+    return chosen
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_longer_queues_give_what_a_search_group_by_group_says(seed: int) -> None:
+    """Environments whose sizes have different common divisors, so that sums have gaps of every kind."""
+    rng = random.Random(seed)
+    num_found = num_stuck = 0
+    for _ in range(25):
+        sizes = {0: [2, 4, 6], 1: [3, 6, 9], 2: [5, 10], 3: [4]}
+        env_ids = rng.sample(sorted(sizes), 3)
+        groups = [(rng.choice(sizes[e]), e) for e in rng.choices(env_ids, [8, 4, 1], k=24)]
+        queue = queue_of([size for size, _ in groups], [env_id for _, env_id in groups])
+        case = Case(queue, rng.randint(20, 36), {e: rng.randint(4, 9) for e in env_ids[1:]})
+        plan = plan_batch(case.queue, batch_size=case.batch_size, floors=case.floors)
+        expected = slow_choice(case)
+        if expected is None:
+            assert isinstance(plan, NoBatch) or plan.waived
+            num_stuck += 1
+        else:
+            assert isinstance(plan, Plan)
+            assert not plan.waived
+            assert [group.number for group in plan.groups] == expected
+            num_found += 1
+    assert num_found >= 5
+    assert num_stuck >= 1
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_an_overdue_group_is_part_of_the_batch_if_any_batch_contains_it(seed: int) -> None:
     rng = random.Random(1000 + seed)
@@ -451,6 +520,7 @@ def test_planning_is_polynomial_in_hostile_queues() -> None:
 
 
 def test_examples_in_docstrings_hold() -> None:
-    results = doctest.testmod(batching)
-    assert results.attempted > 0
-    assert results.failed == 0
+    for module in (batching, sums):
+        results = doctest.testmod(module)
+        assert results.attempted > 0
+        assert results.failed == 0

@@ -21,6 +21,7 @@ RANKS = {
     "atroposlib.api.schemas": 1,
     "atroposlib.api.batching": 1,
     "atroposlib.api.queue": 1,
+    "atroposlib.api.sums": 1,
     "atroposlib.api.environments": 1,
     "atroposlib.api.leases": 1,
     "atroposlib.api.backlog": 1,

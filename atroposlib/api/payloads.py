@@ -63,6 +63,7 @@ _PIECE_BYTES: Final = 2**20
 _INLINE_BRACKETS: Final = 1000
 """Lists and objects in a body that is decoded on the event loop: each costs some microseconds."""
 
+_DECODER_COMMAND: Final = ("-m", "atroposlib.api.decoding")
 _DECODER_MEMORY_BYTES: Final = 4 * 2**30
 """Address space of a decoder process: several times the largest body we accept."""
 
@@ -274,7 +275,7 @@ class _DecoderProcess:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "atroposlib.api.decoding"],
+                [sys.executable, "-P", *_DECODER_COMMAND],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=environment,

@@ -1,0 +1,391 @@
+"""Bodies are decoded and encoded exactly, wherever that runs; processes are replaced and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+import zstandard
+
+from atroposlib import wire
+from atroposlib.api import decoding, payloads
+from atroposlib.api.coordinator import IncomingGroup
+from atroposlib.api.payloads import EncodedBody, GroupCodec, choose_encoding, is_packed
+from atroposlib.errors import GroupError
+from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
+from tests.api.helpers_api import FOURTEEN_KEYS, group
+
+LEASE = {"step": 3, "batch_id": 7, "lease_id": "abc", "epoch": 1, "expires_in_s": 900.0}
+
+
+@pytest.fixture
+async def codec() -> AsyncIterator[GroupCodec]:
+    codec = GroupCodec(worker_timeout_s=30.0)
+    yield codec
+    await codec.close()
+
+
+def big_group(num_tokens: int = 40_000, **changes: Any) -> dict[str, Any]:
+    """Two sequences, and more text than is decoded on the event loop."""
+    row = list(range(num_tokens // 2))
+    logprobs = [-i / 7 for i in row]
+    return (
+        group(tokens=[row, row], masks=[row, row], inference_logprobs=[logprobs, logprobs])
+        | changes
+    )
+
+
+def json_body(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def packed_body(*groups: dict[str, Any]) -> bytes:
+    checked = wire.decode_json_groups(json_body(groups), many=True)
+    return wire.join_packed([wire.pack_group(each) for each in checked])
+
+
+def everything_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_LIGHT_JSON_BYTES", -1)
+    monkeypatch.setattr(decoding, "_LIGHT_PACKED_BYTES", -1)
+
+
+def process_ids(codec: GroupCodec) -> list[int]:
+    """The decoder processes that wait for work."""
+    found = []
+    for worker in codec._idle_workers:
+        assert worker._process is not None
+        found.append(worker._process.pid)
+    return found
+
+
+async def decoded(codec: GroupCodec, *groups: dict[str, Any]) -> list[bytes]:
+    """Return stored payloads."""
+    incoming = await codec.decode(json_body(groups), content_type=CONTENT_TYPE_JSON, many=True)
+    return [each.payload for each in incoming]
+
+
+def content(body: EncodedBody) -> bytes:
+    joined = b"".join(body.pieces)
+    if body.encoding == "gzip":
+        return gzip.decompress(joined)
+    if body.encoding == "zstd":
+        return zstandard.ZstdDecompressor().decompressobj().decompress(joined)
+    return joined
+
+
+@pytest.mark.parametrize("place", ["inline", "thread", "process"])
+@pytest.mark.parametrize("packed", [False, True])
+async def test_a_body_decodes_to_the_same_groups_wherever_it_is_decoded(
+    monkeypatch: pytest.MonkeyPatch, place: str, packed: bool
+) -> None:
+    sent = [
+        group(env_id=3, group_id="a", policy_version=9, messages=[[], []]),
+        group(3, images={"x": [1]}),
+    ]
+    codec = GroupCodec(inline_bytes=65536 if place == "inline" else 0)
+    if place == "process":
+        everything_in_a_process(monkeypatch)
+    body = packed_body(*sent) if packed else json_body(sent)
+    content_type = CONTENT_TYPE_PACKED if packed else CONTENT_TYPE_JSON
+    got = await codec.decode(memoryview(body), content_type=content_type, many=True)
+    num_processes = len(codec._idle_workers)
+    await codec.close()
+
+    assert num_processes == (1 if place == "process" else 0)
+    first, second = got
+    assert first == IncomingGroup(
+        env_id=3,
+        num_sequences=2,
+        num_tokens=4,
+        policy_version=9,
+        group_id="a",
+        digest=wire.content_digest(first.payload),
+        payload=first.payload,
+    )
+    assert (second.group_id, second.digest, second.num_sequences) == (None, b"", 3)
+    for want, have in zip(sent, got, strict=True):
+        text = json.loads(b"".join(wire.json_pieces(have.payload)))
+        assert {k: text[k] for k in want if k in text} == {
+            k: v for k, v in want.items() if k in FOURTEEN_KEYS
+        }
+
+
+async def test_the_encodings_of_one_group_have_one_digest(codec: GroupCodec) -> None:
+    sent = group(group_id="a", overrides=[{"b": 1, "a": 2}, {}], env_id=1)
+    packed = packed_body(sent | {"env_id": 2})
+    [one] = await codec.decode(json_body(sent), content_type=CONTENT_TYPE_JSON, many=False)
+    [two] = await codec.decode(packed, content_type=CONTENT_TYPE_PACKED, many=False)
+    assert len(one.digest) == 16
+    assert one.digest == two.digest
+    assert one.payload != two.payload
+
+
+@pytest.mark.parametrize("place", ["inline", "thread", "process"])
+async def test_a_refusal_keeps_its_path_wherever_it_is_found(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    codec = GroupCodec(inline_bytes=65536 if place == "inline" else 0)
+    if place == "process":
+        everything_in_a_process(monkeypatch)
+    good, bad = group(), group(masks=[[1], [2, 3]])
+    path = r"^\[1\].sequences\[0\].masks: 1 values for 2 tokens"
+    with pytest.raises(GroupError, match=path):
+        await codec.decode(json_body([good, bad]), content_type=CONTENT_TYPE_JSON, many=True)
+    blobs = [bytes(blob) for blob in wire.split_packed(packed_body(good, good)).blobs]
+    blobs[1] = msgspec.msgpack.encode(msgspec.msgpack.decode(blobs[1]) | {"trained": b""})
+    message = wire.join_packed(blobs)
+    with pytest.raises(GroupError, match=r"^\[1\].trained: 0 bytes"):
+        await codec.decode(message, content_type=CONTENT_TYPE_PACKED, many=True)
+    with pytest.raises(GroupError, match="groups: 2 in the message, expected 1"):
+        await codec.decode(message, content_type=CONTENT_TYPE_PACKED, many=False)
+    got = await codec.decode(json_body(good), content_type=CONTENT_TYPE_JSON, many=False)
+    assert len(got) == 1
+    await codec.close()
+
+
+async def test_a_large_body_is_decoded_in_a_process_that_is_kept(codec: GroupCodec) -> None:
+    body = json_body(big_group(120_000))
+    assert len(body) > 2**20
+    for _ in range(2):
+        [got] = await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
+        assert got.num_tokens == 120_000
+        pids = process_ids(codec)
+        assert len(pids) == 1
+    assert process_ids(codec) == pids
+
+
+async def test_objects_by_the_thousand_are_decoded_in_a_process(codec: GroupCodec) -> None:
+    messages = [[{"role": "user", "content": i} for i in range(12_000)]] * 2
+    sent = group(messages=messages)
+    assert len(json_body(sent)) < 2**20
+    for body, content_type in (
+        (json_body(sent), CONTENT_TYPE_JSON),
+        (packed_body(sent), CONTENT_TYPE_PACKED),
+    ):
+        [got] = await codec.decode(body, content_type=content_type, many=False)
+        assert len(process_ids(codec)) == 1
+        text = json.loads(b"".join(wire.json_pieces(got.payload)))
+        assert text["messages"] == messages
+        codec._idle_workers.pop().close()
+
+
+async def test_the_event_loop_runs_while_a_body_is_decoded(codec: GroupCodec) -> None:
+    body = json_body(big_group(400_000))
+    task = asyncio.create_task(codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False))
+    num_turns = 0
+    while not task.done():
+        num_turns += 1
+        await asyncio.sleep(0)
+    assert num_turns > 100
+    [got] = await task
+    assert got.num_tokens == 400_000
+
+
+async def test_a_process_that_was_killed_is_replaced(
+    codec: GroupCodec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    everything_in_a_process(monkeypatch)
+    body = json_body(big_group())
+    await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
+    [pid] = process_ids(codec)
+    os.kill(pid, signal.SIGKILL)
+    [got] = await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
+    assert got.num_tokens == 40_000
+    assert process_ids(codec) != [pid]
+    assert "ended unexpectedly" in caplog.text
+
+
+async def test_a_body_that_ends_two_processes_is_refused(
+    codec: GroupCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything_in_a_process(monkeypatch)
+    monkeypatch.setattr(payloads, "_DECODER_COMMAND", ("-c", "raise SystemExit"))
+    with pytest.raises(GroupError, match="ended the decoder process, twice"):
+        await codec.decode(json_body(big_group()), content_type=CONTENT_TYPE_JSON, many=False)
+    assert process_ids(codec) == []
+
+
+async def test_a_bug_in_the_process_is_raised_in_the_hub_with_its_traceback(
+    codec: GroupCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything_in_a_process(monkeypatch)
+    broken = (
+        "from atroposlib.api import decoding\n"
+        "def explode(*_, **__): raise KeyError('boom')\n"
+        "decoding.decode_body = explode\n"
+        "decoding.main()\n"
+    )
+    monkeypatch.setattr(payloads, "_DECODER_COMMAND", ("-c", broken))
+    with pytest.raises(RuntimeError, match=r"(?s)Traceback.*in explode.*KeyError: 'boom'"):
+        await codec.decode(json_body(big_group()), content_type=CONTENT_TYPE_JSON, many=False)
+    assert len(process_ids(codec)) == 1
+
+
+async def test_a_body_that_takes_too_long_is_refused_and_its_process_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    everything_in_a_process(monkeypatch)
+    codec = GroupCodec(worker_timeout_s=0.001)
+    with pytest.raises(GroupError, match=r"takes more than 0.001 s; send fewer groups"):
+        await codec.decode(json_body(big_group()), content_type=CONTENT_TYPE_JSON, many=False)
+    assert process_ids(codec) == []
+    await codec.close()
+
+
+async def test_a_body_that_needs_too_much_memory_is_refused_and_the_next_is_served(
+    codec: GroupCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything_in_a_process(monkeypatch)
+    monkeypatch.setattr(payloads, "_DECODER_MEMORY_BYTES", 400 * 2**20)
+    hostile = b'{"tokens":[' + b"[]," * 5_000_000 + b'[]],"masks":[],"scores":[]}'
+    with pytest.raises(GroupError, match="more memory than one request may take"):
+        await codec.decode(hostile, content_type=CONTENT_TYPE_JSON, many=False)
+    [pid] = process_ids(codec)
+    [got] = await codec.decode(json_body(group()), content_type=CONTENT_TYPE_JSON, many=False)
+    assert got.num_sequences == 2
+    big = await codec.decode(json_body(big_group()), content_type=CONTENT_TYPE_JSON, many=False)
+    assert big[0].num_tokens == 40_000
+    assert process_ids(codec) == [pid]
+
+
+async def test_a_cancelled_decode_ends_its_process_and_frees_its_slot(
+    codec: GroupCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything_in_a_process(monkeypatch)
+    monkeypatch.setattr(payloads, "_DECODER_COMMAND", ("-c", "import time; time.sleep(60)"))
+    body = json_body(big_group())
+    task = asyncio.create_task(codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False))
+    while not any(thread for thread in codec._threads._threads):  # noqa: ASYNC110 - no event to wait for
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert process_ids(codec) == []
+    monkeypatch.undo()
+    [got] = await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
+    assert got.num_tokens == 40_000
+
+
+async def test_no_process_outlives_the_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything_in_a_process(monkeypatch)
+    codec = GroupCodec()
+    await codec.decode(json_body(big_group()), content_type=CONTENT_TYPE_JSON, many=False)
+    [pid] = process_ids(codec)
+    await codec.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("encoding", [None, "gzip", "zstd"])
+async def test_an_original_client_is_handed_its_groups_and_nothing_else(
+    codec: GroupCodec, encoding: str | None
+) -> None:
+    sent = [big_group(env_id=0, group_id="a"), group(ref_logprobs=[])]
+    stored = await decoded(codec, *sent)
+    body = await codec.encode_batch(stored, {"step": 1}, packed=False, encoding=encoding)
+    reply = json.loads(content(body))
+    assert (body.media_type, body.encoding) == (CONTENT_TYPE_JSON, encoding)
+    assert list(reply) == ["batch"]
+    for want, have in zip(sent, reply["batch"], strict=True):
+        assert list(have) == FOURTEEN_KEYS
+        assert have == dict.fromkeys(FOURTEEN_KEYS) | {
+            k: v for k, v in want.items() if k in FOURTEEN_KEYS
+        }
+
+
+async def test_a_lease_lies_beside_the_batch_in_json(codec: GroupCodec) -> None:
+    stored = await decoded(codec, group(), group(3))
+    body = await codec.encode_batch(stored, LEASE, packed=False, encoding=None)
+    reply = json.loads(content(body))
+    assert [len(each["tokens"]) for each in reply.pop("batch")] == [2, 3]
+    assert reply == LEASE
+    empty = await codec.encode_batch([], LEASE, packed=False, encoding=None)
+    assert json.loads(content(empty)) == LEASE | {"batch": []}
+
+
+@pytest.mark.parametrize("encoding", [None, "gzip", "zstd"])
+async def test_a_packed_batch_holds_the_stored_blobs_untouched(
+    codec: GroupCodec, encoding: str | None
+) -> None:
+    stored = await decoded(codec, group(), big_group(), group(5), big_group(60_000))
+    body = await codec.encode_batch(stored, LEASE, packed=True, encoding=encoding)
+    envelope = wire.split_packed(content(body))
+    assert (body.media_type, body.encoding) == (CONTENT_TYPE_PACKED, encoding)
+    assert list(map(bytes, envelope.blobs)) == stored
+    assert envelope.meta == LEASE
+
+
+async def test_pieces_are_neither_many_nor_long(codec: GroupCodec) -> None:
+    stored = await decoded(codec, *[group(first_token=i) for i in range(500)])
+    stored += await decoded(codec, big_group(700_000))
+    assert len(stored[-1]) > 2 * 2**20
+    for packed in (False, True):
+        body = await codec.encode_batch(stored, {}, packed=packed, encoding=None)
+        assert max(map(len, body.pieces)) <= 2**20
+        assert len(body.pieces) <= 2 + body.num_bytes // (2**20 // 8)
+        assert body.num_bytes == len(content(body))
+
+
+async def test_a_blob_of_ordinary_size_is_sent_without_a_copy(codec: GroupCodec) -> None:
+    [stored] = await decoded(codec, big_group(400_000))
+    [other] = await decoded(codec, big_group(80_000))
+    assert 2**18 < len(other) < 2**20 < len(stored)
+    body = await codec.encode_batch([other], {}, packed=True, encoding=None)
+    assert any(piece is other for piece in body.pieces)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+async def test_a_short_body_is_not_compressed(codec: GroupCodec, encoding: str) -> None:
+    stored = await decoded(codec, group())
+    for packed in (False, True):
+        body = await codec.encode_batch(stored, {}, packed=packed, encoding=encoding)
+        assert body.encoding is None
+        assert body.num_bytes < 1000
+
+
+async def test_one_group_as_json_is_what_was_sent(codec: GroupCodec) -> None:
+    for sent in (group(), big_group(messages=[[{"role": "user", "content": "x"}], []])):
+        [stored] = await decoded(codec, sent)
+        want = dict.fromkeys(FOURTEEN_KEYS) | sent
+        assert json.loads(await codec.group_json(stored)) == want
+        body = await codec.encode_group(stored, encoding="zstd")
+        assert json.loads(content(body)) == want
+
+
+@pytest.mark.parametrize(
+    ("header", "encoding"),
+    [
+        ("", None),
+        ("identity", None),
+        ("gzip", "gzip"),
+        ("gzip, deflate", "gzip"),
+        ("gzip, deflate, br, zstd", "zstd"),
+        ("ZSTD", "zstd"),
+        ("gzip;q=1.0, zstd; q=0.5", "gzip"),
+        ("zstd;q=0, gzip;q=0", None),
+        ("gzip;q=x", None),
+        ("*", None),
+    ],
+)
+def test_the_client_chooses_the_encoding(header: str, encoding: str | None) -> None:
+    assert choose_encoding(header) == encoding
+
+
+def test_the_packed_encoding_is_recognised_in_a_header() -> None:
+    assert is_packed(f"application/json;q=0.5, {CONTENT_TYPE_PACKED.upper()}; v=1")
+    assert not is_packed("application/json")
+
+
+def test_a_decoder_process_loads_no_server() -> None:
+    code = "import sys, atroposlib.api.decoding; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"fastapi", "starlette", "pydantic", "asyncio"}.isdisjoint(run.stdout.split())

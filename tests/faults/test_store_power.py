@@ -9,6 +9,7 @@ purpose show that the test can fail.
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 import sqlite3
@@ -20,11 +21,19 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.api.stores.base import Change, CorruptGroups, StoreBroken
+from atroposlib.api.stores.base import Appended, Change, CorruptGroups, StoreBroken
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.state import StateDb
 from tests.faults.sqlite_vfs import interposed, require_interposable
-from tests.faults.store_faults import Judge, Sent, SmallDisk, Workload, open_store, ram_directory
+from tests.faults.store_faults import (
+    Judge,
+    Sent,
+    SmallDisk,
+    Workload,
+    new_group,
+    open_store,
+    ram_directory,
+)
 
 BLOCK_BYTES = 4096
 
@@ -34,6 +43,8 @@ class Kind(Enum):
     WRITE = "write"
     TRUNCATE = "truncate"
     SYNC = "sync"
+    FAILED_SYNC = "failed sync"
+    """The kernel forgets that what was written since the last sync is not on the disk."""
     UNLINK = "unlink"
     SYNC_DIRECTORY = "sync directory"
 
@@ -83,6 +94,8 @@ class Recorder:
 
 
 class RecordingFiles(SmallDisk):
+    fails = False
+
     def __init__(self, recorder: Recorder, *, syncs: bool = True) -> None:
         self._recorder = recorder
         self._syncs = syncs
@@ -105,6 +118,9 @@ class RecordingFiles(SmallDisk):
         return written
 
     def sync(self, fd: int) -> None:
+        if self.fails:
+            self._recorder.add(Kind.FAILED_SYNC, self._paths[fd])
+            raise OSError(errno.EIO, "injected")
         if self._syncs:
             self._recorder.add(Kind.SYNC, self._paths[fd])
 
@@ -142,17 +158,16 @@ class Answered:
 async def record(
     directory: Path, recorder: Recorder, files: RecordingFiles, *, seed: int, drive: Drive
 ) -> list[Answered]:
-    """Drive a workload; return what was answered when. The first entry is the opened, empty store."""
+    """Drive a workload; return what was answered when. The first entry is the empty directory."""
     rng = random.Random(seed)
     judge = Judge()
     store = open_store(directory, files=files, segment_bytes=24_000)
-    await store.open()
-    answered: list[Answered] = []
+    answered = [Answered(0, Judge())]
 
     def note() -> None:
         answered.append(Answered(len(recorder.events), judge.snapshot()))
 
-    note()
+    await store.open()
     workload = Workload(store, rng, judge)
     workload.on_answer = note
     await drive(workload)
@@ -191,6 +206,7 @@ def _content_after_cut(
         life.pop()
     created = life[-1][0] if life else -1
     events = [pair for pair in events if pair[0] > created and pair[1].kind is not Kind.UNLINK]
+    events = _without_dropped_writes(events)
     last_sync = max((i for i, event in events if event.kind is Kind.SYNC), default=-1)
     # SQLite syncs the directory together with the first sync of a file, out of sight of its file layer.
     is_entered = created < directory_synced or (is_sqlite and last_sync >= 0)
@@ -213,6 +229,17 @@ def _content_after_cut(
                 if rng.random() < 0.5:
                     _apply(content, piece)
     return bytes(content)
+
+
+def _without_dropped_writes(events: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
+    kept: list[tuple[int, Event]] = []
+    for i, event in events:
+        if event.kind is Kind.FAILED_SYNC:
+            while kept and kept[-1][1].kind is Kind.WRITE:
+                kept.pop()
+        else:
+            kept.append((i, event))
+    return kept
 
 
 def _apply(content: bytearray, event: Event) -> None:
@@ -253,7 +280,7 @@ async def judge_power_cuts(
         shutil.rmtree(source)
         rng = random.Random(seed)
         for _ in range(cuts_per_workload):
-            num_events = rng.randint(answered[0].num_events, len(recorder.events))
+            num_events = rng.randint(0, len(recorder.events))
             judge = max(
                 (a for a in answered if a.num_events <= num_events), key=lambda a: a.num_events
             ).judge.snapshot()
@@ -327,6 +354,35 @@ async def test_a_durable_change_that_alters_nothing_still_secures_those_before_i
         cut_power(recorder.events[:num_events], tmp_path / "cut", random.Random(seed))
         cut = open_store(tmp_path / "cut")
         assert (await cut.open()).document == b"kept"
+        await cut.close()
+
+
+async def test_what_a_failed_sync_left_in_the_cache_is_written_again(tmp_path: Path) -> None:
+    """It can be read after a restart and is not on the disk; answered as a duplicate, it must be."""
+    recorder = Recorder()
+    files = RecordingFiles(recorder)
+    groups = [new_group(number, random.Random(number)) for number in range(6)]
+    failures: list[BaseException] = []
+    require_interposable(tmp_path)
+    with interposed(recorder):
+        store = open_store(tmp_path / "run", files=files, on_failure=failures.append)
+        await store.open()
+        await store.append(groups[:2])
+        files.fails = True
+        with pytest.raises(StoreBroken):
+            await store.append(groups[2:])
+        files.fails = False
+        await store.close()
+        restarted = open_store(tmp_path / "run", files=files)
+        await restarted.open()
+        assert await restarted.append(groups) == [Appended.DUPLICATE] * 6
+        num_events = len(recorder.events)
+        await restarted.close()
+    for seed in range(20):
+        cut_power(recorder.events[:num_events], tmp_path / "cut", random.Random(seed))
+        cut = open_store(tmp_path / "cut")
+        assert len((await cut.open()).groups) == 6
+        assert await cut.read(list(range(6))) == [group.payload for group in groups]
         await cut.close()
 
 

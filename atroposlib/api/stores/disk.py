@@ -859,7 +859,8 @@ def _resolve(answers: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
 
 def _set_aside(state_path: Path) -> None:
     """Keep a damaged database for a person to look at."""
-    for suffix in ("", "-wal"):
+    # What is left of its journals must not be applied to the one that takes its place.
+    for suffix in ("", "-wal", "-journal"):
         path = state_path.with_name(state_path.name + suffix)
         if path.exists():
             path.replace(path.with_name(f"damaged-{time.time_ns()}-{path.name}"))

@@ -42,7 +42,7 @@ async def test_killed_hub_loses_no_group_and_commits_none_twice(
         trainer = LeaseTrainer(hub.url, crash_chance=0.05)
         async with traffic(hub.url, trainer=trainer, num_producers=4) as load:
             for cycle in range(num_cycles):
-                await asyncio.sleep(0.2 + 0.6 * rng.random())
+                await asyncio.sleep(0.15 + 0.35 * rng.random())
                 load.check()
                 killed_groups.append(hub.pid)
                 await asyncio.to_thread(hub.kill)

@@ -86,7 +86,7 @@ async def test_memory_is_bounded_while_the_trainer_is_stopped(
     async def produce_as_an_original(url: str, stop: asyncio.Event) -> int:
         """JSON without ids; the original gives up a group after three answers of 5xx."""
         body = encode_json(
-            make_group(GroupKey(1, 0), num_sequences=2 * NUM_SEQUENCES, num_tokens=64)
+            make_group(GroupKey(1, 0), num_sequences=2 * NUM_SEQUENCES, num_tokens=2048)
         )
         num_sent = 0
         async with httpx.AsyncClient(timeout=120) as client:
@@ -116,9 +116,10 @@ async def test_memory_is_bounded_while_the_trainer_is_stopped(
         assert_balanced(full)
         assert full["queued"] * 0.9 <= max_queued / GROUP_BYTES + 5 + statuses[200]
         assert len(acknowledged) < num_groups
-        num_before = len(acknowledged)
+        num_before = len(acknowledged) + statuses[200]
         await asyncio.sleep(1.0)
-        assert len(acknowledged) == num_before, "the queue is full, yet it grows"
+        # A request that was let in before the queue was full may end after it.
+        assert len(acknowledged) + statuses[200] <= num_before + 1, "the full queue grows"
         rss_full = peak_rss_bytes(hub.pid)
 
         received: list[int] = []

@@ -197,7 +197,7 @@ def _warm_up_and_train(
     hub_url, engine_url = f"http://127.0.0.1:{hub_port}", f"http://127.0.0.1:{engine_port}"
     commands = {
         "warm up": _warm_up_command(config, files),
-        "hub": _python("atroposlib.cli.run_api", host="127.0.0.1", port=hub_port),
+        "hub": _python("atroposlib.cli.run_api", host="127.0.0.1", port=hub_port, memory=True),
         "engine": _engine_command(config, files, port=engine_port),
         "trainer": _trainer_command(config, files, hub_url=hub_url, engine_url=engine_url),
         "environment": _environment_command(config, files, hub_url=hub_url, engine_url=engine_url),

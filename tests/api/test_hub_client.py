@@ -9,7 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +22,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from atroposlib import __version__
+from atroposlib.api.hub import Hub
 from atroposlib.api.server import create_app
+from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.runs import DirectoryRuns
 from atroposlib.client import (
     HubClient,
     LeasedBatch,
@@ -51,9 +56,9 @@ def scored(num_sequences: int = 2, group_id: str = "a", **changes: object) -> Sc
 
 
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
-    """Serve `app` on a free loopback port."""
-    listener = socket.create_server(("127.0.0.1", 0))
+def serving(app: FastAPI, port: int = 0) -> Iterator[str]:
+    """Serve `app` on a loopback port; 0: a free one."""
+    listener = socket.create_server(("127.0.0.1", port))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -91,9 +96,11 @@ async def test_group_travels_from_environment_to_trainer(
         assert (registered.env_id, registered.wandb_name) == (0, "foo_0")
         assert (await hub.info()).batch_size == 4
         assert (await hub.wandb_info()).project == ""
-        for _ in range(2):  # as after a lost answer
+        for status in ("received", "duplicate"):  # as after a lost answer
             receipt = await hub.send([sent.replace(env_id=0)])
-            assert (receipt.status, receipt.buffered) == ("received", 0)
+            assert (receipt.status, receipt.buffered) == (status, 0)
+            assert receipt.env_status is not None
+            assert receipt.env_status.self_queue_size == 1
         trainer.publish_policy(5)
         status = await hub.status_env(0)
         assert (status.self_queue_size, status.policy_version) == (1, 5)
@@ -477,6 +484,101 @@ async def test_receipt_that_is_not_json_is_a_clear_error() -> None:
 
 
 # Leases
+
+
+@contextmanager
+def serving_disk(folder: Path, port: int = 0) -> Iterator[str]:
+    """Serve the runs kept in `folder`, as a hub that was started (again) does."""
+    runs = DirectoryRuns(folder, lambda path: DiskStore(path, min_free_bytes=0))
+    with serving(create_app(Hub(runs)), port) as url:
+        yield url
+
+
+async def test_lease_outlives_a_restart_of_the_hub(tmp_path: Path) -> None:
+    with serving_disk(tmp_path) as url:
+        port = int(url.rpartition(":")[2])
+        with TrainerClient(url) as trainer:
+            trainer.register(RUN)
+            async with HubClient(url) as hub:
+                await hub.send([scored(4, "a")])
+                await hub.send([scored(4, "b")])
+            batch = trainer.lease_batch()
+            assert batch is not None
+            assert (batch.step, [g.group_id for g in batch.groups]) == (1, ["a"])
+    with TrainerClient(url) as trainer, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(trainer.ack, batch, step=1)  # while nobody listens
+        with serving_disk(tmp_path, port):
+            assert done.result(timeout=10) == 1
+            assert trainer.ack(batch, step=1) == 1
+            assert trainer.status().current_step == 1
+            second = trainer.lease_batch()
+            assert second is not None
+            assert (second.step, second.groups[0].group_id) == (2, "b")
+            trainer.release(second)
+            assert trainer.checkpoint(1, tmp_path / "step_1") == 1
+            async with httpx.AsyncClient() as anyone:
+                ledger = (await anyone.get(f"{url}/ledger")).json()
+    assert (ledger["trained"], ledger["queued"], ledger["leased"]) == (1, 1, 0)
+
+
+class LosesFirstBatch(httpx.HTTPTransport):
+    """The hub has answered, but its answer does not arrive."""
+
+    is_first = True
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        response = super().handle_request(request)
+        if request.url.path == "/batch" and self.is_first:
+            self.is_first = False
+            response.close()
+            raise httpx.ReadError("cut")
+        return response
+
+
+async def test_lost_answer_costs_no_batch(hub_url: str) -> None:
+    with TrainerClient(hub_url, transport=LosesFirstBatch()) as trainer:
+        trainer.register(RUN)
+        async with HubClient(hub_url) as hub:
+            await hub.send([scored(4, "a")])
+            await hub.send([scored(4, "b")])
+        with pytest.raises(HubUnavailable):
+            trainer.lease_batch()
+        batches = [trainer.lease_batch(), trainer.lease_batch()]
+    assert [b.groups[0].group_id for b in batches if b is not None] == ["a", "b"]
+
+
+async def test_ended_leases_are_refused(hub_url: str, trainer: TrainerClient) -> None:
+    trainer.register(RUN)
+    async with HubClient(hub_url) as hub:
+        await hub.send([scored(4, "a")])
+        await hub.send([scored(4, "b")])
+    first, second = trainer.lease_batch(ttl_s=30.0), trainer.lease_batch()
+    assert first is not None
+    assert second is not None
+    assert trainer.heartbeat(first) == 30.0
+    trainer.release(first)
+    for call in (trainer.ack, trainer.heartbeat):
+        with pytest.raises(LeaseExpired, match="409"):
+            call(first)
+    taken_over = trainer.register(RUN, resume_step=0, resume="requeue")
+    assert (taken_over.step, taken_over.requeued) == (0, 1)
+    with pytest.raises(LeaseExpired):
+        trainer.ack(second)
+    third = trainer.lease_batch()
+    assert third is not None
+    assert (third.step, third.epoch) == (1, taken_over.epoch)
+
+
+async def test_compressed_groups_arrive(hub_url: str, trainer: TrainerClient) -> None:
+    trainer.register(RUN.model_copy(update={"batch_size": 1}))
+    async with HubClient(hub_url, compress=True) as hub:
+        receipt = await hub.send([large()])
+        assert hub._compresses
+    assert receipt.status == "received"
+    with TrainerClient(hub_url, compress=True) as compressing:
+        batch = compressing.lease_batch()
+    assert batch is not None
+    assert batch.groups[0].to_dict() == large().to_dict()
 
 
 LEASE = {"step": 3, "batch_id": 12, "lease_id": "L", "epoch": 1, "expires_in_s": 900.0}

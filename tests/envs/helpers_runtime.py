@@ -11,9 +11,10 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.api.coordinator import Coordinator
+from atroposlib.api.coordinator import Coordinator, RunPolicy
 from atroposlib.api.hub import DEFAULT_RUN, Hub
-from atroposlib.api.schemas import RegisterTrainer
+from atroposlib.api.limits import HubLimits
+from atroposlib.api.schemas import RegisterEnv, RegisterTrainer
 from atroposlib.api.server import create_app
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.server_handling.server_harness import ByteTokenizer
@@ -95,10 +96,18 @@ class LoopbackHub:
     """A hub on a loopback port; stopping it keeps its run, as a durable hub does over a restart."""
 
     def __init__(
-        self, *, batch_size: int = 4, num_steps: int = 1000, max_token_len: int = 100
+        self,
+        *,
+        batch_size: int = 4,
+        num_steps: int = 1000,
+        max_token_len: int = 100,
+        max_queued_sequences: int | None = None,
+        is_original: bool = False,
     ) -> None:
-        self._hub = Hub()
-        self._app = create_app(self._hub)
+        self._hub = Hub(policy=RunPolicy(max_queued_sequences=max_queued_sequences))
+        self._app = create_app(self._hub, limits=HubLimits(retry_after_s=0))
+        self._is_original = is_original
+        """Take no notice of what the original does not know: our client's mark, query parameters."""
         self.calls: Counter[str] = Counter()
         """Requests by path."""
         self.registration = RegisterTrainer(
@@ -130,7 +139,16 @@ class LoopbackHub:
     async def start_trainer(self) -> None:
         """Register a trainer and let environments in."""
         await self.coordinator.register(self.registration)
-        assert await self.take_batch() == 0
+        delivery = await self.coordinator.deliver()
+        if delivery is not None:
+            await self.coordinator.give_back(delivery.batch_id)
+
+    async def start_stranger(self) -> int:
+        """Register another environment; return its id."""
+        about = RegisterEnv(max_token_length=9, desired_name="stranger", weight=1.0, group_size=2)
+        registered = await self.coordinator.register_env(about)
+        assert registered is not None
+        return registered.env_id
 
     async def take_batch(self) -> int:
         """Take a batch as a trainer without leases does; return the number of groups, 0 without a batch."""
@@ -146,12 +164,14 @@ class LoopbackHub:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._hub.stop_waiting()
         await self.stop()
 
     async def start(self) -> None:
         await self._hub.open()
         config = uvicorn.Config(
             self._count,
+            interface="asgi3",  # of a bound method uvicorn would think otherwise
             host="127.0.0.1",
             port=self.port,
             log_level="error",
@@ -172,4 +192,7 @@ class LoopbackHub:
 
     async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.calls[scope["path"]] += 1
+        if self._is_original:
+            headers = [(name, value) for name, value in scope["headers"] if b"atropos" not in name]
+            scope = {**scope, "headers": headers, "query_string": b""}
         await self._app(scope, receive, send)

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from tests.envs.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
 
 FAST = Timings(
     tick_s=0.02,
-    poll_wait_s=0.5,
+    poll_wait_s=0.1,
     control_refill_s=0.02,
     register_s=0.02,
     backoff_first_s=0.02,
@@ -239,7 +241,7 @@ async def test_environment_waits_for_hub_and_trainer() -> None:
     await until(lambda: produced(hub) >= 2)
     stop.set()
     await run
-    await hub.stop()
+    await hub.__aexit__()
 
 
 async def test_evaluation_runs_once_per_interval_and_its_error_does_not_end_the_run(
@@ -284,3 +286,136 @@ async def test_deadline_spent_waiting_for_the_engine_is_no_failure() -> None:
         await until(lambda: produced(hub) == 2)
         stop.set()
         await run
+
+
+async def test_environment_at_full_speed_makes_one_control_call_per_refill() -> None:
+    refill_s = 0.3  # stands for the second of a real run
+
+    async def answer(item: int) -> Any:
+        await asyncio.sleep(0.02)
+        return make_group()
+
+    timings = replace(FAST, control_refill_s=refill_s, poll_wait_s=10.0)
+    async with LoopbackHub(batch_size=4) as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, answer=answer, max_batches_offpolicy=3)
+        stop = asyncio.Event()
+        began = time.monotonic()
+        run = asyncio.create_task(serve(env, timings=timings, stop=stop))
+        while time.monotonic() - began < 0.7:
+            await hub.take_batch()
+            await asyncio.sleep(0.005)
+        elapsed_s = time.monotonic() - began
+        num_calls, num_steps = hub.num_control_calls, hub.coordinator.status().current_step
+        stop.set()
+        await run
+    assert num_calls <= timings.control_burst + elapsed_s / refill_s
+    # One call tells of room for three batches: the rest was learned from the answers to groups.
+    assert num_steps > 3 * num_calls
+
+
+async def test_environment_that_waits_costs_the_hub_next_to_nothing() -> None:
+    timings = replace(FAST, poll_wait_s=10.0)
+    async with LoopbackHub(batch_size=4) as hub:
+        await hub.coordinator.set_policy(6)
+        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=1)
+        stop = asyncio.Event()
+        run = asyncio.create_task(serve(env, timings=timings, stop=stop))
+        await until(lambda: produced(hub) == 2)
+        before = hub.num_control_calls
+        await asyncio.sleep(0.3)
+        assert hub.num_control_calls - before <= 1
+        # ... and yet it hears of a step at once, because a request waits at the hub.
+        assert await hub.take_batch() == 2
+        await until(lambda: env.curr_step == 1 and produced(hub) == 4)
+        await hub.coordinator.set_policy(7)
+        await until(lambda: env.status_dict["policy_version"] == 7)
+        stop.set()
+        await run
+
+
+async def test_original_hub_is_polled_at_the_pace_and_its_bound_holds() -> None:
+    refill_s = 0.1
+    timings = replace(FAST, control_refill_s=refill_s, poll_wait_s=10.0)
+    async with LoopbackHub(batch_size=4, is_original=True) as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=2, max_num_workers=16)
+        stop = asyncio.Event()
+        began = time.monotonic()
+        run = asyncio.create_task(serve(env, timings=timings, stop=stop))
+        await until(lambda: produced(hub) == 4)
+        await asyncio.sleep(0.3)
+        assert produced(hub) == len(env.started) == 4
+        assert await hub.take_batch() == 2
+        await until(lambda: produced(hub) == 6)
+        elapsed_s = time.monotonic() - began
+        assert hub.num_control_calls <= timings.control_burst + elapsed_s / refill_s
+        assert hub.calls["/status-env"] >= 4
+        stop.set()
+        await run
+
+
+async def test_groups_sent_since_the_last_status_count_against_the_bound() -> None:
+    """The original's status is old by a poll, which here never comes."""
+    timings = replace(FAST, control_refill_s=60.0)
+    async with LoopbackHub(batch_size=4, is_original=True) as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=3, max_num_workers=1)
+        stop = asyncio.Event()
+        run = asyncio.create_task(serve(env, timings=timings, stop=stop))
+        await until(lambda: produced(hub) == 6)
+        await asyncio.sleep(0.2)
+        assert hub.calls["/status-env"] == 1
+        assert produced(hub) == len(env.started) == 6
+        stop.set()
+        await run
+
+
+async def test_id_that_became_another_environments_is_noticed() -> None:
+    async with LoopbackHub(batch_size=4) as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=1)
+        stop = asyncio.Event()
+        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+        await until(lambda: produced(hub) == 2)
+        assert env.env_id == 0
+        await hub.stop()
+        await hub.coordinator.reset()  # as a hub without a disk forgets
+        await hub.start_trainer()
+        assert await hub.start_stranger() == 0
+        await hub.start()
+        await until(lambda: env.env_id == 1)
+        await until(lambda: hub.coordinator.status_env(1).self_queue_size == 2)
+        assert hub.coordinator.status_env(0).self_queue_size == 0
+        stop.set()
+        await run
+
+
+async def test_registering_again_is_the_same_environment() -> None:
+    async with LoopbackHub(batch_size=4) as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=1)
+        stop = asyncio.Event()
+        server = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+        await until(lambda: produced(hub) == 2)
+        uid = hub.coordinator._environments.get(0).registration.env_uid
+        assert uid is not None
+        await hub.coordinator.reset()
+        await hub.start_trainer()
+        await until(lambda: hub.coordinator.num_connected == 1)
+        assert hub.coordinator._environments.get(0).registration.env_uid == uid
+        stop.set()
+        await server
+
+
+async def test_full_hub_slows_the_environment_and_loses_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with LoopbackHub(batch_size=4, max_queued_sequences=8) as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=50, num_items=12)
+        run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
+        await until(lambda: len(env.started) >= 5 and "429" in caplog.text)
+        assert hub.coordinator.status().queue_size <= 4
+        while hub.coordinator.status().current_step < 6:
+            await hub.take_batch()
+            await asyncio.sleep(0.01)
+        stop.set()
+        outbox = await run
+        ledger = hub.coordinator.ledger()
+    assert (outbox.num_accepted, outbox.num_stored, outbox.dropped) == (12, 12, {})
+    assert (ledger.produced, ledger.trained, ledger.duplicates) == (12, 12, 0)

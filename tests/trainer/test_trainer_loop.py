@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
-from atroposlib.client import LeasedBatch, TrainerClient
+from atroposlib.client import LeasedBatch, TrainerClient, TrainerRegistration
 from atroposlib.errors import EngineError, GroupError, HubUnavailable
 from atroposlib.scored_data import ScoredGroup
 from atroposlib.wire import CONTENT_TYPE_PACKED, join_packed, pack_group
@@ -61,6 +63,24 @@ def send(hub_url: str, groups: Sequence[ScoredGroup]) -> None:
             ).raise_for_status()
 
 
+def ledger_of(hub_url: str) -> dict[str, int]:
+    """Return the places that hold groups."""
+    ledger = httpx.get(f"{hub_url}/ledger").json()
+    names = ("queued", "buffered", "leased", "trained", "expired", "dead", "discarded")
+    return {name: ledger[name] for name in names if ledger[name]}
+
+
+def registration_of(config: TrainerConfig) -> TrainerRegistration:
+    return TrainerRegistration(
+        batch_size=config.sequences_per_step,
+        max_token_len=config.seq_len,
+        checkpoint_dir="",
+        save_checkpoint_interval=1,
+        starting_step=0,
+        num_steps=config.num_steps,
+    )
+
+
 def steps_of(config: TrainerConfig) -> list[dict[str, Any]]:
     lines = (config.save_path / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -87,6 +107,7 @@ def test_a_run_trains_publishes_saves_and_records(
         with TrainerClient(hub_url) as hub:
             assert hub.status().policy_version == 3
             assert hub.status().current_step == 3
+        assert ledger_of(hub_url) == {"trained": 6}
     steps = steps_of(config)
     assert [s["step"] for s in steps] == [1, 2, 3]
     assert [s["lr"] for s in steps] == [5e-4, 1e-3, 1e-3]
@@ -113,6 +134,118 @@ def test_a_run_trains_publishes_saves_and_records(
     ]
     assert max(moved) > 1e-4
     assert final.tokenizer.eos_token == policy.tokenizer.eos_token
+
+
+def test_a_checkpoint_lets_the_hub_forget_what_was_trained_before_it(
+    model_dir: Path, tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, Path]] = []
+    real = TrainerClient.checkpoint
+
+    def note(self: TrainerClient, step: int, path: Any = None) -> int:
+        told.append((step, path))
+        assert path.is_dir()
+        return real(self, step, path)
+
+    monkeypatch.setattr(TrainerClient, "checkpoint", note)
+    with running_hub() as hub_url:
+        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(6)])
+        config = config_for(
+            model_dir,
+            tmp_path,
+            hub_url=hub_url,
+            engine_url=engine.url,
+            num_steps=3,
+            checkpoint_interval=2,
+        )
+        train(config)
+        with TrainerClient(hub_url) as hub:
+            resumed = hub.register(registration_of(config), resume_step=0, resume="requeue")
+    assert told == [(2, config.save_path / "step_2"), (3, config.save_path / "final_model")]
+    assert resumed.requeued == 0  # nothing is held any more
+
+
+def test_a_lost_lease_is_counted_and_the_run_goes_on(
+    model_dir: Path,
+    tmp_path: Path,
+    engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another incarnation of the trainer takes over during the first step."""
+    with running_hub() as hub_url:
+        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(4)])
+        config = config_for(
+            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=2
+        )
+
+        def take_over() -> None:
+            with TrainerClient(hub_url) as other:
+                reply = other.register(registration_of(config), resume_step=0, resume="requeue")
+                assert reply.requeued == 2
+
+        during_first_step(monkeypatch, take_over)
+        train(config)
+        ledger = ledger_of(hub_url)
+    assert [s["num_lost_leases"] for s in steps_of(config)] == [1, 1]
+    assert "they may be trained twice" in caplog.text
+    assert ledger == {"queued": 2, "trained": 2}
+
+
+def test_a_hub_that_forgets_during_a_step_is_given_the_run_again(
+    model_dir: Path,
+    tmp_path: Path,
+    engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with running_hub() as hub_url:
+        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(2)])
+
+        def forget() -> None:
+            with TrainerClient(hub_url) as hub:
+                hub.reset()
+            send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(2)])
+
+        during_first_step(monkeypatch, forget)
+        config = config_for(
+            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=2
+        )
+        train(config)
+        with TrainerClient(hub_url) as hub:
+            status = hub.status()
+        ledger = ledger_of(hub_url)
+    assert "the hub has forgotten the batch it was made of" in caplog.text
+    assert "registering again at step 1" in caplog.text
+    assert (status.current_step, status.policy_version) == (2, 2)
+    assert [s["num_lost_leases"] for s in steps_of(config)] == [0, 0]
+    assert ledger == {"trained": 2}
+
+
+def test_a_step_longer_than_the_lease_keeps_it(
+    model_dir: Path, tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_hub() as hub_url:
+        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(2)])
+        during_first_step(monkeypatch, lambda: time.sleep(0.5))
+        config = config_for(
+            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=1, lease_s=0.2
+        )
+        train(config)
+        assert ledger_of(hub_url) == {"trained": 2}
+    assert steps_of(config)[0]["num_lost_leases"] == 0
+
+
+def during_first_step(monkeypatch: pytest.MonkeyPatch, event: Callable[[], None]) -> None:
+    """Let `event` happen while the trainer computes its first step."""
+    events = [event]
+
+    def step_with_event(*args: Any) -> Any:
+        if events:
+            events.pop()()
+        return take_step(*args)
+
+    monkeypatch.setattr("example_trainer.training.take_step", step_with_event)
 
 
 def test_an_engine_on_other_weights_stops_the_run_before_it_learns_from_them(

@@ -7,6 +7,8 @@ already running goes on, nothing new is started, one log line says so at each ch
 
 What the hub has queued is learned from its answers to our own groups and from one long poll; control calls pass a
 `Pace`, on average one per second at most. An original hub answers polls at once and is thus polled once per second.
+Where steps take less than a second, an environment that has nothing in flight hears of them once per second: it then
+makes at most `max_batches_offpolicy` batches in that time.
 """
 
 from __future__ import annotations

@@ -152,6 +152,8 @@ def create_app(
         title="AtroposLib API",
         version=__version__,
         lifespan=lifespan,
+        # A redirect would name the path without its run.
+        redirect_slashes=False,
         servers=[{"url": "/", "description": "run `default`"}]
         + [{"url": "/runs/{run}", "variables": {"run": {"default": DEFAULT_RUN}}}],
     )
@@ -406,6 +408,7 @@ def create_app(
     async def end_run(run: str) -> Acknowledgement:
         if not await hub.forget(run):
             raise HTTPException(404, f"there is no run {run!r}")
+        metrics.forget_run(run)
         return Acknowledgement()
 
     return app

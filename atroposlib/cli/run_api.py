@@ -105,8 +105,8 @@ class RunApiConfig(BaseModel):
     max_queued_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="Per run; environments are slowed down beyond it (default 64 GiB, 4 GiB with"
-        " --memory)",
+        description="Per run; environments are slowed down beyond it. None: 64 GiB, 4 GiB with"
+        " --memory",
     )
     max_queued_sequences: int | None = Field(
         default=_POLICY.max_queued_sequences, ge=1, description="The same in sequences"
@@ -234,6 +234,8 @@ async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket
     )
     # Here and not only in the application's start, where uvicorn would turn an error into a traceback.
     await hub.open()
+    if hub.found:
+        logger.info("going on with what %s holds; --fresh erases it", config.data_dir)
     await server.serve(sockets=[listener])
     if broken:
         raise StoreBroken(f"the store broke: {broken[0]}; start the hub again to recover") from (

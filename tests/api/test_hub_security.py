@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -28,6 +29,7 @@ from atroposlib.api.security import (
     is_loopback,
     split_run,
 )
+from atroposlib.api.server import create_app
 from atroposlib.errors import ConfigError
 
 EVERY_SCOPE = list(Scope)
@@ -443,3 +445,51 @@ async def test_tokens_are_never_logged_or_echoed(caplog: pytest.LogCaptureFixtur
     assert "status=401" in said
     assert "secret-of" not in said
     assert "token=read" in said  # the name is shown, for whoever has to look into it
+
+
+# The hub as a whole
+
+
+def test_table_of_rights_names_every_route_of_the_hub() -> None:
+    served = {
+        f"{method} {route.path}"
+        for route in create_app().routes
+        if isinstance(route, StarletteRoute)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert served == {f"{route.method} {route.template}" for route in ROUTES}
+
+
+async def test_nothing_succeeds_without_its_scope() -> None:
+    app = create_app(tokens=ONE_PER_SCOPE)
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://hub") as http,
+    ):
+        for route in ROUTES:
+            for scope in [None, *EVERY_SCOPE]:
+                if not route.scopes or scope in {*route.scopes, Scope.ADMIN}:
+                    continue
+                sent = {"Authorization": f"Bearer {secret_of(scope)}"} if scope else {}
+                for prefix in ("", "/runs/math"):
+                    path = prefix + filled(route)
+                    response = await http.request(route.method, path, headers=sent, json={})
+                    assert response.status_code == (403 if scope else 401), path
+        # None of these has opened the run it named.
+        assert list(app.state.hub.runs) == ["default"]
+        sent = {"Authorization": f"Bearer {secret_of('admin')}"}
+        assert (await http.get("/runs/math/status", headers=sent)).status_code == 200
+        assert sorted(app.state.hub.runs) == ["default", "math"]
+        assert (await http.delete("/runs/math", headers=sent)).status_code == 200
+        assert list(app.state.hub.runs) == ["default"]
+
+
+async def test_trailing_slash_never_leads_to_another_run() -> None:
+    app = create_app()
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://hub") as http,
+    ):
+        assert (await http.get("/runs/math/status/")).status_code == 404

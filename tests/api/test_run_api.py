@@ -203,6 +203,7 @@ def test_hub_goes_on_where_it_was_killed(tmp_path: Path) -> None:
         assert hub.post_group(group_id="g1").json() == {"status": "duplicate"}
         assert hub.end() == 0
     assert "run 'default' at step 0: 1 groups queued" in hub.errors
+    assert "going on with what atropos-data holds; --fresh erases it" in hub.errors
     assert "Traceback" not in hub.errors
 
 

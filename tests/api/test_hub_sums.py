@@ -35,7 +35,7 @@ def test_sums_of_are_those_of_every_choice(num_groups: dict[int, int]) -> None:
 def test_added_sets_hold_every_sum_of_one_of_each(
     lanes: list[tuple[dict[int, int], int]],
 ) -> None:
-    """Sets as lanes make them: sums beyond a floor, counted from the floor; added one after the other and in pairs."""
+    """Sets as lanes make them: sums beyond a floor, counted from the floor; added from either side."""
     sets = []
     for num_groups, floor in lanes:
         sums = sums_of(num_groups, LIMIT + floor)
@@ -48,7 +48,7 @@ def test_added_sets_hold_every_sum_of_one_of_each(
         left_to_right = add(left_to_right, other, LIMIT)
     assert as_set(left_to_right) == expected
     while len(sets) > 1:
-        sets = [add(sets[0], sets[-1], LIMIT), *sets[1:-1]]
+        sets = [*sets[1:-1], add(sets[0], sets[-1], LIMIT)]
     assert as_set(sets[0]) == expected
 
 

@@ -361,6 +361,8 @@ def _type_name(annotation: Any) -> str:
             names.extend(str(value.value) for value in member)
         elif get_origin(member) is None and isinstance(member, type):
             names.append(member.__name__)
+        elif get_origin(member) is list:
+            names.append(f"list[{', '.join(map(_type_name, get_args(member)))}]")
         else:
             names.append(str(member).replace("typing.", ""))
     return "|".join(names)
@@ -405,4 +407,6 @@ def _default_text(info: FieldInfo) -> str:
     value = info.default
     if info.default_factory is not None:
         value = info.get_default(call_default_factory=True, validated_data={})
-    return str(value.value) if isinstance(value, enum.Enum) else repr(value)
+    if isinstance(value, enum.Enum | Path):
+        return str(value.value if isinstance(value, enum.Enum) else value)
+    return repr(value)

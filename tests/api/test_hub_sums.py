@@ -60,3 +60,12 @@ def test_suffix_sums_are_those_of_the_groups_from_there_on(sizes: list[int], lim
     for index, bits in enumerate(sums):
         usable = [size for size in sizes[index:] if size <= limit]
         assert as_set(Sums(bits, 0), limit) == every_sum(usable, limit)
+
+
+def test_sets_with_gaps_of_different_widths_add_up() -> None:
+    even_and_triple = add(sums_of({2: 2}, LIMIT), sums_of({3: 2}, LIMIT), LIMIT)
+    assert as_set(even_and_triple) == {0, 2, 3, 4, 5, 6, 7, 8, 10}
+    wide = sums_of({20: 1, 27: 1}, LIMIT)
+    expected = {a + b for a in as_set(wide) for b in as_set(even_and_triple)}
+    assert as_set(add(wide, even_and_triple, LIMIT)) == expected
+    assert as_set(add(even_and_triple, wide, LIMIT)) == expected

@@ -24,6 +24,7 @@ import msgspec
 
 from atroposlib.api.backlog import Backlog
 from atroposlib.api.batching import (
+    Blocker,
     GroupHeader,
     NoBatch,
     Plan,
@@ -89,6 +90,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_FAR_BEYOND = 2
+"""Times the bound. From here on only what the next batch waits for is let in."""
 
 
 class NotRegistered(AtroposError):
@@ -973,17 +977,18 @@ class Coordinator:
     # Groups
 
     def overload(self) -> str | None:
-        """Why the run takes no further groups now, None when it does.
+        """Why the run takes no group from anybody now, None when it may take some.
 
-        A run over its bound refuses only while a batch can be cut, or far beyond the bound: otherwise the group that
-        would make the next batch possible could never come in.
+        A run over its bound refuses everything only while a batch can be cut: otherwise the group that would make the
+        next batch possible could never come in. Which groups those are, `accept` knows.
         """
         excess = self._excess()
         if excess is None:
             return None
-        if excess.factor >= 2 or self._leases.num_replay or isinstance(self._look_or_none(), Plan):
+        plan = self._look_or_none()
+        if self._leases.num_replay or isinstance(plan, Plan):
             return excess.reason
-        return None
+        return excess.reason if plan is None and excess.factor >= _FAR_BEYOND else None
 
     def _excess(self) -> _Excess | None:
         sequences = self.policy.max_queued_sequences
@@ -1006,13 +1011,15 @@ class Coordinator:
         return None if self._trainer is None else self._look()
 
     def _check_room(self, groups: Sequence[IncomingGroup]) -> None:
-        """Keep one environment from taking the room of the others. Raises `Overloaded`."""
+        """Keep a run that waits for certain groups from filling up with others. Raises `Overloaded`."""
         reason = self.overload()
         if reason is not None:
             raise Overloaded(f"{reason}; wait until the trainer has taken batches")
         excess = self._excess()
-        if excess is None:
+        if excess is None or any(self._is_wanted(group) for group in groups):
             return
+        if excess.factor >= _FAR_BEYOND:
+            raise Overloaded(f"{excess.reason}; the next batch waits for other groups than these")
         fair = self._queue.total_sequences / max(1, self._environments.num_active)
         for group in groups:
             if self._queue.num_sequences(group.env_id) > fair:
@@ -1020,6 +1027,19 @@ class Coordinator:
                     f"{excess.reason}, more than its share by environment {group.env_id};"
                     " wait until the trainer has taken batches"
                 )
+
+    def _is_wanted(self, group: IncomingGroup) -> bool:
+        """Could the next batch be impossible without this group, or one like it?"""
+        plan = self._look_or_none()
+        if not isinstance(plan, NoBatch):
+            return False
+        if plan.blocker is Blocker.MINIMUM:
+            return group.env_id == plan.env_id
+        if plan.blocker is Blocker.SIZES:
+            # No batch takes more groups of one size.
+            size = group.num_sequences
+            return self._queue.num_of_size(size) < self.info().batch_size // size
+        return True
 
     async def accept(self, groups: Sequence[IncomingGroup]) -> list[Receipt]:
         """Store checked groups; one receipt per group.

@@ -122,6 +122,10 @@ class GroupQueue:
             return 0
         return max(self._environments[env_id].sizes)
 
+    def num_of_size(self, num_sequences: int) -> int:
+        """Queued groups of exactly so many sequences."""
+        return self._sizes[num_sequences]
+
     def largest_of_all(self) -> int:
         """Sequences of the largest queued group; 0 without any."""
         return max(self._sizes, default=0)

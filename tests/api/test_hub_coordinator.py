@@ -622,3 +622,32 @@ class OnceMachine(RunMachine):
 
 TestOnceMachine = OnceMachine.TestCase
 TestOnceMachine.settings = TestRunMachine.settings
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "minimums", "queued", "wanted"),
+    [
+        pytest.param(4, (None, 0.5, None), [(0, 4), (2, 4)], (1, 2), id="minimum"),
+        pytest.param(8, (None, 0.75), [(0, 3), *[(1, 1)] * 5], (1, 1), id="share"),
+        pytest.param(8, (), [(None, 3)] * 3, (None, 2), id="sizes"),
+        pytest.param(16, (), [(None, 4)] * 3, (None, 4), id="too_few"),
+    ],
+)
+async def test_full_run_lets_in_what_its_next_batch_waits_for(
+    batch_size: int,
+    minimums: tuple[float | None, ...],
+    queued: list[tuple[int | None, int]],
+    wanted: tuple[int | None, int],
+) -> None:
+    coordinator = await started(batch_size, policy=RunPolicy(max_queued_sequences=4))
+    for index, share in enumerate(minimums):
+        fields = environment(desired_name=str(index), group_size=1, min_batch_allocation=share)
+        await coordinator.register_env(RegisterEnv(**fields))
+    await coordinator.accept([incoming(size, env_id=env_id) for env_id, size in queued])
+    assert coordinator.explain().batch == "none"
+    assert coordinator.overload() is None
+    if batch_size < 16:
+        with pytest.raises(Overloaded, match="waits for other groups than these"):
+            await coordinator.accept([incoming(3, env_id=0)])
+    await coordinator.accept([incoming(wanted[1], env_id=wanted[0])])
+    assert await coordinator.deliver() is not None

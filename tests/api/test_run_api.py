@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.cli.run_api import erase
+from atroposlib.cli.run_api import erase, main
 from atroposlib.client import TrainerClient, TrainerRegistration
 from atroposlib.errors import ConfigError
 
@@ -83,9 +83,9 @@ def running(cwd: Path, *flags: str, **variables: str) -> Iterator[Hub]:
                 pipe.close()
 
 
-def refusal(cwd: Path, *flags: str, **variables: str) -> str:
-    """What a hub says that does not start because of its flags."""
-    with start(cwd, *flags, **variables) as hub:
+def refusal(cwd: Path, *flags: str) -> str:
+    """What a hub says that does not start because of its flags or its surroundings."""
+    with start(cwd, *flags) as hub:
         output, errors = hub.communicate(timeout=20)
     assert (hub.returncode, output) == (2, "")
     assert "Traceback" not in errors
@@ -104,6 +104,29 @@ def wait_until_answering(url: str) -> None:
             return
 
 
+class Command:
+    """`run-api` in this process, for what ends before anything is served."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def said(self, *flags: str, code: int) -> str:
+        """What it says of flags that are wrong."""
+        assert main(flags) == code
+        output, errors = self._capsys.readouterr()
+        assert output == ""
+        return errors
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ATROPOS_HUB_TOKEN", raising=False)
+    return Command(capsys)
+
+
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_hub_says_where_it_listens_and_stops_cleanly(tmp_path: Path, stop: signal.Signals) -> None:
     with start(tmp_path, "--port", "0") as hub:
@@ -117,6 +140,17 @@ def test_hub_says_where_it_listens_and_stops_cleanly(tmp_path: Path, stop: signa
     assert output == ""
     assert "Traceback" not in errors
     assert "warning" not in errors
+
+
+def wait_until_asked_for_a_batch(url: str) -> None:
+    """Environments are let in from the trainer's first request on."""
+    body = {"max_token_length": 9, "desired_name": "e", "weight": 1.0, "group_size": 1}
+    for _ in range(200):
+        reply = httpx.post(f"{url}/register-env", json=body, timeout=10).json()
+        if reply["status"] == "success":
+            return
+        time.sleep(0.05)
+    raise AssertionError("nobody asked for a batch")
 
 
 def test_waiting_trainer_does_not_hold_up_the_stop(tmp_path: Path) -> None:
@@ -135,7 +169,7 @@ def test_waiting_trainer_does_not_hold_up_the_stop(tmp_path: Path) -> None:
                     )
                 )
                 waiting = pool.submit(trainer.batch, 30.0)
-                time.sleep(0.2)
+                wait_until_asked_for_a_batch(url)
                 hub.terminate()
                 assert waiting.result(timeout=20) is None
         finally:
@@ -183,12 +217,10 @@ def test_port_in_use_names_the_port_and_the_cure(tmp_path: Path) -> None:
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
     ],
 )
-def test_wrong_flag_is_one_clear_line(tmp_path: Path, flags: list[str], message: str) -> None:
-    with start(tmp_path, *flags) as hub:
-        _, errors = hub.communicate(timeout=20)
-    assert hub.returncode == 2
-    assert message in errors
-    assert "Traceback" not in errors
+def test_wrong_flag_is_one_clear_line(command: Command, flags: list[str], message: str) -> None:
+    said = command.said(*flags, code=2)
+    assert message in said
+    assert said.count("\n") == 1
 
 
 # What is kept
@@ -271,15 +303,15 @@ def test_data_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = refusal(tmp_path, "--port", "0", "--data-dir", "file")
     assert said.startswith("error: --data-dir file: ")
-    said = refusal(tmp_path, "--memory", "--fresh")
-    assert "--memory and --fresh" in said
 
 
 # Tokens
 
 
-def test_open_address_without_a_token_is_refused_with_both_cures(tmp_path: Path) -> None:
-    said = refusal(tmp_path, "--host", "0.0.0.0", "--port", "0")
+def test_open_address_without_a_token_is_refused_with_both_cures(
+    tmp_path: Path, command: Command
+) -> None:
+    said = command.said("--host", "0.0.0.0", "--port", "0", code=2)
     assert "--host 0.0.0.0 is reachable from other machines" in said
     assert "--token" in said
     assert "127.0.0.1" in said
@@ -309,15 +341,16 @@ def test_token_is_wanted_from_everybody_and_never_shown(tmp_path: Path, place: s
     assert SECRET not in hub.errors
 
 
-def test_added_token_opens_what_it_was_made_for(tmp_path: Path) -> None:
+def test_added_token_opens_what_it_was_made_for(
+    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--tokens", "tokens.yaml", "--add-token", "env", "--scopes", "produce,read"]
-    with start(tmp_path, *flags, "--runs", "math") as command:
-        secret, errors = command.communicate(timeout=20)
-    assert command.returncode == 0
+    assert main([*flags, "--runs", "math"]) == 0
+    secret, errors = capsys.readouterr()
     secret = secret.removesuffix("\n")
     assert secret not in errors
     assert stat.S_IMODE((tmp_path / "tokens.yaml").stat().st_mode) == 0o600
-    assert "'env' is taken" in refusal(tmp_path, *flags)
+    assert "'env' is taken" in command.said(*flags, code=2)
     with running(tmp_path, "--tokens", "tokens.yaml", "--memory") as hub:
         sent = {"Authorization": f"Bearer {secret}"}
         paths = ["/runs/math/ledger", "/ledger", "/runs/math/batch"]
@@ -337,12 +370,15 @@ def test_added_token_opens_what_it_was_made_for(tmp_path: Path) -> None:
         (["--add-token", "a", "--tokens", "f"], "--scopes"),
         (["--add-token", "a", "--tokens", "f", "--scopes", "write"], "--scopes"),
         (["--scopes", "read"], "--add-token"),
+        (["--memory", "--fresh"], "--memory and --fresh"),
         (["--ssl-keyfile", "k"], "--ssl-certfile"),
         (["--ssl-certfile", "absent.pem"], "absent.pem"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(tmp_path: Path, flags: list[str], message: str) -> None:
-    said = refusal(tmp_path, *flags)
+def test_flags_that_do_not_fit_are_refused(
+    tmp_path: Path, command: Command, flags: list[str], message: str
+) -> None:
+    said = command.said(*flags, code=2)
     assert message in said
     assert SECRET not in said
     assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,8 @@ from pydantic import BaseModel, Field
 
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Text = Annotated[str, Field(max_length=4096)]
+"""Kept with the run, which is written anew at every change. The bound also refuses lone surrogates, which cannot be."""
 MAX_BATCH_SIZE = 1_000_000
 """Sequences. Planning keeps a bit per sequence; nobody trains on more in one step."""
 
@@ -33,11 +35,11 @@ class Resume(StrEnum):
 class Registration(BaseModel):
     """A trainer announces its run. `batch_size` counts sequences, not groups."""
 
-    wandb_group: str
-    wandb_project: str
+    wandb_group: Text
+    wandb_project: Text
     batch_size: int = Field(ge=1, le=MAX_BATCH_SIZE)
     max_token_len: Int64
-    checkpoint_dir: str
+    checkpoint_dir: Text
     save_checkpoint_interval: Int64
     starting_step: Int64
     num_steps: Int64
@@ -71,7 +73,7 @@ class RegisterEnv(BaseModel):
     """An environment asks to take part."""
 
     max_token_length: Int64
-    desired_name: str
+    desired_name: Text
     weight: FiniteFloat
     group_size: int = Field(ge=1, lt=2**31)
     min_batch_allocation: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -186,7 +188,7 @@ class Checkpoint(BaseModel):
     """The trainer can go on from its checkpoint after this step: earlier batches are no longer needed."""
 
     step: int = Field(ge=0, lt=2**63)
-    path: str | None = Field(default=None, max_length=4096)
+    path: Text | None = None
 
 
 class CheckpointReply(Acknowledgement):

@@ -80,6 +80,8 @@ TICK_S = 1.0
 """How often leases, groups and environments are looked at for expiry when nobody calls."""
 LAG_PERIOD_S = 0.05
 MAX_TTL_S = 86_400.0
+_MAX_FAULTS = 20
+"""Named in one refusal."""
 _EMPTY_EXAMPLE: dict[str, list[Any]] = {
     name: []
     for name in (
@@ -504,6 +506,13 @@ async def _disconnect(receive: Receive) -> None:
 
 def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
     """One place that turns errors into answers."""
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_request(_: Request, error: RequestValidationError) -> JSONResponse:
+        # What was sent is not repeated: it may be long, or nothing that JSON can say, such as NaN.
+        faults = error.errors()[:_MAX_FAULTS]
+        detail = [{key: fault[key] for key in ("type", "loc", "msg")} for fault in faults]
+        return JSONResponse({"detail": detail}, status_code=422)
 
     @app.exception_handler(GroupError)
     async def refuse_group(_: Request, error: GroupError) -> JSONResponse:

@@ -1,0 +1,1072 @@
+"""Input that no honest client sends: what the hub answers to it, and that it goes on working afterwards.
+
+One table of requests against one hub in this process. Whatever a row says, no answer is a 5xx, and after the whole
+table a good group still passes through and the account closes. Bombs and slow senders need a real process:
+test_hub_attacks.py.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import pytest
+import zstandard
+
+from atroposlib.api.coordinator import RunPolicy
+from atroposlib.api.hub import Hub
+from atroposlib.api.server import create_app
+from atroposlib.api.stores.base import Durability
+from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.runs import DirectoryRuns
+from atroposlib.scored_data import Strictness
+from atroposlib.wire import CONTENT_TYPE_PACKED, split_packed, unpack_group
+from tests.faults.asgi_calls import Answer, Caller, Headers
+from tests.faults.drivers import assert_balanced
+
+BATCH_SIZE = 4
+DETAILED = (404, 409, 422)
+"""Statuses whose answers are JSON with a `detail`."""
+JSON: Headers = (("Content-Type", "application/json"),)
+PACKED: Headers = (("Content-Type", CONTENT_TYPE_PACKED),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One request and the answer it gets."""
+
+    name: str
+    target: str
+    method: str = "POST"
+    body: bytes = b""
+    headers: Headers = JSON
+    statuses: tuple[int, ...] = (422,)
+    says: str = ""
+    """Part of the answer's text."""
+
+
+def a_group(**changes: Any) -> dict[str, Any]:
+    group = {"tokens": [[1, 2], [3, 4]], "masks": [[-100, 2], [-100, 4]], "scores": [0.0, 1.0]}
+    return {key: value for key, value in (group | changes).items() if value is not ...}
+
+
+class Literal(str):
+    """JSON text that `json.dumps` would not write."""
+
+
+def to_json(value: Any) -> bytes:
+    """Encode, with each `Literal` as it stands."""
+    literals: list[str] = []
+
+    def note(each: Any) -> Any:
+        if isinstance(each, Literal):
+            literals.append(str(each))
+            return f"literal{len(literals) - 1}"
+        if isinstance(each, dict):
+            return {key: note(member) for key, member in each.items()}
+        return [note(member) for member in each] if isinstance(each, list) else each
+
+    text = json.dumps(note(value))
+    for number, literal in enumerate(literals):
+        text = text.replace(f'"literal{number}"', literal, 1)
+    return text.encode()
+
+
+HUGE = Literal("9" * 10_000)
+DEEP = Literal("[" * 900 + "]" * 900)
+BOTTOMLESS = Literal("[" * 100_000 + "]" * 100_000)
+LONE = Literal(r'"\ud800"')
+NAN = Literal("NaN")
+
+ROWS: dict[str, list[tuple[Any, str]]] = {
+    "tokens": [
+        (..., "required"),
+        (None, "tokens"),
+        (7, "tokens"),
+        ("12", "tokens"),
+        (True, "tokens"),
+        ({}, "tokens"),
+        ({"0": [1, 2]}, "tokens"),
+        ([], "masks"),
+        ([1, 2], "sequences[0].tokens"),
+        ([None, None], "sequences[0].tokens"),
+        (["12", "34"], "sequences[0].tokens"),
+        ([{}, {}], "sequences[0].tokens"),
+        ([[1, 2]], "masks"),
+        ([[1, 2], [3]], "sequences[1].masks"),
+        ([[1, 2], [3, 4, 5]], "sequences[1].masks"),
+        ([[1, 2], [3, -4]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, 2**31]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, 2**63]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, 2**64]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, 2**70]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, -(2**70)]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, HUGE]], "tokens"),
+        ([[1, 2], [3, 4.0]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, 4.5]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, Literal("4e0")]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, Literal("04")]], "tokens"),
+        ([[1, 2], [3, Literal("+4")]], "tokens"),
+        ([[1, 2], [3, Literal("0x4")]], "tokens"),
+        ([[1, 2], [3, Literal("4,")]], "tokens"),
+        ([[1, 2], [3, "4"]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, True]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, None]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, [4]]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, {}]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, NAN]], "tokens"),
+        ([[1, 2], [3, Literal("Infinity")]], "tokens"),
+        ([[1, 2], [3, LONE]], ""),
+        ([[1, 2], DEEP], "sequences[1].tokens"),
+        ([[1, 2], BOTTOMLESS], ""),
+        ([[1, 2]] * 5, "masks"),
+    ],
+    "masks": [
+        (..., "required"),
+        (None, "masks"),
+        (0, "masks"),
+        ([], "masks"),
+        ([1, 2], "sequences[0].masks"),
+        ([[-100, 2]], "1 entries"),
+        ([[-100, 2]] * 3, "3 entries"),
+        ([[-100, 2], [4]], "1 values"),
+        ([[-100, 2], []], "0 values"),
+        ([[-100, 2], [-100, 4, 5]], "3 values"),
+        ([[-100, 2], [-100, "4"]], "sequences[1].masks[1]"),
+        ([[-100, 2], [-100, True]], "sequences[1].masks[1]"),
+        ([[-100, 2], [-100, None]], "sequences[1].masks[1]"),
+        ([[-100, 2], [-100, 4.5]], "sequences[1].masks[1]"),
+        ([[-100, 2], [-100, 2**31]], "sequences[1].masks[1]"),
+        ([[-100, 2], [-100, -(2**31) - 1]], "sequences[1].masks[1]"),
+        ([[-100, 2], [-100, 2**70]], "sequences[1].masks[1]"),
+        ([[-100, 2], [-100, NAN]], "masks"),
+        ([[-100, 2], [-100, [4]]], "sequences[1].masks[1]"),
+        ([[-100, 2], HUGE], "sequences[1].masks"),
+    ],
+    "scores": [
+        (..., "required"),
+        (None, "scores"),
+        (0.5, "scores"),
+        ("0.5", "scores"),
+        ({}, "scores"),
+        ([], "0 entries"),
+        ([0.0], "1 entries"),
+        ([0.0, 1.0, 2.0], "3 entries"),
+        ([0.0, "1"], "scores[1]"),
+        ([0.0, None], "scores[1]"),
+        ([0.0, True], "scores[1]"),
+        ([0.0, [1.0]], "scores[1]"),
+        ([0.0, {}], "scores[1]"),
+        ([0.0, NAN], "scores[1]"),
+        ([0.0, Literal("Infinity")], "scores[1]"),
+        ([0.0, Literal("-Infinity")], "scores[1]"),
+        ([0.0, Literal("1e400")], "scores[1]"),
+        ([0.0, Literal("-1e400")], "scores[1]"),
+        ([0.0, HUGE], "scores"),
+        ([0.0, Literal("1.")], "scores"),
+        ([0.0, Literal(".5")], "scores"),
+        ([0.0, DEEP], "scores[1]"),
+    ],
+    "messages": [
+        (1, "messages"),
+        ("hello", "messages"),
+        ({}, "messages"),
+        ([1], "1 entries"),
+        ([[1]], "1 entries"),
+        ([1, 2], "sequences[0].messages"),
+        ([[1], [2]], "sequences[0].messages[0]"),
+        ([None, None], "sequences[0].messages"),
+        ([["hi"], ["ho"]], "sequences[0].messages[0]"),
+        ([[{}], [{}]], "sequences[0].messages[0].role"),
+        ([[{"role": "user"}], []], "sequences[0].messages[0].content"),
+        ([[{"content": "x"}], []], "sequences[0].messages[0].role"),
+        ([[{"role": 1, "content": "x"}], []], "sequences[0].messages[0].role"),
+        ([[{"role": None, "content": "x"}], []], "sequences[0].messages[0].role"),
+        ([[{"role": "user", "content": LONE}], []], ""),
+        ([[{"role": "user", "content": NAN}], []], ""),
+        ([[{"role": "user", "content": BOTTOMLESS}], []], ""),
+    ],
+    "overrides": [
+        ({}, "overrides"),
+        ("x", "overrides"),
+        ([{}], "1 entries"),
+        ([1, 2], "sequences[0].overrides"),
+        ([None, None], "sequences[0].overrides"),
+        ([{}, []], "sequences[1].overrides"),
+        ([{"temperature": NAN}, {}], ""),
+    ],
+    "generation_params": [
+        ([], "generation_params"),
+        (1, "generation_params"),
+        ("x", "generation_params"),
+        (True, "generation_params"),
+        ({"a": NAN}, ""),
+        ({"a": Literal("1e400")}, ""),
+        ({"a": BOTTOMLESS}, ""),
+    ],
+    "group_overrides": [
+        ([], "group_overrides"),
+        (1, "group_overrides"),
+        ("x", "group_overrides"),
+        ({"a": Literal("-Infinity")}, ""),
+    ],
+    "images": [(NAN, ""), (LONE, ""), (BOTTOMLESS, ""), (Literal("undefined"), "")],
+    "env_id": [
+        ("0", "env_id"),
+        (0.5, "env_id"),
+        (True, "env_id"),
+        ([0], "env_id"),
+        ({}, "env_id"),
+        (2**63, "env_id"),
+        (2**64, "env_id"),
+        (2**70, "env_id"),
+        (-(2**63) - 1, "env_id"),
+        (HUGE, ""),
+        (NAN, ""),
+    ],
+    "group_id": [
+        ("", "group_id"),
+        ("x" * 129, "group_id"),
+        (5, "group_id"),
+        (True, "group_id"),
+        (["a"], "group_id"),
+        ({}, "group_id"),
+        (LONE, ""),
+    ],
+    "policy_version": [
+        ("3", "policy_version"),
+        (3.5, "policy_version"),
+        (False, "policy_version"),
+        ([3], "policy_version"),
+        (2**63, "policy_version"),
+        (2**70, "policy_version"),
+    ],
+    "distill_token_ids": [
+        (1, "distill_token_ids"),
+        ([[[1], [2]]], "1 entries"),
+        ([[1, 2], [3, 4]], "distill_token_ids"),
+        ([[[1]], [[2], [3]]], "sequences[0].distill_token_ids"),
+        ([[[1], ["2"]], [[3], [4]]], "distill_token_ids"),
+        ([[[1], [2.5]], [[3], [4]]], "distill_token_ids"),
+        ([[[1], [True]], [[3], [4]]], "distill_token_ids"),
+        ([[[1], [2**70]], [[3], [4]]], "distill_token_ids"),
+        ([[[1], [[2]]], [[3], [4]]], "distill_token_ids"),
+        ([[None, None], [None, None]], "distill_token_ids"),
+    ],
+    "distill_logprobs": [
+        ([[[0.1], [NAN]], [[0.1], [0.1]]], ""),
+        ([[[0.1], [Literal("1e400")]], [[0.1], [0.1]]], "distill_logprobs"),
+        ([[[0.1], ["x"]], [[0.1], [0.1]]], "distill_logprobs"),
+        ([[[0.1]], [[0.1], [0.1]]], "sequences[0].distill_logprobs"),
+        ("x", "distill_logprobs"),
+    ],
+}
+for _name in ("advantages", "ref_logprobs", "inference_logprobs"):
+    ROWS[_name] = [
+        (1.5, _name),
+        ("x", _name),
+        ({}, _name),
+        ([[0.0, 0.0]], "1 entries"),
+        ([0.0, 0.0], f"sequences[0].{_name}"),
+        ([[0.0, 0.0], [0.0]], f"sequences[1].{_name}"),
+        ([[0.0, 0.0], None], f"sequences[1].{_name}"),
+        ([[0.0, 0.0], [0.0, NAN]], f"sequences[1].{_name}[1]"),
+        ([[0.0, 0.0], [0.0, Literal("1e400")]], f"sequences[1].{_name}[1]"),
+        ([[0.0, 0.0], [0.0, "0"]], f"sequences[1].{_name}[1]"),
+        ([[0.0, 0.0], [0.0, False]], f"sequences[1].{_name}[1]"),
+        ([[0.0, 0.0], [0.0, [0.0]]], f"sequences[1].{_name}[1]"),
+    ]
+
+ODD_BUT_VALID: list[tuple[str, dict[str, Any]]] = [
+    ("unknown environment", {"env_id": 999}),
+    ("environment -1", {"env_id": -1}),
+    ("environment -999", {"env_id": -999}),
+    ("least environment", {"env_id": -(2**63)}),
+    ("largest environment", {"env_id": 2**63 - 1}),
+    ("masks that are no labels", {"masks": [[0, 1], [-(2**31), 2**31 - 1]]}),
+    ("largest token", {"tokens": [[0, 2**31 - 1], [0, 0]]}),
+    ("minus zero token", {"tokens": [[Literal("-0"), 1], [0, 0]]}),
+    ("no tokens at all", {"tokens": [[], []], "masks": [[], []]}),
+    ("largest scores", {"scores": [1.7976931348623157e308, -1.7976931348623157e308]}),
+    ("score that underflows", {"scores": [Literal("1e-400"), Literal("-0.0")]}),
+    ("scores with 400 digits", {"scores": [Literal("0." + "3" * 400), Literal("1" * 300)]}),
+    ("integers as scores", {"scores": [0, 2**63]}),
+    ("integer of 70 bits as score", {"scores": [0, 2**70]}),
+    ("empty optional lists", {"messages": [], "overrides": [], "advantages": []}),
+    ("empty conversations", {"messages": [[], []]}),
+    ("null byte in a message", {"messages": [[{"role": "\0", "content": "\0"}], []]}),
+    ("content of any kind", {"messages": [[{"role": "u", "content": [1, None, {"a": 2}]}], []]}),
+    ("large integer in a dict", {"generation_params": {"seed": 2**70}}),
+    ("unknown keys", {"__proto__": {}, "tokens ": 1, "Tokens": 2, "": 3}),
+    ("images of any kind", {"images": [[1, "x"], None]}),
+    ("largest policy version", {"policy_version": 2**63 - 1}),
+    ("negative policy version", {"policy_version": -5}),
+    ("no ids to distill", {"distill_token_ids": [[[], []], [[], []]]}),
+    ("group id of punctuation", {"group_id": "../../etc/passwd'; DROP TABLE groups;--\n\0"}),
+    ("group id of 128 emoji", {"group_id": "\U0001f600" * 128}),
+]
+
+BODIES: list[tuple[str, bytes, str]] = [
+    ("empty", b"", "not JSON"),
+    ("a space", b" ", "not JSON"),
+    ("null", b"null", "expected object"),
+    ("a number", b"1", "expected object"),
+    ("a string", b'"x"', "expected object"),
+    ("a list", b"[]", "expected object"),
+    ("a list of a group", b"[" + to_json(a_group()) + b"]", "expected object"),
+    ("an empty object", b"{}", "tokens"),
+    ("no JSON", b"tokens=1&masks=2", "not JSON"),
+    ("XML", b"<?xml version='1.0'?><!DOCTYPE x>", "not JSON"),
+    ("half an object", b'{"tokens": [[1', "not JSON"),
+    ("a group and a comma", to_json(a_group()) + b",", "not JSON"),
+    ("two groups", to_json(a_group()) * 2, "not JSON"),
+    ("a group and a null byte", to_json(a_group()) + b"\0", "not JSON"),
+    ("a byte order mark", b"\xef\xbb\xbf" + to_json(a_group()), "not JSON"),
+    ("UTF-16", json.dumps(a_group()).encode("utf-16"), "not JSON"),
+    ("UTF-32", json.dumps(a_group()).encode("utf-32"), "not JSON"),
+    ("invalid UTF-8", b"\xff\xfe\xfd", "not JSON"),
+    ("invalid UTF-8 in a key", b'{"\xff": 1}', ""),
+    ("invalid UTF-8 in an id", to_json(a_group(group_id="@")).replace(b"@", b"\xc3\x28"), ""),
+    ("overlong UTF-8 in an id", to_json(a_group(group_id="@")).replace(b"@", b"\xc0\xaf"), ""),
+    ("a control character", to_json(a_group(group_id="@")).replace(b"@", b"\x01"), ""),
+    ("a comment", b"/* */" + to_json(a_group()), "not JSON"),
+    ("single quotes", to_json(a_group()).replace(b'"', b"'"), "not JSON"),
+    ("nesting of 900", b"[" * 900 + b"]" * 900, "expected object"),
+    ("nesting of 900, no end", b"[" * 900, "expected object"),
+    ("nesting of 100k", b"[" * 100_000 + b"]" * 100_000, ""),
+    ("nesting of 100k objects", b'{"a":' * 100_000, ""),
+    ("nesting in an unknown key", to_json(a_group(unknown=BOTTOMLESS)), ""),
+    ("an integer of 10k digits", b"9" * 10_000, ""),
+    ("a gzip body without its header", gzip.compress(to_json(a_group())), "not JSON"),
+    ("a packed body without its header", msgspec.msgpack.encode({"version": 1}), "not JSON"),
+    ("a mebibyte of null bytes", bytes(2**20), ""),
+    ("a mebibyte of quotes", b'"' * 2**20, ""),
+    ("a mebibyte of brackets", b"[" * 2**20, ""),
+    ("100k keys", b"{" + b",".join(b'"%d":1' % i for i in range(100_000)) + b"}", "tokens"),
+]
+LIST_BODIES: list[tuple[str, bytes, str]] = [
+    ("an object", to_json(a_group()), "expected array"),
+    ("null", b"null", "expected array"),
+    ("a list of null", b"[null]", "[0]"),
+    ("a list of lists", b"[[]]", "[0]"),
+    ("a list of empty objects", b"[{}]", "[0].tokens"),
+    ("1025 groups", b"[" + b",".join([to_json(a_group())] * 1025) + b"]", "at most 1024"),
+    ("100k empty lists", b"[" + b",".join([b"[]"] * 100_000) + b"]", "[0]"),
+    (
+        "a group that is too large at the end",
+        to_json([a_group()] * 3 + [a_group(scores=[])]),
+        "[3]",
+    ),
+]
+
+
+def group_cases() -> Iterator[Case]:
+    """Groups in JSON."""
+    for field, rows in ROWS.items():
+        for value, says in rows:
+            bad = to_json(a_group(**{field: value}))
+            name = f"{field} = {to_json(value)[:60]!r}" if value is not ... else f"no {field}"
+            yield Case(name=name, target="/scored_data", body=bad, says=says)
+            listed = b"[" + to_json(a_group()) + b"," + bad + b"]"
+            yield Case(name=f"second of a list: {name}", target="/scored_data_list", body=listed)
+    for name, changes in ODD_BUT_VALID:
+        body = to_json(a_group(**changes))
+        yield Case(name=name, target="/scored_data", body=body, statuses=(200,))
+    for name, body, says in BODIES:
+        yield Case(name=f"body: {name}", target="/scored_data", body=body, says=says)
+    for name, body, says in LIST_BODIES:
+        yield Case(name=f"list: {name}", target="/scored_data_list", body=body, says=says)
+    yield Case(
+        name="no sequences",
+        target="/scored_data",
+        body=to_json(a_group(tokens=[], masks=[], scores=[])),
+    )
+    five = to_json({"tokens": [[1]] * 5, "masks": [[1]] * 5, "scores": [0] * 5})
+    yield Case(name="larger than a batch", target="/scored_data", body=five, says="tokens")
+    many = to_json({"tokens": [[]] * 65537, "masks": [[]] * 65537, "scores": [0] * 65537})
+    yield Case(name="65537 sequences", target="/scored_data", body=many, says="at most 65536")
+    yield Case(name="an empty list", target="/scored_data_list", body=b"[]", statuses=(200,))
+
+
+def coding_cases() -> Iterator[Case]:
+    """Bodies that are not what their headers say."""
+    good = to_json(a_group())
+    packed = gzip.compress(good)
+    raw = zlib.compressobj(9, zlib.DEFLATED, -15)
+    rows: list[tuple[str, str, bytes, int, str]] = [
+        ("gzip on a plain body", "gzip", good, 400, "Invalid gzip"),
+        ("zstd on a plain body", "zstd", good, 400, "Invalid zstd"),
+        ("gzip on a zstd body", "gzip", zstandard.compress(good), 400, "Invalid gzip"),
+        ("zstd on a gzip body", "zstd", packed, 400, "Invalid zstd"),
+        ("gzip with a wrong CRC", "gzip", packed[:-8] + bytes(4) + packed[-4:], 400, ""),
+        ("gzip with a wrong size", "gzip", packed[:-4] + bytes(4), 400, ""),
+        ("gzip and a tail", "gzip", packed + b"tail", 400, ""),
+        ("gzip head with reserved flags", "gzip", packed[:3] + b"\xff" + packed[4:], 400, ""),
+        ("gzip of unknown method", "gzip", packed[:2] + b"\x07" + packed[3:], 400, ""),
+        ("raw deflate", "gzip", raw.compress(good) + raw.flush(), 400, ""),
+        ("zlib", "gzip", zlib.compress(good), 400, ""),
+        ("deflate", "deflate", zlib.compress(good), 415, "must be one of"),
+        ("brotli", "br", good, 415, "must be one of"),
+        ("gzip twice", "gzip, gzip", gzip.compress(packed), 415, "must be one of"),
+        ("gzip in zstd", "gzip, zstd", zstandard.compress(packed), 415, "must be one of"),
+        ("unknown coding", "\xff", good, 415, "must be one of"),
+        ("an endless name", "x" * 9999, good, 415, "must be one of"),
+        ("gzip of nothing", "gzip", gzip.compress(b""), 422, "not JSON"),
+        ("gzip of no JSON", "gzip", gzip.compress(b"\xff"), 422, "not JSON"),
+        ("zstd of nothing", "zstd", zstandard.compress(b""), 422, "not JSON"),
+        ("no body under gzip", "gzip", b"", 422, "not JSON"),
+        ("10001 members", "gzip", gzip.compress(b"") * 10_001, 400, "Invalid gzip"),
+        ("a bomb", "gzip", gzip.compress(bytes(8 * 2**20)), 413, "inflates more"),
+        ("a zstd bomb", "zstd", zstandard.compress(bytes(8 * 2**20)), 413, "inflates more"),
+        ("a zstd frame of 4 EiB", "zstd", ZSTD_4_EIB, 413, ""),
+        ("a zstd window of 2 GiB", "zstd", b"\x28\xb5\x2f\xfd\x00\xa8" + bytes(8), 400, ""),
+        ("a zstd dictionary", "zstd", b"\x28\xb5\x2f\xfd\x21\x07\x02" + bytes(8), 400, ""),
+        ("gzip in capitals", "GZIP", packed, 200, "received"),
+        ("identity", "identity", good, 200, "received"),
+    ]
+    for name, coding, body, status, says in rows:
+        yield Case(
+            name=f"coding: {name}",
+            target="/scored_data",
+            body=body,
+            headers=[("Content-Encoding", coding)],
+            statuses=(status,),
+            says=says,
+        )
+    for encoding, whole in (("gzip", packed), ("zstd", zstandard.compress(good))):
+        for end in range(1, len(whole), 5):
+            yield Case(
+                name=f"coding: {encoding} cut after {end} bytes",
+                target="/scored_data",
+                body=whole[:end],
+                headers=[("Content-Encoding", encoding)],
+                statuses=(400,),
+                says=f"Invalid {encoding}",
+            )
+    for target in ("/register", "/status-env", "/register-env", "/policy"):
+        bomb = gzip.compress(b" " * (2 * 2**20))
+        yield Case(
+            name=f"coding: a bomb for {target}",
+            target=target,
+            body=bomb,
+            headers=[("Content-Encoding", "gzip")],
+            statuses=(413,),
+        )
+        large = b" " * (2**20 + 1)
+        yield Case(name=f"a large body for {target}", target=target, body=large, statuses=(413,))
+    lengths = [("-1", (200, 400)), ("1e3", (200, 400)), ("9" * 30, (413,)), ("x", (200, 400))]
+    for text, statuses in lengths:
+        yield Case(
+            name=f"Content-Length: {text}",
+            target="/scored_data",
+            body=good,
+            headers=[("Content-Length", text)],
+            statuses=statuses,
+        )
+    for content_type in (
+        "text/plain",
+        "application/xml",
+        "multipart/form-data",
+        "",
+        "\xff",
+        "x" * 9999,
+    ):
+        yield Case(
+            name=f"Content-Type: {content_type[:20]}",
+            target="/scored_data",
+            body=good,
+            headers=[("Content-Type", content_type)],
+            statuses=(200,),
+            says="received",
+        )
+
+
+ZSTD_4_EIB = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 2**62) + bytes(8)
+
+
+def u32(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+def f64(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}d", *values)
+
+
+def blob(**changes: Any) -> bytes:
+    """A packed group of two sequences of two tokens."""
+    parts = {
+        "lengths": u32(2, 2),
+        "tokens": u32(1, 2, 3, 4),
+        "scores": f64(0.0, 1.0),
+        "trained": b"\x50",
+    }
+    kept = {key: value for key, value in (parts | changes).items() if value is not ...}
+    return msgspec.msgpack.encode(kept)
+
+
+def envelope(*blobs: bytes, **changes: Any) -> bytes:
+    parts = {"version": 1, "meta": {}, "groups": list(blobs)} | changes
+    return msgspec.msgpack.encode({k: v for k, v in parts.items() if v is not ...})
+
+
+RICH = blob(
+    arrays={"inference_logprobs": ("f4", struct.pack("<4f", 1, -1, 1, -2))},
+    distill={"distill_token_ids": (u32(1, 0, 2, 1), "i4", struct.pack("<4i", 1, 2, 3, 4))},
+    tail={"messages": b'[[{"role":"user","content":"x"}],[]]', "images": b"null"},
+    empty=["overrides"],
+    env_id=999,
+    policy_version=3,
+)
+
+BLOBS: list[tuple[str, dict[str, Any], str]] = [
+    ("no lengths", {"lengths": ...}, "lengths"),
+    ("no tokens", {"tokens": ...}, "tokens"),
+    ("no scores", {"scores": ...}, "scores"),
+    ("no masks of either kind", {"trained": ...}, "masks"),
+    ("lengths of 7 bytes", {"lengths": bytes(7)}, "lengths"),
+    ("lengths too short", {"lengths": u32(2)}, "tokens"),
+    ("lengths that do not add up", {"lengths": u32(2, 3)}, "tokens"),
+    ("lengths that overflow 32 bits", {"lengths": u32(2**32 - 1, 5)}, "tokens"),
+    ("lengths of 2**32 - 1", {"lengths": u32(*[2**32 - 1] * 4)}, "tokens"),
+    ("lengths as u64", {"lengths": struct.pack("<2Q", 2, 2)}, "scores"),
+    ("lengths as big-endian", {"lengths": struct.pack(">2I", 2, 2)}, "tokens"),
+    ("lengths as a list", {"lengths": [2, 2]}, "lengths"),
+    ("lengths as a string", {"lengths": "\2\0\0\0"}, "lengths"),
+    ("lengths null", {"lengths": None}, "lengths"),
+    ("tokens of 15 bytes", {"tokens": bytes(15)}, "tokens"),
+    ("tokens as u16", {"tokens": struct.pack("<4H", 1, 2, 3, 4)}, "tokens"),
+    ("tokens as u64", {"tokens": struct.pack("<4Q", 1, 2, 3, 4)}, "tokens"),
+    ("token -1", {"tokens": u32(1, 2, 3, 2**32 - 1)}, "sequences[1].tokens[1]"),
+    ("token 2**31", {"tokens": u32(1, 2, 3, 2**31)}, "sequences[1].tokens[1]"),
+    ("tokens as a map", {"tokens": {}}, "tokens"),
+    ("scores as f4", {"scores": struct.pack("<2f", 0, 1)}, "scores"),
+    ("scores missing one", {"scores": f64(0)}, "scores"),
+    ("scores with one more", {"scores": f64(0, 1, 2)}, "scores"),
+    ("score NaN", {"scores": f64(0, float("nan"))}, "scores[1]"),
+    ("score infinite", {"scores": f64(float("-inf"), 0)}, "scores[0]"),
+    ("no bits of trained", {"trained": b""}, "trained"),
+    ("bits of trained too many", {"trained": b"\x50\x00"}, "trained"),
+    ("trained as a number", {"trained": 80}, "trained"),
+    ("masks of 3 values", {"trained": ..., "masks": u32(1, 2, 3)}, "masks"),
+    ("masks of 5 values", {"trained": ..., "masks": u32(1, 2, 3, 4, 5)}, "masks"),
+    ("unknown array", {"arrays": {"x": ("f4", bytes(16))}}, "arrays.x"),
+    ("array of unknown width", {"arrays": {"advantages": ("f2", bytes(8))}}, "arrays.advantages"),
+    ("array of objects", {"arrays": {"advantages": ("O", bytes(32))}}, "arrays.advantages"),
+    ("array as i4", {"arrays": {"advantages": ("i4", bytes(16))}}, "arrays.advantages"),
+    ("array too short", {"arrays": {"advantages": ("f4", bytes(12))}}, "advantages"),
+    ("array as f8 said f4", {"arrays": {"advantages": ("f4", bytes(32))}}, "advantages"),
+    ("array as f4 said f8", {"arrays": {"advantages": ("f8", bytes(16))}}, "advantages"),
+    ("array without a width", {"arrays": {"advantages": [bytes(16)]}}, "arrays"),
+    ("array NaN", {"arrays": {"advantages": ("f4", b"\xff" * 16)}}, "sequences[0].advantages"),
+    ("arrays as a list", {"arrays": []}, "arrays"),
+    ("33 arrays", {"arrays": {str(i): ("f4", b"") for i in range(33)}}, "arrays"),
+    ("an array named by bytes", {"arrays": {b"advantages": ("f4", bytes(16))}}, "arrays"),
+    ("unknown distillation", {"distill": {"x": (u32(0, 0, 0, 0), "i4", b"")}}, "distill.x"),
+    (
+        "ids as floats",
+        {"distill": {"distill_token_ids": (u32(1, 0, 0, 0), "f4", bytes(4))}},
+        "distill",
+    ),
+    (
+        "distillation lengths that overflow",
+        {"distill": {"distill_token_ids": (u32(*[2**32 - 1] * 4), "i4", bytes(16))}},
+        "distill_token_ids",
+    ),
+    (
+        "distillation for 3 of 4 tokens",
+        {"distill": {"distill_token_ids": (u32(1, 1, 1), "i4", bytes(12))}},
+        "distill_token_ids",
+    ),
+    (
+        "distillation with values missing",
+        {"distill": {"distill_token_ids": (u32(1, 1, 1, 1), "i4", bytes(12))}},
+        "distill_token_ids",
+    ),
+    (
+        "distilled NaN",
+        {"distill": {"distill_logprobs": (u32(1, 0, 0, 0), "f4", b"\xff" * 4)}},
+        "distill_logprobs",
+    ),
+    ("tail that is no JSON", {"tail": b"x"}, "tail"),
+    ("tail that is a list", {"tail": b"[]"}, "tail"),
+    ("tail with an unknown key", {"tail": b'{"x":1}'}, "tail"),
+    ("tail with tokens", {"tail": b'{"tokens":[[1]]}'}, "tail"),
+    ("tail with NaN", {"tail": {"generation_params": b'{"a":NaN}'}}, "generation_params"),
+    ("tail nested 100k", {"tail": {"images": b"[" * 100_000}}, ""),
+    ("tail with a lone surrogate", {"tail": {"images": rb'"\ud800"'}}, "images"),
+    ("tail with invalid UTF-8", {"tail": {"images": b'"\xff"'}}, "images"),
+    ("tail with an empty member", {"tail": {"images": b""}}, "images"),
+    ("tail with a tail", {"tail": {"images": b"1 2"}}, "images"),
+    ("tail with messages [1]", {"tail": {"messages": b"[1]"}}, "messages"),
+    ("tail as a number", {"tail": 1}, "tail"),
+    ("empty names a wrong type", {"empty": [1]}, "empty"),
+    ("33 empty names", {"empty": ["overrides"] * 33}, "empty"),
+    ("environment as text", {"env_id": "0"}, "env_id"),
+    ("environment 2**63", {"env_id": 2**63}, "env_id"),
+    ("environment as a float", {"env_id": 0.5}, "env_id"),
+    ("group id of bytes", {"group_id": b"x"}, "group_id"),
+    ("group id empty", {"group_id": ""}, "group_id"),
+    ("group id of 129", {"group_id": "x" * 129}, "group_id"),
+    ("policy version 2**64 - 1", {"policy_version": 2**64 - 1}, "policy_version"),
+    ("five sequences", {"lengths": u32(0, 0, 0, 2, 2), "scores": f64(0, 0, 0, 0, 0)}, "tokens"),
+    (
+        "a million sequences",
+        {"lengths": bytes(4_000_000), "scores": bytes(8_000_000), "tokens": b"", "trained": b""},
+        "",
+    ),
+    ("no sequences", {"lengths": b"", "scores": b"", "tokens": b"", "trained": b""}, ""),
+]
+ENVELOPES: list[tuple[str, bytes, str]] = [
+    ("nothing", b"", "not a packed message"),
+    ("JSON", to_json(a_group()), "not a packed message"),
+    ("a group without its envelope", blob(), "not a packed message"),
+    ("no groups", envelope(), "0 in the message"),
+    ("two groups", envelope(blob(), blob()), "2 in the message"),
+    ("version 0", envelope(blob(), version=0), "version"),
+    ("version 2", envelope(blob(), version=2), "version"),
+    ("version of 64 bits", envelope(blob(), version=2**64 - 1), "version"),
+    ("version as text", envelope(blob(), version="1"), "version"),
+    ("no version", envelope(blob(), version=...), "version"),
+    ("no meta", envelope(blob(), meta=...), "meta"),
+    ("meta as a list", envelope(blob(), meta=[]), "meta"),
+    ("no groups key", envelope(groups=...), "groups"),
+    ("groups as a map", envelope(groups={}), "groups"),
+    ("groups as a binary", envelope(groups=blob()), "groups"),
+    ("a group as a map", envelope(groups=[{"lengths": b""}]), "groups"),
+    ("a group as a string", envelope(groups=["x"]), "groups"),
+    ("an empty group", envelope(b""), "not a packed group"),
+    ("a group of one byte", envelope(b"\xc1"), "not a packed group"),
+    ("a group that is JSON", envelope(to_json(a_group())), "not a packed group"),
+    ("a group of NaN", envelope(b"\xcb\x7f\xf8" + bytes(6)), "not a packed group"),
+    ("a group with a tail", envelope(blob() + b"\0"), "not a packed group"),
+    ("a message with a tail", envelope(blob()) + b"\0", "not a packed message"),
+    ("two messages", envelope(blob()) * 2, "not a packed message"),
+    ("an extension type", b"\xc7\xff\xff" + bytes(8), "not a packed message"),
+    ("a reserved byte", b"\xc1", "not a packed message"),
+    ("meta nested 100k", b"\x81\xa4meta" + b"\x91" * 100_000, "not a packed message"),
+    ("meta nested 100k, in a map", b"\x81\xa4meta\x81\xa1a" + b"\x91" * 100_000, ""),
+    ("a binary of 4 GiB announced", b"\x81\xa6groups\x91\xc6\xff\xff\xff\xff", ""),
+    ("4 Gi groups announced", b"\x81\xa6groups\xdd\xff\xff\xff\xff", ""),
+    ("a meta of 4 Gi keys announced", b"\x81\xa4meta\xdf\xff\xff\xff\xff", ""),
+    ("4 Gi values in meta announced", b"\x81\xa4meta\x81\xa1a\xdd\xff\xff\xff\xff", ""),
+    ("4 Gi keys announced", b"\xdf\xff\xff\xff\xff", ""),
+    ("a string of 4 GiB announced", b"\x81\xdb\xff\xff\xff\xff", ""),
+    ("an extension of 4 GiB announced", b"\x81\xa4meta\x81\xa1a\xc9\xff\xff\xff\xff\x05", ""),
+    ("a timestamp out of range", b"\x81\xa4meta\x81\xa1a\xc7\x0c\xff" + b"\xff" * 12, ""),
+    ("4 Gi lengths announced", envelope(b"\x81\xa7lengths\xc6\xff\xff\xff\xff"), ""),
+    ("4 Gi arrays announced", envelope(b"\x81\xa6arrays\xdf\xff\xff\xff\xff"), ""),
+]
+
+
+def packed_cases() -> Iterator[Case]:
+    """Groups in the packed encoding."""
+    for name, changes, says in BLOBS:
+        body = envelope(blob(**changes))
+        yield Case(
+            name=f"packed: {name}", target="/scored_data", body=body, headers=PACKED, says=says
+        )
+    for name, body, says in ENVELOPES:
+        yield Case(
+            name=f"packed: {name}", target="/scored_data", body=body, headers=PACKED, says=says
+        )
+    whole = envelope(RICH)
+    yield Case(
+        name="packed: everything",
+        target="/scored_data",
+        body=whole,
+        headers=PACKED,
+        statuses=(200,),
+    )
+    for end in range(1, len(whole), 3):
+        yield Case(
+            name=f"packed: cut after {end} bytes",
+            target="/scored_data",
+            body=whole[:end],
+            headers=PACKED,
+            says="not a packed message",
+        )
+    for end in range(1, len(RICH), 3):
+        yield Case(
+            name=f"packed: group cut after {end} bytes",
+            target="/scored_data",
+            body=envelope(RICH[:end]),
+            headers=PACKED,
+            says="not a packed group",
+        )
+    # A flipped bit may make another valid group, such as one with another token; never an error of ours.
+    for position in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << (position % 8)
+        yield Case(
+            name=f"packed: byte {position} flipped",
+            target="/scored_data",
+            body=bytes(flipped),
+            headers=PACKED,
+            statuses=(200, 422),
+        )
+    yield Case(
+        name="packed: 1025 groups",
+        target="/scored_data_list",
+        body=envelope(*[blob()] * 1025),
+        headers=PACKED,
+    )
+    yield Case(
+        name="packed: the second of two is bad",
+        target="/scored_data_list",
+        body=envelope(blob(), blob(scores=b"")),
+        headers=PACKED,
+        says="[1].scores",
+    )
+    yield Case(
+        name="packed: JSON said to be packed",
+        target="/scored_data_list",
+        body=to_json([a_group()]),
+        headers=PACKED,
+    )
+
+
+TRAINER: dict[str, Any] = {
+    "wandb_group": "g",
+    "wandb_project": "p",
+    "batch_size": BATCH_SIZE,
+    "max_token_len": 128,
+    "checkpoint_dir": "ck",
+    "save_checkpoint_interval": 1,
+    "starting_step": 0,
+    "num_steps": 3,
+}
+ENVIRONMENT: dict[str, Any] = {
+    "max_token_length": 64,
+    "desired_name": "foo",
+    "weight": 1.0,
+    "group_size": 2,
+}
+CONTROL: list[tuple[str, dict[str, Any], list[tuple[str, Any]]]] = [
+    (
+        "/register",
+        TRAINER,
+        [
+            ("batch_size", 0),
+            ("batch_size", -8),
+            ("batch_size", 2**70),
+            ("batch_size", 1_000_001),
+            ("batch_size", 0.5),
+            ("batch_size", "many"),
+            ("batch_size", None),
+            ("batch_size", []),
+            ("batch_size", NAN),
+            ("batch_size", HUGE),
+            ("max_token_len", 2**70),
+            ("max_token_len", None),
+            ("starting_step", 2**63),
+            ("starting_step", "x"),
+            ("starting_step", Literal("1e400")),
+            ("num_steps", -(2**70)),
+            ("save_checkpoint_interval", {}),
+            ("checkpoint_dir", 5),
+            ("checkpoint_dir", LONE),
+            ("wandb_group", None),
+            ("wandb_project", ["p"]),
+            ("max_staleness", -1),
+            ("max_staleness", 2**62),
+            ("resume_step", -1),
+            ("resume_step", 2**62),
+            ("resume_step", "x"),
+            ("resume", "backwards"),
+            ("resume", None),
+        ],
+    ),
+    (
+        "/register-env",
+        ENVIRONMENT,
+        [
+            ("weight", NAN),
+            ("weight", Literal("Infinity")),
+            ("weight", Literal("1e400")),
+            ("weight", "heavy"),
+            ("weight", None),
+            ("weight", HUGE),
+            ("group_size", 0),
+            ("group_size", -2),
+            ("group_size", 2**31),
+            ("group_size", 1.5),
+            ("group_size", None),
+            ("group_size", "x"),
+            ("max_token_length", 2**63),
+            ("max_token_length", None),
+            ("desired_name", None),
+            ("desired_name", 5),
+            ("desired_name", LONE),
+            ("min_batch_allocation", -0.1),
+            ("min_batch_allocation", NAN),
+            ("min_batch_allocation", "half"),
+            ("env_uid", ""),
+            ("env_uid", "x" * 129),
+            ("env_uid", 5),
+        ],
+    ),
+    ("/policy", {"version": 3}, [("version", v) for v in (-1, 2**63, "x", None, 1.5, NAN, ...)]),
+    (
+        "/disconnect-env",
+        {"env_id": 0},
+        [("env_id", v) for v in ("x", None, 2**63, -(2**70), [], ...)],
+    ),
+    ("/status-env", {"env_id": 0}, [("env_id", v) for v in ("x", None, 2**63, 0.5, [], NAN, ...)]),
+    (
+        "/status-env",
+        {"env_id": 0},
+        [
+            ("wait", -1),
+            ("wait", NAN),
+            ("wait", Literal("Infinity")),
+            ("wait", "long"),
+            ("seen_step", 2**63),
+            ("seen_step", "x"),
+            ("seen_policy", 2**70),
+            ("env_uid", "x" * 129),
+            ("env_uid", LONE),
+        ],
+    ),
+    (
+        "/batches/0/ack",
+        {"lease_id": "x"},
+        [("lease_id", v) for v in (..., None, 5, [], "x" * 129, LONE)]
+        + [("step", v) for v in (-1, 2**63, "x", 1.5)],
+    ),
+    (
+        "/batches/0/heartbeat",
+        {"lease_id": "x"},
+        [("lease_id", v) for v in (..., None, 5, "x" * 129)],
+    ),
+    ("/batches/0/release", {"lease_id": "x"}, [("lease_id", v) for v in (..., None, 5, "x" * 129)]),
+    ("/checkpoints", {"step": 0}, [("step", v) for v in (..., None, -1, 2**63, "x", 0.5)]),
+    ("/checkpoints", {"step": 0}, [("path", v) for v in (5, "x" * 4097, [])]),
+    (
+        "/dead/requeue",
+        {"numbers": []},
+        [("numbers", v) for v in (..., None, 5, "x", ["x"], [0.5], [None], [0] * 100_001)],
+    ),
+]
+CONTROL_BODIES = [b"", b" ", b"null", b"[]", b"1", b'"x"', b"{", b"\xff", b"[" * 100_000, b"NaN"]
+
+
+def control_cases() -> Iterator[Case]:
+    """Everything but groups."""
+    for target, good, changes in CONTROL:
+        for field, value in changes:
+            given = {k: v for k, v in (good | {field: value}).items() if v is not ...}
+            shown = "missing" if value is ... else to_json(value)[:40].decode()
+            yield Case(
+                name=f"{target} {field} {shown}",
+                target=target,
+                body=to_json(given),
+                statuses=(400, 422) if value is HUGE else (422,),
+                says="detail",
+            )
+    for target in dict.fromkeys(target for target, _, _ in CONTROL):
+        for body in CONTROL_BODIES:
+            yield Case(
+                name=f"{target} with {body[:20]!r}",
+                target=target,
+                body=body,
+                statuses=(400, 422),
+            )
+    for batch_id, status in [
+        ("0", 404),
+        ("-1", 404),
+        ("999", 404),
+        (str(2**63), 404),
+        (str(2**70), 404),
+        ("9" * 4000, 404),
+        ("9" * 5000, 422),
+        ("x", 422),
+        ("1.5", 422),
+        ("0x1", 422),
+        ("%00", 422),
+        ("NaN", 422),
+        ("%F0%9F%98%80", 422),
+    ]:
+        for what in ("ack", "heartbeat", "release"):
+            yield Case(
+                name=f"{what} of batch {batch_id[:20]}",
+                target=f"/batches/{batch_id}/{what}",
+                body=b'{"lease_id": "x"}',
+                statuses=(status,),
+            )
+    for query in [
+        "lease=maybe",
+        "lease=",
+        "lease=1&ttl=0",
+        "lease=1&ttl=-1",
+        "lease=1&ttl=NaN",
+        "lease=1&ttl=inf",
+        "lease=1&ttl=1e400",
+        "lease=1&ttl=86401",
+        "lease=1&ttl=x",
+        "lease=1&request_id=",
+        "lease=1&request_id=" + "x" * 129,
+        "wait=-1",
+        "wait=NaN",
+        "wait=inf",
+        "wait=x",
+        "wait=",
+    ]:
+        yield Case(name=f"batch?{query[:40]}", target=f"/batch?{query}", method="GET")
+    for query, status in [
+        ("env_id=999", 404),
+        ("env_id=-1", 404),
+        ("env_id=-999", 404),
+        (f"env_id={2**63 - 1}", 404),
+        (f"env_id={2**63}", 422),
+        (f"env_id={2**70}", 422),
+        ("env_id=" + "9" * 5000, 422),
+        ("env_id=", 422),
+        ("env_id=x", 422),
+        ("env_id=1.5", 422),
+        ("env_id=NaN", 422),
+        ("env_id=%FF", 422),
+        ("env_id=%00", 422),
+        ("", 422),
+        ("env_id=999&wait=1e400", 422),
+        ("env_id=999&wait=-1", 422),
+        ("env_id=999&seen_step=x", 422),
+        ("env_id=999&env_id=x", 422),
+    ]:
+        for method in ("GET", "POST"):
+            yield Case(
+                name=f"{method} status-env?{query[:40]}",
+                target=f"/status-env?{query}",
+                method=method,
+                statuses=(status,),
+                says="detail",
+            )
+    for env_id in (999, -1, -999, 2**63 - 1, -(2**63)):
+        yield Case(
+            name=f"disconnect-env {env_id}",
+            target="/disconnect-env",
+            body=to_json({"env_id": env_id}),
+            statuses=(200,),
+            says='"failure"',
+        )
+    for method, target, status in [
+        ("GET", "/nowhere", 404),
+        ("GET", "/scored_data", 405),
+        ("PUT", "/scored_data", 405),
+        ("DELETE", "/batch", 405),
+        ("POST", "/batch", 405),
+        ("OPTIONS", "/scored_data", 405),
+        ("TRACE", "/status", 405),
+        ("FOO", "/status", 405),
+        ("GET", "//status", 404),
+        ("GET", "/status/../ledger", 404),
+        ("GET", "/%2e%2e/%2e%2e/etc/passwd", 404),
+        ("GET", "/STATUS", 404),
+        ("GET", "/runs/..%2f..%2fetc/status", 404),
+        ("GET", "/runs/../status", 404),
+        ("GET", "/runs//status", 404),
+        ("GET", "/runs/%00/status", 404),
+        ("GET", "/runs/.hidden/status", 404),
+        ("GET", "/runs/" + "x" * 65 + "/status", 404),
+        ("GET", "/runs/a%20b/status", 404),
+        ("GET", "/runs/" + quote("\u00e4") + "/status", 404),
+        ("DELETE", "/runs/..", 404),
+        ("DELETE", "/runs/never-opened", 404),
+        ("GET", "/runs/default/runs/default/status", 404),
+        ("GET", "/" + "x" * 60_000, 404),
+    ]:
+        yield Case(
+            name=f"{method} {target[:40]}",
+            target=target,
+            method=method,
+            statuses=(status,),
+            says="detail",
+        )
+
+
+CASES = [*group_cases(), *coding_cases(), *packed_cases(), *control_cases()]
+
+
+def problem(case: Case, answer: Answer) -> str | None:
+    """Say what is wrong with an answer; None for nothing."""
+    if answer.status not in case.statuses:
+        return f"{answer.status}, expected {case.statuses}: {answer.text()[-300:]}"
+    if answer.status in DETAILED and not answer.json()["detail"]:
+        return "no detail"
+    if answer.status >= 400 and len(answer.body) > 5000:
+        return f"an answer of {len(answer.body)} bytes"
+    if not answer.body:
+        return "an empty answer"
+    if case.says and case.says not in answer.text():
+        return f"{answer.status} without {case.says!r}: {answer.text()[:300]}"
+    return None
+
+
+@pytest.mark.timeout(60)
+async def test_hostile_input_gets_the_answer_of_the_table_and_harms_nobody(tmp_path: Path) -> None:
+    assert len(CASES) > 1500
+
+    def make_store(directory: Path) -> DiskStore:
+        return DiskStore(directory, durability=Durability.PROCESS)
+
+    hub = Hub(DirectoryRuns(tmp_path, make_store), policy=RunPolicy())
+    app = create_app(hub)
+    call = Caller(app)
+    async with app.router.lifespan_context(app):
+        assert (await call("POST", "/register", to_json(TRAINER), headers=JSON)).status == 200
+        assert (await call("GET", "/batch")).json() == {"batch": None}
+        assert (await call("POST", "/register-env", to_json(ENVIRONMENT), headers=JSON)).json()[
+            "env_id"
+        ] == 0
+        problems = []
+        for case in CASES:
+            answer = await call(case.method, case.target, case.body, headers=case.headers)
+            wrong = problem(case, answer)
+            if wrong is not None:
+                problems.append(f"{case.name}: {wrong}")
+        assert not problems, f"{len(problems)} of {len(CASES)}\n" + "\n".join(problems)
+        assert (await call("GET", "/status-env?env_id=0")).status == 200
+        num_drained = await drain(call)
+        good = to_json(a_group(group_id="good", env_id=0, generation_params={"last": True}))
+        for number in range(2):
+            body = good.replace(b'"good"', b'"good-%d"' % number)
+            assert (await call("POST", "/scored_data", body)).json() == {"status": "received"}
+        batch = (await call("GET", "/batch")).json()["batch"]
+        assert [group["generation_params"] for group in batch[-2:]] == [{"last": True}] * 2
+        ledger = (await call("GET", "/ledger")).json()
+        assert_balanced(ledger)
+        assert ledger["queued"] == ledger["leased"] == ledger["dead"] == 0
+        assert ledger["trained"] == num_drained + len(batch)
+    print(f"\n{len(CASES)} hostile requests; {num_drained} of their groups were valid and came out")
+
+
+async def drain(call: Callable[..., Any]) -> int:
+    """Take everything that was let in, as JSON and packed in turn: each batch must be readable. Return the groups."""
+    num_groups = 0
+    for turn in range(10_000):
+        headers = [("Accept", CONTENT_TYPE_PACKED)] if turn % 2 else []
+        answer = await call("GET", "/batch", headers=headers)
+        assert answer.status == 200, answer.text()
+        if answer.headers["content-type"].startswith(CONTENT_TYPE_PACKED):
+            groups = split_packed(answer.body).blobs
+            for each in groups:
+                unpack_group(each, strictness=Strictness.WIRE)
+            num_groups += len(groups)
+            continue
+        batch = answer.json()["batch"]
+        if batch is not None:
+            num_groups += len(batch)
+            continue
+        explained = (await call("GET", "/explain")).json()
+        if explained["queued_groups"] == 0:
+            return num_groups
+        filler = to_json({"tokens": [[1]], "masks": [[1]], "scores": [0]})
+        assert (await call("POST", "/scored_data", filler)).status == 200
+    raise AssertionError("the queue does not end")

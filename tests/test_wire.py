@@ -349,7 +349,7 @@ def rich() -> dict[str, Any]:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_damaged_packed_group_never_crashes_the_decoder(data: st.DataObject) -> None:
     blob = bytearray(wire.pack_group(check_group(rich(), strictness=Strictness.WIRE)))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -360,6 +360,38 @@ def test_a_damaged_packed_group_never_crashes_the_decoder(data: st.DataObject) -
     except GroupError:
         return
     assert json.loads(b"".join(wire.json_pieces(bytes(blob)))) == group.to_dict()
+
+
+SNIPPETS = [
+    b"[",
+    b"]",
+    b"{",
+    b"}",
+    b",",
+    b":",
+    b'"',
+    b"null",
+    b"1e999",
+    b"-",
+    b"NaN",
+    b"\\ud83d",
+    b"\xff",
+]
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_damaged_json_group_never_crashes_the_decoder(data: st.DataObject) -> None:
+    body = bytearray(json.dumps(rich()).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(body) - 1))
+        width = data.draw(st.integers(0, 3))
+        body[start : start + width] = data.draw(st.sampled_from(SNIPPETS) | st.binary(max_size=2))
+    try:
+        [group] = wire.decode_json_groups(bytes(body), many=False)
+    except GroupError:
+        return
+    assert json.loads(wire.encode_json(group)) == group.to_dict()
 
 
 def packed(**changes: Any) -> bytes:

@@ -32,7 +32,7 @@ from atroposlib.api.decoding import (
     Reply,
     decode_body,
     is_light,
-    num_brackets,
+    num_nodes,
     receive_exactly,
 )
 from atroposlib.errors import AtroposError, GroupError
@@ -60,8 +60,8 @@ _GZIP_WBITS: Final = 16 + zlib.MAX_WBITS
 _PIECE_BYTES: Final = 2**20
 """Longest piece of a body, for sending and compressing. Shorter ones are joined up to a quarter of it."""
 
-_INLINE_BRACKETS: Final = 1000
-"""Lists and objects in a body that is decoded on the event loop: each costs some microseconds."""
+_INLINE_NODES: Final = 1000
+"""Lists, objects and keys in a body that is decoded on the event loop: each costs some microseconds."""
 
 _DECODER_COMMAND: Final = ("-m", "atroposlib.api.decoding")
 _DECODER_MEMORY_BYTES: Final = 4 * 2**30
@@ -104,7 +104,7 @@ class GroupCodec:
     async def decode(self, body: Body, *, content_type: str, many: bool) -> list[IncomingGroup]:
         """Decode and check the body of `/scored_data` or, with `many`, `/scored_data_list`; raises `GroupError`."""
         packed = is_packed(content_type)
-        if len(body) <= self._inline_bytes and num_brackets(body) <= _INLINE_BRACKETS:
+        if len(body) <= self._inline_bytes and num_nodes(body) <= _INLINE_NODES:
             groups = decode_body(body, is_packed=packed, many=many)
         else:
             light = await self._in_thread(_decode_if_light, body, is_packed=packed, many=many)

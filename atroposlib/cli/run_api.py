@@ -169,6 +169,8 @@ def serve(argv: Sequence[str] | None) -> int:
         return _add_token(config)
     if config.scopes or config.runs:
         raise ConfigError("--scopes and --runs describe a token to make: they need --add-token")
+    if config.memory and config.fresh:
+        raise ConfigError("--memory and --fresh: a hub in memory is always fresh; drop one")
     tokens = _tokens(config)
     _check_exposure(config, tokens)
     _check_tls(config)
@@ -207,7 +209,7 @@ async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
 
-    hub = Hub(_stores(config, on_failure), policy=_policy(config))
+    hub = Hub(_stores(config, on_failure), policy=policy_of(config))
     app = create_app(hub, tokens=tokens)
     scheme = "https" if config.ssl_certfile else "http"
     shown = f"[{config.host}]" if ":" in config.host else config.host
@@ -246,8 +248,6 @@ async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket
 
 def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -> RunStores:
     if config.memory:
-        if config.fresh:
-            raise ConfigError("--memory and --fresh: a hub in memory is always fresh; drop one")
         return MemoryRuns()
     if config.fresh:
         print(f"--fresh: {erase(config.data_dir)}", file=sys.stderr, flush=True)
@@ -263,7 +263,8 @@ def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -
     return DirectoryRuns(config.data_dir, make_store)
 
 
-def _policy(config: RunApiConfig) -> RunPolicy:
+def policy_of(config: RunApiConfig) -> RunPolicy:
+    """Return what the flags say about runs."""
     default_bytes = QUEUED_BYTES_IN_MEMORY if config.memory else QUEUED_BYTES_ON_DISK
     return RunPolicy(
         lease_ttl_s=config.lease_ttl_s,

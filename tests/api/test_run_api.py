@@ -21,7 +21,8 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.cli.run_api import erase, main
+from atroposlib.api.coordinator import RunPolicy
+from atroposlib.cli.run_api import RunApiConfig, erase, main, policy_of
 from atroposlib.client import TrainerClient, TrainerRegistration
 from atroposlib.errors import ConfigError
 
@@ -221,6 +222,25 @@ def test_wrong_flag_is_one_clear_line(command: Command, flags: list[str], messag
     said = command.said(*flags, code=2)
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_flags_reach_the_policy_of_runs() -> None:
+    default = RunPolicy(max_queued_bytes=64 * 2**30)
+    assert policy_of(RunApiConfig()) == default
+    assert policy_of(RunApiConfig(memory=True)).max_queued_bytes == 4 * 2**30
+    chosen = {"lease_ttl_s": 1.5, "env_timeout_s": 2.5, "max_staleness": 0, "max_deliveries": 7}
+    chosen |= {"max_queued_bytes": 8, "max_queued_sequences": 9}
+    given = RunApiConfig(keep_acked_batches=0, **chosen)  # type: ignore[arg-type]
+    assert policy_of(given) == RunPolicy(keep_trained_batches=0, **chosen)  # type: ignore[arg-type]
+
+
+def test_head_without_end_is_refused(tmp_path: Path) -> None:
+    with running(tmp_path, "--memory") as hub:
+        address = ("127.0.0.1", int(hub.url.rpartition(":")[2]))
+        with socket.create_connection(address, timeout=10) as connection:
+            connection.sendall(b"GET /status HTTP/1.1\r\n" + b"X: y\r\n" * 20_000)
+            assert connection.recv(12) == b"HTTP/1.1 431"
+        assert hub.end() == 0
 
 
 # What is kept

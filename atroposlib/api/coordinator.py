@@ -231,12 +231,12 @@ class Coordinator:
         self._generation = 0
         self._begin()
 
-    def _begin(self) -> None:
+    def _begin(self, *, first_batch: int = 0) -> None:
         self._generation += 1
         self._trainer: Registration | None = None
         self._has_started = False
         """True once the trainer has asked for a batch: this is what lets environments in."""
-        self._leases = Leases()
+        self._leases = Leases(first_number=first_batch)
         self._policy_version: int | None = None
         self._environments = Environments()
         self._queue = GroupQueue()
@@ -291,8 +291,10 @@ class Coordinator:
             ledger.leased,
             self.current_step,
         )
-        self._begin()
+        # A batch of the old run that is still being sent must not be taken for one of the next run.
+        self._begin(first_batch=self._leases.next_number)
         await self._store.clear()
+        self.arrivals.notify()
         self.progress.notify()
 
     # What survives a restart
@@ -565,22 +567,31 @@ class Coordinator:
             if self._trainer is None:
                 raise NotRegistered("The run was reset. Call /register again.")
             batch = self._leases.asked_before(lease, now=self._clock())
+            leased_now = batch is None
+            batch = batch or self._lease_next(lease)
             if batch is None:
-                batch = self._lease_next(lease)
-                if batch is None:
-                    return None
-                moves = self._moves(batch.headers, Place.LEASED, batch)
-                await self._save(Change(moves=moves, batches=[batch.stored()]))
-                self.progress.notify()
+                return None
             lease_id = batch.lease_id
             try:
+                if leased_now:
+                    moves = self._moves(batch.headers, Place.LEASED, batch)
+                    await self._save(Change(moves=moves, batches=[batch.stored()]))
+                    self.progress.notify()
                 payloads = await self._store.read([header.number for header in batch.headers])
             except CorruptGroups as e:
-                await self._bury_damaged(batch, e)
+                if self._leases.holds(batch, lease_id):
+                    await self._bury_damaged(batch, e)
                 continue
             except KeyError:
-                payloads = []
-            if batch not in self._leases or batch.lease_id != lease_id:
+                if self._leases.holds(batch, lease_id):
+                    raise
+                continue  # its groups ended while it was read
+            except BaseException:
+                # Neither a connection nor time ends a plain delivery that never began.
+                if batch.is_plain and self._leases.holds(batch, lease_id):
+                    await self._return(batch, counts=False)
+                raise
+            if not self._leases.holds(batch, lease_id):
                 continue  # taken back or reset while it was read
             now_version = self.current_version
             num_tokens = sum(header.num_tokens for header in batch.headers)
@@ -643,8 +654,6 @@ class Coordinator:
     async def _bury_damaged(self, batch: Batch, error: CorruptGroups) -> None:
         """Set damaged groups aside; the others go back to the queue."""
         logger.error("run %s: %s; set aside as dead", self.name, error)
-        if batch not in self._leases:
-            return
         damaged = set(error.numbers)
         bad = [header for header in batch.headers if header.number in damaged]
         good = [header for header in batch.headers if header.number not in damaged]
@@ -800,9 +809,10 @@ class Coordinator:
             )
             moves += self._take_back(batch, counts=True)
             closed.append(batch.number)
-        for environment in self._environments.silence(now=now, timeout_s=self.policy.env_timeout_s):
+        gone = self._environments.silence(now=now, timeout_s=self.policy.env_timeout_s)
+        for environment in gone:
             logger.warning(
-                "run %s: environment %d (%s) has been silent for %.0f s; its minimum is suspended",
+                "run %s: environment %d (%r) has been silent for %.0f s; its minimum is suspended",
                 self.name,
                 environment.env_id,
                 environment.name,
@@ -814,6 +824,7 @@ class Coordinator:
         ends += self._trim_dead()
         if moves or closed or ends:
             await self._save(Change(moves=moves, ends=ends, closed_batches=closed))
+        if moves or closed or ends or gone:
             self.arrivals.notify()
             self.progress.notify()
 
@@ -904,7 +915,7 @@ class Coordinator:
         environment = self._environments.register(registration, now=self._clock())
         self._queue_changed()
         logger.info(
-            "run %s: environment %d registered: %s",
+            "run %s: environment %d registered: %r",
             self.name,
             environment.env_id,
             environment.name,
@@ -929,7 +940,7 @@ class Coordinator:
         self._environments.disconnect(environment)
         moves = self._flush_buffer(environment)
         self._queue_changed()
-        logger.info("run %s: environment %d (%s) disconnected", self.name, env_id, environment.name)
+        logger.info("run %s: environment %d (%r) disconnected", self.name, env_id, environment.name)
         await self._save(Change(moves=moves))
         self.arrivals.notify()
 
@@ -967,7 +978,7 @@ class Coordinator:
     def _hear_of(self, environment: Environment) -> None:
         if self._environments.hear_of(environment, now=self._clock()):
             logger.info(
-                "run %s: environment %d (%s) is back",
+                "run %s: environment %d (%r) is back",
                 self.name,
                 environment.env_id,
                 environment.name,

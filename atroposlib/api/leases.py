@@ -119,13 +119,14 @@ class Steps:
 class Leases:
     """The batches of one run. Trained ones are kept in the order of their acknowledgement."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first_number: int = 0) -> None:
         self.steps = Steps()
         self.epoch = 0
         """Counts the trainer's incarnations."""
-        self.next_number = 0
+        self.next_number = first_number
         self.forgotten_step = 0
         """The highest step whose batch was freed although no checkpoint covers it."""
+        self._first_number = first_number
         self._batches: dict[int, Batch] = {}
         self._replay: deque[int] = deque()
         self._closed: dict[int, _Closed] = {}
@@ -135,6 +136,10 @@ class Leases:
 
     def __contains__(self, batch: Batch) -> bool:
         return self._batches.get(batch.number) is batch
+
+    def holds(self, batch: Batch, lease_id: str) -> bool:
+        """Is `batch` still leased as it was when it had this lease id?"""
+        return batch in self and batch.is_leased and batch.lease_id == lease_id
 
     def get(self, number: int) -> Batch | None:
         return self._batches.get(number)
@@ -200,7 +205,7 @@ class Leases:
 
     def held(self, number: int, lease_id: str) -> Batch:
         """The batch, if this is its current lease. Raises `LeaseLost`, `UnknownBatch`."""
-        if not 0 <= number < self.next_number:
+        if not self._first_number <= number < self.next_number:
             raise UnknownBatch(f"batch {number} was not handed out in this run")
         batch = self._batches.get(number)
         if batch is None or not batch.is_leased or batch.is_plain or not _same(batch, lease_id):

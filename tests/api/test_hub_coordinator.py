@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -651,3 +651,81 @@ async def test_full_run_lets_in_what_its_next_batch_waits_for(
             await coordinator.accept([incoming(3, env_id=0)])
     await coordinator.accept([incoming(wanted[1], env_id=wanted[0])])
     assert await coordinator.deliver() is not None
+
+
+class FailingReads(MemoryStore):
+    """Reads fail, or hang, until told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failure: BaseException | None = OSError(24, "Too many open files")
+
+    async def read(self, numbers: Sequence[int]) -> list[bytes]:
+        if self.failure is not None:
+            raise self.failure
+        return await super().read(numbers)
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(24, "Too many open files"), asyncio.CancelledError()], ids=["os", "cancel"]
+)
+async def test_plain_delivery_that_fails_before_it_begins_is_not_held_for_ever(
+    failure: BaseException,
+) -> None:
+    store = FailingReads()
+    store.failure = failure
+    coordinator = Coordinator(store)
+    await coordinator.open()
+    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    await coordinator.accept([incoming(2, tag=5)])
+    with pytest.raises(type(failure)):
+        await coordinator.deliver()
+    assert (coordinator.ledger().queued, coordinator.ledger().leased) == (1, 0)
+    store.failure = None
+    delivery = await coordinator.deliver()
+    assert delivery is not None
+    assert (tags(delivery), delivery.step) == ([5], 1)
+
+
+async def test_waiting_trainer_is_woken_when_a_silent_minimum_is_suspended() -> None:
+    clock = Clock()
+    coordinator = await started(2, policy=RunPolicy(env_timeout_s=60), clock=clock)
+    await coordinator.register_env(RegisterEnv(**environment(min_batch_allocation=1.0)))
+    await coordinator.accept([incoming(2)])
+    assert await coordinator.deliver() is None
+    async with asyncio.timeout(5), asyncio.TaskGroup() as waiting:
+        waiting.create_task(coordinator.arrivals.wait(60))
+        await asyncio.sleep(0)
+        clock.now += 61
+        await coordinator.tick()
+    assert await coordinator.deliver() is not None
+
+
+async def test_end_of_a_delivery_from_before_a_reset_does_not_touch_the_next_run() -> None:
+    coordinator = await started(2)
+    await coordinator.accept([incoming(2)])
+    old = await coordinator.deliver()
+    await coordinator.reset()
+    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    await coordinator.accept([incoming(2)])
+    new = await coordinator.deliver()
+    assert old is not None
+    assert new is not None
+    assert not await coordinator.confirm(old.batch_id)
+    await coordinator.give_back(old.batch_id)
+    assert coordinator.ledger().leased == 1
+    assert await coordinator.confirm(new.batch_id)
+    with pytest.raises(UnknownBatch):
+        await coordinator.ack(old.batch_id, old.lease_id)
+
+
+async def test_name_of_an_environment_cannot_forge_a_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    coordinator = await started()
+    with caplog.at_level(logging.INFO):
+        fields = environment(desired_name="a\n2026-01-01 INFO run default reset")
+        await coordinator.register_env(RegisterEnv(**fields))
+        await coordinator.disconnect_env(0)
+    assert len(caplog.messages) == 2
+    assert all("\n" not in message for message in caplog.messages)

@@ -95,6 +95,10 @@ _FAR_BEYOND = 2
 """Times the bound. From here on only what the next batch waits for is let in."""
 
 
+PATIENCE_VERSIONS = 8
+"""A group older than this many policy versions is not passed over for others that fit better."""
+
+
 class NotRegistered(AtroposError):
     """No trainer has registered, so there is no batch size to cut batches by."""
 
@@ -776,7 +780,11 @@ class Coordinator:
         if self._plan is None:
             batch_size = self.info().batch_size
             floors = sequence_floors(batch_size, self._environments.shares())
-            self._plan = self._queue.plan(batch_size=batch_size, floors=floors)
+            self._plan = self._queue.plan(
+                batch_size=batch_size,
+                floors=floors,
+                overdue_before=self.current_version - PATIENCE_VERSIONS,
+            )
         return self._plan
 
     def _queue_changed(self, *headers: GroupHeader) -> None:

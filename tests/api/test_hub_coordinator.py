@@ -99,6 +99,20 @@ async def test_no_batch_before_registration() -> None:
         await Coordinator(MemoryStore()).deliver()
 
 
+async def test_group_that_fits_badly_is_not_passed_over_for_ever() -> None:
+    coordinator = await started(batch_size=8)
+    await coordinator.accept([incoming(5, tag=5)])
+    for _ in range(12):
+        await coordinator.accept([incoming(size, tag=size) for size in (2, 6, 1, 7)])
+        for _ in range(2):
+            batch = await leased(coordinator)
+            await coordinator.ack(batch.batch_id, batch.lease_id)
+            if 5 in tags(batch):
+                assert 8 <= batch.step <= 12
+                return
+    raise AssertionError("the group of 5 was never delivered")
+
+
 async def test_refused_group_leaves_no_trace_and_may_come_again_corrected() -> None:
     coordinator = await started()
     with pytest.raises(GroupError, match=r"^tokens: 5 sequences, but a batch holds 4"):

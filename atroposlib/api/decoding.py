@@ -40,8 +40,8 @@ _TOO_MUCH: Final = "the body needs more memory than one request may take; send f
 
 _LIGHT_JSON_BYTES: Final = 2**20
 _LIGHT_NODES: Final = 20_000
-_LIGHT_PACKED_BYTES: Final = 16 * 2**20
-"""A packed body is copied once under the GIL; what else is done to arrays releases it."""
+_LIGHT_PACKED_BYTES: Final = 4 * 2**20
+"""A packed body is copied once under the GIL, 2 ms for this much; what else is done to arrays releases it."""
 
 Body = bytes | bytearray | memoryview
 

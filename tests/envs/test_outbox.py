@@ -128,6 +128,26 @@ async def test_group_keeps_its_id_over_retries() -> None:
     assert naps[1] > 0.5 * naps[0]
 
 
+async def test_large_groups_are_sent_in_bodies_a_hub_takes() -> None:
+    class CountsTokens(FakeHub):
+        async def send(self, groups: Sequence[ScoredGroup]) -> SendReceipt:
+            sizes.append([group.num_tokens for group in groups])
+            return await super().send(groups)
+
+    sizes: list[list[int]] = []
+    outbox, hub = (
+        make_outbox(ScriptedEnv(group_size=1, ensure_scores_are_not_same=False)),
+        CountsTokens(),
+    )
+    for num_tokens in (600_000, 300_000, 200_000, 1_500_000, 3):
+        row = [[7] * num_tokens]
+        group = {"tokens": row, "masks": row, "scores": [1.0]}
+        await outbox.accept(group, abort_on_max_length=False)
+    await deliver(outbox, hub)
+    assert sizes == [[600_000, 300_000], [200_000], [1_500_000], [3]]
+    assert outbox.num_stored == 5
+
+
 async def test_refused_group_is_counted_and_the_others_are_stored() -> None:
     outbox, hub = make_outbox(ScriptedEnv()), FakeHub(refuse={"bad"})
     for group_id in ("a", "bad", "c"):

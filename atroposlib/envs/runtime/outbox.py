@@ -8,6 +8,7 @@ nothing about when to start work; `serve.py` reads `num_held` and `is_away` for 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import uuid
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_GROUPS_PER_SEND = 16
+MAX_TOKENS_PER_SEND = 1_000_000
+"""About 12 MB: a hub takes several times that in one body, and a lost answer costs no more than this."""
 THREAD_FROM_TOKENS = 20_000
 """Groups larger than this are checked and written off the event loop (over about 10 ms of work)."""
 
@@ -236,9 +239,10 @@ class Outbox:
     async def _send_some(
         self, hub: HubClient, size: int, env_id: Callable[[], int], reregister: Reregister
     ) -> int:
-        """Make one attempt with the oldest `size` groups; return the size of the next attempt."""
+        """Make one attempt with the oldest groups, at most `size`; return the size of the next attempt."""
         known_id = env_id()
-        groups = [self._held[i].replace(env_id=known_id) for i in range(size)]
+        groups = [group.replace(env_id=known_id) for group in self._oldest(size)]
+        size = len(groups)
         try:
             receipt = await hub.send(groups)
         except UnknownEnvironment:
@@ -269,6 +273,17 @@ class Outbox:
         if receipt.env_status is not None and env_id() == known_id:
             self.on_status(receipt.env_status)
         return min(2 * size, MAX_GROUPS_PER_SEND)
+
+    def _oldest(self, size: int) -> list[ScoredGroup]:
+        """Return the oldest groups, at most `size` and, but for the first, at most `MAX_TOKENS_PER_SEND`."""
+        groups: list[ScoredGroup] = []
+        num_tokens = 0
+        for group in itertools.islice(self._held, size):
+            num_tokens += group.num_tokens
+            if groups and num_tokens > MAX_TOKENS_PER_SEND:
+                break
+            groups.append(group)
+        return groups
 
     async def _wait_for_hub(self, error: Exception) -> None:
         if not self.is_away:

@@ -39,6 +39,7 @@ class Hub:
         self._policy = policy or RunPolicy()
         self._clock = clock
         self._opening: dict[str, asyncio.Task[Coordinator]] = {}
+        self._ending: dict[str, asyncio.Task[None]] = {}
         self._runs: dict[str, Coordinator] = {}
         self.found: list[str] = []
         """One line per run that was found in its store."""
@@ -57,6 +58,9 @@ class Hub:
 
     async def run(self, name: str = DEFAULT_RUN) -> Coordinator:
         """Return a run, opening it at first. Raises `TooManyRuns`, `StoreBroken`."""
+        # What is stored of an ending run is still being deleted: a store opened there now would lose its files.
+        while (ending := self._ending.get(name)) is not None:
+            await asyncio.wait([ending])
         coordinator = self._runs.get(name)
         if coordinator is not None:
             return coordinator
@@ -87,10 +91,17 @@ class Hub:
         coordinator = self._runs.pop(name, None)
         if coordinator is None:
             return False
-        await coordinator.reset()
-        await coordinator.close()
-        await asyncio.to_thread(self._stores.forget, name)
+        self._ending[name] = asyncio.create_task(self._end(name, coordinator))
+        await asyncio.shield(self._ending[name])
         return True
+
+    async def _end(self, name: str, coordinator: Coordinator) -> None:
+        try:
+            await coordinator.reset()
+            await coordinator.close()
+            await asyncio.to_thread(self._stores.forget, name)
+        finally:
+            del self._ending[name]
 
     async def tick(self) -> None:
         """Let time pass in every run."""
@@ -104,6 +115,9 @@ class Hub:
     async def close(self) -> None:
         """Close every store; the runs stay as they are stored."""
         self.is_open = False
+        under_way = [*self._opening.values(), *self._ending.values()]
+        if under_way:
+            await asyncio.wait(under_way)
         for coordinator in self._runs.values():
             await coordinator.close()
         self._runs.clear()

@@ -41,7 +41,8 @@ class Registration(BaseModel):
     max_token_len: Int64
     checkpoint_dir: Text
     save_checkpoint_interval: Int64
-    starting_step: Int64
+    starting_step: int = Field(ge=-(2**62), lt=2**62)
+    """Steps counted from here still fit 64 bits."""
     num_steps: Int64
     max_staleness: int | None = Field(default=None, ge=0, lt=2**62)
     """Groups sampled more than this many policy versions ago are not delivered; None: the hub's setting."""
@@ -76,8 +77,9 @@ class RegisterEnv(BaseModel):
     desired_name: Text
     weight: FiniteFloat
     group_size: int = Field(ge=1, lt=2**31)
-    min_batch_allocation: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Share of each batch, 0 to 1, that this environment must supply."""
+    min_batch_allocation: Annotated[float, Field(ge=0, le=1000)] | None = None
+    """Share of each batch, 0 to 1, that this environment must supply. The original takes more than 1 as well, which no
+    batch can honour; far beyond it a share of a batch is no number any more."""
     env_uid: str | None = Field(default=None, min_length=1, max_length=128)
     """Chosen by the environment's process: registering again with it returns the same `env_id`."""
 

@@ -237,7 +237,10 @@ def create_app(
             and not run.progress.is_closed
             and (remaining_s := deadline - time.monotonic()) > 0
         ):
+            await request.body()  # what follows the body is the disconnect that is looked for below
             await run.progress.wait(remaining_s)
+            if await request.is_disconnected():
+                break  # asking on its behalf would pass for a sign of life
             found = run.status_env(query.env_id, env_uid=query.env_uid)
         return _json_response(found.model_dump_json(exclude_none=True).encode())
 
@@ -299,12 +302,17 @@ def create_app(
                 "epoch": delivery.epoch,
                 "expires_in_s": delivery.expires_in_s,
             }
-        body = await codec.encode_batch(
-            delivery.payloads,
-            meta,
-            packed=is_packed(request.headers.get("accept", "")),
-            encoding=choose_encoding(request.headers.get("accept-encoding", "")),
-        )
+        try:
+            body = await codec.encode_batch(
+                delivery.payloads,
+                meta,
+                packed=is_packed(request.headers.get("accept", "")),
+                encoding=choose_encoding(request.headers.get("accept-encoding", "")),
+            )
+        except BaseException:
+            if wanted is None:
+                await run.give_back(delivery.batch_id)
+            raise
         plain = delivery if wanted is None else None
         return _BatchResponse(body, run, plain, timeout_s=delivery.expires_in_s)
 
@@ -435,6 +443,9 @@ async def _let_time_pass(hub: Hub) -> None:
         except StoreBroken:
             logger.exception("a store is broken; the hub has to be restarted")
             return
+        except Exception:
+            # Nobody awaits this task: its end would go unnoticed, and nothing would expire any more.
+            logger.exception("expiry failed; it is tried again in %.0f s", TICK_S)
 
 
 async def _watch_lag(metrics: HubMetrics) -> None:

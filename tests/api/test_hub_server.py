@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from atroposlib.api.coordinator import RunPolicy
+from atroposlib.api.hub import Hub as Runs
+from atroposlib.api.server import create_app
+from atroposlib.api.stores.base import GroupStore
+from atroposlib.api.stores.memory import MemoryStore
+from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.wire import (
     CONTENT_TYPE_PACKED,
@@ -669,3 +678,137 @@ async def test_documentation_lists_every_route(hub: Hub) -> None:
 async def test_browsers_of_other_origins_get_no_permission(hub: Hub) -> None:
     response = await hub.http.get("/status", headers={"Origin": "http://evil.example"})
     assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+async def test_starting_step_leaves_room_to_count(hub: Hub) -> None:
+    last = registration(starting_step=2**62 - 1)
+    assert (
+        await hub.http.post("/register", json=last | {"starting_step": 2**62})
+    ).status_code == 422
+    await hub.post("/register", last)
+    await hub.post("/scored_data", group(4))
+    assert (await hub.get("/batch?lease=1"))["step"] == 2**62
+
+
+async def test_batch_that_cannot_be_encoded_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of threads")
+
+    runs = Runs()
+    app = create_app(runs)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://hub") as http,
+    ):
+        hub = Hub(http, await runs.run())
+        await hub.start()
+        await hub.post("/scored_data", group(4))
+        with monkeypatch.context() as patch:
+            patch.setattr("atroposlib.api.payloads.GroupCodec.encode_batch", fail)
+            assert (await http.get("/batch")).status_code == 500
+        ledger = await hub.balanced_ledger()
+        assert (ledger["queued"], ledger["leased"]) == (1, 0)
+        assert len((await hub.get("/batch"))["batch"]) == 1
+
+
+async def test_long_poll_of_an_environment_that_died_is_no_sign_of_life() -> None:
+    now = 1000.0
+    runs = Runs(policy=RunPolicy(env_timeout_s=60), clock=lambda: now)
+    app = create_app(runs)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://hub") as http,
+    ):
+        hub = Hub(http, await runs.run())
+        await hub.start(environment())
+        has_body, is_gone = asyncio.Event(), asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if not has_body.is_set():
+                has_body.set()
+                return {"type": "http.request", "body": b"", "more_body": False}
+            await is_gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(_: Any) -> None:
+            pass
+
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "GET",
+            "path": "/status-env",
+            "query_string": b"env_id=0&wait=60&seen_step=0",
+            "headers": [],
+        }
+        async with asyncio.timeout(5), asyncio.TaskGroup() as calls:
+            calls.create_task(app(scope, receive, send))
+            await has_body.wait()
+            await asyncio.sleep(0)
+            now += 61
+            is_gone.set()
+            hub.coordinator.progress.notify()
+        [seen] = (await hub.get("/explain"))["environments"]
+        assert (seen["state"], seen["last_seen_s"]) == ("silent", 61)
+
+
+class SlowToForget(MemoryRuns):
+    """Deletes when it is told to."""
+
+    def __init__(self) -> None:
+        self.may_delete = threading.Event()
+        self.is_deleting = threading.Event()
+        self.opened_too_early = False
+
+    def store(self, name: str) -> GroupStore:
+        self.opened_too_early |= self.is_deleting.is_set() and not self.may_delete.is_set()
+        return super().store(name)
+
+    def forget(self, name: str) -> None:
+        self.is_deleting.set()
+        assert self.may_delete.wait(5)
+
+
+async def test_run_that_is_called_while_it_ends_begins_anew_when_its_files_are_gone() -> None:
+    stores = SlowToForget()
+    runs = Runs(stores)
+    first = await runs.run("x")
+    ending = asyncio.create_task(runs.forget("x"))
+    await asyncio.to_thread(stores.is_deleting.wait, 5)
+    again = asyncio.create_task(runs.run("x"))
+    await asyncio.sleep(0.01)
+    assert not again.done()
+    stores.may_delete.set()
+    assert await ending
+    assert await again is not first
+    assert not stores.opened_too_early
+    await runs.close()
+
+
+def test_only_directories_of_stores_are_runs(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "math").mkdir()
+    (tmp_path / "math" / "lock").touch()
+    assert DirectoryRuns(tmp_path, lambda path: MemoryStore()).names() == ["math"]
+
+
+async def test_time_goes_on_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Runs):
+        num_ticks = 0
+        has_gone_on = asyncio.Event()
+
+        async def tick(self) -> None:
+            self.num_ticks += 1
+            if self.num_ticks == 1:
+                raise RuntimeError("once")
+            self.has_gone_on.set()
+
+    monkeypatch.setattr("atroposlib.api.server.TICK_S", 0.001)
+    runs = Failing()
+    app = create_app(runs)
+    async with app.router.lifespan_context(app), asyncio.timeout(5):
+        await runs.has_gone_on.wait()
+    assert "expiry failed" in caplog.text

@@ -53,7 +53,8 @@ class DirectoryRuns:
     def names(self) -> list[str]:
         if not self._root.is_dir():
             return []
-        return sorted(entry.name for entry in self._root.iterdir() if entry.is_dir())
+        # A store makes its lock file first. Other directories, such as lost+found, are none of the hub's business.
+        return sorted(path.parent.name for path in self._root.glob("*/lock"))
 
     def store(self, name: str) -> GroupStore:
         return self._make_store(self._root / name)

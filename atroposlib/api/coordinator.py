@@ -91,6 +91,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_MAX_BUFFERED_SIZES = 8
+"""Times its group size that an environment may have waiting for what makes up one group."""
 _FAR_BEYOND = 2
 """Times the bound. From here on only what the next batch waits for is let in."""
 
@@ -314,7 +316,7 @@ class Coordinator:
             "policy_version": self._policy_version,
             "environments": self._environments.save(),
             "next_batch": self._leases.next_number,
-            "forgotten_step": self._leases.forgotten_step,
+            "freed_step": self._leases.freed_step,
             "rejected": dict(self._rejected),
             "duplicates": self._num_duplicates,
         }
@@ -329,7 +331,7 @@ class Coordinator:
         self._policy_version = document["policy_version"]
         self._environments.restore(document["environments"], now=self._clock())
         self._leases.next_number = document["next_batch"]
-        self._leases.forgotten_step = document["forgotten_step"]
+        self._leases.freed_step = document["freed_step"]
         self._rejected = Counter(document["rejected"])
         self._num_duplicates = document["duplicates"]
 
@@ -500,7 +502,7 @@ class Coordinator:
             "replayed": num_replayed,
             "requeued": 0 if mode is Resume.DISCARD else num_groups - num_replayed - num_dead,
             "discarded": num_groups if mode is Resume.DISCARD else 0,
-            "forgotten_steps": max(0, self._leases.forgotten_step - step),
+            "forgotten_steps": max(0, self._leases.freed_step - step),
         }
         logger.warning(
             "run %s: a trainer goes on from step %d (epoch %d): %s",
@@ -689,7 +691,7 @@ class Coordinator:
         surplus = self._leases.surplus(
             max_batches=self.policy.keep_trained_batches, max_bytes=self.policy.keep_trained_bytes
         )
-        ends = [end for old in surplus for end in self._free(old, is_covered=False)]
+        ends = [end for old in surplus for end in self._free(old)]
         is_kept = batch in self._leases
         await self._save(
             Change(
@@ -701,16 +703,16 @@ class Coordinator:
         )
         return batch.step
 
-    def _free(self, batch: Batch, *, is_covered: bool) -> list[End]:
-        """Forget a batch that was trained on; `is_covered`: a checkpoint was made after it."""
-        self._leases.free(batch, is_covered=is_covered)
+    def _free(self, batch: Batch) -> list[End]:
+        """Forget a batch that was trained on."""
+        self._leases.free(batch)
         return self._end(batch.headers, Fate.TRAINED)
 
     async def checkpoint(self, step: int) -> int:
         """Free the batches acknowledged at or before `step`, which need not come again; return how many."""
         trained = self._leases.in_state(BatchState.TRAINED)
         done = [batch for batch in trained if batch.step <= step]
-        ends = [end for batch in done for end in self._free(batch, is_covered=True)]
+        ends = [end for batch in done for end in self._free(batch)]
         await self._save(Change(ends=ends, closed_batches=[batch.number for batch in done]))
         return len(done)
 
@@ -723,7 +725,7 @@ class Coordinator:
         batch = self._leases.held_plainly(batch_id)
         if batch is None:
             return False
-        ends = self._free(batch, is_covered=False)
+        ends = self._free(batch)
         await self._save(Change(ends=ends, closed_batches=[batch_id]))
         return True
 
@@ -1137,7 +1139,8 @@ class Coordinator:
         environment = self._environments.find(header.env_id)
         if environment is None or not environment.is_active:
             return False
-        return header.num_sequences < environment.registration.group_size
+        # Sizes beyond the batch are no use to anyone, and their sums would cost memory.
+        return header.num_sequences < environment.registration.group_size <= self.info().batch_size
 
     def _settle(self, group: NewGroup, outcome: Appended) -> tuple[Receipt, list[Move]]:
         """Take a group into memory as the store has taken it."""
@@ -1169,10 +1172,20 @@ class Coordinator:
             return self._requeue([header])
         buffered = environment.buffered
         buffered.append(header)
-        if not environment.is_active:
+        if not self._is_odd(header):
             return self._flush_buffer(environment)
-        sizes = [each.num_sequences for each in buffered]
-        chosen = oldest_subset(sizes, environment.registration.group_size)
+        group_size = environment.registration.group_size
+        chosen = oldest_subset([each.num_sequences for each in buffered], group_size)
+        if not chosen and environment.num_buffered_sequences > _MAX_BUFFERED_SIZES * group_size:
+            logger.warning(
+                "run %s: environment %d (%r) sends groups that do not add up to its group_size of %d; they are"
+                " queued as they are",
+                self.name,
+                environment.env_id,
+                environment.name,
+                group_size,
+            )
+            return self._flush_buffer(environment)
         complete = [buffered[index] for index in chosen]
         for index in reversed(chosen):
             del buffered[index]

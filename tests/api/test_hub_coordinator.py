@@ -342,13 +342,13 @@ async def test_silent_environment_suspends_its_minimum_until_it_is_heard_of() ->
 
 
 async def test_odd_groups_of_an_environment_that_left_are_queued() -> None:
-    coordinator = await started(batch_size=3)
+    coordinator = await started(batch_size=6)
     await coordinator.register_env(RegisterEnv(**environment(group_size=4)))
-    receipts = await coordinator.accept([incoming(3, env_id=0, tag=1)])
-    assert receipts == [Receipt(env_id=0, buffer_size=3)]
+    receipts = await coordinator.accept([incoming(3, env_id=0, tag=n) for n in (1, 2)])
+    assert receipts == [Receipt(env_id=0, buffer_size=3), Receipt(env_id=0, buffer_size=6)]
     assert await coordinator.deliver() is None
     await coordinator.disconnect_env(0)
-    assert tags(await coordinator.deliver()) == [1]
+    assert tags(await coordinator.deliver()) == [1, 2]
 
 
 async def test_same_uid_is_the_same_environment() -> None:
@@ -743,3 +743,24 @@ async def test_name_of_an_environment_cannot_forge_a_line_of_the_log(
         await coordinator.disconnect_env(0)
     assert len(caplog.messages) == 2
     assert all("\n" not in message for message in caplog.messages)
+
+
+async def test_odd_groups_that_never_add_up_are_queued_in_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    coordinator = await started(batch_size=12)
+    await coordinator.register_env(RegisterEnv(**environment(group_size=4)))
+    for tag in range(10):
+        await coordinator.accept([incoming(3, env_id=0, tag=tag)])
+    assert (coordinator.ledger().buffered, coordinator.explain().batch) == (10, "none")
+    [receipt] = await coordinator.accept([incoming(3, env_id=0, tag=10)])
+    assert receipt.buffer_size == 0
+    assert "do not add up to its group_size of 4" in caplog.text
+    assert tags(await coordinator.deliver()) == [0, 1, 2, 3]
+
+
+async def test_group_size_beyond_the_batch_buffers_nothing() -> None:
+    coordinator = await started(batch_size=4)
+    await coordinator.register_env(RegisterEnv(**environment(group_size=2**31 - 1)))
+    assert await coordinator.accept([incoming(4, env_id=0)]) == [Receipt(env_id=0)]
+    assert await coordinator.deliver() is not None

@@ -456,6 +456,10 @@ async def _watch_lag(metrics: HubMetrics) -> None:
         metrics.observe_lag(time.monotonic() - started - LAG_PERIOD_S)
 
 
+_TURNS_TO_NOTICE = 3
+"""Turns of the event loop between the return of `send` from a broken connection and the message that tells of it."""
+
+
 class _BatchResponse(Response):
     """A batch on its way: piece by piece, and for a plain delivery with a look at whether it got there.
 
@@ -484,17 +488,25 @@ class _BatchResponse(Response):
         }
         watcher = asyncio.create_task(_disconnect(receive))
         is_whole = False
+        *pieces, end = self._pieces
         try:
             async with asyncio.timeout(self._timeout_s):
                 await send(start)
-                for piece in self._pieces:
+                for piece in (*pieces, end[:-1]):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                     if watcher.done():
                         break
                 else:
-                    # Returns when what was written before has left the process.
+                    # Returns when what was written before has left the process, or the connection has broken.
                     await send({"type": "http.response.body", "body": b"", "more_body": True})
+                    for _ in range(_TURNS_TO_NOTICE):
+                        await asyncio.sleep(0)
+                    # Nobody leaves content before the last byte: who is gone by now was cut off.
                     is_whole = not watcher.done()
+                    if is_whole:
+                        last: Message = {"type": "http.response.body", "body": end[-1:]}
+                        last["more_body"] = True
+                        await send(last)
         except (TimeoutError, OSError) as e:
             logger.warning("run %s: a batch could not be sent: %r", self._run.name, e)
         finally:

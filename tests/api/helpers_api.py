@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
+import uvicorn
+from fastapi import FastAPI
 
 from atroposlib.api.coordinator import Coordinator, RunPolicy
 from atroposlib.api.hub import Hub as Runs
@@ -84,7 +88,9 @@ class Hub:
 
     async def balanced_ledger(self) -> dict[str, Any]:
         ledger: dict[str, Any] = await self.get("/ledger")
-        places = {k: v for k, v in ledger.items() if k not in ("produced", "rejected", "duplicates")}
+        places = {
+            k: v for k, v in ledger.items() if k not in ("produced", "rejected", "duplicates")
+        }
         assert ledger["produced"] == sum(places.values()) + sum(ledger["rejected"].values()), ledger
         return ledger
 
@@ -103,3 +109,17 @@ async def running_hub(
         httpx.AsyncClient(transport=transport, base_url="http://hub") as http,
     ):
         yield Hub(http, await runs.run())
+
+
+@contextmanager
+def serving(app: FastAPI, port: int = 0) -> Iterator[str]:
+    """Serve `app` on a loopback port; 0: a free one."""
+    listener = socket.create_server(("127.0.0.1", port))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

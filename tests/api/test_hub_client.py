@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 import zstandard
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -38,7 +37,7 @@ from atroposlib.client import (
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, HubUnavailable
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from atroposlib.wire import CONTENT_TYPE_PACKED, join_packed, pack_group, split_packed
-from tests.api.helpers_api import group
+from tests.api.helpers_api import group, serving
 
 RUN = TrainerRegistration(
     batch_size=4,
@@ -53,20 +52,6 @@ RUN = TrainerRegistration(
 def scored(num_sequences: int = 2, group_id: str = "a", **changes: object) -> ScoredGroup:
     checked = check_group(group(num_sequences, **changes), strictness=Strictness.MEANING)
     return checked.replace(group_id=group_id)
-
-
-@contextmanager
-def serving(app: FastAPI, port: int = 0) -> Iterator[str]:
-    """Serve `app` on a loopback port; 0: a free one."""
-    listener = socket.create_server(("127.0.0.1", port))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @pytest.fixture

@@ -124,8 +124,8 @@ class Leases:
         self.epoch = 0
         """Counts the trainer's incarnations."""
         self.next_number = first_number
-        self.forgotten_step = 0
-        """The highest step whose batch was freed although no checkpoint covers it."""
+        self.freed_step = 0
+        """The highest step whose batch was freed."""
         self._first_number = first_number
         self._batches: dict[int, Batch] = {}
         self._replay: deque[int] = deque()
@@ -260,14 +260,13 @@ class Leases:
             surplus.append(batch)
         return surplus
 
-    def free(self, batch: Batch, *, is_covered: bool) -> None:
-        """Forget a batch that was trained on; `is_covered`: a checkpoint was made after it."""
+    def free(self, batch: Batch) -> None:
+        """Forget a batch that was trained on."""
         del self._batches[batch.number]
         self._closed[batch.number] = _Closed(batch.lease_id, batch.step)
         while len(self._closed) > MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
-        if not is_covered:
-            self.forgotten_step = max(self.forgotten_step, batch.step)
+        self.freed_step = max(self.freed_step, batch.step)
 
     # Resuming
 

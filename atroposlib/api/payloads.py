@@ -41,6 +41,8 @@ from atroposlib.wire import (
     CONTENT_TYPE_PACKED,
     json_pieces,
     packed_pieces,
+    split_packed,
+    tail_texts,
 )
 
 logger = logging.getLogger(__name__)
@@ -90,11 +92,13 @@ class GroupCodec:
         self,
         *,
         inline_bytes: int = 65536,
+        inline_packed_bytes: int = 2**20,
         num_workers: int = 1,
         num_threads: int = 2,
         worker_timeout_s: float = 60.0,
     ) -> None:
         self._inline_bytes = inline_bytes
+        self._inline_packed_bytes = inline_packed_bytes
         self._worker_timeout_s = worker_timeout_s
         self._threads = ThreadPoolExecutor(num_threads + num_workers, "hub-codec")
         self._thread_slots = asyncio.Semaphore(num_threads)
@@ -104,7 +108,7 @@ class GroupCodec:
     async def decode(self, body: Body, *, content_type: str, many: bool) -> list[IncomingGroup]:
         """Decode and check the body of `/scored_data` or, with `many`, `/scored_data_list`; raises `GroupError`."""
         packed = is_packed(content_type)
-        if len(body) <= self._inline_bytes and num_nodes(body) <= _INLINE_NODES:
+        if self._is_quick(body, packed=packed):
             groups = decode_body(body, is_packed=packed, many=many)
         else:
             light = await self._in_thread(_decode_if_light, body, is_packed=packed, many=many)
@@ -113,6 +117,19 @@ class GroupCodec:
             else:
                 groups = light
         return [IncomingGroup(**group._asdict()) for group in groups]
+
+    def _is_quick(self, body: Body, *, packed: bool) -> bool:
+        """Is `body` decoded sooner on the event loop than handed to a thread?"""
+        if packed:
+            if len(body) > self._inline_packed_bytes:
+                return False
+            blobs = split_packed(body).blobs
+            texts: list[Body] = [text for blob in blobs for text in tail_texts(blob)]
+        else:
+            texts = [body]
+        if sum(map(len, texts)) > self._inline_bytes:
+            return False
+        return sum(map(num_nodes, texts)) <= _INLINE_NODES
 
     async def encode_batch(
         self,

@@ -44,6 +44,7 @@ SHUTDOWN_GRACE_S = 2
 """How long requests that are being answered may take after a stop signal."""
 MAX_CONNECTIONS = 4096
 """Requests beyond are answered 503."""
+SWITCH_INTERVAL_S = 0.001
 KEEP_ALIVE_S = 30
 """Longer than clients keep idle connections (aiohttp: 15 s), so that they, not the hub, end them."""
 QUEUED_BYTES_IN_MEMORY = 4 * 2**30
@@ -209,6 +210,8 @@ async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
 
+    # Threads that decode give way to the event loop after this long; Python's own 5 ms add up.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     hub = Hub(_stores(config, on_failure), policy=policy_of(config))
     app = create_app(hub, tokens=tokens)
     scheme = "https" if config.ssl_certfile else "http"

@@ -6,13 +6,13 @@ says is believed only after `check_group`, except by `open_blob`, whose callers 
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from atroposlib.errors import GroupError
@@ -348,7 +348,7 @@ def content_digest(group: ScoredGroup | Blob) -> bytes:
     """
     if not isinstance(group, ScoredGroup):
         group = unpack_group(group, strictness=Strictness.WIRE)
-    digest = hashlib.sha256(usedforsecurity=False)
+    digest = xxhash.xxh3_128()
 
     def add(name: str, content: bytes | NDArray[Any]) -> None:
         buffer = content if isinstance(content, bytes) else _buffer_of(content)

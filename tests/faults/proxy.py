@@ -157,10 +157,10 @@ class Proxy:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK_BYTES)
         try:
             await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._target_port))
-        except OSError:
+            return await asyncio.open_connection(sock=sock, limit=CHUNK_BYTES)
+        except BaseException:
             sock.close()
             raise
-        return await asyncio.open_connection(sock=sock, limit=CHUNK_BYTES)
 
     async def _pump(
         self,

@@ -122,12 +122,16 @@ async def test_killed_trainer_resumes_to_the_weights_of_an_unbroken_run(tmp_path
 
 @pytest.mark.timeout(120)
 async def test_plain_batch_cut_on_its_way_comes_again(tmp_path: Path) -> None:
-    """Up to the last bytes, which the kernel takes from the hub before the client has them."""
+    """Up to the last megabytes, which the kernel takes from the hub before the client has them."""
+    identity = {"Accept-Encoding": "identity"}  # 10 MB: more than kernels take
     with hub_process(tmp_path) as hub:
         with TrainerClient(hub.url) as trainer:
             await asyncio.to_thread(trainer.register, registration(max_token_len=20_000))
         keys = await post_groups(hub.url, num_sequences=2 * BATCH_SIZE, num_tokens=20_000)
-        async with Proxy(hub.port) as proxy, httpx.AsyncClient(timeout=10) as client:
+        async with (
+            Proxy(hub.port) as proxy,
+            httpx.AsyncClient(timeout=10, headers=identity) as client,
+        ):
             cuts = [0, 1, 15, 200, 5_000, 100_000, 1_000_000]
             for num_bytes in cuts:
                 proxy.reset_after(Direction.REPLY, num_bytes)
@@ -149,6 +153,38 @@ async def test_plain_batch_cut_on_its_way_comes_again(tmp_path: Path) -> None:
         assert_balanced(ledger)
         assert (ledger["trained"], ledger["queued"]) == (len(keys), 0)
     print(f"{len(cuts)} cuts of a plain batch: it came again each time, nothing lost")
+
+
+@pytest.mark.timeout(120)
+async def test_plain_client_that_closes_with_the_last_byte_has_its_batch(tmp_path: Path) -> None:
+    """As `requests.get` does: leaving with the whole answer is not leaving on the way."""
+    num_batches = 100
+    with hub_process(tmp_path) as hub:
+        with TrainerClient(hub.url) as trainer:
+            await asyncio.to_thread(trainer.register, registration())
+        async with HubClient(hub.url) as producer:
+            for index in range(num_batches):
+                key = GroupKey(0, index)
+                await producer.send([make_group(key, num_sequences=BATCH_SIZE, num_tokens=8)])
+        received = []
+        for _ in range(num_batches):
+            with socket.create_connection(("127.0.0.1", hub.port)) as connection:
+                connection.sendall(b"GET /batch HTTP/1.1\r\nHost: hub\r\n\r\n")
+                answer = connection.recv(65536)
+                while b"\r\n\r\n" not in answer:
+                    answer += connection.recv(65536)
+                head, _, body = answer.partition(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+                while len(body) < length:
+                    body += connection.recv(65536)
+            received += keys_of(json.loads(body)["batch"])
+        await eventually(
+            lambda: hub.get("/ledger")["leased"] == 0, timeout_s=5, what="every batch is settled"
+        )
+        ledger = hub.get("/ledger")
+    assert_balanced(ledger)
+    assert received == [GroupKey(0, index) for index in range(num_batches)]
+    assert (ledger["trained"], ledger["queued"]) == (num_batches, 0)
 
 
 # A trainer that hangs

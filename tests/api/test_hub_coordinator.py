@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 from collections import Counter
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -27,6 +30,7 @@ from atroposlib.api.coordinator import (
 )
 from atroposlib.api.schemas import Ledger, RegisterEnv, RegisterTrainer
 from atroposlib.api.stores.base import CorruptGroups
+from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
 from tests.api.helpers_api import environment, registration
@@ -764,3 +768,23 @@ async def test_group_size_beyond_the_batch_buffers_nothing() -> None:
     await coordinator.register_env(RegisterEnv(**environment(group_size=2**31 - 1)))
     assert await coordinator.accept([incoming(4, env_id=0)]) == [Receipt(env_id=0)]
     assert await coordinator.deliver() is not None
+
+
+async def test_group_that_the_disk_cannot_read_is_set_aside_and_the_others_are_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pread(fd: int, length: int, offset: int) -> bytes:
+        data = read(fd, length, offset)
+        if data == b"13":
+            raise OSError(errno.EIO, "Input/output error")
+        return data
+
+    read = os.pread
+    coordinator = Coordinator(DiskStore(tmp_path, min_free_bytes=0))
+    await coordinator.open()
+    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    await coordinator.accept([incoming(1, tag=tag) for tag in (12, 13, 14)])
+    monkeypatch.setattr(os, "pread", pread)
+    assert tags(await coordinator.deliver(LeaseRequest(request_id="r"))) == [12, 14]
+    assert [dead.reason for dead in coordinator.dead()] == ["damaged in the store"]
+    await coordinator.close()

@@ -9,6 +9,7 @@ is broken until it is opened anew. The coordinator calls it; it never looks into
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
@@ -268,7 +269,10 @@ class DiskStore:
                     for number in members:
                         try:
                             payloads[number] = read_payload(fd, wanted[number])
-                        except DamagedPayload as e:
+                        except (DamagedPayload, OSError) as e:
+                            # What the disk cannot read it will not read later, and would keep a whole batch back.
+                            if isinstance(e, OSError) and e.errno != errno.EIO:
+                                raise
                             logger.error("group %d is damaged: %s", number, e)
                             damaged.append(number)
             except FileNotFoundError:

@@ -16,6 +16,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -400,4 +401,41 @@ async def test_a_full_disk_refuses_groups_and_takes_them_again_later(tmp_path: P
     await store.commit(ended([0]))
     files.is_full = False
     assert await store.append([late]) == [Appended.STORED]
+    await store.close()
+
+
+async def test_a_repeat_of_a_group_that_found_no_room_is_not_called_a_duplicate(
+    tmp_path: Path,
+) -> None:
+    class Gated(SmallDisk):
+        """Lets the first record wait until the gate opens, and takes no other."""
+
+        def __init__(self) -> None:
+            self.has_begun = threading.Event()
+            self.gate = threading.Event()
+            self.num_records = 0
+
+        def write(self, fd: int, buffers: Sequence[bytes], offset: int) -> int:
+            if len(buffers) > 1:
+                self.num_records += 1
+                if self.num_records > 1:
+                    raise OSError(errno.ENOSPC, "injected")
+                self.has_begun.set()
+                assert self.gate.wait(10)
+            return super().write(fd, buffers, offset)
+
+    files = Gated()
+    rng = random.Random(0)
+    first, second = new_group(0, rng), new_group(1, rng)
+    store = open_store(tmp_path / "run", files=files)
+    await store.open()
+    calls = [asyncio.create_task(store.append([first]))]
+    assert await asyncio.to_thread(files.has_begun.wait, 10)
+    # While the writer is busy these two come together and share a commit.
+    calls += [asyncio.create_task(store.append([second])) for _ in range(2)]
+    await asyncio.sleep(0)
+    files.gate.set()
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert answers[0] == [Appended.STORED]
+    assert [type(answer) for answer in answers[1:]] == [StoreFull, StoreFull]
     await store.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.api.stores import disk
 from atroposlib.api.stores.base import (
     Appended,
     Change,
@@ -22,8 +23,9 @@ from atroposlib.api.stores.base import (
     NewGroup,
     Place,
     StoreBroken,
+    StoreFull,
 )
-from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.disk import DiskStore, _file_system_of
 from atroposlib.errors import ConfigError
 from tests.faults.store_faults import SmallDisk, copy_run, new_group, open_store
 
@@ -377,3 +379,59 @@ async def test_500_mb_are_open_again_within_a_second_after_a_crash(tmp_path: Pat
     assert await again.read([2499]) == [payload]
     assert seconds < 1.0
     await again.close()
+
+
+async def test_appends_that_come_together_share_a_sync(tmp_path: Path) -> None:
+    class Counting(SmallDisk):
+        num_syncs = 0
+
+        def sync(self, fd: int) -> None:
+            self.num_syncs += 1
+            super().sync(fd)
+
+    files = Counting()
+    store = open_store(tmp_path / "run", files=files)
+    await store.open()
+    outcomes = await asyncio.gather(*(store.append([group]) for group in make_groups(200)))
+    assert outcomes == [[Appended.STORED]] * 200
+    # The first may be alone; the limit of a commit is 256 groups.
+    assert files.num_syncs <= 20
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("total_gib", "free_gib", "is_room"),
+    [(100, 2.2, True), (100, 1.9, False), (10, 1.2, True), (10, 0.9, False)],
+)
+async def test_two_percent_of_the_disk_and_at_least_one_gib_stay_free(
+    tmp_path: Path, total_gib: int, free_gib: float, is_room: bool
+) -> None:
+    class Disk(SmallDisk):
+        def total_bytes(self, path: Path) -> int:
+            return total_gib << 30
+
+        def free_bytes(self, path: Path) -> int:
+            return int(free_gib * (1 << 30))
+
+        def allocate(self, fd: int, size: int) -> None:
+            pass
+
+    store = DiskStore(tmp_path / "run", files=Disk())
+    await store.open()
+    if is_room:
+        assert await store.append(make_groups(1)) == [Appended.STORED]
+    else:
+        with pytest.raises(StoreFull):
+            await store.append(make_groups(1))
+    await store.close()
+
+
+async def test_a_network_file_system_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _file_system_of(Path("/proc/self")) == "proc"
+    monkeypatch.setattr(disk, "_file_system_of", lambda directory: "nfs4")
+    store = open_store(tmp_path / "run")
+    await store.open()
+    await store.close()
+    assert "is on nfs4" in caplog.text

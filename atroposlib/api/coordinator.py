@@ -1074,6 +1074,11 @@ class Coordinator:
                 self.reject(problem.reason, num_groups=len(groups))
                 raise GroupError(f"{_at(index, groups)}tokens: {problem.message}")
         self._check_room(groups)
+        # A caller who goes away must not leave groups in the store that memory knows nothing of.
+        return await asyncio.shield(asyncio.create_task(self._take_in(groups)))
+
+    async def _take_in(self, groups: Sequence[IncomingGroup]) -> list[Receipt]:
+        """Store groups, then take them into memory; not to be cancelled in between."""
         new = [self._numbered(group) for group in groups]
         generation = self._generation
         outcomes = await self._store.append(new)

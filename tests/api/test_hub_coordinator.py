@@ -29,7 +29,7 @@ from atroposlib.api.coordinator import (
     UnknownBatch,
 )
 from atroposlib.api.schemas import Ledger, RegisterEnv, RegisterTrainer
-from atroposlib.api.stores.base import CorruptGroups
+from atroposlib.api.stores.base import Appended, CorruptGroups, NewGroup
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
@@ -788,3 +788,27 @@ async def test_group_that_the_disk_cannot_read_is_set_aside_and_the_others_are_d
     assert tags(await coordinator.deliver(LeaseRequest(request_id="r"))) == [12, 14]
     assert [dead.reason for dead in coordinator.dead()] == ["damaged in the store"]
     await coordinator.close()
+
+
+async def test_group_whose_sender_left_while_it_was_stored_is_queued() -> None:
+    class Slow(MemoryStore):
+        may_answer = asyncio.Event()
+
+        async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
+            outcomes = await super().append(groups)
+            await self.may_answer.wait()
+            return outcomes
+
+    store = Slow()
+    coordinator = Coordinator(store)
+    await coordinator.open()
+    sending = asyncio.create_task(coordinator.accept([incoming(2, group_id="a")]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    store.may_answer.set()
+    [receipt] = await coordinator.accept([incoming(2, group_id="a")])
+    assert receipt.is_duplicate
+    assert coordinator.ledger().queued == 1

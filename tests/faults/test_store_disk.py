@@ -344,6 +344,28 @@ async def test_a_broken_store_says_so_once_and_refuses_everything(tmp_path: Path
     assert len(failures) == 1
 
 
+async def test_closing_says_when_it_could_not_make_everything_durable(tmp_path: Path) -> None:
+    class BreaksLater(SmallDisk):
+        is_broken = False
+
+        def sync(self, fd: int) -> None:
+            if self.is_broken:
+                raise OSError(5, "injected")
+
+    files = BreaksLater()
+    failures: list[BaseException] = []
+    store = open_store(tmp_path / "run", files=files, on_failure=failures.append)
+    await store.open()
+    await store.append(make_groups(1))
+    files.is_broken = True
+    with pytest.raises(StoreBroken):
+        await store.close()
+    assert len(failures) == 1
+    again = open_store(tmp_path / "run")
+    assert len((await again.open()).groups) == 1
+    await again.close()
+
+
 async def test_500_mb_are_open_again_within_a_second_after_a_crash(tmp_path: Path) -> None:
     store = DiskStore(tmp_path / "run", durability=Durability.PROCESS, min_free_bytes=0)
     await store.open()

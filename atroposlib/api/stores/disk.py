@@ -211,7 +211,10 @@ class DiskStore:
         )
 
     async def close(self) -> None:
-        """See `GroupStore`. A broken store lets go of its files as they are."""
+        """See `GroupStore`. A store that broke before lets go of its files as they are.
+
+        Raises `StoreBroken` if it breaks now; then changes that were not durable may be lost.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -429,13 +432,14 @@ class DiskStore:
     def _write(self) -> None:
         while True:
             jobs = self._drain()
-            answers: list[tuple[asyncio.Future[Any], Any]]
-            try:
-                answers = self._do(jobs) if self._failure is None else []
-            except Exception as e:  # noqa: BLE001  whatever it was, nothing may be written after it
-                self._fail(e)
-                answers = []
-            if self._failure is not None:
+            if self._failure is None:
+                try:
+                    answers = self._do(jobs)
+                except Exception as e:  # noqa: BLE001  whatever it was, nothing may be written after it
+                    self._fail(e)
+                    answers = [(job.future, self._broken()) for job in jobs]
+            else:
+                # Closing what is broken already has nothing to report.
                 answers = [(job.future, None if job.is_last else self._broken()) for job in jobs]
             self._answer(answers)
             if any(job.is_last for job in jobs):

@@ -239,7 +239,8 @@ def add_token(
     row["scopes"] = sorted(scopes)
     if runs is not None:
         row["runs"] = sorted(runs)
-    if text.lstrip().startswith("["):  # JSON: a line cannot simply be added to it
+    is_json = text.lstrip().startswith("[") or (not earlier and path.suffix == ".json")
+    if is_json:  # a line cannot simply be added to it
         rows = [msgspec.to_builtins(entry) for entry in earlier]
         rows = [{k: v for k, v in each.items() if v is not None} for each in rows]
         text = json.dumps([*rows, row], indent=1) + "\n"

@@ -131,21 +131,12 @@ class Cost:
         self.server_s = await settled_cpu_s(self._hub) - self.server_s
 
 
-def flags_of_run_api() -> str:
-    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--help"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 @contextmanager
 def running_hub(store: str, *, directory: Path, extra: Sequence[str] = ()) -> Iterator[Hub]:
     """Run `run-api` on a free port for the length of the block; its data is removed afterwards."""
-    flags = flags_of_run_api()
     with tempfile.TemporaryDirectory(dir=directory, prefix="hub-") as data:
         argv = ["--host", "127.0.0.1", "--port", "0", *extra]
-        if store == "memory" and "--memory" in flags:
-            argv.append("--memory")
-        if store == "disk":
-            argv += ["--data-dir", data]
+        argv += ["--memory"] if store == "memory" else ["--data-dir", str(Path(data) / "runs")]
         log_path = Path(data) / "hub.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(

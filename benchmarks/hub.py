@@ -51,7 +51,7 @@ from benchmarks._hub_load import (
     send,
     take_batch,
 )
-from benchmarks._hub_process import Cost, Hub, flags_of_run_api, probing, running_hub, settled_cpu_s
+from benchmarks._hub_process import Cost, Hub, probing, running_hub, settled_cpu_s
 
 BATCHES_IN_FLIGHT = 3
 POLL_PAUSE_S = 0.1
@@ -832,8 +832,6 @@ def main() -> int:
     arguments.envs = arguments.envs or ("100" if arguments.quick else "100,300,1000")
     if unknown := set(filter(None, arguments.only.split(","))) - set(QUESTIONS):
         parser.error(f"--only: {sorted(unknown)} is not among {', '.join(QUESTIONS)}")
-    if not arguments.base_url and "--data-dir" not in flags_of_run_api():
-        arguments.stores = "memory"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
     began = time.perf_counter()

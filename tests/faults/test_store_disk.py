@@ -25,7 +25,8 @@ from atroposlib.api.stores.base import (
     StoreBroken,
     StoreFull,
 )
-from atroposlib.api.stores.disk import DiskStore, _file_system_of
+from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.space import file_system_of
 from atroposlib.errors import ConfigError
 from tests.faults.store_faults import SmallDisk, copy_run, new_group, open_store
 
@@ -451,8 +452,8 @@ async def test_two_percent_of_the_disk_and_at_least_one_gib_stay_free(
 async def test_a_network_file_system_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _file_system_of(Path("/proc/self")) == "proc"
-    monkeypatch.setattr(disk, "_file_system_of", lambda directory: "nfs4")
+    assert file_system_of(Path("/proc/self")) == "proc"
+    monkeypatch.setattr(disk, "file_system_of", lambda directory: "nfs4")
     store = open_store(tmp_path / "run")
     await store.open()
     await store.close()

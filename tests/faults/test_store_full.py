@@ -176,3 +176,16 @@ async def test_a_crashed_run_recovers_on_a_disk_that_is_full(
     await end_one_by_one(again, range(21))
     await asyncio.to_thread(hog.unlink)
     await again.close()
+
+
+async def test_a_restart_just_above_the_watermark_goes_on_taking_groups(small_disk: Path) -> None:
+    store = open_store(small_disk)
+    await store.open()
+    room = store.usage().free_bytes
+    assert room is not None
+    await store.append([new_group(0, random.Random(0), num_bytes=room - (1 << 20))])
+    await store.close()
+    again = open_store(small_disk)
+    await again.open()
+    assert await again.append([new_group(1, random.Random(1))]) == [Appended.STORED]
+    await again.close()

@@ -33,11 +33,9 @@ from atroposlib.api.stores.base import (
     SavedRun,
     StoreBroken,
     StoredGroup,
-    StoreFull,
     StoreUsage,
 )
 from atroposlib.api.stores.segments import (
-    FULL_ERRNOS,
     DamagedPayload,
     Files,
     Location,
@@ -51,6 +49,7 @@ from atroposlib.api.stores.segments import (
     read_payload,
     segment_path,
 )
+from atroposlib.api.stores.space import DiskSpace, file_system_of
 from atroposlib.api.stores.state import DamagedState, LoadedState, StateDb, is_full
 from atroposlib.errors import ConfigError
 
@@ -58,10 +57,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_DRAIN_BYTES: Final = 32 << 20
 _MAX_DRAIN_GROUPS: Final = 256
-_BALLAST_BYTES: Final = 64 << 20
 _IDLE_S: Final = 1.0
 """How long the writer waits for work before it looks after the disk."""
-_FREE_SPACE_AGE_S: Final = 0.1
 _SPARSE_SHARE: Final = 0.2
 _SPARSE_S: Final = 600.0
 _NETWORK_FILE_SYSTEMS: Final = frozenset(
@@ -133,7 +130,6 @@ class DiskStore:
             raise ConfigError("a disk store cannot have the durability of memory")
         self._directory = Path(directory)
         self._durability = durability
-        self._min_free_bytes = min_free_bytes
         self._on_failure = on_failure
         self._files = files or Files()
         self._clock = clock
@@ -144,7 +140,9 @@ class DiskStore:
             segment_bytes=segment_bytes,
             is_synced=self._is_synced,
         )
-        self._ballast_path = self._directory / "ballast"
+        self._space = DiskSpace(
+            self._directory, min_free_bytes=min_free_bytes, files=self._files, clock=clock
+        )
         self._lock_fd: int | None = None
         self._state: StateDb | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -164,12 +162,6 @@ class DiskStore:
         self._stored_bytes = 0
         self._empty: set[int] = set()
         """Segments with no held group, to be dropped once nothing is appended to them."""
-        self._free_bytes = 0
-        self._free_bytes_at_s = float("-inf")
-        """When `_free_bytes` was measured; set back by whoever makes room."""
-        self._min_free = 0
-        self._ballast_bytes = 0
-        self._has_ballast = False
         self._is_listed_safely = True
         """All transactions so far would survive a loss of power."""
         self._next_look_s = float("-inf")
@@ -207,7 +199,7 @@ class DiskStore:
         return StoreUsage(
             payload_bytes=self._payload_bytes,
             stored_bytes=self._stored_bytes,
-            free_bytes=max(0, self._free_bytes - self._min_free),
+            free_bytes=self._space.room_bytes,
         )
 
     async def close(self) -> None:
@@ -298,10 +290,10 @@ class DiskStore:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._take_lock()
             self._warn_of_network_file_system()
-            self._set_limits()
+            self._space.prepare()
             saved = self._recover(started_s)
-            self._measure_free_space()
-            self._warn_of_full_disk()
+            self._space.measure()
+            self._space.warn_if_full()
         except (OSError, sqlite3.Error) as e:
             self._let_go()
             raise StoreBroken(f"{self._directory} cannot be opened: {e}") from e
@@ -322,7 +314,7 @@ class DiskStore:
         self._lock_fd = fd
 
     def _warn_of_network_file_system(self) -> None:
-        kind = _file_system_of(self._directory)
+        kind = file_system_of(self._directory)
         if kind in _NETWORK_FILE_SYSTEMS:
             logger.warning(
                 "%s is on %s: locks and syncs there may not hold what they promise;"
@@ -532,9 +524,9 @@ class DiskStore:
                 same = known == group.digest
                 plan.outcomes.append(Appended.DUPLICATE if same else Appended.CONFLICT)
         num_bytes = sum(len(group.payload) for group in plan.new)
-        if plan.new and not self._take_room(num_bytes):
+        if plan.new and not self._space.take(num_bytes):
             plan.new.clear()
-            plan.refusal = self._full()
+            plan.refusal = self._space.refusal()
         else:
             digests |= own
         return plan
@@ -555,12 +547,12 @@ class DiskStore:
         return written
 
     def _refuse_appends(self, plans: Sequence[_Plan]) -> None:
-        self._free_bytes_at_s = float("-inf")
+        self._space.expire()
         for plan in plans:
             if plan.new or plan.repeats_new:
                 plan.new.clear()
                 plan.located.clear()
-                plan.refusal = plan.refusal or self._full()
+                plan.refusal = plan.refusal or self._space.refusal()
 
     def _list(self, plans: Sequence[_Plan]) -> None:
         """Enter everything into the database in one transaction, then into memory."""
@@ -605,7 +597,7 @@ class DiskStore:
     def _list_on_full_disk(self, plans: Sequence[_Plan], written: Written | None) -> None:
         """Use the ballast, and if that is not enough, give up the appends: what ends groups has to go on."""
         logger.warning("the disk of %s is full; the ballast is given up", self._directory)
-        self._release_ballast()
+        self._space.release_ballast()
         try:
             self._list(plans)
             return
@@ -641,7 +633,7 @@ class DiskStore:
         if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + _IDLE_S
-        self._measure_free_space()
+        self._space.measure()
         for number, segment in list(self._segments.items()):
             size = self._log.sizes.get(number, 0)
             if self._log.is_active(number) or segment.live_bytes >= _SPARSE_SHARE * size:
@@ -677,7 +669,7 @@ class DiskStore:
         except OSError:
             # Opening the store drops it again.
             logger.exception("%s could not be removed", path)
-        self._free_bytes_at_s = float("-inf")
+        self._space.expire()
 
     def _compact(self, number: int, segment: _Segment) -> None:
         """Copy the few groups that are left in a segment to the end of the log, so that it can be dropped."""
@@ -717,67 +709,6 @@ class DiskStore:
         for held, location in moved.items():
             self._forget(held)
             self._note(held, location)
-
-    def _take_room(self, num_bytes: int) -> bool:
-        """Reserve disk space for an append; False when the watermark would be crossed."""
-        if self._clock() - self._free_bytes_at_s >= _FREE_SPACE_AGE_S:
-            self._measure_free_space()
-        if not self._has_ballast or self._free_bytes - num_bytes < self._min_free:
-            return False
-        self._free_bytes -= num_bytes
-        return True
-
-    def _full(self) -> StoreFull:
-        return StoreFull(
-            f"the disk of {self._directory} is full: {self._free_bytes} bytes are left,"
-            f" of which {self._min_free} are kept for the hub itself"
-        )
-
-    def _measure_free_space(self) -> None:
-        self._free_bytes = self._files.free_bytes(self._directory)
-        self._free_bytes_at_s = self._clock()
-        if not self._has_ballast and self._free_bytes >= self._min_free + self._ballast_bytes:
-            self._take_ballast()
-            self._free_bytes = self._files.free_bytes(self._directory)
-
-    def _set_limits(self) -> None:
-        total = self._files.total_bytes(self._directory)
-        self._min_free = (
-            max(total // 50, 1 << 30) if self._min_free_bytes is None else self._min_free_bytes
-        )
-        self._ballast_bytes = min(_BALLAST_BYTES, total // 8)
-        self._free_bytes = self._files.free_bytes(self._directory)
-        if self._free_bytes < self._ballast_bytes:
-            # Recovering takes some; the ballast is taken back when there is room.
-            self._release_ballast()
-
-    def _warn_of_full_disk(self) -> None:
-        if not self._has_ballast:
-            logger.warning(
-                "%s: %d bytes are free and %d must stay free; no group is taken until there is room",
-                self._directory,
-                self._free_bytes,
-                self._min_free + self._ballast_bytes,
-            )
-
-    def _take_ballast(self) -> None:
-        """Hold disk space that SQLite gets when there is no other."""
-        try:
-            exists = self._ballast_path.exists()
-            fd = (self._files.open if exists else self._files.create)(self._ballast_path)
-            try:
-                self._files.allocate(fd, self._ballast_bytes)
-            finally:
-                self._files.close(fd)
-            self._has_ballast = True
-        except OSError as e:
-            if e.errno not in FULL_ERRNOS:
-                raise
-            self._release_ballast()
-
-    def _release_ballast(self) -> None:
-        self._files.unlink(self._ballast_path)
-        self._has_ballast = False
 
     # The end.
 
@@ -872,19 +803,3 @@ def _set_aside(state_path: Path) -> None:
         path = state_path.with_name(state_path.name + suffix)
         if path.exists():
             path.replace(path.with_name(f"damaged-{time.time_ns()}-{path.name}"))
-
-
-def _file_system_of(directory: Path) -> str:
-    """Type of the file system that holds `directory`; empty when it cannot be told."""
-    try:
-        lines = Path("/proc/mounts").read_text().splitlines()
-    except OSError:
-        return ""
-    path = directory.resolve()
-    best, kind = -1, ""
-    for line in lines:
-        fields = line.split()
-        mount_point = Path(fields[1].replace("\\040", " "))
-        if path.is_relative_to(mount_point) and len(mount_point.parts) >= best:
-            best, kind = len(mount_point.parts), fields[2]
-    return kind

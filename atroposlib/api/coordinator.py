@@ -247,6 +247,7 @@ class Coordinator:
         self._environments = Environments()
         self._queue = GroupQueue()
         self._dead: dict[int, _Dead] = {}
+        self._dead_bytes = 0
         self._deliveries: dict[int, int] = {}
         """Per held group: times it was leased without an acknowledgement. Absent: none."""
         self._next_number = 0
@@ -352,6 +353,7 @@ class Coordinator:
                 members.setdefault(group.batch, []).append(group.header)
             elif group.place is Place.DEAD:
                 self._dead[number] = _Dead(group.header, group.reason or "")
+                self._dead_bytes += group.header.num_bytes
             elif group.place is Place.BUFFERED:
                 buffered.append(group.header)
             else:
@@ -867,6 +869,7 @@ class Coordinator:
         moves = []
         for header in headers:
             self._dead[header.number] = _Dead(header, reason)
+            self._dead_bytes += header.num_bytes
             moves.append(
                 Move(
                     number=header.number,
@@ -877,16 +880,16 @@ class Coordinator:
             )
         return moves
 
+    def _unbury(self, number: int) -> GroupHeader:
+        header = self._dead.pop(number).header
+        self._dead_bytes -= header.num_bytes
+        return header
+
     def _trim_dead(self) -> list[End]:
         """Free the payloads of the oldest dead groups beyond what is kept."""
-        excess = sum(d.header.num_bytes for d in self._dead.values()) - self.policy.keep_dead_bytes
         dropped = []
-        for number, dead in list(self._dead.items()):
-            if excess <= 0:
-                break
-            excess -= dead.header.num_bytes
-            del self._dead[number]
-            dropped.append(dead.header)
+        while self._dead_bytes > self.policy.keep_dead_bytes:
+            dropped.append(self._unbury(next(iter(self._dead))))
         return self._end(dropped, Fate.DEAD)
 
     def dead(self) -> list[DeadGroup]:
@@ -905,11 +908,8 @@ class Coordinator:
 
     async def requeue_dead(self, numbers: Iterable[int]) -> int:
         """Give dead groups another chance; return how many of `numbers` were dead."""
-        back = [
-            self._dead.pop(number).header
-            for number in dict.fromkeys(numbers)
-            if number in self._dead
-        ]
+        known = [number for number in dict.fromkeys(numbers) if number in self._dead]
+        back = [self._unbury(number) for number in known]
         for header in back:
             self._deliveries.pop(header.number, None)
         await self._save(Change(moves=self._requeue(back)))

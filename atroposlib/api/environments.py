@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from atroposlib.api.batching import GroupHeader
 from atroposlib.api.schemas import RegisterEnv
 from atroposlib.errors import AtroposError
@@ -68,6 +70,7 @@ class Environments:
         self._all: list[Environment] = []
         self._demand: float | None = None
         self._claimed: float | None = None
+        self._saved: msgspec.Raw | None = None
         self.version = 0
         """Grows with every change of who is active or what they claim."""
 
@@ -160,6 +163,7 @@ class Environments:
         self.version += 1
         self._demand = None
         self._claimed = None
+        self._saved = None
 
     @property
     def num_active(self) -> int:
@@ -181,19 +185,22 @@ class Environments:
             self._demand = sum(each.demand for each in self._all if each.is_active)
         return max(MIN_ENV_WEIGHT, environment.demand / self._demand if self._demand else 0.0)
 
-    def save(self) -> list[dict[str, Any]]:
-        """What survives a restart; buffered groups are in the store."""
-        return [
-            {
-                "registration": each.registration.model_dump(),
-                "name": each.name,
-                "is_connected": each.is_connected,
-            }
-            for each in self._all
-        ]
+    def save(self) -> msgspec.Raw:
+        """JSON of what survives a restart, made once per change; buffered groups are in the store."""
+        if self._saved is None:
+            rows = [
+                {
+                    "registration": each.registration.model_dump(),
+                    "name": each.name,
+                    "is_connected": each.is_connected,
+                }
+                for each in self._all
+            ]
+            self._saved = msgspec.Raw(msgspec.json.encode(rows))
+        return self._saved
 
     def restore(self, saved: list[dict[str, Any]], *, now: float) -> None:
-        """Take over what `save` returned; everybody gets the full time-out to be heard of again."""
+        """Take over what `save` wrote; everybody gets the full time-out to be heard of again."""
         self._all = [
             Environment(
                 env_id=env_id,

@@ -59,14 +59,15 @@ class Batch:
     request_id: str | None = None
     is_plain: bool = False
     """Delivered to a client that knows no leases: held by its connection, not by time."""
+    num_bytes: int = field(init=False)
+    """Of its payloads. Kept, because every acknowledgement adds up those of all trained batches."""
+
+    def __post_init__(self) -> None:
+        self.num_bytes = sum(header.num_bytes for header in self.headers)
 
     @property
     def is_leased(self) -> bool:
         return self.state is BatchState.LEASED
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(header.num_bytes for header in self.headers)
 
     def stored(self) -> StoredBatch:
         return StoredBatch(

@@ -812,3 +812,25 @@ async def test_group_whose_sender_left_while_it_was_stored_is_queued() -> None:
     [receipt] = await coordinator.accept([incoming(2, group_id="a")])
     assert receipt.is_duplicate
     assert coordinator.ledger().queued == 1
+
+
+async def test_oldest_dead_groups_make_room_for_newer_ones() -> None:
+    policy = RunPolicy(max_deliveries=1, keep_dead_bytes=4)
+    store = MemoryStore()
+    coordinator = Coordinator(store, policy=policy)
+    await coordinator.open()
+    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    for tag in (11, 12):
+        await coordinator.accept([incoming(2, tag=tag)])
+        batch = await leased(coordinator)
+        await coordinator.release(batch.batch_id, batch.lease_id)
+    coordinator = await restarted(coordinator, store)
+    assert await coordinator.requeue_dead([1]) == 1
+    await coordinator.accept([incoming(2, tag=13), incoming(2, tag=14)])
+    for _ in range(3):
+        batch = await leased(coordinator)
+        await coordinator.release(batch.batch_id, batch.lease_id)
+    await coordinator.tick()
+    assert [group.number for group in coordinator.dead()] == [2, 3]
+    assert coordinator.ledger().dead == 4
+    assert store.usage().payload_bytes == 4

@@ -483,13 +483,11 @@ def trainer_process(argv: Sequence[str]) -> None:
     url, checkpoint_path, journal_path, num_steps, every = argv
     checkpoint, num_batches = Path(checkpoint_path), int(num_steps)
     saved: dict[str, Any] = {"step": 0, "weights": "", "groups": []}
-    resume_step = None
     if checkpoint.exists():
         saved = json.loads(checkpoint.read_text())
-        resume_step = saved["step"]
     step, weights, groups = saved["step"], saved["weights"], list(saved["groups"])
     with TrainerClient(url) as hub, Path(journal_path).open("a") as journal:
-        hub.register(registration(), resume_step=resume_step)
+        hub.register(registration(), resume_step=step)
         while step < num_batches:
             batch = hub.lease_batch(wait_s=5.0)
             if batch is None:

@@ -176,5 +176,5 @@ def test_a_peer_that_is_away_for_a_minute_costs_no_group(peer: str, tmp_path: Pa
     accepted, stored, held = counts(environment)
     assert (stored, held) == (accepted, 0), environment.log()[-4000:]
     assert ledger["produced"] == accepted
-    assert ledger["delivered"] == consumer.num_groups
-    assert ledger["produced"] == ledger["delivered"] + ledger["queued"] + ledger["buffered"]
+    assert ledger["trained"] == consumer.num_groups
+    assert ledger["produced"] == ledger["trained"] + ledger["queued"] + ledger["buffered"]

@@ -216,7 +216,8 @@ class DeadGroups(BaseModel):
 
 
 class DeadNumbers(BaseModel):
-    numbers: list[int] = Field(max_length=100_000)
+    # The first fault is enough: a hundred thousand of them take most of a second to describe.
+    numbers: list[int] = Field(max_length=100_000, fail_fast=True)
 
 
 class Requeued(Acknowledgement):

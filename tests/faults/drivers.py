@@ -522,8 +522,13 @@ def peak_rss_bytes(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [each for child in map(int, found) for each in (child, *children(child))]
+    """Return all descendants; a child belongs to the thread that started it."""
+    found = [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+    return found + [each for child in found for each in children(child)]
 
 
 if __name__ == "__main__":

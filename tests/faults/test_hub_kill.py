@@ -11,14 +11,19 @@ import statistics
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
+from atroposlib.wire import encode_json
 from tests.faults.drivers import (
+    GroupKey,
     LeaseTrainer,
     assert_balanced,
+    children,
     eventually,
     has_group_ended,
     hub_process,
+    make_group,
     traffic,
 )
 
@@ -37,19 +42,16 @@ async def test_killed_hub_loses_no_group_and_commits_none_twice(
 ) -> None:
     rng = random.Random(num_cycles)
     began = time.monotonic()
-    killed_groups = []
     with hub_process(tmp_path) as hub:
         trainer = LeaseTrainer(hub.url, crash_chance=0.05)
         async with traffic(hub.url, trainer=trainer, num_producers=4) as load:
             for cycle in range(num_cycles):
                 await asyncio.sleep(0.15 + 0.35 * rng.random())
                 load.check()
-                killed_groups.append(hub.pid)
                 await asyncio.to_thread(hub.kill)
                 if cycle % 10 == 9:  # once more while it recovers
                     hub.launch()
                     await asyncio.sleep(rng.random() * statistics.median(hub.start_times_s))
-                    killed_groups.append(hub.pid)
                     await asyncio.to_thread(hub.kill)
                 await asyncio.to_thread(hub.start)
             cycles_s = time.monotonic() - began
@@ -58,15 +60,37 @@ async def test_killed_hub_loses_no_group_and_commits_none_twice(
         assert_balanced(ledger)
         assert ledger["trained"] == load.num_acknowledged
         assert ledger["queued"] == ledger["leased"] == 0
-        for pid in killed_groups:
-            await eventually(
-                lambda pid=pid: has_group_ended(pid),
-                timeout_s=5,
-                what=f"what the killed hub {pid} had started ends by itself",
-            )
     print(
         f"{num_cycles} kills in {cycles_s:.0f} s; restart to ready"
         f" p50 {statistics.median(hub.start_times_s):.2f} s, max {max(hub.start_times_s):.2f} s;"
         f" {load.account()}; lost 0, committed twice 0, corrupt 0"
     )
     assert load.num_acknowledged > 10 * num_cycles, "too little load to show anything"
+
+
+@pytest.mark.timeout(60)
+async def test_killed_hub_leaves_no_process_behind(tmp_path: Path) -> None:
+    """Its decoder processes notice that it has gone, in the middle of their work too."""
+    groups = [
+        make_group(GroupKey(0, n), num_sequences=16, num_tokens=8192).replace(group_id=None)
+        for n in range(2)
+    ]
+    bodies = [encode_json(group) for group in groups]  # 4 MB each: not decoded in the hub itself
+    with hub_process(tmp_path) as hub:
+        async with httpx.AsyncClient(base_url=hub.url, timeout=30) as client:
+            (await client.post("/scored_data", content=bodies[0])).raise_for_status()
+            assert children(hub.pid), "the body was decoded in the hub itself"
+            posting = asyncio.create_task(client.post("/scored_data", content=bodies[1]))
+            await asyncio.sleep(0.05)
+            killed = hub.pid
+            await asyncio.to_thread(hub.kill)
+            with pytest.raises(httpx.TransportError):
+                await posting
+        gone_s = await eventually(
+            lambda: has_group_ended(killed), timeout_s=5, what="the decoder processes end"
+        )
+        await asyncio.to_thread(hub.start)
+        ledger = hub.get("/ledger")
+        assert_balanced(ledger)
+        assert ledger["queued"] == ledger["produced"] == 1
+    print(f"nothing was left {gone_s:.2f} s after the kill")

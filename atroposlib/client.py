@@ -264,9 +264,13 @@ class HubClient:
             raise
         return _parse(EnvStatus, reply)
 
-    async def disconnect_env(self, env_id: int) -> None:
-        """Leave: the environment no longer counts in weights and minimums."""
-        answer = await self._call("POST", "/disconnect-env", json={"env_id": env_id})
+    async def disconnect_env(self, env_id: int, *, env_uid: str | None = None) -> None:
+        """Leave: the environment no longer counts in weights and minimums.
+
+        With `env_uid`, `UnknownEnvironment` if another process has been given the id since.
+        """
+        body = {"env_id": env_id} if env_uid is None else {"env_id": env_id, "env_uid": env_uid}
+        answer = await self._call("POST", "/disconnect-env", json=body)
         reply = _json_object(answer, "POST /disconnect-env")
         if reply.get("status") == "failure":
             detail = str(reply.get("error"))

@@ -570,8 +570,9 @@ class Coordinator:
         if not self._has_started:
             self._has_started = True
             await self._save()
-        await self.tick()
         while True:
+            while await self.tick():
+                pass  # while that was stored, time passed and the policy may have moved on
             if self._trainer is None:
                 raise NotRegistered("The run was reset. Call /register again.")
             batch = self._leases.asked_before(lease, now=self._clock())
@@ -805,8 +806,11 @@ class Coordinator:
 
     # Time
 
-    async def tick(self) -> None:
-        """Let leases, groups and environments expire. Call it now and then; every batch call does."""
+    async def tick(self) -> bool:
+        """Let leases, groups and environments expire. Call it now and then; every batch call does.
+
+        Returns False when nothing did; then it has not waited for anything either.
+        """
         now = self._clock()
         moves: list[Move] = []
         closed: list[int] = []
@@ -836,9 +840,11 @@ class Coordinator:
         ends += self._trim_dead()
         if moves or closed or ends:
             await self._save(Change(moves=moves, ends=ends, closed_batches=closed))
-        if moves or closed or ends or gone:
-            self.arrivals.notify()
-            self.progress.notify()
+        if not (moves or closed or ends or gone):
+            return False
+        self.arrivals.notify()
+        self.progress.notify()
+        return True
 
     def _expire_stale(self) -> list[End]:
         bound = self.max_staleness
@@ -941,12 +947,12 @@ class Coordinator:
         await self._save()
         return reply
 
-    async def disconnect_env(self, env_id: int) -> None:
+    async def disconnect_env(self, env_id: int, *, env_uid: str | None = None) -> None:
         """Take the environment out of weights and minimums.
 
         Its groups stay; odd-sized ones no longer wait for others. Raises `UnknownEnvironment`.
         """
-        environment = self._environments.get(env_id)
+        environment = self._environments.get(env_id, env_uid=env_uid)
         self._environments.disconnect(environment)
         moves = self._flush_buffer(environment)
         self._queue_changed()

@@ -106,6 +106,13 @@ class EnvIdentifier(BaseModel):
     env_id: Int64
 
 
+class LeavingEnv(EnvIdentifier):
+    """An environment says that it leaves; an original client sends `env_id` alone."""
+
+    env_uid: Annotated[str, Field(max_length=128)] | None = None
+    """Refuse when the id belongs to another process by now."""
+
+
 class StatusQuery(EnvIdentifier):
     """What an environment asks with; an original client sends `env_id` alone."""
 

@@ -58,6 +58,7 @@ from atroposlib.api.schemas import (
     HubInfo,
     HubStatus,
     LeaseRef,
+    LeavingEnv,
     Ledger,
     Policy,
     Ready,
@@ -371,9 +372,9 @@ def create_app(
         return await run.register_env(registration) or WaitForTrainer()
 
     @app.post("/disconnect-env")
-    async def disconnect_env(run: Run, environment: EnvIdentifier) -> Acknowledgement | Failure:
+    async def disconnect_env(run: Run, environment: LeavingEnv) -> Acknowledgement | Failure:
         try:
-            await run.disconnect_env(environment.env_id)
+            await run.disconnect_env(environment.env_id, env_uid=environment.env_uid)
         except UnknownEnvironment as e:
             return Failure(error=str(e))
         return Acknowledgement()

@@ -27,9 +27,10 @@ from atroposlib.api.coordinator import (
     Receipt,
     RunPolicy,
     UnknownBatch,
+    UnknownEnvironment,
 )
 from atroposlib.api.schemas import Ledger, RegisterEnv, RegisterTrainer
-from atroposlib.api.stores.base import Appended, CorruptGroups, NewGroup
+from atroposlib.api.stores.base import Appended, Change, CorruptGroups, NewGroup
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
@@ -834,3 +835,40 @@ async def test_oldest_dead_groups_make_room_for_newer_ones() -> None:
     assert [group.number for group in coordinator.dead()] == [2, 3]
     assert coordinator.ledger().dead == 4
     assert store.usage().payload_bytes == 4
+
+
+async def test_group_that_grew_too_old_while_an_expiry_was_stored_is_not_delivered() -> None:
+    class Busy(MemoryStore):
+        meanwhile: Coroutine[Any, Any, None] | None = None
+
+        async def commit(self, change: Change) -> None:
+            await super().commit(change)
+            work, self.meanwhile = self.meanwhile, None
+            if work is not None:
+                await work
+
+    store, clock = Busy(), Clock()
+    policy = RunPolicy(max_staleness=1, lease_ttl_s=10)
+    coordinator = Coordinator(store, policy=policy, clock=clock)
+    await coordinator.open()
+    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    await coordinator.accept([incoming(2, version=0)])
+    await leased(coordinator)
+    clock.now += 11
+    store.meanwhile = coordinator.set_policy(5)  # while the end of the lease is stored
+    assert await coordinator.deliver() is None
+    assert coordinator.ledger().expired == 1
+
+
+async def test_process_that_lost_its_place_cannot_disconnect_its_successor() -> None:
+    clock = Clock()
+    coordinator = await started(policy=RunPolicy(env_timeout_s=60), clock=clock)
+    await coordinator.register_env(RegisterEnv(**environment(env_uid="old")))
+    clock.now += 61
+    await coordinator.tick()
+    await coordinator.register_env(RegisterEnv(**environment(env_uid="new")))
+    with pytest.raises(UnknownEnvironment, match="registered by another process"):
+        await coordinator.disconnect_env(0, env_uid="old")
+    assert coordinator.explain().environments[0].state == "active"
+    await coordinator.disconnect_env(0, env_uid="new")
+    assert coordinator.explain().environments[0].state == "disconnected"

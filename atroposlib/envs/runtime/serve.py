@@ -342,7 +342,7 @@ class _Server:
             return
         try:
             async with asyncio.timeout(self._timings.disconnect_s):
-                await self._hub.disconnect_env(self._env.env_id)
+                await self._hub.disconnect_env(self._env.env_id, env_uid=self._uid)
         except (HubError, TimeoutError) as error:
             logger.warning("could not tell the hub that this environment leaves: %s", error)
 

@@ -7,6 +7,7 @@ that leaves the application is a status of 500 here, with its traceback as the b
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import traceback
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
+import zstandard
 from starlette.types import ASGIApp, Message
 
 Headers = Sequence[tuple[str, str]]
@@ -26,9 +28,13 @@ class Answer:
     status: int
     headers: dict[str, str]
     body: bytes
+    """Inflated."""
+    is_whole: bool = True
+    """False: the application ended before it had sent everything, so that a server would cut the connection."""
 
     def json(self) -> Any:
         """Decode strictly: NaN and Infinity are no JSON."""
+        assert self.is_whole, "cut off"
         return json.loads(self.body, parse_constant=_refuse_constant)
 
     def text(self) -> str:
@@ -89,11 +95,15 @@ class Caller:
             await self._app(scope, receive, send)
         except Exception:  # noqa: BLE001 - what a server would turn into 500
             return Answer(status=500, headers={}, body=traceback.format_exc().encode())
-        return Answer(
-            status=messages[0]["status"],
-            headers={k.decode().lower(): v.decode("latin-1") for k, v in messages[0]["headers"]},
-            body=b"".join(message.get("body", b"") for message in messages[1:]),
-        )
+        found = {k.decode().lower(): v.decode("latin-1") for k, v in messages[0]["headers"]}
+        content = b"".join(message.get("body", b"") for message in messages[1:])
+        if not _is_over(messages):
+            return Answer(status=messages[0]["status"], headers=found, body=content, is_whole=False)
+        if found.get("content-encoding") == "gzip":
+            content = gzip.decompress(content)
+        elif found.get("content-encoding") == "zstd":
+            content = zstandard.ZstdDecompressor().decompressobj().decompress(content)
+        return Answer(status=messages[0]["status"], headers=found, body=content)
 
 
 def _is_over(messages: Sequence[Message]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -807,6 +808,8 @@ CONTROL: list[tuple[str, dict[str, Any], list[tuple[str, Any]]]] = [
             ("desired_name", LONE),
             ("min_batch_allocation", -0.1),
             ("min_batch_allocation", NAN),
+            ("min_batch_allocation", 1e308),
+            ("min_batch_allocation", Literal("Infinity")),
             ("min_batch_allocation", "half"),
             ("env_uid", ""),
             ("env_uid", "x" * 129),
@@ -1070,3 +1073,64 @@ async def drain(call: Callable[..., Any]) -> int:
         filler = to_json({"tokens": [[1]], "masks": [[1]], "scores": [0]})
         assert (await call("POST", "/scored_data", filler)).status == 200
     raise AssertionError("the queue does not end")
+
+
+COSTLY: dict[str, tuple[str, bytes]] = {
+    "a string of escaped quotes that does not end": (
+        "/scored_data",
+        b'{"tokens": "' + b'\\"' * 30_000 + b"\x01",
+    ),
+    "a key of escaped quotes that does not end": (
+        "/scored_data",
+        b'{"' + b'\\"' * 30_000 + b"\x01",
+    ),
+    "backslashes": ("/scored_data", b'{"a": "' + b"\\" * 60_001 + b"\x01"),
+    "empty strings and a NaN": ("/scored_data", b'{"a": [' + b'"",' * 20_000 + b"NaN]}"),
+    "a megabyte of escaped quotes": (
+        "/scored_data",
+        b'{"tokens": "' + b'\\"' * 500_000 + b"\\x",
+    ),
+    "a megabyte of digits": ("/scored_data", to_json(a_group(scores=[Literal("9" * 2**20), 0]))),
+    "numbers and a boolean": (
+        "/scored_data",
+        to_json(a_group(tokens=[Literal("[" + "1," * 30_000 + "true]"), []])),
+    ),
+    "distilled lists and a float": (
+        "/scored_data",
+        to_json(a_group(distill_token_ids=[Literal("[" + "[1]," * 900 + "[1.5]]"), []])),
+    ),
+    "100k wrong numbers": (
+        "/dead/requeue",
+        b'{"numbers": [' + b'"x",' * 99_000 + b'"x"]}',
+    ),
+    "330k objects nobody asked for": (
+        "/policy",
+        b'{"version": -1, "x": [' + b"{}," * 330_000 + b"{}]}",
+    ),
+    "95k keys nobody asked for": (
+        "/status-env",
+        b"{" + b",".join(b'"%d":1' % i for i in range(95_000)) + b"}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+async def test_refusing_a_body_takes_little_time(name: str) -> None:
+    target, body = COSTLY[name]
+    app = create_app()
+    call = Caller(app)
+    async with app.router.lifespan_context(app):
+        began = time.process_time()  # of all threads: a neighbour on the machine adds nothing
+        answer = await call("POST", target, body, headers=JSON)
+        spent_s = time.process_time() - began
+    assert answer.status == 422
+    assert len(answer.body) < 1000
+    assert spent_s < 0.5
+
+
+async def test_hub_is_ready_although_its_default_run_was_ended() -> None:
+    app = create_app()
+    call = Caller(app)
+    async with app.router.lifespan_context(app):
+        assert (await call("DELETE", "/runs/default")).json() == {"status": "success"}
+        assert (await call("GET", "/readyz")).json() == {"status": "ready", "durability": "memory"}

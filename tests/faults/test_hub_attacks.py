@@ -1,0 +1,328 @@
+"""Bombs, endless bodies, slow senders and idle crowds against a real hub process on loopback.
+
+Meanwhile another client asks for `/status` over and over. The machine may be busy with other work, so what is asserted
+of its waiting is the median and the 95th percentile; and of the hub itself the CPU time that it spent on an attack,
+which no neighbour can add to: an event loop that was held up by work has paid for it. p99 and the hub's own measure of
+its lag are printed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import os
+import re
+import socket
+import threading
+import time
+import urllib.request
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from tests.faults.drivers import HubProcess, assert_balanced, hub_process, peak_rss_bytes
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+MIB = 2**20
+STATUS_BOUND_S = 0.1
+TRAINER = {
+    "wandb_group": "g",
+    "wandb_project": "p",
+    "batch_size": 4,
+    "max_token_len": 128,
+    "checkpoint_dir": "ck",
+    "save_checkpoint_interval": 1,
+    "starting_step": 0,
+    "num_steps": 3,
+}
+GOOD = json.dumps({"tokens": [[1]] * 4, "masks": [[1]] * 4, "scores": [0] * 4}).encode()
+
+
+# What the hub does meanwhile
+
+
+@dataclass(slots=True)
+class Meanwhile:
+    """What others saw of the hub, and what it spent, for the length of a block."""
+
+    waits_s: list[float] = field(default_factory=list)
+    """Of every `/status`, in order of length once the block is over."""
+    cpu_s: float = 0.0
+    grown_bytes: int = 0
+    """From the resident memory before to the highest during."""
+    lags: Counter[float] = field(default_factory=Counter)
+    """Samples of the event loop's lag, by upper bound in seconds."""
+
+    def quantile(self, q: float) -> float:
+        return self.waits_s[int(q * (len(self.waits_s) - 1))]
+
+    def __str__(self) -> str:
+        late = {bound: n for bound, n in self.lags.items() if bound > 0.05 and n}
+        return (
+            f"{len(self.waits_s)} x /status: median {self.quantile(0.5) * 1e3:.1f} ms, p95"
+            f" {self.quantile(0.95) * 1e3:.1f}, p99 {self.quantile(0.99) * 1e3:.1f}, longest"
+            f" {self.waits_s[-1] * 1e3:.0f}; hub: {self.cpu_s:.2f} CPU s, grown by"
+            f" {self.grown_bytes / MIB:.1f} MiB, loop late by more than 50 ms {sum(late.values())}"
+            f" times of {sum(self.lags.values())}"
+        )
+
+
+@contextmanager
+def watched(hub: HubProcess) -> Iterator[Meanwhile]:
+    """Ask for `/status` every 5 ms, and measure the hub."""
+    seen = Meanwhile()
+    is_over = threading.Event()
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", hub.port, timeout=30)
+        try:
+            while not is_over.wait(0.005):
+                began = time.perf_counter()
+                connection.request("GET", "/status")
+                response = connection.getresponse()
+                response.read()
+                seen.waits_s.append(time.perf_counter() - began)
+                assert response.status == 200
+        except Exception as e:  # noqa: BLE001 - raised where the block ends
+            failures.append(e)
+        finally:
+            connection.close()
+
+    asker = threading.Thread(target=ask)
+    Path(f"/proc/{hub.pid}/clear_refs").write_text("5")  # the highest memory counts from here
+    before, cpu_before, lags_before = peak_rss_bytes(hub.pid), cpu_s(hub), lags(hub)
+    asker.start()
+    try:
+        yield seen
+        time.sleep(0.1)  # a quiet moment at the end belongs to every attack
+    finally:
+        is_over.set()
+        asker.join()
+    if failures:
+        raise failures[0]
+    seen.waits_s.sort()
+    seen.cpu_s = cpu_s(hub) - cpu_before
+    seen.grown_bytes = peak_rss_bytes(hub.pid) - before
+    seen.lags = lags(hub) - lags_before
+
+
+def cpu_s(hub: HubProcess) -> float:
+    fields = Path(f"/proc/{hub.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def lags(hub: HubProcess) -> Counter[float]:
+    with urllib.request.urlopen(f"{hub.url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    found = re.findall(r'^atropos_event_loop_lag_seconds_bucket\{le="(.+)"\} (.+)$', text, re.M)
+    assert found, "no lag among the figures"
+    counts, below = Counter[float](), 0.0
+    for bound, total in found:
+        counts[float(bound)] = int(float(total) - below)
+        below = float(total)
+    return counts
+
+
+def assert_unmoved(seen: Meanwhile, *, cpu_s: float, grown_bytes: int = 64 * MIB) -> None:
+    assert seen.grown_bytes <= grown_bytes, seen
+    asking_s = 0.002 * len(seen.waits_s)  # what the questions themselves may cost
+    assert seen.cpu_s <= cpu_s + asking_s, seen
+    assert seen.quantile(0.5) <= STATUS_BOUND_S / 2, seen
+    assert seen.quantile(0.95) <= STATUS_BOUND_S, seen
+
+
+def assert_works(hub: HubProcess) -> None:
+    """A good group still passes through, and the account closes."""
+    assert post(hub, "/scored_data", GOOD) == 200
+    assert len(hub.get("/batch")["batch"]) == 1
+    assert_balanced(hub.get("/ledger"))
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
+    with hub_process(tmp_path_factory.mktemp("hub"), "--memory") as running:
+        assert post(running, "/register", json.dumps(TRAINER).encode()) == 200
+        running.get("/batch")
+        assert_works(running)
+        yield running
+
+
+def post(hub: HubProcess, path: str, body: bytes, *, encoding: str | None = None) -> int:
+    """Send a body and return the status, also when the hub answers before it has read it all."""
+    connection = http.client.HTTPConnection("127.0.0.1", hub.port, timeout=60)
+    headers = {"Content-Type": "application/json"}
+    if encoding is not None:
+        headers["Content-Encoding"] = encoding
+    try:
+        connection.request("POST", path, body, headers)
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    finally:
+        connection.close()
+
+
+# Bodies
+
+
+def gzip_of(head: bytes, repeated: bytes, count: int, tail: bytes) -> bytes:
+    """Compress `head`, many times the same, and `tail`, in no more time than one of them takes."""
+    writer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    first = writer.compress(head) + writer.flush(zlib.Z_FULL_FLUSH)
+    again = writer.compress(repeated) + writer.flush(zlib.Z_FULL_FLUSH)
+    last = writer.compress(tail) + writer.flush()
+    crc = zlib.crc32(head)
+    for _ in range(count):
+        crc = zlib.crc32(repeated, crc)
+    size = len(head) + count * len(repeated) + len(tail)
+    end = zlib.crc32(tail, crc).to_bytes(4, "little") + (size % 2**32).to_bytes(4, "little")
+    return b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff" + first + again * count + last + end
+
+
+def zstd_of(head: bytes, repeated: bytes, count: int, tail: bytes) -> bytes:
+    writer = zstandard.ZstdCompressor(level=3).compressobj()
+    pieces = [writer.compress(head)]
+    pieces += [writer.compress(repeated) for _ in range(count)]
+    return b"".join([*pieces, writer.compress(tail), writer.flush()])
+
+
+ZEROS = (b'{"tokens": [[0', b", 0" * (MIB // 3), 105, b"]]}")
+SPACES = (b"", b" " * MIB, 1000, GOOD)
+BOMBS: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "gzip, 1 GB of spaces and a group": ("gzip", lambda: gzip_of(*SPACES)),
+    "gzip, 105 MB of tokens": ("gzip", lambda: gzip_of(*ZEROS)),
+    "zstd, 1 GB of spaces and a group": ("zstd", lambda: zstd_of(*SPACES)),
+    "zstd, 105 MB of tokens": ("zstd", lambda: zstd_of(*ZEROS)),
+    "gzip in gzip": ("gzip", lambda: gzip.compress(gzip_of(*SPACES))),
+}
+
+
+def test_a_bomb_is_what_it_says() -> None:
+    assert gzip.decompress(gzip_of(b"ab", b"c" * 9, 3, b"d")) == b"ab" + b"c" * 27 + b"d"
+    assert len(gzip.decompress(gzip_of(*ZEROS))) > 100 * MIB
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_refused_and_cost_next_to_nothing(name: str, hub: HubProcess) -> None:
+    encoding, make = BOMBS[name]
+    bomb = make()
+    num_bombs = 8
+    with watched(hub) as seen:
+        statuses = [post(hub, "/scored_data", bomb, encoding=encoding) for _ in range(num_bombs)]
+    print(f"\n{num_bombs} x {name}, {len(bomb) / 1e6:.2f} MB: {seen}")
+    # What is compressed twice comes out of the first layer as a small body, which is no JSON.
+    assert statuses == [422 if name == "gzip in gzip" else 413] * num_bombs
+    assert_unmoved(seen, cpu_s=0.2 * num_bombs)
+    assert_works(hub)
+
+
+@pytest.mark.parametrize("is_announced", [True, False], ids=["announced", "chunked"])
+def test_body_of_a_gigabyte_is_refused_without_being_kept(
+    is_announced: bool, hub: HubProcess
+) -> None:
+    length = "Content-Length: 1049000000" if is_announced else "Transfer-Encoding: chunked"
+    head = f"POST /scored_data HTTP/1.1\r\nHost: hub\r\n{length}\r\n\r\n".encode()
+    piece = b" " * MIB
+    if not is_announced:
+        piece = b"%x\r\n%s\r\n" % (len(piece), piece)
+    num_sent = 0
+    with watched(hub) as seen, socket.create_connection(("127.0.0.1", hub.port), 30) as sender:
+        sender.sendall(head)
+        answer = threading.Thread(target=lambda: answers.append(sender.recv(4096)))
+        answers: list[bytes] = []
+        answer.start()
+        try:
+            while num_sent < 1049 and not answers:
+                sender.sendall(piece)
+                num_sent += 1
+        except OSError:
+            pass  # the hub hung up on it
+        answer.join()
+    print(f"\na body of 1 GB, {length}: {num_sent} MiB sent before the answer; {seen}")
+    assert answers[0].startswith(b"HTTP/1.1 413 ")
+    assert num_sent < 100
+    # Unannounced, it is kept as far as a body may go, once while it grows and once as it moves.
+    assert_unmoved(seen, cpu_s=0.5, grown_bytes=(64 if is_announced else 160) * MIB)
+    assert_works(hub)
+
+
+# Slow and idle clients
+
+
+def test_slow_and_idle_clients_are_cut_off_and_hold_up_nobody(hub: HubProcess) -> None:
+    half_a_head = b"POST /scored_data HTTP/1.1\r\nHost: hub\r\nX-Slow: "
+    begun = b"POST /scored_data HTTP/1.1\r\nHost: hub\r\nContent-Length: %d\r\n\r\n{"
+    large = b'{"tokens": [[' + b"1, " * 70_000 + b'1]], "masks": 0}'
+    open_files_before = num_files(hub)
+    with ExitStack() as opened:
+
+        def connect(number: int, said: bytes) -> list[socket.socket]:
+            made = []
+            for _ in range(number):
+                each = opened.enter_context(socket.create_connection(("127.0.0.1", hub.port), 30))
+                each.sendall(said)
+                made.append(each)
+            return made
+
+        with watched(hub) as seen:
+            began = time.monotonic()
+            heads = connect(100, half_a_head)
+            small = connect(100, begun % 1000)
+            # Eight of these hold the whole budget of bytes under way; the ninth waits for its turn.
+            greedy = connect(9, begun % (64 * MIB))
+            idle = connect(200, b"")
+            honest: list[float] = []
+
+            def send_honestly() -> None:
+                assert post(hub, "/scored_data", large) == 422
+                honest.append(time.monotonic() - began)
+
+            sender = threading.Thread(target=send_honestly)
+            sender.start()
+            while time.monotonic() - began < 9:
+                for each in [*small, *greedy]:
+                    each.sendall(b" ")
+                assert post(hub, "/scored_data", GOOD) == 200, "a small group waits for nobody"
+                time.sleep(0.9)
+            answers = [last_words(each) for each in [*small, *greedy[:8]]]
+            cut = [last_words(each) for each in [*heads, *idle]]
+            took_s = time.monotonic() - began
+            sender.join()
+        num_left = num_files(hub) - open_files_before
+    print(
+        f"\n100 half heads, 109 bodies at 1 byte/s, 200 idle connections, cut off after {took_s:.1f}"
+        f" s; a group of {len(large) / 1e3:.0f} kB waited {honest[0]:.1f} s for the byte budget; {seen}"
+    )
+    assert {answer[:13] for answer in answers} == {b"HTTP/1.1 408 "}
+    assert set(cut) == {b""}
+    assert took_s < 25
+    assert honest[0] < 25
+    assert num_left <= 20
+    assert_unmoved(seen, cpu_s=2.0)
+    while hub.get("/batch")["batch"] is not None:
+        pass
+    assert_works(hub)
+
+
+def last_words(connection: socket.socket) -> bytes:
+    """Return what the hub says until it hangs up."""
+    said = b""
+    try:
+        while piece := connection.recv(4096):
+            said += piece
+    except ConnectionResetError:
+        pass  # it hung up on bytes that it had not read
+    return said
+
+
+def num_files(hub: HubProcess) -> int:
+    return len(list(Path(f"/proc/{hub.pid}/fd").iterdir()))

@@ -50,6 +50,10 @@ class Hub:
         """Open runs by name."""
         return self._runs
 
+    def is_under_way(self, name: str) -> bool:
+        """Is the run just being opened or ended?"""
+        return name in self._opening or name in self._ending
+
     async def open(self) -> None:
         """Open the default run and every run that something is stored of."""
         for name in dict.fromkeys([DEFAULT_RUN, *self._stores.names()]):

@@ -72,6 +72,7 @@ from atroposlib.api.schemas import (
 )
 from atroposlib.api.security import Access, TokenSet
 from atroposlib.api.stores.base import StoreBroken, StoreFull
+from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
 from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
 
@@ -117,10 +118,13 @@ _STATUS_PARAMETERS = {
 
 
 async def _current_run(request: Request) -> Coordinator:
-    """The run that the path names, opened if this is the first that is heard of it."""
+    """The run that the path names, begun if this is the first that is heard of it and it is not only looked at."""
     hub: Hub = request.app.state.hub
     name = request.scope.get("run", DEFAULT_RUN)
-    return hub.runs.get(name) or await hub.run(name)
+    run = hub.runs.get(name)
+    if run is None and request.method == "GET" and not hub.is_under_way(name):
+        return Coordinator(MemoryStore(), name=name)  # what it looks like before it begins
+    return run or await hub.run(name)
 
 
 Run = Annotated[Coordinator, Depends(_current_run)]

@@ -479,7 +479,8 @@ async def test_nothing_succeeds_without_its_scope() -> None:
         # None of these has opened the run it named.
         assert list(app.state.hub.runs) == ["default"]
         sent = {"Authorization": f"Bearer {secret_of('admin')}"}
-        assert (await http.get("/runs/math/status", headers=sent)).status_code == 200
+        begun = await http.post("/runs/math/policy", headers=sent, json={"version": 1})
+        assert begun.status_code == 200
         assert sorted(app.state.hub.runs) == ["default", "math"]
         assert (await http.delete("/runs/math", headers=sent)).status_code == 200
         assert list(app.state.hub.runs) == ["default"]

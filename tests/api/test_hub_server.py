@@ -812,3 +812,20 @@ async def test_time_goes_on_after_a_failure(
     async with app.router.lifespan_context(app), asyncio.timeout(5):
         await runs.has_gone_on.wait()
     assert "expiry failed" in caplog.text
+
+
+async def test_looking_at_a_run_that_has_not_begun_does_not_begin_it() -> None:
+    runs = Runs()
+    app = create_app(runs)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://hub") as http,
+    ):
+        hub = Hub(http, await runs.run())
+        assert await hub.get("/runs/x/status") == {"current_step": 0, "queue_size": 0}
+        assert await hub.get("/runs/x/wandb_info") == {"group": None, "project": None}
+        assert (await hub.get("/runs/x/batch?wait=5"))["batch"] == []
+        assert (await http.get("/runs/x/status-env?env_id=0")).status_code == 404
+        assert list(runs.runs) == ["default"]
+        await hub.post("/runs/x/register", registration())
+        assert list(runs.runs) == ["default", "x"]

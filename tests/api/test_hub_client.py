@@ -702,7 +702,7 @@ class Heartbeats:
 
     def wait_for(self, count: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: self.count >= count, timeout=5)
+            assert self.changed.wait_for(lambda: self.count >= count, timeout=30)
 
 
 SHORT = LeasedBatch(groups=[], **LEASE | {"expires_in_s": 0.15})
@@ -710,11 +710,11 @@ SHORT = LeasedBatch(groups=[], **LEASE | {"expires_in_s": 0.15})
 
 def test_held_lease_is_renewed_until_the_block_ends() -> None:
     hub = Heartbeats(200, 503, 200)
+    began = time.monotonic()
     with scripted_trainer(hub).holding(SHORT):
-        began = time.monotonic()
         hub.wait_for(4)
     took_s, count = time.monotonic() - began, hub.count
-    assert took_s >= 4 * 0.05
+    assert took_s >= 3.5 * 0.05
     assert not any(thread.name == "lease" for thread in threading.enumerate())
     assert hub.count == count
 

@@ -1,0 +1,25 @@
+"""Read HTTP answers. Called by environments that talk to services of their own."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+
+async def parse_http_response(resp: Any, logger: logging.Logger | None = None) -> Any:
+    """Return the JSON of an `aiohttp` response.
+
+    For a status of 400 and up, and for a body that is no JSON, the body is logged and the error raised again.
+    """
+    log = logger or logging.getLogger(__name__)
+    body: str | None = None
+    try:
+        if resp.status >= 400:
+            body = await resp.text()  # raise_for_status gives the connection back
+        resp.raise_for_status()
+        return await resp.json()
+    except Exception as error:
+        if body is None:
+            body = await resp.text()
+        log.error("%s answered %s: %s: %.2000s", resp.url, resp.status, error, body)
+        raise

@@ -1,0 +1,77 @@
+"""A finished chat as tokens and labels: what a trainer needs when the inference server returned only text.
+
+Labels are -100 where nothing is trained and the token itself elsewhere. Called by environments that do not use the
+managed server; those that do already have exact tokens and should not tokenise text again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
+
+from atroposlib.scored_data import IGNORE_INDEX
+
+logger = logging.getLogger(__name__)
+
+UNMASKED_ROLES = ["assistant", "agent"]
+"""Roles whose messages are trained in the all-turns mode."""
+
+
+class TokenizedChat(TypedDict):
+    """Parallel lists of one sequence."""
+
+    tokens: list[int]
+    masks: list[int]
+    messages: NotRequired[Sequence[Mapping[str, Any]]]
+
+
+def tokenize_for_trainer(
+    tokenizer: Any,
+    chat: Sequence[Mapping[str, Any]],
+    include_messages: bool = False,
+    train_on_all_assistant_turns: bool = False,
+    finish_reason: str = "",
+) -> TokenizedChat:
+    """Render `chat` with the tokenizer's template and label what is trained.
+
+    Default: everything after the prompt of the last message. `train_on_all_assistant_turns`: every message of
+    `UNMASKED_ROLES`. With `finish_reason` "length" a last token equal to EOS is removed: the template wrote it, not
+    the model. The order of parameters is part of the interface.
+    """
+    tokens = chat_token_ids(tokenizer, chat)
+    masks = [IGNORE_INDEX] * len(tokens)
+    if train_on_all_assistant_turns:
+        trained = [i for i, message in enumerate(chat) if message["role"] in UNMASKED_ROLES]
+    else:
+        trained = [len(chat) - 1]
+    for index in trained:
+        prompt = chat_token_ids(tokenizer, chat[:index], add_generation_prompt=True)
+        is_last = index == len(chat) - 1
+        until_here = tokens if is_last else chat_token_ids(tokenizer, chat[: index + 1])
+        if tokens[: len(prompt)] != prompt or tokens[: len(until_here)] != until_here:
+            logger.warning(
+                "message %d: the chat template renders earlier messages differently once later ones follow; "
+                "its labels may be off by what differs",
+                index,
+            )
+        masks[len(prompt) : len(until_here)] = tokens[len(prompt) : len(until_here)]
+    if finish_reason == "length" and tokens and tokens[-1] == tokenizer.eos_token_id:
+        tokens, masks = tokens[:-1], masks[:-1]
+    result = TokenizedChat(tokens=tokens, masks=masks)
+    if include_messages:
+        result["messages"] = chat
+    return result
+
+
+def chat_token_ids(
+    tokenizer: Any, chat: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
+) -> list[int]:
+    """Return the template's token ids; no messages and no generation prompt is nothing."""
+    if not chat and not add_generation_prompt:
+        return []
+    # transformers 5 returns a mapping unless told not to; other tokenizers may return one anyway.
+    rendered = tokenizer.apply_chat_template(
+        list(chat), tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False
+    )
+    return list(rendered["input_ids"] if isinstance(rendered, Mapping) else rendered)

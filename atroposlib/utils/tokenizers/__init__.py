@@ -1,0 +1,1 @@
+"""Tokenizers with a chat template that suits training."""

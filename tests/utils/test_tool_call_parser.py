@@ -1,0 +1,80 @@
+"""What counts as a tool call, and what a bad one is reported as."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from atroposlib.utils.tool_call_parser import extract_tool_call, parse_tool_call
+
+
+def wrap(content: str) -> str:
+    return f"I will look. <tool_call>\n{content}\n</tool_call> done"
+
+
+def test_name_and_arguments_come_back_as_a_plain_triple() -> None:
+    call = parse_tool_call(wrap('{"name": "search", "arguments": {"query": "x"}}'), ["search"])
+    assert call == ("search", {"query": "x"}, False)
+
+
+def test_apostrophes_in_arguments_survive() -> None:
+    text = json.dumps({"name": "say", "arguments": {"text": "it's John's"}})
+    assert parse_tool_call(wrap(text)).arguments == {"text": "it's John's"}
+
+
+def test_python_quotes_are_read_as_a_last_resort() -> None:
+    assert parse_tool_call(wrap("{'name': 'say', 'arguments': {'n': 1}}")) == (
+        "say",
+        {"n": 1},
+        False,
+    )
+
+
+def test_raw_line_breaks_in_strings_are_accepted() -> None:
+    assert parse_tool_call(wrap('{"name": "say", "arguments": {"t": "a\nb"}}')).arguments == {
+        "t": "a\nb"
+    }
+
+
+def test_arguments_given_as_json_text_are_read() -> None:
+    assert parse_tool_call(wrap('{"name": "f", "arguments": "{\\"a\\": 1}"}')) == (
+        "f",
+        {"a": 1},
+        False,
+    )
+
+
+def test_unknown_tool_keeps_its_arguments() -> None:
+    text = wrap('{"name": "rm", "arguments": {"path": "/"}}')
+    assert parse_tool_call(text, ["ls"]) == ("-ERROR-", {"path": "/"}, True)
+
+
+@pytest.mark.parametrize("tool", [{"name": "ls"}, {"type": "function", "function": {"name": "ls"}}])
+def test_tools_may_be_openai_descriptions(tool: dict[str, object]) -> None:
+    assert not parse_tool_call(wrap('{"name": "ls"}'), [tool]).is_error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no call",
+        wrap(""),
+        wrap("{"),
+        wrap("[1]"),
+        wrap('"text"'),
+        wrap('{"arguments": {}}'),
+        wrap('{"name": "f", "arguments": [1]}'),
+        wrap('{"name": 3}'),
+        wrap("[" * 100_000),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_and_never_an_exception(text: str) -> None:
+    assert parse_tool_call(text) == ("-ERROR-", {}, True)
+
+
+def test_the_first_tag_that_is_not_empty_wins() -> None:
+    text = "<tool_call> </tool_call><tool_call>b</tool_call><act>a</act>"
+    assert extract_tool_call(text) == "b"
+    assert extract_tool_call(text, ["act", "tool_call"]) == "a"
+    assert extract_tool_call("<tool_call>open") is None

@@ -1,0 +1,492 @@
+"""`DatasetEnv`: rows, a prompt and a score function. Subclass it, define `load_rows`, `prompt` and `score`.
+
+It owns the order of the rows (shuffled by seed and epoch, resumed from a checkpoint), the split into training and
+evaluation rows, sampling through the managed server, and `evaluate`. Invariant: an answer that could not be judged
+(`None` or a `RewardFailure`) is never a score; it is dropped, masked or judged again, as configured, and counted.
+Authors subclass it; `MultiTurnEnv`, `ToolEnv` and `JudgeEnv` build on it. It does not send, batch or retry items.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Field
+
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ScoredDataGroup
+from atroposlib.envs.eval import pass_at_k
+from atroposlib.envs.rewards import JsonValue, RewardFailure, RewardWorkers
+from atroposlib.envs.server_handling.sequences import SequenceNode
+from atroposlib.errors import ConfigError, EnvError
+from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+
+Row: TypeAlias = Any
+"""One task; only the environment looks inside."""
+
+Split: TypeAlias = Literal["train", "eval"]
+
+Outcome: TypeAlias = float | bool | RewardFailure | None
+"""What judging an answer gives: a number, or None / `RewardFailure` when it could not be judged."""
+
+NUM_GOLD_ANSWERS_CHECKED = 100
+
+
+class DatasetEnvConfig(BaseEnvConfig):
+    """Settings of an environment over rows."""
+
+    dataset_path: str | None = None
+    """JSONL file of training rows, for environments that do not define `load_rows`."""
+    eval_dataset_path: str | None = None
+    """The same for evaluation; None: rows are held out of the training rows."""
+    num_eval_rows: int = Field(default=100, ge=0)
+    """Rows held out for evaluation where there are none of their own; at most half of the rows."""
+    seed: int = 0
+    """Order of the training rows, and which are held out."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature in training."""
+    num_eval_samples: int = Field(default=1, ge=1)
+    """Answers per row in `evaluate`; with k > 1 it also reports pass@k."""
+    eval_temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature in `evaluate`; None: 0 for one answer per row, `temperature` for several."""
+    min_trained_tokens: int = Field(default=1, ge=0)
+    """Answers with fewer sampled tokens are left out of the group, and counted."""
+    on_reward_failure: Literal["drop", "mask", "retry"] = "drop"
+    """An answer that could not be judged is left out of its group (drop), stays without trained positions and with
+    the mean score of the others (mask: the group keeps its size), or is judged once more, then dropped (retry)."""
+    reward_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds one call of `in_worker` may take before its worker is killed."""
+    num_reward_workers: int = Field(default=2, ge=1)
+    """Processes of `in_worker`; they start on first use."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollout:
+    """What the model did with one row."""
+
+    messages: list[dict[str, Any]]
+    """The conversation, the last answer included."""
+    nodes: list[SequenceNode]
+    """Its token sequences: one, or several where the chat template rewrites earlier turns. Empty without token ids."""
+    finish_reason: str | None = None
+    """Of the last answer: stop or length."""
+    outcome: Outcome = None
+    """Set where the rollout judged itself (multi-turn)."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Details that travel with the sequences."""
+
+    @property
+    def completion(self) -> str:
+        """The last answer of the model."""
+        answers = [message for message in self.messages if message["role"] == "assistant"]
+        return str(answers[-1]["content"]) if answers else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSession:
+    """One conversation with the policy; the same calls in training and evaluation."""
+
+    target: Any
+    """A managed server, or in evaluation of an API without token ids the server manager."""
+    split: Split
+    temperature: float
+    max_tokens: int
+
+    async def ask(
+        self, messages: Sequence[Mapping[str, Any]], *, n: int = 1, max_tokens: int | None = None
+    ) -> Any:
+        """Return a `ChatCompletion` with `n` choices."""
+        return await self.target.chat_completion(
+            messages=list(messages),
+            n=n,
+            max_tokens=max_tokens or self.max_tokens,
+            temperature=self.temperature,
+            split=self.split,
+        )
+
+    def nodes(self) -> list[SequenceNode]:
+        """Return the token sequences so far; [] for an API without token ids."""
+        if not hasattr(self.target, "get_state"):
+            return []
+        nodes: list[SequenceNode] = self.target.get_state()["nodes"]
+        return nodes
+
+
+class DatasetEnv(BaseEnv):
+    """Rows, a prompt and a score."""
+
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = DatasetEnvConfig
+    config: DatasetEnvConfig
+
+    system_prompt: ClassVar[str | None] = None
+    """Put before a prompt that is a string."""
+    success_score: ClassVar[float] = 1.0
+    """A score from here up counts as solved in pass@k."""
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Modules that reward workers import when they start, so that slow imports do not count as scoring."""
+
+    def __init__(
+        self,
+        config: DatasetEnvConfig,
+        server_configs: Any,
+        slurm: bool = False,
+        testing: bool = False,
+    ) -> None:
+        super().__init__(config, server_configs, slurm, testing)
+        self.train_rows: list[Row] = []
+        self.eval_rows: list[Row] = []
+        self.num_items = 0
+        """Rows handed out in all; epoch and position follow from it."""
+        self.reward_workers = RewardWorkers(
+            num_workers=config.num_reward_workers, preload=self.preload
+        )
+        self.num_reward_failures = 0
+        """Answers that could not be judged, after a retry where one is configured."""
+        self.num_too_short = 0
+        self.train_scores: list[float] = []
+        """Scores since the last log."""
+        self.counts: Counter[str] = Counter()
+        """What happened since the last log, by name; logged as `train/<name>`."""
+        self.eval_metrics: dict[str, float] = {}
+        self._order: tuple[int, list[int]] | None = None
+
+    # What an author defines.
+
+    def load_rows(self, split: Split) -> Any:
+        """Return the rows of a split (any iterable, or an awaitable of one); None for "eval" holds some out.
+
+        The default reads the JSONL files of the configuration.
+        """
+        path = self.config.dataset_path if split == "train" else self.config.eval_dataset_path
+        if path is not None:
+            flag = "dataset_path" if split == "train" else "eval_dataset_path"
+            return read_jsonl(path, flag=flag)
+        if split == "train":
+            raise ConfigError(
+                f"{self.registered_name}: there are no rows; define load_rows or give --env.dataset_path"
+            )
+        return None
+
+    def prompt(self, row: Row) -> str | list[dict[str, Any]]:
+        """Return what the model is asked: a string, or a list of messages that is used as it is."""
+        raise NotImplementedError(f"{type(self).__name__} must define prompt(self, row)")
+
+    def score(self, row: Row, answer: str) -> Outcome | Awaitable[Outcome]:
+        """Judge one answer, plain or async; None or a `RewardFailure` says that it could not be judged."""
+        raise NotImplementedError(f"{type(self).__name__} must define score(self, row, answer)")
+
+    def gold_answer(self, row: Row) -> str | None:
+        """Return an answer that must reach `success_score`; `setup` checks the first rows. None: no check."""
+        return None
+
+    def shape_group(self, row: Row, group: ScoredDataGroup) -> ScoredDataGroup | None:
+        """Change a judged group before it leaves (length penalties, say); None drops it."""
+        return group
+
+    # What it does with that.
+
+    async def setup(self) -> None:
+        """Load both splits and check the gold answers."""
+        self.train_rows, self.eval_rows = await self._load_splits()
+        self._order = None
+        rows = self.train_rows[:NUM_GOLD_ANSWERS_CHECKED]
+        pairs = [(row, gold) for row in rows if (gold := self.gold_answer(row)) is not None]
+        outcomes = await asyncio.gather(*(self._judge(row, gold) for row, gold in pairs))
+        for (row, _), outcome in zip(pairs, outcomes, strict=True):
+            score = number_of(outcome)
+            if score is None or score < self.success_score:
+                raise EnvError(f"the gold answer of {row} does not pass its reward: {outcome}")
+
+    async def get_next_item(self) -> Row:
+        """Return the next row; every epoch has each row once, in an order of its own."""
+        epoch, position = divmod(self.num_items, len(self.train_rows))
+        if self._order is None or self._order[0] != epoch:
+            order = epoch_order(len(self.train_rows), seed=self.config.seed, epoch=epoch)
+            self._order = epoch, order
+        self.num_items += 1
+        return self.train_rows[self._order[1][position]]
+
+    async def collect_trajectories(self, item: Row) -> tuple[ScoredDataGroup | None, list[Any]]:
+        """Sample and judge one group; None when fewer than two answers could be judged."""
+        published = self.status_dict.get("policy_version")
+        rollouts = await self.roll_out(item, self.config.group_size, split="train")
+        outcomes = await self._judge_all(item, rollouts)
+        group = self._join(rollouts, [number_of(outcome) for outcome in outcomes])
+        if group is None:
+            return None, []
+        if group["policy_version"] is None:
+            group["policy_version"] = published
+        shaped = self.shape_group(item, group)
+        if shaped is None or not shaped["scores"]:
+            return None, []
+        shaped["group_overrides"] = {
+            **(shaped.get("group_overrides") or {}),
+            "group_size": len(shaped["scores"]),
+        }
+        return shaped, []
+
+    async def roll_out(self, row: Row, n: int, *, split: Split) -> list[Rollout]:
+        """Let the model answer a row `n` times."""
+        messages = self.conversation(row)
+        async with self.chat_session(split) as chat:
+            completion = await chat.ask(messages, n=n)
+            nodes = chat.nodes()
+        return [
+            Rollout(
+                messages=[*messages, _answer(choice)],
+                nodes=nodes[i : i + 1],
+                finish_reason=choice.finish_reason,
+            )
+            for i, choice in enumerate(completion.choices)
+        ]
+
+    async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
+        """Judge the rollouts of one row, in order; override to judge them against each other."""
+        return list(
+            await asyncio.gather(*(self._judge(row, rollout.completion) for rollout in rollouts))
+        )
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Answer every evaluation row, and write the metrics and the samples."""
+        began = time.time()
+        limit = asyncio.Semaphore(max(1, self.config.max_eval_workers))
+        judged: list[list[Outcome]] = [[] for _ in self.eval_rows]
+        samples: list[list[dict[str, Any]]] = [[] for _ in self.eval_rows]
+
+        async def measure(index: int, row: Row) -> None:
+            async with limit:
+                rollouts = await self.roll_out(row, self.config.num_eval_samples, split="eval")
+                judged[index] = await self.score_group(row, rollouts)
+            samples[index] = [
+                {
+                    "row": row,
+                    "messages": rollout.messages,
+                    "score": number_of(outcome),
+                    "finish_reason": rollout.finish_reason,
+                    **rollout.overrides,
+                }
+                for rollout, outcome in zip(rollouts, judged[index], strict=True)
+            ]
+
+        async with asyncio.TaskGroup() as tasks:
+            for index, row in enumerate(self.eval_rows):
+                tasks.create_task(measure(index, row))
+        self.eval_metrics = self.summarize(
+            [[number_of(o) for o in outcomes] for outcomes in judged]
+        )
+        await self.evaluate_log(
+            self.eval_metrics,
+            start_time=began,
+            end_time=time.time(),
+            generation_parameters={"temperature": self._temperature("eval")},
+            samples=[sample for of_row in samples for sample in of_row],
+        )
+        return self.eval_metrics
+
+    def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
+        """Turn the scores of every evaluation row ([num_rows][num_eval_samples], None: not judged) into metrics.
+
+        Answers that could not be judged are counted, and belong to no mean. pass@k is over the rows with at least k
+        judged answers.
+        """
+        judged = [[score for score in row if score is not None] for row in scores]
+        flat = [score for row in judged for score in row]
+        metrics = {"eval/reward_failures": float(sum(map(len, scores)) - len(flat))}
+        if flat:
+            metrics["eval/mean_score"] = sum(flat) / len(flat)
+        for k in sorted({1, self.config.num_eval_samples}):
+            rates = [
+                pass_at_k(len(row), sum(score >= self.success_score for score in row), k)
+                for row in judged
+                if len(row) >= k
+            ]
+            if rates:
+                metrics[f"eval/pass@{k}"] = sum(rates) / len(rates)
+        return metrics
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Add scores, failures and the last evaluation."""
+        metrics = {**(wandb_metrics or {}), **self.eval_metrics}
+        metrics["train/reward_failures"] = self.num_reward_failures
+        metrics["train/too_short"] = self.num_too_short
+        metrics["train/epoch"] = self.num_items / max(1, len(self.train_rows))
+        metrics.update({f"train/{name}": count for name, count in self.counts.items()})
+        if self.train_scores:
+            solved = [score >= self.success_score for score in self.train_scores]
+            metrics["train/mean_score"] = sum(self.train_scores) / len(self.train_scores)
+            metrics["train/percent_correct"] = sum(solved) / len(solved)
+        self.train_scores, self.eval_metrics = [], {}
+        self.counts.clear()
+        await super().wandb_log(metrics)
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        """Remember the position in the rows. Rows in flight at a crash are not asked again in that epoch."""
+        super().save_checkpoint(step, {**(data or {}), "num_items": self.num_items})
+
+    # For authors and subclasses.
+
+    async def in_worker(self, function: Callable[..., JsonValue] | str, *args: JsonValue) -> Any:
+        """Call a module-level function in a process that is killed after `reward_timeout_s`.
+
+        Arguments and result are JSON. Returns a `RewardFailure` instead of raising what the function raised.
+        """
+        return await self.reward_workers.run(
+            function, *args, timeout_s=self.config.reward_timeout_s
+        )
+
+    def conversation(self, row: Row) -> list[dict[str, Any]]:
+        """Return the messages that begin a rollout of `row`."""
+        prompt = self.prompt(row)
+        if not isinstance(prompt, str):
+            return [dict(message) for message in prompt]
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*system, {"role": "user", "content": prompt}]
+
+    @asynccontextmanager
+    async def chat_session(self, split: Split) -> AsyncIterator[ChatSession]:
+        """Open a conversation; evaluation falls back to plain chat where the API has no token ids."""
+        settings: dict[str, Any] = {
+            "split": split,
+            "temperature": self._temperature(split),
+            "max_tokens": self.config.max_token_length,
+        }
+        async with AsyncExitStack() as stack:
+            target: Any
+            try:
+                managed = self.server.managed_server(tokenizer=self.tokenizer)
+                target = await stack.enter_async_context(managed)
+            except NotImplementedError:
+                if split == "train":
+                    raise
+                target = self.server
+            yield ChatSession(target=target, **settings)
+
+    def _temperature(self, split: Split) -> float:
+        if split == "train":
+            return self.config.temperature
+        if self.config.eval_temperature is not None:
+            return self.config.eval_temperature
+        return 0.0 if self.config.num_eval_samples == 1 else self.config.temperature
+
+    async def _load_splits(self) -> tuple[list[Row], list[Row]]:
+        rows = list(await awaited(self.load_rows("train")))
+        own = await awaited(self.load_rows("eval"))
+        if not rows:
+            raise ConfigError(f"{self.registered_name}: load_rows('train') has no rows")
+        if own is not None:
+            return rows, list(own)
+        order = list(range(len(rows)))
+        random.Random(f"{self.config.seed}:held out").shuffle(order)
+        held_out = set(order[: min(self.config.num_eval_rows, len(rows) // 2)])
+        return (
+            [row for i, row in enumerate(rows) if i not in held_out],
+            [row for i, row in enumerate(rows) if i in held_out],
+        )
+
+    async def _judge(self, row: Row, answer: str) -> Outcome:
+        return await awaited(self.score(row, answer))  # type: ignore[no-any-return]
+
+    async def _judge_all(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
+        outcomes = await self.score_group(row, rollouts)
+        if self.config.on_reward_failure == "retry" and any(number_of(o) is None for o in outcomes):
+            again = await self.score_group(row, rollouts)
+            outcomes = [
+                second if number_of(first) is None else first
+                for first, second in zip(outcomes, again, strict=True)
+            ]
+        return outcomes
+
+    def _join(
+        self, rollouts: Sequence[Rollout], scores: Sequence[float | None]
+    ) -> ScoredDataGroup | None:
+        """Build the group of the judged rollouts; None when there are fewer than two of a larger group."""
+        judged = [score for score in scores if score is not None]
+        self.num_reward_failures += len(scores) - len(judged)
+        if len(judged) < min(2, len(scores)):
+            return None
+        group = ScoredDataGroup(tokens=[], masks=[], inference_logprobs=[], scores=[], messages=[])
+        overrides: list[dict[str, Any]] = []
+        versions: list[int | None] = []
+        for rollout, score in zip(rollouts, scores, strict=True):
+            if score is None and self.config.on_reward_failure != "mask":
+                continue
+            trained = sum(
+                label != IGNORE_INDEX for node in rollout.nodes for label in node.masked_tokens
+            )
+            if trained < self.config.min_trained_tokens:
+                self.num_too_short += 1
+                continue
+            if score is not None:
+                self.train_scores.append(score)
+            for node in rollout.nodes:
+                is_masked = score is None
+                group["tokens"].append(node.tokens)
+                group["masks"].append(
+                    [IGNORE_INDEX] * len(node.tokens) if is_masked else node.masked_tokens
+                )
+                group["inference_logprobs"].append(  # type: ignore[union-attr]
+                    [MASKED_LOGPROB] * len(node.tokens) if is_masked else node.logprobs
+                )
+                group["scores"].append(sum(judged) / len(judged) if score is None else score)
+                group["messages"].append(rollout.messages)  # type: ignore[union-attr]
+                overrides.append(rollout.overrides)
+                versions.append((node.metadata or {}).get("policy_version"))
+        if len(group["scores"]) < min(2, len(scores)):
+            return None
+        if any(overrides):
+            group["overrides"] = overrides
+        known = [version for version in versions if version is not None]
+        group["policy_version"] = min(known) if len(known) == len(versions) else None
+        return group
+
+
+def epoch_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
+    """Return the order of the rows in one epoch: a permutation that seed and epoch alone decide.
+
+    >>> epoch_order(5, seed=0, epoch=0) == epoch_order(5, seed=0, epoch=0)
+    True
+    >>> sorted(epoch_order(5, seed=0, epoch=1))
+    [0, 1, 2, 3, 4]
+    """
+    order = list(range(num_rows))
+    random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
+
+
+def read_jsonl(path: str, *, flag: str = "dataset_path") -> list[Any]:
+    """Read one JSON value per line; ConfigError names `--env.<flag>` when there is no such file or it has no rows."""
+    if not Path(path).is_file():
+        raise ConfigError(f"--env.{flag} {path}: there is no such file")
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--env.{flag} {path}, line {number}: {error}") from error
+    if not rows:
+        raise ConfigError(f"--env.{flag} {path}: the file has no rows")
+    return rows
+
+
+async def awaited(value: Any) -> Any:
+    """Return `value`, or what it gives when awaited: hooks may be plain or async."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def number_of(outcome: Outcome) -> float | None:
+    """Return the score; None when there is none."""
+    return None if outcome is None or isinstance(outcome, RewardFailure) else float(outcome)
+
+
+def _answer(choice: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": choice.message.content or ""}

@@ -1,0 +1,183 @@
+"""`MultiTurnEnv`: conversations. Define `load_rows`, `prompt` and `step`; `reset` where an episode needs state.
+
+Every episode is one managed session, so each turn sends the earlier tokens verbatim and all answers are trained.
+An episode ends when `step` says so, or by a limit that is named in `done_reason` and counted. The score is the sum
+of the turns' rewards. Authors subclass it, and `ToolEnv` does; it does not judge answers itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import Field
+
+from atroposlib.envs.base import BaseEnvConfig
+from atroposlib.envs.dataset_env import (
+    ChatSession,
+    DatasetEnv,
+    DatasetEnvConfig,
+    Outcome,
+    Rollout,
+    Row,
+    Split,
+    awaited,
+    number_of,
+)
+from atroposlib.errors import EnvError
+
+_TEMPLATE_TOKENS = 16
+"""What a chat template is assumed to put around one message, at most."""
+
+
+class MultiTurnEnvConfig(DatasetEnvConfig):
+    """Settings of an environment of conversations."""
+
+    max_turns: int = Field(default=8, ge=1)
+    """Answers of the model in one episode, at most."""
+    max_episode_tokens: int = Field(default=0, ge=0)
+    """Tokens of one episode, prompts included; 0: what the trainer takes, where it is known."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Episode:
+    """One conversation under way."""
+
+    row: Row
+    messages: list[dict[str, Any]]
+    """Everything said so far."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """The author's."""
+    rewards: list[float] = field(default_factory=list)
+    """One per answer of the model."""
+    done_reason: str | None = None
+    """Why it ended: what `step` said (default "done"), or max_turns, length (an answer was cut off), tokens (no room
+    for another turn), unjudged (a reward was None or a failure)."""
+
+    @property
+    def num_turns(self) -> int:
+        """Answers of the model so far."""
+        return len(self.rewards)
+
+
+class Step(NamedTuple):
+    """What an answer leads to."""
+
+    reply: str | Sequence[Mapping[str, Any]] = ()
+    """What the model is told next: a user message's text, or messages. Not sent when done."""
+    reward: Outcome = 0.0
+    """For this answer; None or a `RewardFailure` when it could not be judged, which ends the episode unscored."""
+    done: bool = False
+    reason: str = "done"
+    """Name under which the end is counted."""
+
+
+class MultiTurnEnv(DatasetEnv):
+    """Conversations with rewards."""
+
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = MultiTurnEnvConfig
+    config: MultiTurnEnvConfig
+
+    unfinished_score: ClassVar[float] = 0.0
+    """Added to the score of an episode that a limit ended."""
+
+    def reset(self, row: Row) -> Any:
+        """Return the `Episode` of a row (or an awaitable of one); the default starts with `prompt(row)`."""
+        return Episode(row=row, messages=self.conversation(row))
+
+    @abstractmethod
+    def step(self, episode: Episode, answer: str) -> Any:
+        """Take the model's answer (already the last of `episode.messages`); return a `Step` or an awaitable of one."""
+
+    def final_score(self, episode: Episode) -> Outcome:
+        """Return the score of an ended episode."""
+        unfinished = episode.done_reason in ("max_turns", "length", "tokens")
+        return sum(episode.rewards) + (self.unfinished_score if unfinished else 0.0)
+
+    async def roll_out(self, row: Row, n: int, *, split: Split) -> list[Rollout]:
+        """Play `n` episodes of a row at once; a failure of one cancels the others."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                plays = [tasks.create_task(self._play(row, split)) for _ in range(n)]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        return [play.result() for play in plays]
+
+    async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
+        """Return the scores that the episodes ended with."""
+        return [rollout.outcome for rollout in rollouts]
+
+    async def _play(self, row: Row, split: Split) -> Rollout:
+        episode: Episode = await awaited(self.reset(row))
+        async with self.chat_session(split) as chat:
+            outcome = await self._run_episode(episode, chat)
+            nodes = chat.nodes()
+        if split == "train":
+            self.counts[f"done_{episode.done_reason}"] += 1
+            self.counts["turns"] += episode.num_turns
+        return Rollout(
+            messages=episode.messages,
+            nodes=nodes,
+            finish_reason=episode.done_reason,
+            outcome=outcome,
+            overrides={
+                "turn_rewards": list(episode.rewards),
+                "done_reason": episode.done_reason,
+            },
+        )
+
+    async def _run_episode(self, episode: Episode, chat: ChatSession) -> Outcome:
+        """Talk until something ends the episode, and say why in `done_reason`."""
+        max_tokens: int | None = None
+        while True:
+            completion = await chat.ask(episode.messages, max_tokens=max_tokens)
+            choice = completion.choices[0]
+            answer = choice.message.content or ""
+            episode.messages.append({"role": "assistant", "content": answer})
+            if choice.finish_reason == "length":
+                episode.rewards.append(0.0)
+                episode.done_reason = "length"
+                break
+            step: Step = await awaited(self.step(episode, answer))
+            reward = number_of(step.reward)
+            if reward is None:
+                episode.done_reason = "unjudged"
+                return step.reward
+            episode.rewards.append(reward)
+            if step.done:
+                episode.done_reason = step.reason
+                break
+            if episode.num_turns >= self.config.max_turns:
+                episode.done_reason = "max_turns"
+                break
+            reply = _messages(step.reply, self)
+            episode.messages.extend(reply)
+            used = completion.usage.total_tokens if completion.usage is not None else 0
+            max_tokens = self._room(used, reply, chat.max_tokens)
+            if max_tokens < 1:
+                episode.done_reason = "tokens"
+                break
+        return self.final_score(episode)
+
+    def _room(self, num_used: int, reply: Sequence[Mapping[str, Any]], wanted: int) -> int:
+        """Return how many tokens the next answer may have, so that the episode stays within its limit."""
+        limit = self.config.max_episode_tokens or max(0, self.max_token_len - 1)
+        if not limit:
+            return wanted
+        texts = [str(message["content"]) for message in reply]
+        added = sum(len(self.tokenizer.encode(text)) + _TEMPLATE_TOKENS for text in texts)
+        return min(wanted, limit - num_used - added)
+
+
+def _messages(reply: str | Sequence[Mapping[str, Any]], env: MultiTurnEnv) -> list[dict[str, Any]]:
+    if isinstance(reply, str) and reply:
+        return [{"role": "user", "content": reply}]
+    if not reply:
+        raise EnvError(
+            f"{type(env).__name__}.step() neither ended the episode nor replied: "
+            "return Step('...') or Step(done=True)"
+        )
+    return [dict(message) for message in reply if not isinstance(message, str)]

@@ -1,0 +1,349 @@
+"""DatasetEnv on a scripted engine: the order of rows, answers that cannot be judged, and evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.dataset_env import (
+    DatasetEnv,
+    DatasetEnvConfig,
+    Outcome,
+    epoch_order,
+    read_jsonl,
+)
+from atroposlib.envs.rewards import RewardFailure
+from atroposlib.envs.server_handling.server_harness import (
+    ByteTokenizer,
+    HarnessRequest,
+    ServerHarness,
+)
+from atroposlib.errors import ConfigError, EnvError
+from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
+
+FAILED = RewardFailure(reason="timeout", detail="no result within 10 s")
+
+
+class Sums(DatasetEnv):
+    """Rows are pairs of numbers; an answer is right when it is their sum."""
+
+    name = "sums"
+    num_rows = 10
+
+    def load_tokenizer(self) -> Any:
+        return ByteTokenizer()
+
+    def load_rows(self, split: str) -> Any:
+        return [[i, i + 1] for i in range(self.num_rows)] if split == "train" else None
+
+    def prompt(self, row: Any) -> Any:
+        return f"{row[0]} + {row[1]} ="
+
+    def score(self, row: Any, answer: str) -> Any:
+        return answer == str(sum(row))
+
+
+def make(
+    env_cls: Callable[..., Any] = Sums,
+    *,
+    respond: Callable[[HarnessRequest], str] = lambda request: str(2 * request.choice + 1),
+    weight_version: str | None = None,
+    **settings: Any,
+) -> Any:
+    values = {"group_size": 4, "use_wandb": False, "num_eval_rows": 2, **settings}
+    env = env_cls(
+        DatasetEnvConfig(**values),
+        [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")],
+    )
+    env.server.servers = [ServerHarness(respond=respond, weight_version=weight_version)]
+    return env
+
+
+async def handed_out(env: Any, num: int) -> list[Any]:
+    return [await env.get_next_item() for _ in range(num)]
+
+
+async def test_every_epoch_has_each_training_row_once_in_an_order_of_its_own() -> None:
+    env = make()
+    await env.setup()
+    rows = await handed_out(env, 24)
+    for epoch in (rows[:8], rows[8:16], rows[16:]):
+        assert sorted(epoch) == sorted(env.train_rows)
+    assert len({repr(rows[i : i + 8]) for i in (0, 8, 16)}) == 3
+
+
+async def test_order_depends_on_seed_alone() -> None:
+    orders = []
+    for seed in (0, 0, 1):
+        env = make(seed=seed, num_eval_rows=0)
+        await env.setup()
+        orders.append(await handed_out(env, 20))
+    assert orders[0] == orders[1] != orders[2]
+    assert epoch_order(100, seed=3, epoch=0) != epoch_order(100, seed=3, epoch=1)
+
+
+async def test_position_comes_back_from_the_checkpoint(tmp_path: Path) -> None:
+    env = make()
+    env.checkpoint_dir = str(tmp_path)
+    await env.setup()
+    await handed_out(env, 11)
+    env.save_checkpoint(3)
+    expected = await handed_out(env, 20)
+
+    again = make()
+    again.checkpoint_dir, again.curr_step = str(tmp_path), 4
+    await again.setup()
+    again.load_checkpoint()
+    assert await handed_out(again, 20) == expected
+
+
+async def test_held_out_rows_are_never_trained_on() -> None:
+    env = make(num_eval_rows=4)
+    await env.setup()
+    assert len(env.eval_rows) == 4
+    trained = await handed_out(env, 30)
+    assert not [row for row in trained if row in env.eval_rows]
+    assert sorted(env.train_rows + env.eval_rows) == [[i, i + 1] for i in range(10)]
+
+
+async def test_at_most_half_of_the_rows_are_held_out() -> None:
+    env = make(num_eval_rows=100)
+    await env.setup()
+    assert (len(env.train_rows), len(env.eval_rows)) == (5, 5)
+
+
+async def test_group_passes_the_strict_gate_with_logprobs_and_policy_version() -> None:
+    env = make(weight_version="7")
+    await env.setup()
+    group, backlog = await env.collect_trajectories([1, 2])
+    checked = check_group(group, strictness=Strictness.MEANING)
+    assert backlog == []
+    assert checked.scores.tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert checked.inference_logprobs is not None
+    assert checked.policy_version == 7
+    assert group["group_overrides"] == {"group_size": 4}
+    assert group["messages"][1] == [
+        {"role": "user", "content": "1 + 2 ="},
+        {"role": "assistant", "content": "3"},
+    ]
+
+
+async def test_published_version_stands_in_where_the_engine_does_not_tell() -> None:
+    env = make()
+    await env.setup()
+    env.status_dict = {"policy_version": 5}
+    group, _ = await env.collect_trajectories([1, 2])
+    assert group["policy_version"] == 5
+
+
+class HalfJudged(Sums):
+    """The first answer of every group cannot be judged."""
+
+    num_calls = 0
+    heals = False
+
+    def score(self, row: Any, answer: str) -> Outcome:
+        self.num_calls += 1
+        if answer == "1" and not (self.heals and self.num_calls > 4):
+            return FAILED
+        return float(answer == "3")
+
+
+async def test_failed_answer_is_dropped_and_counted_not_scored_zero() -> None:
+    env = make(HalfJudged)
+    await env.setup()
+    group, _ = await env.collect_trajectories([1, 2])
+    assert group["scores"] == [1.0, 0.0, 0.0]
+    assert group["group_overrides"] == {"group_size": 3}
+    assert env.num_reward_failures == 1
+
+
+async def test_masked_answer_keeps_the_size_and_trains_nothing() -> None:
+    env = make(HalfJudged, on_reward_failure="mask")
+    await env.setup()
+    group, _ = await env.collect_trajectories([1, 2])
+    checked = check_group(group, strictness=Strictness.MEANING)
+    assert checked.num_sequences == 4
+    assert group["scores"][0] == pytest.approx(1 / 3)
+    assert set(group["masks"][0]) == {IGNORE_INDEX}
+    assert set(group["inference_logprobs"][0]) == {1.0}
+    assert env.num_reward_failures == 1
+
+
+async def test_retried_answer_that_can_be_judged_then_is_not_a_failure() -> None:
+    env = make(HalfJudged, on_reward_failure="retry")
+    env.heals = True
+    await env.setup()
+    group, _ = await env.collect_trajectories([1, 2])
+    assert group["scores"] == [0.0, 1.0, 0.0, 0.0]
+    assert env.num_reward_failures == 0
+    env.heals, env.num_calls = False, 0
+    group, _ = await env.collect_trajectories([1, 2])
+    assert (len(group["scores"]), env.num_reward_failures) == (3, 1)
+
+
+async def test_group_in_which_fewer_than_two_could_be_judged_is_none() -> None:
+    class Blind(Sums):
+        def score(self, row: Any, answer: str) -> Outcome:
+            return None if answer != "3" else 1.0
+
+    env = make(Blind)
+    await env.setup()
+    assert await env.collect_trajectories([1, 2]) == (None, [])
+    assert env.num_reward_failures == 3
+
+
+async def test_short_answers_are_left_out_and_counted() -> None:
+    env = make(
+        respond=lambda request: ["", "333", "444", "555"][request.choice], min_trained_tokens=3
+    )
+    await env.setup()
+    group, _ = await env.collect_trajectories([1, 2])
+    assert len(group["scores"]) == 3
+    assert env.num_too_short == 1
+
+
+async def test_shaping_changes_or_drops_a_group() -> None:
+    class Shaped(Sums):
+        def shape_group(self, row: Any, group: Any) -> Any:
+            group["scores"] = [score * 2 for score in group["scores"]]
+            return group if row[0] else None
+
+    env = make(Shaped)
+    await env.setup()
+    assert (await env.collect_trajectories([1, 2]))[0]["scores"] == [0.0, 2.0, 0.0, 0.0]
+    assert (await env.collect_trajectories([0, 1]))[0] is None
+
+
+async def test_score_may_be_async_and_run_in_a_worker_that_is_killed() -> None:
+    class InWorker(Sums):
+        async def score(self, row: Any, answer: str) -> Any:
+            name = "hang" if answer == "5" else "add"
+            arguments = [] if answer == "5" else [int(answer), 0.5]
+            return await self.in_worker(f"tests.environments.helpers_rewards:{name}", *arguments)
+
+    env = make(InWorker, reward_timeout_s=0.3, num_reward_workers=1)
+    try:
+        await env.setup()
+        group, _ = await env.collect_trajectories([1, 2])
+    finally:
+        await env.reward_workers.close()
+    assert group["scores"] == [1.5, 3.5, 7.5]
+    assert env.num_reward_failures == 1
+
+
+async def test_gold_answer_that_fails_its_reward_stops_the_start() -> None:
+    class Golden(Sums):
+        def gold_answer(self, row: Any) -> str:
+            return str(sum(row)) if row != [4, 5] else "10"
+
+    with pytest.raises(EnvError, match=r"gold answer of \[4, 5\] does not pass"):
+        await make(Golden, num_eval_rows=0).setup()
+
+
+async def test_evaluation_writes_pass_at_1_mean_and_samples(tmp_path: Path) -> None:
+    env = make(
+        respond=lambda request: str(eval(request.prompt.split(">")[1].split("=")[0])),
+        data_dir_to_save_evals=str(tmp_path),
+        num_eval_rows=3,
+    )
+    await env.setup()
+    metrics = await env.evaluate()
+    assert metrics == {"eval/reward_failures": 0.0, "eval/mean_score": 1.0, "eval/pass@1": 1.0}
+    assert json.loads((tmp_path / "metrics.json").read_text())["results"]["all"] == metrics
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [sample["row"] for sample in samples] == env.eval_rows
+    assert samples[0]["messages"][-1]["role"] == "assistant"
+    assert {request["temperature"] for request in env.server.servers[0].requests} == {0.0}
+
+
+async def test_evaluation_with_several_samples_reports_pass_at_k_at_training_temperature() -> None:
+    env = make(num_eval_samples=4)
+    env.eval_rows = [[1, 2], [10, 20]]
+    metrics = await env.evaluate()
+    assert metrics["eval/pass@1"] == pytest.approx(1 / 8)
+    assert metrics["eval/pass@4"] == 0.5
+    assert {request["temperature"] for request in env.server.servers[0].requests} == {1.0}
+
+
+def test_unjudged_answers_belong_to_no_mean() -> None:
+    metrics = make().summarize([[1.0], [None], [0.0]])
+    assert metrics == {"eval/reward_failures": 1.0, "eval/mean_score": 0.5, "eval/pass@1": 0.5}
+    assert make().summarize([[None]]) == {"eval/reward_failures": 1.0}
+
+
+async def test_scores_and_failures_are_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[dict[str, Any]] = []
+
+    class Run:
+        def log(self, metrics: dict[str, Any], step: int) -> None:
+            logged.append(metrics)
+
+    env = make(HalfJudged)
+    await env.setup()
+    env.wandb_run = Run()
+    await env.collect_trajectories([1, 2])
+    await env.wandb_log()
+    await env.wandb_log()
+    assert logged[0]["train/mean_score"] == pytest.approx(1 / 3)
+    assert logged[0]["train/percent_correct"] == pytest.approx(1 / 3)
+    assert logged[0]["train/reward_failures"] == 1
+    assert "train/mean_score" not in logged[1]
+
+
+def test_system_prompt_precedes_a_string_and_leaves_messages_alone() -> None:
+    class Told(Sums):
+        system_prompt = "Answer with a number."
+
+    env = make(Told)
+    assert [m["role"] for m in env.conversation([1, 2])] == ["system", "user"]
+    env.prompt = lambda row: [{"role": "user", "content": "hi"}]
+    assert env.conversation([1, 2]) == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no such file"),
+        ("\n", "has no rows"),
+        ('{"a": 1}\n{', "line 2"),
+    ],
+)
+def test_unusable_row_files_name_the_flag(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=rf"--env\.dataset_path .*{message}"):
+        read_jsonl(str(path))
+
+
+def test_row_may_hold_any_line_separator_of_unicode(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": "x\u2028y"}\n', encoding="utf-8")
+    assert read_jsonl(str(path)) == [{"a": "x\u2028y"}]
+
+
+async def test_rows_come_from_the_configured_files(tmp_path: Path) -> None:
+    for name, rows in (("train", [[1, 2], [3, 4]]), ("eval", [[5, 6]])):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+
+    class FromFiles(Sums):
+        def load_rows(self, split: Any) -> Any:
+            return DatasetEnv.load_rows(self, split)
+
+    env = make(
+        FromFiles,
+        dataset_path=str(tmp_path / "train"),
+        eval_dataset_path=str(tmp_path / "eval"),
+    )
+    await env.setup()
+    assert (env.train_rows, env.eval_rows) == ([[1, 2], [3, 4]], [[5, 6]])
+    with pytest.raises(ConfigError, match="define load_rows or give --env.dataset_path"):
+        await make(FromFiles).setup()

@@ -1,0 +1,175 @@
+"""MultiTurnEnv on a scripted engine: token-exact turns, rewards per turn, and every way an episode ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step
+from atroposlib.envs.server_handling.server_harness import (
+    ByteTokenizer,
+    HarnessRequest,
+    ServerHarness,
+)
+from atroposlib.errors import EngineRejected, EnvError
+from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
+
+
+class Guess(MultiTurnEnv):
+    """The row is a number; every guess is told higher or lower; a hit is worth 1, a miss -0.25."""
+
+    name = "guess"
+
+    def load_tokenizer(self) -> Any:
+        return ByteTokenizer()
+
+    def load_rows(self, split: str) -> Any:
+        return range(1, 9)
+
+    def prompt(self, row: Any) -> Any:
+        return "Guess my number."
+
+    def step(self, episode: Episode, answer: str) -> Any:
+        guess = int(answer)
+        if guess == episode.row:
+            return Step(reward=1.0, done=True, reason="found")
+        return Step("higher" if guess < episode.row else "lower", reward=-0.25)
+
+
+def count_up(request: HarnessRequest) -> str:
+    """Guess 1, then 2, ..."""
+    return str(request.prompt.count("<assistant>"))
+
+
+def make(
+    env_cls: Callable[..., Any] = Guess,
+    *,
+    respond: Callable[[HarnessRequest], str] = count_up,
+    **settings: Any,
+) -> Any:
+    values = {"group_size": 2, "use_wandb": False, **settings}
+    env = env_cls(
+        MultiTurnEnvConfig(**values),
+        [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")],
+    )
+    env.server.servers = [ServerHarness(respond=respond)]
+    return env
+
+
+async def test_each_turn_sends_the_sampled_tokens_and_all_answers_are_trained() -> None:
+    env = make()
+    await env.setup()
+    group, _ = await env.collect_trajectories(3)
+    checked = check_group(group, strictness=Strictness.MEANING)
+    assert checked.num_sequences == 2
+    tokens, labels = group["tokens"][0], group["masks"][0]
+    assert env.tokenizer.decode(tokens) == (
+        "<user>Guess my number.<eos><assistant>1<eos><user>higher<eos>"
+        "<assistant>2<eos><user>higher<eos><assistant>3<eos>"
+    )
+    trained = [token for token in labels if token != IGNORE_INDEX]
+    assert env.tokenizer.decode(trained) == "1<eos>2<eos>3<eos>"
+    sent = [r["input_ids"] for r in env.server.servers[0].requests]
+    assert all(ids == tokens[: len(ids)] for ids in sent)
+    assert len(sent) == 6
+
+
+async def test_score_is_the_sum_of_the_turns_and_the_turns_travel_as_overrides() -> None:
+    env = make()
+    await env.setup()
+    group, _ = await env.collect_trajectories(3)
+    assert group["scores"] == [0.5, 0.5]
+    details = {"turn_rewards": [-0.25, -0.25, 1.0], "done_reason": "found"}
+    assert group["overrides"] == [details, details]
+    assert env.counts == {"done_found": 2, "turns": 6}
+
+
+async def test_max_turns_ends_an_episode_with_the_unfinished_score() -> None:
+    class Strict(Guess):
+        unfinished_score = -1.0
+
+    env = make(Strict, max_turns=2)
+    await env.setup()
+    group, _ = await env.collect_trajectories(8)
+    assert group["scores"] == [-1.5, -1.5]
+    assert env.counts["done_max_turns"] == 2
+
+
+async def test_answer_that_was_cut_off_is_not_stepped() -> None:
+    env = make(respond=lambda request: "not a number", max_token_length=5)
+    await env.setup()
+    group, _ = await env.collect_trajectories(3)
+    assert group["scores"] == [0.0, 0.0]
+    assert env.counts["done_length"] == 2
+
+
+async def test_episode_ends_before_it_outgrows_what_the_trainer_takes() -> None:
+    env = make(max_turns=100)
+    env.max_token_len = 200
+    await env.setup()
+    group, _ = await env.collect_trajectories(-1)
+    assert env.counts["done_tokens"] == 2
+    assert 100 < max(map(len, group["tokens"])) < 200
+
+
+async def test_turn_that_could_not_be_judged_fails_the_episode_without_a_score() -> None:
+    class Unsure(Guess):
+        async def step(self, episode: Episode, answer: str) -> Step:
+            episode.state["seen"] = answer
+            return Step("more", reward=None if episode.row == 1 else 0.5)
+
+    env = make(Unsure, max_turns=1)
+    await env.setup()
+    assert await env.collect_trajectories(1) == (None, [])
+    assert env.num_reward_failures == 2
+    assert env.counts["done_unjudged"] == 2
+    assert (await env.collect_trajectories(2))[0]["scores"] == [0.5, 0.5]
+
+
+async def test_reset_gives_each_episode_a_state_of_its_own() -> None:
+    class Stateful(Guess):
+        async def reset(self, row: Any) -> Episode:
+            return Episode(row=row, messages=self.conversation(row), state={"left": 2})
+
+        def step(self, episode: Episode, answer: str) -> Step:
+            episode.state["left"] -= 1
+            return Step("again", reward=1.0, done=episode.state["left"] == 0)
+
+    env = make(Stateful)
+    await env.setup()
+    group, _ = await env.collect_trajectories(1)
+    assert [o["turn_rewards"] for o in group["overrides"]] == [[1.0, 1.0]] * 2
+
+
+async def test_step_that_says_nothing_is_an_error_that_names_it() -> None:
+    class Mute(Guess):
+        def step(self, episode: Episode, answer: str) -> Step:
+            return Step()
+
+    env = make(Mute)
+    await env.setup()
+    with pytest.raises(EnvError, match=r"Mute\.step\(\) neither ended the episode nor replied"):
+        await env.collect_trajectories(1)
+
+
+async def test_failure_of_one_episode_is_the_items_failure_with_its_own_type() -> None:
+    env = make()
+    await env.setup()
+    env.server.servers[0].fail(EngineRejected("too long"))
+    with pytest.raises(EngineRejected, match="too long"):
+        await env.collect_trajectories(3)
+
+
+async def test_evaluation_plays_episodes_and_counts_the_solved_ones() -> None:
+    class Short(Guess):
+        def step(self, episode: Episode, answer: str) -> Step:
+            return Step(reward=float(int(answer) == episode.row), done=True)
+
+    env = make(Short)
+    await env.setup()
+    metrics = await env.evaluate()
+    assert metrics["eval/pass@1"] == 1 / 8
+    assert env.counts == {}

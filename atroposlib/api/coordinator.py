@@ -97,6 +97,8 @@ _FAR_BEYOND = 2
 """Times the bound. From here on only what the next batch waits for is let in."""
 
 
+MAX_SAVED_LEASES = 16
+"""Freed batches whose acknowledgement is known after a restart; a trainer repeats only its last."""
 PATIENCE_VERSIONS = 8
 """A group older than this many policy versions is not passed over for others that fit better."""
 
@@ -318,6 +320,7 @@ class Coordinator:
             "environments": self._environments.save(),
             "next_batch": self._leases.next_number,
             "freed_step": self._leases.freed_step,
+            "freed_leases": self._leases.freed(MAX_SAVED_LEASES),
             "rejected": dict(self._rejected),
             "duplicates": self._num_duplicates,
         }
@@ -333,6 +336,7 @@ class Coordinator:
         self._environments.restore(document["environments"], now=self._clock())
         self._leases.next_number = document["next_batch"]
         self._leases.freed_step = document["freed_step"]
+        self._leases.restore_freed(document["freed_leases"])
         self._rejected = Counter(document["rejected"])
         self._num_duplicates = document["duplicates"]
 
@@ -476,6 +480,7 @@ class Coordinator:
         """
         was_leased = {batch.number for batch in self._leases if batch.is_leased}
         undone = self._leases.undo(step)
+        self._policy_version = None  # the engines serve the checkpoint, or soon will
         if mode is Resume.REPLAY and not same_size:
             mode = Resume.REQUEUE
         moves: list[Move] = []

@@ -23,6 +23,14 @@ _MAX_WEIGHT = 1e9
 """Larger weights count as this, so that sums of claims stay finite."""
 
 
+MAX_ENVIRONMENTS = 10_000
+"""Ids that one run gives out; the list of environments is written with the run's state."""
+
+
+class TooManyEnvironments(AtroposError):
+    """Every place is taken by an environment that is alive."""
+
+
 class UnknownEnvironment(AtroposError):
     """The environment id was not given out by this hub in this run."""
 
@@ -105,9 +113,13 @@ class Environments:
         """Add an environment, or give a returning one its place back.
 
         The same `env_uid` is the same environment. Without a match, the place of an inactive environment of the same
-        name is taken over: a restarted process finds its checkpoints under the name it had.
+        name is taken over: a restarted process finds its checkpoints under the name it had. A full registry gives away
+        the place that was silent longest, or raises `TooManyEnvironments`.
         """
         environment = self._returning(registration)
+        if environment is None and len(self._all) >= MAX_ENVIRONMENTS:
+            environment = self._oldest_inactive()
+            environment.name = f"{registration.desired_name}_{environment.env_id}"
         if environment is None:
             wanted = registration.desired_name
             same_name = sum(each.registration.desired_name == wanted for each in self._all)
@@ -136,6 +148,12 @@ class Environments:
             if same_name and not environment.is_active:
                 return environment
         return None
+
+    def _oldest_inactive(self) -> Environment:
+        inactive = [each for each in self._all if not each.is_active]
+        if not inactive:
+            raise TooManyEnvironments(f"{MAX_ENVIRONMENTS} environments take part already")
+        return min(inactive, key=lambda each: each.last_seen)
 
     def disconnect(self, environment: Environment) -> None:
         environment.is_connected = False

@@ -269,6 +269,15 @@ class Leases:
             del self._closed[next(iter(self._closed))]
         self.freed_step = max(self.freed_step, batch.step)
 
+    def freed(self, num_batches: int) -> list[tuple[int, str, int]]:
+        """Number, lease id and step of the batches freed last."""
+        newest = list(self._closed.items())[-num_batches:]
+        return [(number, closed.lease_id, closed.step) for number, closed in newest]
+
+    def restore_freed(self, rows: Iterable[tuple[int, str, int]]) -> None:
+        """Take over what `freed` returned."""
+        self._closed = {number: _Closed(lease_id, step) for number, lease_id, step in rows}
+
     # Resuming
 
     def undo(self, step: int) -> list[Batch]:

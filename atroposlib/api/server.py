@@ -37,6 +37,7 @@ from atroposlib.api.coordinator import (
     UnknownBatch,
     UnknownEnvironment,
 )
+from atroposlib.api.environments import TooManyEnvironments
 from atroposlib.api.hub import DEFAULT_RUN, Hub, TooManyRuns
 from atroposlib.api.limits import HubLimits, Ladder, RequestBodies
 from atroposlib.api.metrics import HubMetrics, Observe
@@ -220,7 +221,7 @@ def create_app(
         return True
 
     # The middleware added last is the outermost: rights, then room, then the body, and only then a handler.
-    app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=1)
+    app.add_middleware(_CompressReplies, minimum_size=1000, compresslevel=1)
     app.add_middleware(RequestBodies, limits=limits)
     app.add_middleware(Ladder, limits=limits, is_full=is_full, room=room, metrics=metrics)
     app.add_middleware(Access, tokens=tokens)
@@ -466,6 +467,14 @@ _TURNS_TO_NOTICE = 3
 """Turns of the event loop between the return of `send` from a broken connection and the message that tells of it."""
 
 
+class _CompressReplies(GZipMiddleware):
+    """Batches come compressed as asked, or not at all."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_batch = scope["type"] == "http" and scope["path"] == "/batch"
+        await (self.app if is_batch else super().__call__)(scope, receive, send)
+
+
 class _BatchResponse(Response):
     """A batch on its way: piece by piece, and for a plain delivery with a look at whether it got there.
 
@@ -572,7 +581,8 @@ def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
     app.add_exception_handler(UnknownBatch, answer(404, "unknown_batch"))
     app.add_exception_handler(LeaseLost, answer(409, "lease_expired"))
     app.add_exception_handler(RunReset, answer(409, "run_reset"))
-    app.add_exception_handler(TooManyRuns, answer(403, "too_many_runs"))
+    app.add_exception_handler(TooManyRuns, answer_later(403, "too_many_runs"))
+    app.add_exception_handler(TooManyEnvironments, answer_later(503, "too_many_environments"))
     app.add_exception_handler(Overloaded, answer_later(429, "overloaded"))
     app.add_exception_handler(StoreFull, answer_later(507, "store_full"))
     app.add_exception_handler(StoreBroken, answer_later(503, "store_broken"))

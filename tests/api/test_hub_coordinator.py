@@ -29,6 +29,7 @@ from atroposlib.api.coordinator import (
     UnknownBatch,
     UnknownEnvironment,
 )
+from atroposlib.api.environments import TooManyEnvironments
 from atroposlib.api.schemas import Ledger, RegisterEnv, RegisterTrainer
 from atroposlib.api.stores.base import Appended, Change, CorruptGroups, NewGroup
 from atroposlib.api.stores.disk import DiskStore
@@ -167,6 +168,43 @@ async def test_acknowledging_twice_is_answered_as_the_first_time() -> None:
     await coordinator.checkpoint(1)
     assert await coordinator.ack(batch.batch_id, batch.lease_id) == 1
     assert coordinator.ledger().trained == 1
+
+
+async def test_repeated_acknowledgement_is_known_after_a_restart() -> None:
+    store = MemoryStore()
+    coordinator = Coordinator(store, policy=RunPolicy(keep_trained_batches=0))
+    await coordinator.open()
+    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    await coordinator.accept([incoming(2)])
+    batch = await leased(coordinator)
+    await coordinator.ack(batch.batch_id, batch.lease_id)
+    coordinator = await restarted(coordinator, store)
+    assert await coordinator.ack(batch.batch_id, batch.lease_id) == 1
+
+
+async def test_resume_forgets_the_policy_version_of_the_lost_weights() -> None:
+    coordinator = await started(batch_size=2, policy=RunPolicy(max_staleness=1))
+    await coordinator.set_policy(50)
+    fields = registration(batch_size=2) | {"resume_step": 3}
+    await coordinator.register(RegisterTrainer(**fields))
+    assert coordinator.current_version == 3
+    await coordinator.accept([incoming(2, version=3)])
+    assert await coordinator.deliver() is not None
+
+
+async def test_full_registry_gives_away_the_place_that_was_silent_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("atroposlib.api.environments.MAX_ENVIRONMENTS", 2)
+    coordinator = await started()
+    for name in ("a", "b"):
+        await coordinator.register_env(RegisterEnv(**environment(desired_name=name)))
+    with pytest.raises(TooManyEnvironments):
+        await coordinator.register_env(RegisterEnv(**environment(desired_name="c")))
+    await coordinator.disconnect_env(0)
+    reply = await coordinator.register_env(RegisterEnv(**environment(desired_name="c")))
+    assert reply is not None
+    assert (reply.env_id, reply.wandb_name) == (0, "c_0")
 
 
 async def test_expired_lease_returns_its_groups_first_and_a_late_ack_is_refused() -> None:

@@ -387,6 +387,14 @@ async def test_packed_batch_carries_its_lease(hub: Hub) -> None:
     await hub.post("/batches/0/ack", {"lease_id": meta["lease_id"]})
 
 
+async def test_small_batch_is_not_compressed(hub: Hub) -> None:
+    await hub.start()
+    await hub.post("/scored_data", group(4, 1))
+    response = await hub.http.get("/batch", headers={"Accept-Encoding": "gzip"})
+    assert len(response.json()["batch"]) == 1
+    assert "content-encoding" not in response.headers
+
+
 # Status without asking
 
 

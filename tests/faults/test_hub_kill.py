@@ -65,32 +65,36 @@ async def test_killed_hub_loses_no_group_and_commits_none_twice(
         f" p50 {statistics.median(hub.start_times_s):.2f} s, max {max(hub.start_times_s):.2f} s;"
         f" {load.account()}; lost 0, committed twice 0, corrupt 0"
     )
-    assert load.num_acknowledged > 10 * num_cycles, "too little load to show anything"
+    assert load.num_acknowledged > 3 * num_cycles, "too little load to show anything"
 
 
 @pytest.mark.timeout(60)
 async def test_killed_hub_leaves_no_process_behind(tmp_path: Path) -> None:
     """Its decoder processes notice that it has gone, in the middle of their work too."""
-    groups = [
-        make_group(GroupKey(0, n), num_sequences=16, num_tokens=8192).replace(group_id=None)
-        for n in range(2)
+    num_groups = 8
+    bodies = [  # 4 MB each: not decoded in the hub itself
+        encode_json(make_group(GroupKey(0, n), num_sequences=16, num_tokens=8192))
+        for n in range(num_groups)
     ]
-    bodies = [encode_json(group) for group in groups]  # 4 MB each: not decoded in the hub itself
     with hub_process(tmp_path) as hub:
         async with httpx.AsyncClient(base_url=hub.url, timeout=30) as client:
-            (await client.post("/scored_data", content=bodies[0])).raise_for_status()
-            assert children(hub.pid), "the body was decoded in the hub itself"
-            posting = asyncio.create_task(client.post("/scored_data", content=bodies[1]))
-            await asyncio.sleep(0.05)
+            posting = [
+                asyncio.create_task(client.post("/scored_data", content=body)) for body in bodies
+            ]
+            await asyncio.wait(posting, return_when=asyncio.FIRST_COMPLETED)
+            assert children(hub.pid), "the bodies are decoded in the hub itself"
             killed = hub.pid
             await asyncio.to_thread(hub.kill)
-            with pytest.raises(httpx.TransportError):
-                await posting
+            outcomes = await asyncio.gather(*posting, return_exceptions=True)
+        num_answered = sum(isinstance(each, httpx.Response) for each in outcomes)
+        assert 1 <= num_answered < num_groups, outcomes
         gone_s = await eventually(
             lambda: has_group_ended(killed), timeout_s=5, what="the decoder processes end"
         )
         await asyncio.to_thread(hub.start)
         ledger = hub.get("/ledger")
         assert_balanced(ledger)
-        assert ledger["queued"] == ledger["produced"] == 1
-    print(f"nothing was left {gone_s:.2f} s after the kill")
+        assert num_answered <= ledger["queued"] == ledger["produced"] <= num_groups
+    print(
+        f"killed with {num_groups - num_answered} bodies under way: nothing was left after {gone_s:.2f} s"
+    )

@@ -281,6 +281,14 @@ def faults_of(sent: Generated, role: Role, answer: Answer) -> Iterator[str]:
     """Say what is wrong with an answer."""
     status = answer.status
     rights = RIGHTS[sent.operation].split()
+    if b'{"type":"overloaded"' in answer.body and "/scored_data" in sent.target:
+        # By then rights were checked. Clients that do not say that they know 429 get 503.
+        knows_429 = any(name == "Atropos-Client" for name, _ in sent.headers)
+        if status != (429 if knows_429 else 503):
+            yield "the wrong answer to load"
+        if role.has_tokens and role.name not in ("produce", "admin"):
+            yield "load was told to one who may not ask"
+        return
     if status >= 500:
         yield "a server error"
         return
@@ -318,7 +326,7 @@ def faults_of(sent: Generated, role: Role, answer: Answer) -> Iterator[str]:
             answer.json()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(240 * SCALE)
 async def test_no_generated_request_is_a_server_error_or_gets_past_the_rights() -> None:
     own = {f"{r.method} {r.template}": " ".join(sorted(r.scopes)) or "anyone" for r in ROUTES}
     for name, scopes in RIGHTS.items():
@@ -537,7 +545,7 @@ async def converse(call: Callable[..., Any], talk: Talk, num_requests: int) -> l
     return faults
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(120 * SCALE)
 @pytest.mark.parametrize("num_clients", [1, 8], ids=["one at a time", "eight at once"])
 async def test_random_conversations_are_answered_and_survive_a_restart(
     num_clients: int, tmp_path: Path
@@ -550,14 +558,7 @@ async def test_random_conversations_are_answered_and_survive_a_restart(
         call = Caller(app)
         async with app.router.lifespan_context(app):
             if turn:
-                kept = (await call("GET", "/ledger")).json()
-                for uncertain in (
-                    "produced",
-                    "rejected",
-                    "duplicates",
-                ):  # saved with the next change
-                    del kept[uncertain], ledgers[0][uncertain]
-                assert kept == ledgers[0]
+                assert places((await call("GET", "/ledger")).json()) == places(ledgers[0])
             results = await asyncio.gather(
                 *(converse(call, talk, num_requests // 2) for _ in range(num_clients))
             )
@@ -570,3 +571,12 @@ async def test_random_conversations_are_answered_and_survive_a_restart(
     assert talk.num_said["batch"] > 100
     assert talk.num_said["ack"] > 20
     assert talk.num_said["reset_data"] < talk.num_said["ack"]
+
+
+def places(ledger: dict[str, Any]) -> dict[str, int]:
+    """What a restart must not change.
+
+    Refusals are saved with the next change only, and a buffered group may turn out to have its environment's size now.
+    """
+    found = {name: ledger[name] for name in ("leased", "trained", "expired", "dead", "discarded")}
+    return found | {"waiting": ledger["queued"] + ledger["buffered"]}

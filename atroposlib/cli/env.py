@@ -12,25 +12,23 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
-from atroposlib.config import SectionValues, build, parse_sections
+from atroposlib.config import SectionValues, build, parse_sections, read_yaml
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.env_config import BaseEnvConfig
 from atroposlib.envs.runtime.evaluate import evaluate
-from atroposlib.envs.runtime.process import process
-from atroposlib.envs.runtime.serve import serve
+from atroposlib.envs.runtime.masking import without_masked, without_secrets
 from atroposlib.envs.server_handling.server_config import (
     APIServerConfig,
     ServerBaseline,
     ServerManagerConfig,
 )
-from atroposlib.errors import ConfigError, cli_boundary
-from atroposlib.frontend.jsonl2html import generate_html
+from atroposlib.errors import ConfigError, EnvError, cli_boundary
 
 logger = logging.getLogger(__name__)
 
@@ -52,24 +50,6 @@ def run_environment(env_cls: type[BaseEnv], argv: Sequence[str] | None = None) -
     return cli_boundary(lambda: _run(env_cls, arguments))
 
 
-async def serve_environment(env: BaseEnv) -> None:
-    """Serve until the trainer is done."""
-    await serve(env)
-
-
-async def process_environment(env: BaseEnv) -> None:
-    """Fill the JSONL file, then render it."""
-    result = await process(env)
-    if result.num_groups:
-        page = await asyncio.to_thread(generate_html, result.path)
-        print(f"{result.num_groups} groups: {result.path}, {page}")
-
-
-async def evaluate_environment(env: BaseEnv) -> None:
-    """Evaluate once."""
-    await evaluate(env)
-
-
 def _run(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
     prog = Path(sys.argv[0]).name or env_cls.__name__
     if not argv or argv[0] in ("-h", "--help"):
@@ -81,14 +61,84 @@ def _run(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    env = build_environment(env_cls, mode, rest, prog=f"{prog} {mode}")
-    run = {
-        "serve": serve_environment,
-        "process": process_environment,
-        "evaluate": evaluate_environment,
-    }[mode]
-    asyncio.run(run(env))
+    hook = f"get_cli_{mode}_config_cls"
+    command = getattr(env_cls, hook)()
+    if not (isinstance(command, type) and issubclass(command, EnvCommand)):
+        raise EnvError(f"{env_cls.__name__}.{hook} must return a subclass of what super() returns")
+    command.from_argv(rest, prog=f"{prog} {mode}").run()
     return 0
+
+
+class EnvCommand(BaseModel):
+    """One command with its options: a field per flag, named like it (`env.group_size`), and the YAML file.
+
+    `command_class` makes the subclass for an environment and a mode. Values are read as the flags' types when the
+    environment is built; only fields that were given override YAML and `config_init`.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    env_cls: ClassVar[type[BaseEnv]]
+    mode: ClassVar[str]
+    config: str | None = None
+    """YAML file read before the flags."""
+    _yaml: dict[str, Any] | None = PrivateAttr(default=None)
+
+    @classmethod
+    def from_argv(cls, argv: Sequence[str], *, prog: str = "env.py") -> Self:
+        """Read flags; ConfigError for a mistake in them, exit 0 after `--help`."""
+        values = read_flags(cls.env_cls, argv, prog=prog)
+        flags = {
+            _flag_name(s, name): v for s, given in values.flags.items() for name, v in given.items()
+        }
+        command = cls(**flags)
+        command._yaml = values.yaml
+        return command
+
+    def build(self) -> BaseEnv:
+        """Construct the environment; ConfigError for any mistake in the three layers."""
+        flags: dict[str, dict[str, Any]] = {}
+        for name in self.model_fields_set - {"config"}:
+            section, _, field = name.rpartition(NAMESPACE_SEP)
+            flags.setdefault(section, {})[field] = getattr(self, name)
+        document = self._yaml
+        if document is None:
+            document = read_yaml(self.config) if self.config else {}
+        return environment_from(self.env_cls, self.mode, SectionValues(flags=flags, yaml=document))
+
+    def run(self) -> None:
+        """Build the environment and run it to its end."""
+        asyncio.run(run_mode(self.build(), self.mode))
+
+
+def command_class(env_cls: type[BaseEnv], mode: str) -> type[EnvCommand]:
+    """Return the command of an environment; what `BaseEnv.get_cli_<mode>_config_cls` returns."""
+    defaults, _ = env_cls.config_init()
+    fields: dict[str, Any] = {
+        _flag_name(section, name): (Any, Field(default=None, description=info.description))
+        for section, model in _sections(env_cls, defaults).items()
+        for name, info in model.model_fields.items()
+    }
+    name = f"{env_cls.__name__}{mode.capitalize()}"
+    made: type[EnvCommand] = create_model(name, __base__=EnvCommand, **fields)
+    made.env_cls, made.mode = env_cls, mode
+    return made
+
+
+async def run_mode(env: BaseEnv, mode: str) -> None:
+    """Run `serve`, `process` or `evaluate` through the environment's own methods."""
+    if mode == "serve":
+        await env.env_manager()
+    elif mode == "process":
+        await env.process_manager()
+        path = Path(env.config.data_path_to_save_groups or "")
+        print(f"groups: {path}, page: {path.with_suffix('.html')}")
+    else:
+        await evaluate(env)
+
+
+def _flag_name(section: str, name: str) -> str:
+    return f"{section}{NAMESPACE_SEP}{name}" if section else name
 
 
 def _usage(env_cls: type[BaseEnv], prog: str) -> str:
@@ -103,30 +153,74 @@ def _usage(env_cls: type[BaseEnv], prog: str) -> str:
 def build_environment(
     env_cls: type[BaseEnv], mode: str, argv: Sequence[str], *, prog: str
 ) -> BaseEnv:
-    """Merge the three layers and construct the environment; ConfigError for any mistake in them."""
-    defaults, default_servers = env_cls.config_init()
-    values = parse_sections(
-        {
-            ENV_NAMESPACE: type(defaults),
-            OPENAI_NAMESPACE: APIServerConfig,
-            "": ServerManagerConfig,
-        },
+    """Read the flags and construct the environment; ConfigError for any mistake in them."""
+    return environment_from(env_cls, mode, read_flags(env_cls, argv, prog=prog))
+
+
+def read_flags(env_cls: type[BaseEnv], argv: Sequence[str], *, prog: str) -> SectionValues:
+    """Read flags and the YAML file they name, for the sections this environment has."""
+    defaults, _ = env_cls.config_init()
+    sections = _sections(env_cls, defaults)
+    flat_names = dict(FLAT_NAMES)
+    if len(sections) > 3:  # a bare --model_name means the policy's servers, not a judge's
+        own = type(defaults).model_fields
+        servers = [name for name in APIServerConfig.model_fields if name not in own]
+        flat_names |= dict.fromkeys(servers, OPENAI_NAMESPACE)
+    return parse_sections(
+        sections,
         argv,
         prog=prog,
         description=(inspect.getdoc(env_cls) or "").partition("\n")[0],
-        flat_names=FLAT_NAMES,
+        flat_names=flat_names,
     )
+
+
+def _sections(env_cls: type[BaseEnv], defaults: BaseEnvConfig) -> dict[str, type[BaseModel]]:
+    return {
+        ENV_NAMESPACE: type(defaults),
+        OPENAI_NAMESPACE: APIServerConfig,
+        **dict.fromkeys(env_cls.extra_servers(), APIServerConfig),
+        "": ServerManagerConfig,
+    }
+
+
+def environment_from(env_cls: type[BaseEnv], mode: str, given: SectionValues) -> BaseEnv:
+    """Merge `config_init`, YAML and flags, say what came out, and construct the environment."""
+    defaults, default_servers = env_cls.config_init()
+    values = SectionValues(flags=given.flags, yaml=without_masked(given.yaml))
     config = _env_config(env_cls, defaults, values, mode)
     servers = resolve_servers(
         default_servers, values.yaml.get("openai"), values.flags.get(OPENAI_NAMESPACE, {})
     )
+    extra: dict[str, Any] = {}
+    listed: dict[str, ServerConfigs] = {}
+    for namespace, (keyword, default) in env_cls.extra_servers().items():
+        from_yaml, typed = values.yaml.get(namespace), values.flags.get(namespace, {})
+        if default is None and not (from_yaml or typed):
+            continue
+        listed[namespace] = extra[keyword] = resolve_servers(
+            default or APIServerConfig(), from_yaml, typed, namespace=namespace
+        )
     manager = build(
         ServerManagerConfig,
-        {key: values.yaml[key] for key in ("slurm", "testing") if key in values.yaml},
+        {
+            name: values.yaml[name]
+            for name in ServerManagerConfig.model_fields
+            if name in values.yaml
+        },
         values.flags.get("", {}),
     )
-    print(_describe(config, servers), end="")
-    env = _construct(env_cls, config, servers, slurm=manager.slurm, testing=manager.testing)
+    if manager.proxy_url:
+        raise ConfigError(
+            f"--proxy_url: got {manager.proxy_url!r}; the environment calls its servers directly"
+        )
+    shown = _describe(config, {OPENAI_NAMESPACE: servers, **listed}, manager)
+    print(shown, end="")
+    env = _construct(
+        env_cls, config, servers, slurm=manager.slurm, testing=manager.testing, extra=extra
+    )
+    if "max_n_completions" in manager.model_fields_set:
+        env.server.max_n_completions = manager.max_n_completions
     if mode == "process":
         vars(env).update(
             process_mode=True,
@@ -136,7 +230,7 @@ def build_environment(
     if mode == "evaluate" and config.data_dir_to_save_evals:
         folder = Path(config.data_dir_to_save_evals)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "evaluate_config.yaml").write_text(_describe(config, servers))
+        (folder / "evaluate_config.yaml").write_text(shown, encoding="utf-8")
     return env
 
 
@@ -145,6 +239,8 @@ def _env_config(
 ) -> BaseEnvConfig:
     own = {name: getattr(defaults, name) for name in type(defaults).model_fields}
     forced: dict[str, Any] = {}
+    if own.get("wandb_name") is None:
+        forced["wandb_name"] = env_cls.name or env_cls.__name__
     if mode != "serve" and "use_wandb" not in defaults.model_fields_set:
         forced["use_wandb"] = False  # both work offline; wandb only where somebody asked for it
     if mode == "process":
@@ -162,7 +258,11 @@ def _env_config(
 
 
 def resolve_servers(
-    default: ServerConfigs, from_yaml: Any, typed: Mapping[str, Any]
+    default: ServerConfigs,
+    from_yaml: Any,
+    typed: Mapping[str, Any],
+    *,
+    namespace: str = OPENAI_NAMESPACE,
 ) -> ServerConfigs:
     """Lay YAML and flags over the environment's servers.
 
@@ -171,23 +271,23 @@ def resolve_servers(
     """
     entries = from_yaml if isinstance(from_yaml, list) else [from_yaml] if from_yaml else []
     if not all(isinstance(entry, Mapping) for entry in entries):
-        raise ConfigError("openai: the YAML section must be a mapping or a list of mappings")
+        raise ConfigError(f"{namespace}: the YAML section must be a mapping or a list of mappings")
     several = len(entries) > 1 or (not entries and isinstance(default, list) and len(default) > 1)
     if several and typed:
-        names = ", ".join(f"--openai.{name}" for name in typed)
+        names = ", ".join(f"--{namespace}.{name}" for name in typed)
         raise ConfigError(f"{names}: there are several servers; describe them as a list in YAML")
     if len(entries) > 1:
-        return [_server(entry) for entry in entries]
+        return [_server(namespace, entry) for entry in entries]
     if several or not (entries or typed):
         return default
     base = default[0] if isinstance(default, list) and default else default
     own = {} if isinstance(base, list) else base.model_dump()
-    server = _server(own, *entries, typed)
+    server = _server(namespace, own, *entries, typed)
     return [server] if isinstance(default, list) else server
 
 
-def _server(*layers: Mapping[str, Any]) -> APIServerConfig:
-    return build(APIServerConfig, *layers, namespace=OPENAI_NAMESPACE + NAMESPACE_SEP)
+def _server(namespace: str, *layers: Mapping[str, Any]) -> APIServerConfig:
+    return build(APIServerConfig, *layers, namespace=namespace + NAMESPACE_SEP)
 
 
 def _construct(
@@ -197,22 +297,39 @@ def _construct(
     *,
     slurm: bool,
     testing: bool,
+    extra: Mapping[str, Any],
 ) -> BaseEnv:
-    """Call the constructor by keyword, or positionally where a subclass renamed the parameters."""
-    parameters = inspect.signature(env_cls).parameters
-    has_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if has_any or {"slurm", "testing"} <= set(parameters):
-        return env_cls(config, servers, slurm=slurm, testing=testing)
-    positional: tuple[Any, ...] = (config, servers, slurm, testing)
-    return env_cls(*positional[: len(parameters)])
+    """Call the constructor with the names it has.
+
+    Environments in the wild call the third parameter `slurm_job_id` or `slurm_config`, leave it out, or take
+    `*args`: what is named like a flag gets the flag, what has a default keeps it.
+    """
+    parameters = list(inspect.signature(env_cls).parameters.values())
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    values = {"slurm": slurm, "testing": testing}
+    keywords = {name: value for name, value in values.items() if name in names or takes_any}
+    keywords |= extra
+    rest = {name: value for name, value in values.items() if name not in keywords}
+    for parameter in parameters[2:]:
+        if parameter.name in keywords or parameter.name not in names:
+            continue
+        similar = [name for name in rest if name[:4] in parameter.name.lower()]
+        if similar:
+            keywords[parameter.name] = rest.pop(similar[0])
+        elif parameter.default is parameter.empty and rest:
+            keywords[parameter.name] = rest.pop(next(iter(rest)))
+    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return env_cls(config, servers, *(rest.values() if takes_more else ()), **keywords)
 
 
-def _describe(config: BaseModel, servers: ServerConfigs) -> str:
-    """Return the configuration as YAML, API keys masked."""
-    listed = servers if isinstance(servers, list) else [servers]
-    dumped = [server.model_dump(mode="json") for server in listed]
-    for server in dumped:
-        if server.get("api_key"):
-            server["api_key"] = "***"
-    document = {"env": config.model_dump(mode="json", fallback=str), "openai": dumped}
-    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+def _describe(
+    config: BaseModel, sections: Mapping[str, ServerConfigs], manager: ServerManagerConfig
+) -> str:
+    """Return the configuration as YAML that `--config` reads, secrets masked."""
+    document: dict[str, Any] = {"env": config.model_dump(mode="json", fallback=str)}
+    for namespace, servers in sections.items():
+        listed = servers if isinstance(servers, list) else [servers]
+        document[namespace] = [server.model_dump(mode="json") for server in listed]
+    document |= {"slurm": manager.slurm, "testing": manager.testing}
+    return yaml.safe_dump(without_secrets(document), sort_keys=False, allow_unicode=True)

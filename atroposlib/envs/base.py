@@ -1,22 +1,26 @@
 """The author's surface: subclass `BaseEnv`, write `setup`, `get_next_item`, `collect_trajectories`, `evaluate`.
 
 An environment only says what to ask and how to judge the answers. Keeping items in flight, checking groups, sending
-them and logging is done by `envs.runtime`, from outside. Names and positional order of the constructor are those of
-the original, because environments in the wild call `super().__init__` positionally.
+them and logging is done by `envs.runtime`, from outside; it calls every hook through the instance, so an override may
+add to the default (`super()`) or replace it. Names and positional order of the constructor are those of the original,
+because environments in the wild call `super().__init__` positionally.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.eval import evaluate_log
+from atroposlib.envs.runtime import checkpoint
 from atroposlib.envs.server_handling.api_server import APIServer
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_config import (
@@ -36,6 +40,7 @@ __all__ = [
     "BaseEnv",
     "BaseEnvConfig",
     "EvalHandlingEnum",
+    "ExtraServers",
     "Item",
     "Message",
     "OpenaiConfig",
@@ -65,6 +70,18 @@ _PER_SEQUENCE = (
 )
 
 
+Servers = ServerBaseline | APIServerConfig | list[APIServerConfig]
+
+
+class ExtraServers(NamedTuple):
+    """Further servers of an environment, beside those of the policy (a teacher, a judge)."""
+
+    keyword: str
+    """The constructor's parameter that takes them."""
+    default: Servers | None
+    """None: the parameter is left out unless YAML or flags describe them."""
+
+
 class GroupSink(Protocol):
     """Where finished groups go; the runtime sets it before the first item."""
 
@@ -78,6 +95,29 @@ class GroupSink(Protocol):
     ) -> int:
         """Check, record and send; return the number of groups accepted."""
 
+    async def post(self, scored_data: Any) -> None:
+        """Send one group or a list that was accepted before."""
+
+
+class Runtime(Protocol):
+    """What drives an environment over its hub; `serve` sets it before `setup`. The hooks' defaults hand on to it."""
+
+    async def start_wandb(self) -> None: ...
+    async def register(self) -> None: ...
+    async def read_info(self) -> None: ...
+    async def poll_status(self) -> None: ...
+    async def check_step(self) -> None: ...
+    async def start_items(self) -> None: ...
+    async def run_item(self, key: UUID) -> Any: ...
+
+
+class _Done:
+    """Already finished: may be awaited or not."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        return
+        yield
+
 
 class BaseEnv(ABC):
     """One environment. `name` names it to the hub and in file names; default: the class name."""
@@ -90,7 +130,7 @@ class BaseEnv(ABC):
     def __init__(
         self,
         config: BaseEnvConfig,
-        server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig],
+        server_configs: Servers,
         slurm: bool = False,
         testing: bool = False,
     ) -> None:
@@ -109,6 +149,7 @@ class BaseEnv(ABC):
         self.tokenizer = self.load_tokenizer()
         self.env_id: int | None = None
         self.group_sink: GroupSink | None = None
+        self.runtime: Runtime | None = None
         self.wandb_run: Any = None
         self.wandb_project: str | None = None
         self.wandb_group: str | None = None
@@ -123,7 +164,7 @@ class BaseEnv(ABC):
         self.items_sent_this_step = 0
         self.backlog: list[Item] = []
         self.running_items: dict[UUID, dict[str, Any]] = {}
-        self.workers: set[asyncio.Task[None]] = set()
+        self.workers: set[asyncio.Task[Any]] = set()
         self.eval_workers: set[asyncio.Task[Any]] = set()
         self.eval_runner: asyncio.Task[None] | None = None
         self.last_loop_time: float | None = None
@@ -138,9 +179,7 @@ class BaseEnv(ABC):
         self.workers_added_list: list[int] = []
 
     @classmethod
-    def config_init(
-        cls,
-    ) -> tuple[BaseEnvConfig, ServerBaseline | APIServerConfig | list[APIServerConfig]]:
+    def config_init(cls) -> tuple[BaseEnvConfig, Servers]:
         """Return the defaults that YAML and flags are laid over. Cheap and free of side effects."""
         return cls.env_config_cls(), ServerBaseline()
 
@@ -150,6 +189,38 @@ class BaseEnv(ABC):
         from atroposlib.cli.env import run_environment  # the one upward edge: authors call cli()
 
         raise SystemExit(run_environment(cls))
+
+    @classmethod
+    def extra_servers(cls) -> dict[str, ExtraServers]:
+        """Return further servers by namespace: `{"judge": ExtraServers("judge_configs", default)}`.
+
+        Their flags are `--judge.<field>`, their YAML section is `judge:`.
+        """
+        return {}
+
+    @classmethod
+    def get_cli_serve_config_cls(cls) -> type[Any]:
+        """Return the class of the `serve` command: one field per flag, `from_argv(argv)` and `run()`."""
+        from atroposlib.cli.env import command_class
+
+        command: type[Any] = command_class(cls, "serve")
+        return command
+
+    @classmethod
+    def get_cli_process_config_cls(cls) -> type[Any]:
+        """Return the class of the `process` command."""
+        from atroposlib.cli.env import command_class
+
+        command: type[Any] = command_class(cls, "process")
+        return command
+
+    @classmethod
+    def get_cli_evaluate_config_cls(cls) -> type[Any]:
+        """Return the class of the `evaluate` command."""
+        from atroposlib.cli.env import command_class
+
+        command: type[Any] = command_class(cls, "evaluate")
+        return command
 
     def load_tokenizer(self) -> Any:
         """Return the tokenizer of `config.tokenizer_name`; override for one that is no file."""
@@ -224,44 +295,89 @@ class BaseEnv(ABC):
             abort_on_max_length=abort_on_any_max_length_exceeded,
         )
 
-    async def env_step_checks(self) -> None:  # noqa: B027
-        """Called after the trainer's step changed; default: nothing."""
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        """Send one accepted group, or a list; default: hold it until the hub has stored it.
 
-    async def get_server_info(self) -> None:  # noqa: B027
-        """Called after the hub's batch size and token limit are known; default: nothing."""
+        Called only where it is overridden, with dicts that hold `env_id` and `group_id`.
+        """
+        if self.group_sink is None:
+            raise EnvError("no runtime is attached; start the environment with serve or process")
+        await self.group_sink.post(scored_data)
+
+    # Hooks of `serve`, in the order of their first call. Each default does the work.
+
+    async def setup_wandb(self) -> None:
+        """Open the wandb run under the trainer's project and group, if `use_wandb`."""
+        await self._driver.start_wandb()
+
+    async def register_env(self) -> None:
+        """Register until the hub takes it; again whenever the hub has forgotten this environment."""
+        await self._driver.register()
+
+    async def get_server_info(self) -> None:
+        """Read the trainer's batch size and token limit into `config.batch_size` and `max_token_len`."""
+        await self._driver.read_info()
+
+    async def get_status(self) -> None:
+        """Wait for news from the hub and keep them in `status_dict`; called without end."""
+        await self._driver.poll_status()
+
+    async def env_step_checks(self) -> None:
+        """Compare `status_dict["current_step"]` with `curr_step`: evaluate, save, log, and take the step over."""
+        await self._driver.check_step()
+
+    async def add_train_workers(self) -> None:
+        """Start as many items as the staleness bound and the workers allow."""
+        await self._driver.start_items()
+
+    async def handle_env(self, item_uuid: UUID) -> Any:
+        """Run `running_items[item_uuid]`: collect, postprocess, hand over, clean up; return the groups.
+
+        None when there were none, or when the item failed: it is then counted and tried again.
+        """
+        return await self._driver.run_item(item_uuid)
 
     async def cleanup(self) -> None:  # noqa: B027
         """Called after every item, whether it succeeded or failed; default: nothing."""
 
-    def close(self) -> None:  # noqa: B027
-        """Kept for environments that call `super().close()`; does nothing."""
+    def close(self) -> Any:
+        """Kept for environments that call `super().close()` or await it; does nothing."""
+        return _Done()
 
     async def env_manager(self) -> None:
         """Serve until the trainer is done (what `python env.py serve` does)."""
-        from atroposlib.cli.env import serve_environment
+        from atroposlib.envs.runtime.serve import serve
 
-        await serve_environment(self)
+        await serve(self)
 
     async def process_manager(self) -> None:
-        """Produce `total_steps` groups into a file (what `python env.py process` does)."""
-        from atroposlib.cli.env import process_environment
+        """Produce `total_steps` groups into a file and a page (what `python env.py process` does)."""
+        from atroposlib.envs.runtime.process import process_and_render
 
-        await process_environment(self)
+        await process_and_render(self)
+
+    @property
+    def _driver(self) -> Runtime:
+        if self.runtime is None:
+            raise EnvError("no runtime is attached; this hook belongs to serve (env_manager)")
+        return self.runtime
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Write `data` for `step`; without data there is nothing to save. Subclasses add data and call super."""
-        if data is not None and self.save_checkpoint_file is not None:
-            self.save_checkpoint_file(step, data)
+        if data is None:
+            logger.debug("step %d: the environment has nothing to save", step)
+            return
+        checkpoint.save(self._checkpoint_folder, step, data)
 
     def load_checkpoint(self) -> None:
         """Set the attributes saved at the newest step that is not later than the current one."""
-        if self.load_checkpoint_file is None:
-            return
-        for key, value in self.load_checkpoint_file(self.curr_step).items():
+        for key, value in checkpoint.load(self._checkpoint_folder, self.curr_step).items():
             setattr(self, key, value)
 
-    save_checkpoint_file: Callable[[int, dict[str, Any]], None] | None = None
-    load_checkpoint_file: Callable[[int], dict[str, Any]] | None = None
+    @property
+    def _checkpoint_folder(self) -> Path:
+        name = self.wandb_prepend or self.registered_name
+        return checkpoint.checkpoint_folder(self.checkpoint_dir, name)
 
     def decode_tokens(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens`."""
@@ -279,7 +395,7 @@ class BaseEnv(ABC):
 
     async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
         """Add `train/rollouts`, a table of text and score, to the metrics."""
-        if self.rollouts_for_wandb and self.wandb_run is not None:
+        if self.rollouts_for_wandb and self._open_wandb_run() is not None:
             import wandb
 
             table = wandb.Table(columns=["text", "score"])
@@ -327,8 +443,15 @@ class BaseEnv(ABC):
             metrics = {f"{self.wandb_prepend}_{key}": value for key, value in metrics.items()}
         for index, server in enumerate(self.server.servers):
             metrics.update(await server.wandb_metrics({}, f"server_{index}"))
-        if self.wandb_run is not None:
-            self.wandb_run.log(metrics, step=self.curr_step)
+        run = self._open_wandb_run()
+        if run is not None:
+            run.log(metrics, step=self.curr_step)
+
+    def _open_wandb_run(self) -> Any:
+        """Return the runtime's run, else one the author opened with `wandb.init`; None without either."""
+        if self.wandb_run is None and self.config.use_wandb and "wandb" in sys.modules:
+            return sys.modules["wandb"].run
+        return self.wandb_run
 
     async def evaluate_log(
         self,

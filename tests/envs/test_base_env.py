@@ -124,8 +124,7 @@ async def test_wandb_log_prefixes_the_environments_metrics() -> None:
 def test_checkpoint_is_restored_from_the_newest_step_not_later(tmp_path: Path) -> None:
     folder = checkpoint.checkpoint_folder(str(tmp_path), "scripted_0")
     env = ScriptedEnv()
-    env.save_checkpoint_file = lambda step, data: checkpoint.save(folder, step, data)
-    env.load_checkpoint_file = lambda step: checkpoint.load(folder, step)
+    env.checkpoint_dir, env.wandb_prepend = str(tmp_path), "scripted_0"
     for step in (10, 20, 30):
         env.save_checkpoint(step, {"iter": step})
     env.curr_step = 25

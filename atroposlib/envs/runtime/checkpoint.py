@@ -20,7 +20,7 @@ def save(folder: Path, step: int, data: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step}.json"
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(data), encoding="utf-8")
+    partial.write_text(json.dumps(data, default=_plain), encoding="utf-8")
     os.replace(partial, path)
     return path
 
@@ -38,3 +38,12 @@ def load(folder: Path, step: int) -> dict[str, Any]:
             f"the environment checkpoint {path} holds {type(data).__name__}, not a dict"
         )
     return data
+
+
+def _plain(value: Any) -> Any:
+    """Turn numpy and torch values into numbers and lists, sets into lists; refuse the rest."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if callable(getattr(value, "tolist", None)):
+        return value.tolist()
+    raise TypeError(f"an environment checkpoint is JSON; {type(value).__name__} is not")

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,13 +85,13 @@ async def collect(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
         await env.cleanup()
 
 
-async def timed(env: BaseEnv, run: Callable[[], Any]) -> Any:
-    """Await `run()` and record its duration and outcome for the environment's metrics."""
+async def collect_timed(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
+    """Do `collect` and record its duration and outcome; an item without groups (None) counts as failed."""
     began = time.monotonic()
     succeeded = False
     try:
-        result = await run()
-        succeeded = True
+        result = await collect(env, item)
+        succeeded = result[0] is not None
         return result
     finally:
         duration_s = time.monotonic() - began

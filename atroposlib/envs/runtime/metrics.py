@@ -8,13 +8,12 @@ import time
 from typing import Any
 
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.runtime.masking import without_secrets
 from atroposlib.errors import MissingDependency, require
 
 
-def run_name(prefix: str | None) -> str | None:
-    """Return `<prefix>-<YYYY-MM-DD>-<6 letters>`; None without a prefix, so that wandb chooses."""
-    if not prefix:
-        return None
+def run_name(prefix: str) -> str:
+    """Return `<prefix>-<YYYY-MM-DD>-<6 letters>`."""
     letters = "".join(random.choices(string.ascii_lowercase, k=6))  # a label, not a secret
     return f"{prefix}-{time.strftime('%Y-%m-%d')}-{letters}"
 
@@ -32,10 +31,10 @@ def start_wandb(env: BaseEnv, *, project: str | None, group: str | None) -> None
     wandb = require_wandb(env)
     env.wandb_project, env.wandb_group = project, group
     env.wandb_run = wandb.init(
-        name=run_name(env.config.wandb_name or env.name),
+        name=run_name(env.registered_name),
         project=project or None,
         group=group or None,
-        config=env.config.model_dump(mode="json"),
+        config=without_secrets(env.config.model_dump(mode="json", fallback=str)),
     )
 
 

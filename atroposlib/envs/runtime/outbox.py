@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from atroposlib.client import EnvStatus, HubClient, UnknownEnvironment
 from atroposlib.envs.env_config import BaseEnvConfig
@@ -65,7 +67,9 @@ class AuthorHooks(Protocol):
     """The part of a `BaseEnv` that the outbox uses."""
 
     config: BaseEnvConfig
+    env_id: int | None
     completion_lengths: list[int]
+    items_sent_this_step: int
     max_token_len: int
 
     def decode_tokens(self, tokens: Sequence[int]) -> str: ...
@@ -112,7 +116,10 @@ class GroupLog:
                 number += 1
                 candidate = wanted.with_name(f"{wanted.stem}_{number}{wanted.suffix}")
 
-    def write(self, line: bytes) -> None:
+    def write(self, line: bytes | Mapping[str, Any]) -> None:
+        """Append one group: its JSON, or a dict as environments hand it to `jsonl_writer.write`."""
+        if not isinstance(line, bytes):
+            line = msgspec.json.encode(dict(line), enc_hook=_plain)
         self._file.write(line + b"\n")
         self._file.flush()
         self.num_groups += 1
@@ -143,6 +150,10 @@ class Outbox:
         self._drained = asyncio.Event()
         self._drained.set()
         self._num_repaired = 0
+        self._num_restored = 0
+        self._on_restored: Callable[[], None] = _nothing
+        self.author_sends: Callable[[Any], Awaitable[None]] | None = None
+        """The environment's own `_send_scored_data_to_api`; None where it keeps the default."""
         self.on_status: Callable[[EnvStatus], None] = _ignore
         """Called with the status that rides on a hub's answer; it counts every group in `num_stored`."""
         self.is_away = False
@@ -159,6 +170,18 @@ class Outbox:
         """Groups waiting to be stored by the hub, the one being sent included."""
         return len(self._held)
 
+    @property
+    def held(self) -> list[ScoredGroup]:
+        """The groups waiting, oldest first."""
+        return list(self._held)
+
+    def restore(self, groups: Sequence[ScoredGroup], on_stored: Callable[[], None]) -> None:
+        """Send groups of an earlier run before all others; `on_stored()` once the hub has answered each."""
+        self._held.extendleft(reversed(groups))
+        self._num_restored, self._on_restored = len(groups), on_stored
+        self._drained.clear()
+        self._changed.set()
+
     async def accept(
         self,
         scored_data: ScoredDataGroup | Sequence[ScoredDataGroup | None] | None,
@@ -174,11 +197,13 @@ class Outbox:
         """
         groups = [scored_data] if isinstance(scored_data, Mapping) else list(scored_data or [])
         accepted, errors, num_judged = 0, [], 0
-        for group in groups:
-            if group is None:
+        for_author: list[dict[str, Any]] = []
+        for given in groups:
+            if given is None:
                 self.dropped["none"] += 1
                 continue
             num_judged += 1
+            group = without_tensors(given)
             try:
                 checked = await self._judge(group, abort_on_max_length)
             except Dropped as verdict:
@@ -192,13 +217,25 @@ class Outbox:
             await self._record(group, checked, item)
             accepted += 1
             self.num_accepted += 1
-            if send:
-                self._held.append(checked)
-                self._drained.clear()
-                self._changed.set()
+            if not send:
+                continue
+            self._env.items_sent_this_step += 1
+            if self.author_sends is None:
+                self._hold(checked)
+            else:
+                for_author.append(self._as_sent(group, checked))
+        if self.author_sends is not None and for_author:
+            is_one = isinstance(scored_data, Mapping)
+            await self.author_sends(for_author[0] if is_one else for_author)
         if errors and len(errors) == num_judged:
             raise errors[0]
         return accepted
+
+    async def post(self, scored_data: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Hold what an environment's own `_send_scored_data_to_api` hands on to the default."""
+        groups = [scored_data] if isinstance(scored_data, Mapping) else scored_data
+        for group in map(without_tensors, groups):
+            self._hold(await _maybe_in_thread(group, self._check, group))
 
     async def run(
         self, hub: HubClient, *, env_id: Callable[[], int], reregister: Reregister
@@ -221,11 +258,7 @@ class Outbox:
             async with asyncio.timeout(timeout_s):
                 await self._drained.wait()
         except TimeoutError:
-            logger.error(
-                "%d groups could not be delivered within %.0f s and are lost with this process",
-                self.num_held,
-                timeout_s,
-            )
+            logger.warning("%d groups not delivered after %.0f s", self.num_held, timeout_s)
         return self.num_held
 
     def summary(self) -> str:
@@ -260,11 +293,10 @@ class Outbox:
                 raise
             if size > 1:  # find the one it refuses
                 return 1
-            self._held.popleft()
+            self._forget(1)
             self._drop(f"rejected_{error.status}", f"the hub refused it: {error}")
             return MAX_GROUPS_PER_SEND
-        for _ in range(size):
-            self._held.popleft()
+        self._forget(size)
         self.num_stored += size
         self._backoff.reset()
         if self.is_away:
@@ -273,6 +305,26 @@ class Outbox:
         if receipt.env_status is not None and env_id() == known_id:
             self.on_status(receipt.env_status)
         return min(2 * size, MAX_GROUPS_PER_SEND)
+
+    def _hold(self, group: ScoredGroup) -> None:
+        self._held.append(group)
+        self._drained.clear()
+        self._changed.set()
+
+    def _as_sent(self, group: Mapping[str, Any], checked: ScoredGroup) -> dict[str, Any]:
+        """Return the author's dict as the original hands it to `_send_scored_data_to_api`."""
+        defaults = dict.fromkeys(_ALWAYS_WRITTEN)
+        own = {**defaults, **group, "group_id": checked.group_id, "env_id": self._env.env_id}
+        return own if checked.messages is None else {**own, "messages": checked.messages}
+
+    def _forget(self, count: int) -> None:
+        """Take the oldest groups out: the hub has answered them for good."""
+        for _ in range(count):
+            self._held.popleft()
+        if self._num_restored > 0:
+            self._num_restored -= count
+            if self._num_restored <= 0:
+                self._on_restored()
 
     def _oldest(self, size: int) -> list[ScoredGroup]:
         """Return the oldest groups, at most `size` and, but for the first, at most `MAX_TOKENS_PER_SEND`."""
@@ -354,6 +406,61 @@ class Outbox:
 
 def _ignore(_: EnvStatus) -> None:
     return None
+
+
+def _nothing() -> None:
+    return None
+
+
+_NUMBERS = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "inference_logprobs",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+
+
+def without_tensors(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the group with torch tensors as numpy arrays or numbers, and true and false among scores as 1 and 0.
+
+    Gate 1 takes lists and numpy arrays; torch is not imported for it.
+    """
+    changed: dict[str, Any] = {}
+    for name in _NUMBERS:
+        value = group.get(name)
+        if _is_tensor(value):
+            changed[name] = _array_of(value)
+        elif isinstance(value, list | tuple) and any(_is_tensor(row) for row in value):
+            changed[name] = [_array_of(row) if _is_tensor(row) else row for row in value]
+    scores = changed.get("scores", group.get("scores"))
+    if isinstance(scores, list | tuple):
+        if any(isinstance(score, bool | np.bool_ | np.ndarray) for score in scores):
+            changed["scores"] = [_number_of(score) for score in scores]
+    elif isinstance(scores, np.ndarray) and scores.dtype == np.bool_:
+        changed["scores"] = scores.astype(np.float64)
+    return {**group, **changed} if changed else group
+
+
+def _number_of(value: Any) -> Any:
+    if isinstance(value, bool | np.bool_):
+        return float(value)
+    return value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach")
+
+
+def _array_of(tensor: Any) -> NDArray[Any]:
+    on_cpu = tensor.detach().cpu()
+    # numpy has no bfloat16, so every floating type goes through float32 or wider.
+    is_narrow = on_cpu.is_floating_point() and on_cpu.element_size() < 4
+    array: NDArray[Any] = (on_cpu.float() if is_narrow else on_cpu).numpy()
+    return array
 
 
 class Reregister(Protocol):

@@ -14,10 +14,11 @@ from typing import Any
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.runtime.capacity import max_workers
-from atroposlib.envs.runtime.items import Failures, Work, cause_of, collect, timed
+from atroposlib.envs.runtime.items import Failures, Work, cause_of, collect_timed
 from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.envs.runtime.outbox import GroupLog, Outbox
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
+from atroposlib.frontend.jsonl2html import generate_html
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,14 @@ async def process(env: BaseEnv) -> ProcessResult:
     return ProcessResult(path=log.path, num_groups=log.num_groups, outbox=outbox)
 
 
+async def process_and_render(env: BaseEnv) -> None:
+    """Write the groups, then the page beside them."""
+    result = await process(env)
+    if result.num_groups:
+        page = await asyncio.to_thread(generate_html, result.path)
+        logger.info("page: %s", page)
+
+
 async def _fill(env: BaseEnv, log: GroupLog) -> None:
     """Keep items running ahead of the writer, in order, until enough groups are written."""
     wanted = env.config.total_steps
@@ -84,7 +93,7 @@ async def _fill(env: BaseEnv, log: GroupLog) -> None:
                 work = await _next_work(env, retries)
                 has_more = work is not None
                 if work is not None:
-                    task = asyncio.create_task(_collect(env, work))
+                    task = asyncio.create_task(collect_timed(env, work.item))
                     running.append((work, task))
             if not running:
                 logger.warning("no more items: %d of %d groups", log.num_groups, wanted)
@@ -113,11 +122,6 @@ async def _fill(env: BaseEnv, log: GroupLog) -> None:
         for _, task in running:
             task.cancel()
         await asyncio.gather(*(task for _, task in running), return_exceptions=True)
-
-
-async def _collect(env: BaseEnv, work: Work) -> tuple[Any, list[Any]]:
-    result: tuple[Any, list[Any]] = await timed(env, lambda: collect(env, work.item))
-    return result
 
 
 async def _next_work(env: BaseEnv, retries: deque[Work]) -> Work | None:

@@ -3,7 +3,9 @@
 Who waits for whom: the driver (one task) follows the trainer's steps and starts items; each item is an owned task with
 a deadline; the outbox (one task) sends; the watcher (one task) asks the hub for its status. All live in one
 `TaskGroup`, so none can outlive the run. Hub and engine may go away and come back at any time: groups are held, work
-already running goes on, nothing new is started, one log line says so at each change.
+already running goes on, nothing new is started, one log line says so at each change. The environment's hooks are
+called through the instance; `_Server` is the `Runtime` behind their defaults. Groups that cannot be delivered at the
+end go to a file (`spool.py`), which the next run of the same name sends first.
 
 What the hub has queued is learned from its answers to our own groups and from one long poll; control calls pass a
 `Pace`, on average one per second at most. An original hub answers polls at once and is thus polled once per second.
@@ -22,18 +24,27 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from atroposlib.client import EnvStatus, HubClient, UnknownEnvironment
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.env_config import EvalHandlingEnum
-from atroposlib.envs.runtime import checkpoint
+from atroposlib.envs.runtime import spool
 from atroposlib.envs.runtime.capacity import Load, max_workers, num_to_start
-from atroposlib.envs.runtime.items import Failures, Work, cause_of, collect, timed
+from atroposlib.envs.runtime.items import Failures, Work, cause_of, collect_timed
 from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.envs.runtime.outbox import MAX_RETRY_AFTER_S, Backoff, GroupLog, Outbox
 from atroposlib.envs.runtime.pace import Pace
-from atroposlib.errors import ConfigError, EngineUnavailable, HubError, HubUnavailable
+from atroposlib.errors import (
+    ConfigError,
+    EngineUnavailable,
+    EnvError,
+    HubError,
+    HubUnavailable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +70,12 @@ class Timings:
     """A hub or an engine that is back is noticed within this time."""
     engine_reminder_s: float = 60.0
     """Between two log lines while the engine stays away."""
+    drain_s: float = 10.0
+    """How long items in flight may go on after a signal; a second signal ends it."""
     flush_s: float = 30.0
     """How long groups may still be delivered after the end."""
+    spool_after_s: float = 2.0
+    """Groups not delivered this long after the end are also on disk, in case somebody loses patience with us."""
     disconnect_s: float = 5.0
 
     def backoff(self) -> Backoff:
@@ -73,7 +88,7 @@ async def serve(
     """Serve `env` until the trainer's step reaches `total_steps`, or `stop` is set, or SIGTERM or SIGINT arrives.
 
     Returns the outbox with its counts. Raises EnvError when items keep failing, ConfigError when the hub's batch
-    cannot hold a group, and whatever `setup` raises.
+    cannot hold a group, HubUnavailable when groups had to be left in a file, and whatever `setup` raises.
     """
     return await _Server(env, timings or Timings(), stop or asyncio.Event()).run()
 
@@ -83,13 +98,18 @@ class _Server:
         self._env = env
         self._timings = timings
         self._stop = stop
+        self._hurry = asyncio.Event()
+        """A second signal: wait for nothing more."""
         self._wake = asyncio.Event()
         self._error: BaseException | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._retries: deque[Work] = deque()
+        self._work: dict[str, Work] = {}
+        """What each of `running_items` is, with its failures so far."""
         self._failures = Failures(max_consecutive=env.config.max_consecutive_failures)
         self._status: EnvStatus | None = None
         """The newest; None until the hub has told one for the present registration."""
+        self._num_polls = 0
         self._stored_at_status = 0
         """Groups of ours that `_status` counts."""
         self._pace = Pace(burst=timings.control_burst, refill_s=timings.control_refill_s)
@@ -101,7 +121,11 @@ class _Server:
         self._engine_retry_at: float | None = None
         self._engine_reminded_at = 0.0
         self._registering = asyncio.Lock()  # the driver and the outbox may both notice a lost id
-        self._sent_at_step = 0
+        self._owner = spool.Owner(
+            hub_url=env.config.rollout_server_url.rstrip("/"), environment=env.registered_name
+        )
+        self._spool_folder = spool.spool_folder(env.config.data_path_to_save_groups)
+        self._claimed: list[spool.Spooled] = []
         path = env.config.data_path_to_save_groups
         self._log = GroupLog.open(path) if path else None
         if self._log is not None:
@@ -110,17 +134,21 @@ class _Server:
             env, environment=env.registered_name, log=self._log, backoff=timings.backoff()
         )
         self._outbox.on_status = self._told_by_answer
+        if is_overridden(env._send_scored_data_to_api, BaseEnv._send_scored_data_to_api):
+            self._outbox.author_sends = env._send_scored_data_to_api
         env.group_sink = self._outbox
+        env.runtime = self
         env.jsonl_writer = self._log
 
     async def run(self) -> Outbox:
         if self._env.config.use_wandb:
             require_wandb(self._env)  # say so now, not after the model has been waited for
         try:
-            with _signals(self._stop):
+            with _signals(self._stop, self._hurry):
                 async with HubClient(self._env.config.rollout_server_url) as self._hub:
                     await self._run_connected()
         finally:
+            spool.close_all(self._claimed)
             await self._env.server.close()
             finish_wandb(self._env)
             if self._log is not None:
@@ -135,15 +163,88 @@ class _Server:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                self._own(self._guard(self._drive()), name="driver")
+                driver = self._own(self._guard(self._drive()), name="driver")
                 await self._stop.wait()
+                driver.cancel()
+                if self._error is None and not self._is_done():
+                    await self._drain()
                 for task in list(self._tasks):
                     task.cancel()
-            await self._outbox.flush(self._timings.flush_s if self._error is None else 1.0)
+            await self._deliver_rest()
         finally:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
             await self._disconnect()
+
+    async def _drain(self) -> None:
+        """Let items in flight finish; those that take too long go back to `backlog` and are counted in the log."""
+        items = set(self._env.workers)
+        if not items or self._hurry.is_set():
+            return
+        logger.info(
+            "stopping: %d items may finish within %.0f s", len(items), self._timings.drain_s
+        )
+        hurry = asyncio.create_task(self._hurry.wait())
+        deadline = time.monotonic() + self._timings.drain_s
+        try:
+            while items and not hurry.done() and (left_s := deadline - time.monotonic()) > 0:
+                done, _ = await asyncio.wait(
+                    {*items, hurry}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                items -= done
+        finally:
+            hurry.cancel()
+            await asyncio.gather(hurry, return_exceptions=True)
+        unfinished = [entry["item"] for entry in self._env.running_items.values()]
+        if unfinished:
+            self._env.backlog[:0] = unfinished
+            logger.warning("%d items were not finished", len(unfinished))
+
+    async def _deliver_rest(self) -> None:
+        """Deliver what is held, or leave it in a file; a file left behind is an error of the run."""
+        outbox, timings = self._outbox, self._timings
+        patience_s = timings.flush_s if self._error is None else 1.0
+        if not await outbox.flush(min(patience_s, timings.spool_after_s)):
+            return
+        path = spool.new_path(self._spool_folder, self._owner)
+        await self._spool(path)
+        if await outbox.flush(patience_s - min(patience_s, timings.spool_after_s)):
+            await self._spool(path)
+            what = f"{outbox.num_held} groups could not be delivered to {self._owner.hub_url}"
+            how = f"they are in {path}, and the next serve of {self._owner.environment!r} sends them first"
+            logger.error("%s; %s", what, how)
+            self._error = self._error or HubUnavailable(f"{what}; {how}")
+        else:
+            path.unlink(missing_ok=True)
+
+    async def _spool(self, path: Path) -> None:
+        """Write every held group to `path`; files of earlier runs, whose rest is among them, are removed then."""
+        groups = self._outbox.held
+        try:
+            await asyncio.to_thread(
+                spool.write, path, groups, owner=self._owner, step=self._env.curr_step
+            )
+        except OSError as error:
+            raise EnvError(
+                f"{len(groups)} groups are lost: not delivered, and {path} cannot be written: {error}"
+            ) from error
+        self._delete_claimed()
+
+    def _delete_claimed(self) -> None:
+        for file in self._claimed:
+            file.delete()
+        self._claimed.clear()
+
+    def _send_spooled(self) -> None:
+        """Queue the groups that an earlier run of this name left behind."""
+        if self._claimed or self._outbox.num_accepted:
+            return  # registered again; this run's own groups are in the outbox
+        self._claimed = spool.claim(self._spool_folder, owner=self._owner, step=self._env.curr_step)
+        groups = [group for file in self._claimed for group in file.groups]
+        if groups:
+            names = ", ".join(str(file.path) for file in self._claimed)
+            logger.info("sending %d groups that an earlier run left in %s", len(groups), names)
+            self._outbox.restore(groups, self._delete_claimed)
 
     def _own(self, work: Any, *, name: str) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = self._group.create_task(work, name=name)
@@ -170,22 +271,24 @@ class _Server:
         """Connect, then follow the steps and start items until the trainer is done."""
         env = self._env
         await env.setup()
-        if env.config.use_wandb:
-            await self._start_wandb()
-        await self._register()
-        await self._read_info()
+        await env.setup_wandb()
+        await env.register_env()
+        await self._learn_batch()
+        await asyncio.to_thread(self._send_spooled)
         self._own(self._guard(self._watch()), name="watcher")
         followed: EnvStatus | None = None
         while True:
             began = time.monotonic()
             if self._status is not None and self._status is not followed:
                 followed = self._status
-                await self._follow(followed)
+                await env.server.update_weight(followed.env_weight)
+                await env.env_step_checks()
             if self._is_done():
                 logger.info("step %d of %d: done", env.curr_step, env.config.total_steps)
                 return
-            await self._start_items()
+            await env.add_train_workers()
             env.mainloop_timings.append(time.monotonic() - began)
+            env.last_loop_time = time.time()
             await self._sleep_until_woken()
 
     async def _sleep_until_woken(self) -> None:
@@ -198,7 +301,9 @@ class _Server:
         self._wake.clear()
 
     def _is_done(self) -> bool:
-        return self._status is not None and self._env.curr_step >= self._env.config.total_steps
+        return (
+            self._status is not None and self._status.current_step >= self._env.config.total_steps
+        )
 
     # The hub
 
@@ -224,14 +329,18 @@ class _Server:
             self._hub_backoff.reset()
             return result
 
-    async def _start_wandb(self) -> None:
+    async def start_wandb(self) -> None:
+        """Wait for the trainer's project, then open the run."""
+        if not self._env.config.use_wandb:
+            return
         info = await self._call(self._hub.wandb_info)
         while info.project is None:
             await asyncio.sleep(self._timings.register_s)
             info = await self._call(self._hub.wandb_info)
         start_wandb(self._env, project=info.project, group=info.group)
 
-    async def _register(self) -> None:
+    async def register(self) -> None:
+        """Ask for an id until the hub gives one, and restore the checkpoint of its step."""
         env, config = self._env, self._env.config
 
         def ask() -> Any:
@@ -260,9 +369,6 @@ class _Server:
             if registration.num_steps == -1:
                 raise ConfigError("total_steps: -1, but the trainer has no number of steps either")
             config.total_steps = registration.num_steps
-        folder = checkpoint.checkpoint_folder(env.checkpoint_dir, registration.wandb_name)
-        env.save_checkpoint_file = lambda step, data: _ignore(checkpoint.save(folder, step, data))
-        env.load_checkpoint_file = lambda step: checkpoint.load(folder, step)
         logger.info("registered as %r (id %d)", registration.wandb_name, registration.env_id)
         if env.curr_step > 0 and not self._outbox.num_accepted:
             env.load_checkpoint()
@@ -270,27 +376,48 @@ class _Server:
     async def _register_again(self, old_id: int) -> None:
         async with self._registering:
             if self._env.env_id == old_id:
-                await self._register()
-                await self._read_info()
+                await self._env.register_env()
+                await self._learn_batch()
 
-    async def _read_info(self) -> None:
+    async def _learn_batch(self) -> None:
+        """Let the environment read the hub's figures, then check that a group fits a batch."""
+        config = self._env.config
+        await self._env.get_server_info()
+        if 0 < config.batch_size < config.group_size:
+            raise ConfigError(
+                f"group_size: {config.group_size} sequences do not fit the trainer's batch of "
+                f"{config.batch_size}; lower group_size or raise the trainer's batch_size"
+            )
+
+    async def read_info(self) -> None:
+        """Take the batch size and the token limit from the hub, where it knows them."""
         env = self._env
         info = await self._call(self._hub.info)
         if info.batch_size != -1:
             env.config.batch_size = info.batch_size
         if info.max_token_len != -1:
             env.max_token_len = info.max_token_len
-        if 0 < env.config.batch_size < env.config.group_size:
-            raise ConfigError(
-                f"group_size: {env.config.group_size} sequences do not fit the trainer's batch of "
-                f"{env.config.batch_size}; lower group_size or raise the trainer's batch_size"
-            )
-        await env.get_server_info()
 
     async def _watch(self) -> None:
         """Keep one status request open at the hub."""
+        env = self._env
         while True:
-            await self._call(self._poll)
+            num_polls = self._num_polls
+            await env.get_status()
+            if self._num_polls == num_polls:  # an override that asks in its own way
+                self._take_over(env.status_dict)
+                await self._pace.turn()
+
+    def _take_over(self, status_dict: dict[str, Any]) -> None:
+        try:
+            self._set_status(EnvStatus.model_validate(status_dict))
+        except ValidationError as error:
+            raise EnvError(f"get_status left a status_dict that is none: {error}") from error
+
+    async def poll_status(self) -> None:
+        """Wait for news from the hub and keep them in `status_dict`."""
+        self._num_polls += 1
+        await self._call(self._poll)
 
     async def _poll(self) -> None:
         """Ask for news once; register again when the hub has forgotten this environment."""
@@ -312,7 +439,11 @@ class _Server:
 
     def _told_by_answer(self, status: EnvStatus) -> None:
         """Take the status that came with the answer to groups; it counts every group stored so far."""
-        self._status, self._stored_at_status = status, self._outbox.num_stored
+        self._stored_at_status = self._outbox.num_stored
+        self._set_status(status)
+
+    def _set_status(self, status: EnvStatus) -> None:
+        self._status, self._env.status_dict = status, status.model_dump()
         self._wake.set()
 
     def _told_by_poll(self, status: EnvStatus, known: EnvStatus | None, stored: int) -> None:
@@ -323,19 +454,14 @@ class _Server:
         """
         latest = self._status
         if latest is None or latest is known:
-            self._status, self._stored_at_status = status, stored
+            self._stored_at_status = stored
+            self._set_status(status)
         elif status.current_step > latest.current_step:
-            self._status, self._stored_at_status = status, self._outbox.num_stored
+            self._stored_at_status = self._outbox.num_stored
+            self._set_status(status)
         elif known is not None and status.policy_version != known.policy_version:
-            self._status = latest.model_copy(update={"policy_version": status.policy_version})
-        self._wake.set()
-
-    async def _follow(self, status: EnvStatus) -> None:
-        """Tell the environment what the hub said."""
-        self._env.status_dict = status.model_dump()
-        await self._env.server.update_weight(status.env_weight)
-        if status.current_step != self._env.curr_step:
-            await self._step_changed(status.current_step)
+            newer = {"policy_version": status.policy_version}
+            self._set_status(latest.model_copy(update=newer))
 
     async def _disconnect(self) -> None:
         if self._env.env_id is None:
@@ -348,10 +474,14 @@ class _Server:
 
     # Steps of the trainer
 
-    async def _step_changed(self, step: int) -> None:
+    async def check_step(self) -> None:
+        """Evaluate, save and log where the trainer's step passed a boundary; then take the step over."""
         env, before = self._env, self._env.curr_step
-        every = env.config.steps_per_eval
+        step = int(env.status_dict.get("current_step", before))
+        if step == before:
+            return
         env.curr_step = step
+        every = env.config.steps_per_eval
         if every > 0 and step // every > before // every:
             if env.eval_runner is None or env.eval_runner.done():
                 env.eval_runner = self._own(self._evaluate(step), name=f"eval-{step}")
@@ -359,11 +489,12 @@ class _Server:
                 logger.warning("step %d: the last evaluation is still running; skipped", step)
         interval = env.checkpoint_interval
         if interval > 0 and step // interval > before // interval:
-            env.save_checkpoint(step // interval * interval)
-        await env.env_step_checks()
-        env.items_sent_this_step = self._outbox.num_accepted - self._sent_at_step
+            try:
+                env.save_checkpoint(step // interval * interval)
+            except Exception:
+                logger.exception("save_checkpoint failed at step %d; the run goes on", step)
         if env.items_sent_this_step >= env.config.min_items_sent_before_logging:
-            self._sent_at_step, env.items_sent_this_step = self._outbox.num_accepted, 0
+            env.items_sent_this_step = 0
             try:
                 await env.wandb_log({})
             except Exception:
@@ -412,7 +543,8 @@ class _Server:
         is_due = time.monotonic() >= self._engine_retry_at and not env.running_items
         return min(1, allowed) if is_due else 0  # one item tries whether the engine is back
 
-    async def _start_items(self) -> None:
+    async def start_items(self) -> None:
+        """Start what `capacity` allows: items to retry, then the backlog, then fresh ones."""
         num_started = self._allowed()
         for started in range(num_started):
             work = await self._next_work()
@@ -420,7 +552,8 @@ class _Server:
                 num_started = started
                 break
             key = str(uuid.uuid4())
-            task = self._own(self._run_item(key, work), name=f"item-{key[:8]}")
+            self._work[key] = work
+            task = self._own(self._work_on(key, work), name=f"item-{key[:8]}")
             self._env.running_items[key] = {
                 "item": work.item,
                 "worker": task,
@@ -445,22 +578,40 @@ class _Server:
             return None
         return None if item is None else Work(item=item)
 
-    async def _run_item(self, key: str, work: Work) -> None:
-        """Run one item and hand over its groups; a failure is counted and the item tried again."""
-        env = self._env
+    async def _work_on(self, key: str, work: Work) -> None:
+        """Run one item through the environment's `handle_env`; a failure of an override is the item's."""
         try:
-            groups, backlog = await timed(env, lambda: collect(env, work.item))
+            await self._env.handle_env(key)
+        except Exception as raised:  # noqa: BLE001 - boundary: one item
+            self._item_failed(work, cause_of(raised))
+        finally:
+            self._work.pop(key, None)
+            self._env.running_items.pop(key, None)
+            self._wake.set()
+
+    async def run_item(self, key: str) -> Any:
+        """Collect, postprocess and hand over; a failure is counted and the item tried again."""
+        env = self._env
+        entry = env.running_items.get(key)
+        if entry is None:
+            logger.warning("item %s is not running", key)
+            return None
+        work = self._work.get(key) or Work(item=entry["item"])
+        try:
+            groups, backlog = await collect_timed(env, work.item)
             env.backlog.extend(backlog)
             if groups:
                 await env.handle_send_to_api(groups, work.item)
                 env.last_completed_item = groups
-            self._failures.succeeded()
-            self._engine_answered()
         except Exception as raised:  # noqa: BLE001 - boundary: one item
             self._item_failed(work, cause_of(raised))
+            return None
         finally:
             env.running_items.pop(key, None)
             self._wake.set()
+        self._failures.succeeded()
+        self._engine_answered()
+        return groups
 
     def _item_failed(self, work: Work, error: BaseException) -> None:
         if isinstance(error, EngineUnavailable) or (
@@ -515,18 +666,23 @@ class _Server:
             logger.info("the engine answers again")
 
 
-def _ignore(_: object) -> None:
-    return None
+def is_overridden(method: Any, default: Any) -> bool:
+    """Say whether a bound method (or what was put in its place) is not the base class's `default`."""
+    return getattr(method, "__func__", method) is not default
 
 
 @contextlib.contextmanager
-def _signals(stop: asyncio.Event) -> Any:
-    """Let SIGTERM and SIGINT set `stop`; where there are no signal handlers (threads), do nothing."""
+def _signals(stop: asyncio.Event, hurry: asyncio.Event) -> Any:
+    """Let SIGTERM and SIGINT set `stop`, and `hurry` the second time; without signal handlers (threads), do nothing."""
     loop = asyncio.get_running_loop()
     installed = []
+
+    def signalled() -> None:
+        (hurry if stop.is_set() else stop).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
         try:
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, signalled)
             installed.append(number)
         except (NotImplementedError, RuntimeError, ValueError):
             logger.debug("no handler for signal %d outside the main thread", number)

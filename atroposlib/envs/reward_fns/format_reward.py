@@ -1,0 +1,49 @@
+"""Does the completion use the tags it was asked to use?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from atroposlib.envs.reward_fns.registry import registry
+from atroposlib.envs.reward_fns.reward_function import RewardFunction
+
+
+@registry.register
+class FormatReward(RewardFunction):
+    """1.0 when any of `preferred_tags` (all, with `require_all_tags`) is there, opened and closed; else 0.0."""
+
+    def __init__(
+        self,
+        preferred_tags: Sequence[str] | None = None,
+        require_all_tags: bool = False,
+        case_sensitive: bool = False,
+        weight: float = 1.0,
+        **config: Any,
+    ) -> None:
+        super().__init__(weight=weight, **config)
+        self.preferred_tags = list(preferred_tags or ("think", "answer"))
+        self.require_all_tags = require_all_tags
+        self.case_sensitive = case_sensitive
+        flags = re.DOTALL if case_sensitive else re.DOTALL | re.IGNORECASE
+        self._patterns = [
+            re.compile(f"<{re.escape(tag)}>.*?</{re.escape(tag)}>", flags)
+            for tag in self.preferred_tags
+        ]
+
+    def compute(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        enough = all if self.require_all_tags else any
+        texts = [self.get_content(completion) for completion in completions]
+        return [float(enough(p.search(text) is not None for p in self._patterns)) for text in texts]
+
+
+def format_reward(
+    completions: Sequence[Any],
+    preferred_tags: Sequence[str] | None = None,
+    require_all_tags: bool = False,
+    case_sensitive: bool = False,
+    **kwargs: Any,
+) -> list[float]:
+    """Judge with `FormatReward`."""
+    return FormatReward(preferred_tags, require_all_tags, case_sensitive)(completions, **kwargs)

@@ -1,0 +1,81 @@
+"""Judge mathematical answers in worker processes, for callers that are not async.
+
+math-verify can hang for ever and needs the main thread for its own time limit; here it only runs in a process of
+`envs.rewards`, which is killed at its deadline. One pool per Python process, started when it is first needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.util
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+from atroposlib.envs.rewards import JsonValue, RewardFailure, RewardWorkers
+from atroposlib.errors import MissingDependency
+
+NUM_WORKERS = 2
+
+
+class BlockingWorkers:
+    """A `RewardWorkers` pool with an event loop of its own in a thread; ends with the process or `close()`."""
+
+    def __init__(self, *, num_workers: int = NUM_WORKERS, preload: Sequence[str] = ()) -> None:
+        self._pool = RewardWorkers(num_workers=num_workers, preload=preload)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="reward-workers", daemon=True
+        )
+        self._thread.start()
+        # Also runs at interpreter exit; must not refer to self.
+        self._finalizer = weakref.finalize(self, _stop, self._pool, self._loop, self._thread)
+
+    def run(
+        self,
+        function: Callable[..., JsonValue],
+        calls: Sequence[Sequence[JsonValue]],
+        *,
+        timeout_s: float,
+    ) -> list[JsonValue | RewardFailure]:
+        """Call `function(*arguments)` for every entry of `calls`, as many at once as there are workers."""
+
+        async def run_all() -> list[JsonValue | RewardFailure]:
+            each = (self._pool.run(function, *args, timeout_s=timeout_s) for args in calls)
+            return list(await asyncio.gather(*each))
+
+        return asyncio.run_coroutine_threadsafe(run_all(), self._loop).result()
+
+    def close(self) -> None:
+        """Kill the workers and end the thread."""
+        self._finalizer()
+
+
+def _stop(pool: RewardWorkers, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    asyncio.run_coroutine_threadsafe(pool.close(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@functools.cache
+def math_workers() -> BlockingWorkers:
+    """Return this process's pool for `is_equal`; `MissingDependency` without math-verify."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise MissingDependency(
+            "math_verify is not installed; run: pip install 'atroposlib[math]'", name="math_verify"
+        )
+    return BlockingWorkers(preload=("math_verify", __name__))
+
+
+def is_equal(gold: str, text: str) -> bool:
+    """Say whether the answer in `text` (the last `\\boxed{}`, else other LaTeX) equals `gold`; runs in a worker."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    # The worker has its own deadline, so math-verify's alarms are switched off.
+    found = parse(text, [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
+    expected = parse(
+        f"${gold}$", [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None
+    )
+    return bool(found and expected and verify(expected, found, timeout_seconds=None))

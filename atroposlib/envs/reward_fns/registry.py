@@ -1,0 +1,188 @@
+"""Reward functions by name: registered ones, and those of this package's files, imported when first asked for.
+
+A name means exactly one thing: the given name, else the class's in lower case without a trailing "reward".
+Underscores do not matter when a name is looked up.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias, overload
+
+from atroposlib.envs.reward_fns.reward_function import RewardFunction
+
+_PACKAGE = "atroposlib.envs.reward_fns"
+_NO_REWARDS = frozenset({"registry", "reward_function", "math_worker"})
+"""Modules of the package that define no reward of their own."""
+
+RewardFactory: TypeAlias = Callable[..., RewardFunction]
+
+
+class LegacyFunctionWrapper(RewardFunction):
+    """A plain function as a reward; one number for all completions is repeated."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        weight: float = 1.0,
+        name: str | None = None,
+        **config: Any,
+    ) -> None:
+        super().__init__(weight=weight, name=name or function.__name__, **config)
+        self.function = function
+
+    def compute(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        values = self.function(completions, **{**self.config, **kwargs})
+        if isinstance(values, int | float):
+            return [float(values)] * len(completions)
+        return [float(value) for value in values]
+
+
+class RewardRegistry:
+    """Names and what they make."""
+
+    def __init__(self) -> None:
+        self._factories: dict[str, RewardFactory] = {}
+
+    @overload
+    def register(self, cls: type[RewardFunction]) -> type[RewardFunction]: ...
+    @overload
+    def register(
+        self, cls: None = None, name: str | None = None
+    ) -> Callable[[type[RewardFunction]], type[RewardFunction]]: ...
+
+    def register(self, cls: Any = None, name: str | None = None) -> Any:
+        """Register a class, as `@registry.register` or `@registry.register(name="...")`."""
+        if cls is None:
+            return lambda decorated: self._add_class(decorated, name)
+        return self._add_class(cls, name)
+
+    def _add_class(self, cls: Any, name: str | None) -> Any:
+        if not (inspect.isclass(cls) and issubclass(cls, RewardFunction)):
+            raise TypeError(f"{cls!r} is no subclass of RewardFunction; see register_function")
+        self._factories[name or cls.__name__.lower().removesuffix("reward")] = cls
+        return cls
+
+    def register_function(self, name: str, function: Callable[..., Any]) -> None:
+        """Register a function `(completions, **kwargs) -> values`."""
+        self._factories[name] = partial(LegacyFunctionWrapper, function, name=name)
+
+    def get(self, name: str) -> RewardFactory:
+        """Return the class (or the factory of a function) of `name`; ImportError when there is none."""
+        found = self._find(name)
+        if found is None:
+            for module in self._modules_of(name):
+                self._adopt(module, name)
+            found = self._find(name)
+        if found is None:
+            self._import_all()
+            found = self._find(name)
+        if found is None:
+            near = difflib.get_close_matches(name, self._factories, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f": {', '.join(self._factories)}"
+            raise ImportError(f"there is no reward function {name!r}{hint}")
+        return found
+
+    def create(self, name_or_config: str | Mapping[str, Any], **kwargs: Any) -> RewardFunction:
+        """Make a reward from its name, or from `{"type": name, "params": {...}, ...}`; the mapping wins over kwargs."""
+        if isinstance(name_or_config, str):
+            return self.get(name_or_config)(**kwargs)
+        config = dict(name_or_config)
+        if "type" not in config:
+            raise ValueError(f"a reward's configuration needs a type: {dict(name_or_config)}")
+        factory = self.get(config.pop("type"))
+        params = config.pop("params", None) or {}
+        return factory(**{**kwargs, **config, **params})
+
+    def list_registered(self) -> list[str]:
+        """Return the names known so far; files of the package are known once they were asked for."""
+        return sorted(self._factories)
+
+    def load_required_functions(self, config: Mapping[str, Any]) -> set[str]:
+        """Import every reward function that a configuration names, and return their names."""
+        names = set(_names_in(config))
+        for name in names:
+            self.get(name)
+        return names
+
+    def _find(self, name: str) -> RewardFactory | None:
+        if name in self._factories:
+            return self._factories[name]
+        return next(
+            (made for known, made in self._factories.items() if _key(known) == _key(name)), None
+        )
+
+    def _modules_of(self, name: str) -> Iterator[ModuleType]:
+        stem = name.removesuffix("_reward")
+        for candidate in dict.fromkeys((name, f"{stem}_reward", stem)):
+            if (
+                candidate.isidentifier()
+                and candidate not in _NO_REWARDS
+                and importlib.util.find_spec(f"{_PACKAGE}.{candidate}") is not None
+            ):
+                yield importlib.import_module(f"{_PACKAGE}.{candidate}")
+
+    def _adopt(self, module: ModuleType, name: str) -> None:
+        """Register what a file that does not register itself is for."""
+        if self._find(name) is not None:
+            return
+        classes = [
+            cls
+            for _, cls in inspect.getmembers(module, inspect.isclass)
+            if cls.__module__ == module.__name__ and issubclass(cls, RewardFunction)
+        ]
+        named = [cls for cls in classes if _key(cls.__name__) == _key(name)]
+        if len(classes) == 1 or named:
+            self._factories[name] = (named or classes)[0]
+        elif not classes:
+            self._adopt_function(module)
+
+    def _adopt_function(self, module: ModuleType) -> None:
+        stem = module.__name__.rpartition(".")[2]
+        function = vars(module).get(stem)
+        if inspect.isfunction(function):
+            self.register_function(stem.removesuffix("_reward"), function)
+
+    def _import_all(self) -> None:
+        for info in pkgutil.iter_modules([str(Path(__file__).parent)]):
+            module = importlib.import_module(f"{_PACKAGE}.{info.name}")
+            stem = info.name.removesuffix("_reward")
+            if info.name.endswith("_reward") and self._find(stem) is None:
+                self._adopt(module, stem)
+
+
+def _key(name: str) -> str:
+    """Return what two spellings of one name share.
+
+    >>> _key("cosine_scaled_reward") == _key("CosineScaledReward") == _key("cosinescaled")
+    True
+    """
+    return name.lower().replace("_", "").removesuffix("reward")
+
+
+def _names_in(config: Mapping[str, Any]) -> Iterator[str]:
+    def names(entries: Any) -> Iterator[str]:
+        for entry in [entries] if isinstance(entries, str | Mapping) else entries or []:
+            yield entry if isinstance(entry, str) else entry["type"]
+
+    for key in ("reward_functions", "reward_funcs"):
+        yield from names(config.get(key))
+    for dataset in config.get("datasets") or []:
+        for key in ("dataset_reward_funcs", "reward_funcs"):
+            yield from names(dataset.get(key))
+        types = dataset.get("types") or []
+        for kind in types.values() if isinstance(types, Mapping) else types:
+            if isinstance(kind, Mapping):
+                yield from names(kind.get("reward_funcs"))
+
+
+registry = RewardRegistry()
+"""The one that environments use."""

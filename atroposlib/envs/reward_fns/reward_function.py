@@ -1,0 +1,127 @@
+"""The base of all reward functions: compute raw values, weigh them, log them.
+
+A completion never raises out of a call: what goes wrong while scoring is logged, counted in `failures` and worth 0.
+Mistakes of the setup (a missing extra, a wrong argument of ours: `AtroposError`) do raise, because they would make
+every reward 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from atroposlib.errors import AtroposError, EnvError
+
+logger = logging.getLogger(__name__)
+
+
+class RewardFunction(ABC):
+    """One reward. Subclasses define `compute`; `weight` multiplies its values, `config` keeps unknown arguments."""
+
+    def __init__(self, weight: float = 1.0, name: str | None = None, **config: Any) -> None:
+        self.weight = weight
+        self.config = config
+        self.failures: Counter[str] = Counter()
+        """Completions that could not be scored, by reason. Their value says nothing about them."""
+        self._name = name
+        self._wandb_logger: Any = None
+
+    @property
+    def name(self) -> str:
+        """The given name, else the class's in lower case."""
+        return self._name or type(self).__name__.lower()
+
+    @abstractmethod
+    def compute(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        """Return the raw value of every completion."""
+
+    def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        """Return the weighted value of every completion; all 0.0 when `compute` raises."""
+        try:
+            raw = self.compute(completions, **kwargs)
+        except AtroposError:
+            raise
+        except Exception:
+            self.failures["exception"] += len(completions)
+            logger.exception("reward %s failed; its %d values are 0", self.name, len(completions))
+            return [0.0] * len(completions)
+        if len(raw) != len(completions):
+            raise EnvError(
+                f"reward {self.name} returned {len(raw)} values for {len(completions)} completions"
+            )
+        self.log_values(raw)
+        return [self.weight * value for value in raw]
+
+    async def score(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        """Call this function in a thread, so that rewards that wait do not hold the event loop."""
+        return await asyncio.to_thread(self, completions, **kwargs)
+
+    def set_wandb_logger(self, logger: Any) -> None:
+        """Send statistics of every call to `logger.log`."""
+        self._wandb_logger = logger
+
+    def log_values(self, raw: Sequence[float]) -> None:
+        """Log the statistics of raw values, if there is a logger; NaN (not scored) is left out."""
+        values = np.asarray(raw, dtype=np.float64)
+        values = values[~np.isnan(values)]
+        if self._wandb_logger is None or values.size == 0:
+            return
+        mean = float(values.mean())
+        self._wandb_logger.log(
+            {
+                f"reward/{self.name}/mean_raw": mean,
+                f"reward/{self.name}/mean_weighted": self.weight * mean,
+                f"reward/{self.name}/min": float(values.min()),
+                f"reward/{self.name}/max": float(values.max()),
+            }
+        )
+
+    @staticmethod
+    def get_content(completion: Any) -> str:
+        """Return a completion's text: a string, a message, `{"message": message}`, or a list of messages.
+
+        Of a list the first assistant message counts. Anything else is "".
+
+        >>> RewardFunction.get_content([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
+        'a'
+        """
+        if isinstance(completion, str):
+            return completion
+        if isinstance(completion, Mapping):
+            if isinstance(completion.get("message"), Mapping):
+                completion = completion["message"]
+            content = completion.get("content")
+            return content if isinstance(content, str) else ""
+        if isinstance(completion, list | tuple):
+            for message in completion:
+                if isinstance(message, Mapping) and message.get("role") == "assistant":
+                    return RewardFunction.get_content(message)
+        return ""
+
+
+def spread(value: Any, count: int, *, name: str) -> list[Any]:
+    """Return one value per completion: a list (or tuple) of that length as it is, anything else repeated.
+
+    A list of one is repeated as well; other lengths are an `EnvError`.
+
+    >>> spread("4", 2, name="solution")
+    ['4', '4']
+    """
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) == 1:
+        return list(value) * count
+    if len(value) != count:
+        raise EnvError(f"{len(value)} values of {name} for {count} completions")
+    return list(value)
+
+
+def after_thinking(text: str) -> str:
+    """Return what follows the last `</think>`; the whole text without one."""
+    return text.rpartition("</think>")[2]

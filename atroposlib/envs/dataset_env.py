@@ -331,6 +331,10 @@ class DatasetEnv(BaseEnv):
         """Remember the position in the rows. Rows in flight at a crash are not asked again in that epoch."""
         super().save_checkpoint(step, {**(data or {}), "num_items": self.num_items})
 
+    async def close(self) -> None:
+        """Stop the worker processes."""
+        await self.reward_workers.close()
+
     # For authors and subclasses.
 
     async def in_worker(self, function: Callable[..., JsonValue] | str, *args: JsonValue) -> Any:

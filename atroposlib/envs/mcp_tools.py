@@ -1,0 +1,108 @@
+"""Tools of a Model Context Protocol server that runs as a child process and speaks over stdin and stdout.
+
+One task owns the connection from `open` to `close`, because the `mcp` package wants it left where it was entered; calls
+may come from any task. Used by `ToolEnv`. It starts a server once and does not start one again that died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from atroposlib.errors import EnvError, require
+
+OPEN_TIMEOUT_S = 60.0
+"""For starting the program and its handshake; some download themselves first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpServer:
+    """How to start a server."""
+
+    command: str
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside a few harmless ones (PATH, HOME); the server sees no others."""
+
+
+class OfferedTool(NamedTuple):
+    """A tool as the server describes it."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class McpResult(NamedTuple):
+    """What a call gave."""
+
+    text: str
+    is_error: bool
+
+
+class McpSession:
+    """The connection to one server."""
+
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
+        self._client: Any = None
+        self._owner: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+
+    async def open(self) -> list[OfferedTool]:
+        """Start the server and return its tools; EnvError when it does not come up."""
+        mcp = require("mcp", extra="mcp")
+        opened: asyncio.Future[list[OfferedTool]] = asyncio.get_running_loop().create_future()
+        self._owner = asyncio.create_task(self._own(mcp, opened))
+        waits: set[asyncio.Future[Any]] = {self._owner, opened}
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError as error:
+            await self.close()
+            raise EnvError(f"the MCP server {self._server.command} did not answer") from error
+        if opened.done():
+            return opened.result()
+        opened.cancel()
+        failure = self._owner.exception()
+        raise EnvError(
+            f"the MCP server {self._server.command} did not start: {failure}"
+        ) from failure
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> McpResult:
+        """Call a tool. Raises EnvError when the server is gone, and what the `mcp` package raises."""
+        if self._client is None or self._owner is None or self._owner.done():
+            raise EnvError(f"the MCP server {self._server.command} is not running")
+        result = await self._client.call_tool(name, arguments)
+        texts = [getattr(block, "text", f"({block.type})") for block in result.content]
+        return McpResult("\n".join(texts), bool(result.is_error))
+
+    async def close(self) -> None:
+        """Stop the server; safe to call twice."""
+        self._closing.set()
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            if self._client is None:
+                owner.cancel()
+            await asyncio.gather(owner, return_exceptions=True)
+
+    async def _own(self, mcp: Any, opened: asyncio.Future[list[OfferedTool]]) -> None:
+        parameters = mcp.StdioServerParameters(
+            command=self._server.command, args=list(self._server.args), env=dict(self._server.env)
+        )
+        async with mcp.Client(parameters) as client:
+            offered = await client.list_tools()
+            self._client = client
+            try:
+                if not opened.done():
+                    opened.set_result(
+                        [
+                            OfferedTool(tool.name, tool.description or "", tool.input_schema)
+                            for tool in offered.tools
+                        ]
+                    )
+                await self._closing.wait()
+            finally:
+                self._client = None

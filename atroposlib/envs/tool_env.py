@@ -1,0 +1,383 @@
+"""`ToolEnv`: the model calls Python functions (and tools of MCP servers) until it answers; then `score` judges.
+
+Tools are functions with type hints, or `Tool`s. Calls are read from the text of an answer (`<tool_call>` JSON, as
+Hermes and Qwen models write it; override `parse_calls` for another form), so every token stays as it was sampled.
+Invariant: a call that is malformed, fails or takes too long never ends an episode; the model is told, and the error
+is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import inspect
+import json
+import logging
+import re
+import threading
+import typing
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeAlias
+
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
+from pydantic_core import ArgsKwargs
+
+from atroposlib.envs.base import BaseEnvConfig
+from atroposlib.envs.dataset_env import Row, awaited
+from atroposlib.envs.mcp_tools import McpServer, McpSession
+from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step
+from atroposlib.envs.rewards import RewardFailure
+from atroposlib.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+_INSTRUCTIONS = """\
+You can call tools. To call one, write its name and arguments as JSON between tags:
+<tool_call>
+{"name": "tool name", "arguments": {"argument name": "value"}}
+</tool_call>
+Then stop; you are given the result and go on from there. An answer without a call is final.
+These are the tools, with the JSON schema of their arguments:
+<tools>
+%s
+</tools>"""
+
+
+class ToolEnvConfig(MultiTurnEnvConfig):
+    """Settings of an environment with tools."""
+
+    tool_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds one call may take."""
+    max_tool_output_chars: int = Field(default=4000, ge=1)
+    """Longer results are cut, and the model is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call that the model asked for."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MalformedCall:
+    """Something marked as a call that cannot be read."""
+
+    reason: str
+    """Told to the model."""
+
+
+class ToolFailure(Exception):
+    """A call failed; the message is told to the model, `kind` is what it is counted as."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+Run: TypeAlias = Callable[[dict[str, Any], Episode], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """Something the model can call."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema of the arguments."""
+    run: Run
+    """Takes the arguments as the model gave them; raises `ToolFailure` for those that do not fit the schema."""
+    keeps_time: bool = False
+    """`run` keeps to the time limit itself; the start of a worker process is then not counted."""
+
+    def schema(self) -> dict[str, Any]:
+        """Return the tool in the OpenAI form."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Killable:
+    """A tool that may hang or eat memory: a module-level function, run in a worker process that can be killed."""
+
+    function: Callable[..., Any]
+
+
+class ToolEnv(MultiTurnEnv):
+    """Questions that are answered with tools."""
+
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = ToolEnvConfig
+    config: ToolEnvConfig
+
+    tools: ClassVar[Sequence[Callable[..., Any] | Killable | Tool]] = ()
+    """Functions with type hints; a parameter annotated `Episode` is given the episode and hidden from the model."""
+    mcp_servers: ClassVar[Sequence[McpServer]] = ()
+    """Programs that offer tools over stdin and stdout (extra `mcp`); started by `setup`."""
+    tool_role: ClassVar[str] = "tool"
+    """Role of the results. "user" for chat templates that know no tools: results then stand in <tool_response>."""
+
+    def __init__(
+        self, config: ToolEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
+    ) -> None:
+        super().__init__(config, server_configs, slurm, testing)
+        self.tools_by_name: dict[str, Tool] = {}
+        self._mcp_sessions: list[McpSession] = []
+        for entry in self.tools:
+            self._add_tool(self._as_tool(entry))
+
+    async def setup(self) -> None:
+        """Start the MCP servers, then load the rows."""
+        for server in self.mcp_servers:
+            session = McpSession(server)
+            self._mcp_sessions.append(session)
+            for offered in await session.open():
+                self._add_tool(
+                    Tool(
+                        name=offered.name,
+                        description=offered.description,
+                        parameters=offered.parameters,
+                        run=_over_mcp(session, offered.name),
+                    )
+                )
+        await super().setup()
+
+    async def close(self) -> None:
+        """Stop the MCP servers and the worker processes."""
+        while self._mcp_sessions:
+            await self._mcp_sessions.pop().close()
+        await super().close()
+
+    def conversation(self, row: Row) -> list[dict[str, Any]]:
+        """Begin with a system message that describes the tools, after the environment's own."""
+        messages = super().conversation(row)
+        schemas = [tool.schema()["function"] for tool in self.tools_by_name.values()]
+        told = _INSTRUCTIONS % "\n".join(json.dumps(schema) for schema in schemas)
+        if messages and messages[0]["role"] == "system":
+            own = {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}
+            return [own, *messages[1:]]
+        return [{"role": "system", "content": told}, *messages]
+
+    def parse_calls(self, answer: str) -> list[ToolCall | MalformedCall]:
+        """Return the calls in an answer, in order; [] makes it the final answer."""
+        return parse_hermes_calls(answer)
+
+    async def step(self, episode: Episode, answer: str) -> Step:
+        """Run the calls of an answer one after the other, or judge the final answer."""
+        calls = self.parse_calls(answer)
+        if not calls:
+            outcome = await awaited(self.score(episode.row, answer))
+            return Step(reward=outcome, done=True, reason="answered")
+        replies = []
+        for call in calls:
+            name = call.name if isinstance(call, ToolCall) else "unknown"
+            text = await self._result_of(call, episode)
+            if self.tool_role != "tool":
+                text = f"<tool_response>\n{text}\n</tool_response>"
+            replies.append({"role": self.tool_role, "name": name, "content": text})
+        if self.tool_role != "tool":  # some templates refuse two user messages in a row
+            text = "\n".join(reply["content"] for reply in replies)
+            replies = [{"role": self.tool_role, "content": text}]
+        return Step(replies)
+
+    async def _result_of(self, call: ToolCall | MalformedCall, episode: Episode) -> str:
+        self.counts["tool_calls"] += 1
+        try:
+            result = await self._run(call, episode)
+        except ToolFailure as failure:
+            self.counts[f"tool_error_{failure.kind}"] += 1
+            result = f"Error: {failure}"
+        text = result if isinstance(result, str) else json.dumps(result, default=str)
+        limit = self.config.max_tool_output_chars
+        if len(text) > limit:
+            text = f"{text[:limit]}\n... ({len(text) - limit} characters more were cut)"
+        return text
+
+    async def _run(self, call: ToolCall | MalformedCall, episode: Episode) -> Any:
+        if isinstance(call, MalformedCall):
+            raise ToolFailure("malformed", call.reason)
+        tool = self.tools_by_name.get(call.name)
+        if tool is None:
+            near = difflib.get_close_matches(call.name, self.tools_by_name, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            known = ", ".join(self.tools_by_name) or "none"
+            raise ToolFailure("unknown", f"there is no tool {call.name!r}{hint} Known: {known}")
+        deadline = asyncio.timeout(None if tool.keeps_time else self.config.tool_timeout_s)
+        try:
+            async with deadline:
+                return await tool.run(call.arguments, episode)
+        except ToolFailure:
+            raise
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise ToolFailure("exception", f"TimeoutError: {error}") from error
+            raise ToolFailure(
+                "timeout", f"{call.name} took more than {self.config.tool_timeout_s:g} s"
+            ) from error
+        except Exception as error:  # boundary: one tool call
+            logger.log(
+                logging.DEBUG if self.counts["tool_error_exception"] else logging.WARNING,
+                "the tool %s failed; the model is told",
+                call.name,
+                exc_info=error,
+            )
+            raise ToolFailure("exception", f"{type(error).__name__}: {error}") from error
+
+    def _add_tool(self, tool: Tool) -> None:
+        if tool.name in self.tools_by_name:
+            raise ConfigError(f"{type(self).__name__}: two tools are called {tool.name!r}")
+        self.tools_by_name[tool.name] = tool
+
+    def _as_tool(self, entry: Callable[..., Any] | Killable | Tool) -> Tool:
+        if isinstance(entry, Killable):
+            tool = tool_from(entry.function, call=self._in_tool_worker)
+            return replace(tool, keeps_time=True)
+        return entry if isinstance(entry, Tool) else tool_from(entry)
+
+    async def _in_tool_worker(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        bound = inspect.signature(function).bind(**arguments)
+        outcome = await self.reward_workers.run(
+            function, *bound.args, timeout_s=self.config.tool_timeout_s
+        )
+        if isinstance(outcome, RewardFailure):
+            last_line = outcome.detail.splitlines()[-1] if outcome.detail else ""
+            raise ToolFailure(outcome.reason, f"{outcome.reason}: {last_line}")
+        return outcome
+
+
+async def call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call `function`, a plain one in a thread of its own that nobody has to wait for when it hangs."""
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if done.done():  # the deadline passed
+            return
+        if error is None:
+            done.set_result(value)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = function(**arguments)
+        except Exception as raised:  # noqa: BLE001 - handed to the caller
+            error = raised
+        except BaseException as raised:  # noqa: BLE001 - SystemExit must not end the environment
+            error = RuntimeError(repr(raised))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, error)
+
+    # asyncio.to_thread would keep the process from ending while a tool hangs.
+    threading.Thread(target=work, name=f"tool {function.__name__}", daemon=True).start()
+    return await done
+
+
+def tool_from(
+    function: Callable[..., Any],
+    *,
+    call: Callable[[Callable[..., Any], dict[str, Any]], Awaitable[Any]] = call_function,
+) -> Tool:
+    """Make a tool of a function: its schema from the type hints, its description from the docstring.
+
+    Raises ConfigError for a parameter without a type hint, one that takes any number of arguments, or a type that
+    has no JSON schema. `Annotated[str, Field(description=...)]` describes a parameter.
+
+    >>> def area(width: float, height: float = 1.0) -> float:
+    ...     "Area of a rectangle."
+    ...     return width * height
+    >>> tool_from(area).parameters["required"]
+    ['width']
+    """
+    name = function.__name__
+    hints = typing.get_type_hints(function, include_extras=True)
+    signature = inspect.signature(function)
+    injected = [key for key in signature.parameters if hints.get(key) is Episode]
+    shown = [p for p in signature.parameters.values() if p.name not in injected]
+    for parameter in shown:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"tool {name}: *args and **kwargs have no schema; name the arguments")
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(f"tool {name}: {parameter.name} must not be positional-only")
+        if parameter.name not in hints:
+            raise ConfigError(f"tool {name}: the parameter {parameter.name} needs a type hint")
+
+    def read(**arguments: Any) -> dict[str, Any]:
+        return arguments
+
+    # pydantic validates calls of `read` as if it had the function's parameters.
+    read.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    read.__annotations__ = {parameter.name: hints[parameter.name] for parameter in shown}
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(read)  # type: ignore[arg-type]
+        parameters = adapter.json_schema()
+    except (PydanticSchemaGenerationError, TypeError) as error:
+        raise ConfigError(f"tool {name}: an argument has no JSON schema: {error}") from error
+    for described in parameters.get("properties", {}).values():
+        described.pop("title", None)
+
+    async def run(arguments: dict[str, Any], episode: Episode) -> Any:
+        try:
+            checked = adapter.validate_python(ArgsKwargs((), arguments))
+        except ValidationError as error:
+            raise ToolFailure("arguments", f"{name}: {_faults(error)}") from error
+        return await call(function, {**checked, **dict.fromkeys(injected, episode)})
+
+    description = inspect.getdoc(function) or ""
+    return Tool(name=name, description=description, parameters=parameters, run=run)
+
+
+def parse_hermes_calls(answer: str) -> list[ToolCall | MalformedCall]:
+    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` after the thinking, in order.
+
+    >>> parse_hermes_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    [ToolCall(name='add', arguments={'a': 1})]
+    >>> parse_hermes_calls("<think><tool_call>no</tool_call></think> It is 3.")
+    []
+    """
+    visible = answer.rpartition("</think>")[2]
+    return [_read_call(match.group(1).strip()) for match in _CALL.finditer(visible)]
+
+
+def _read_call(text: str) -> ToolCall | MalformedCall:
+    try:
+        call = json.loads(text, strict=False)  # models write newlines inside strings
+        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+        if isinstance(arguments, str):  # as the OpenAI API writes them
+            arguments = json.loads(arguments, strict=False)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return MalformedCall(reason=f"the tool call is not valid JSON: {error}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return MalformedCall(reason='a tool call is a JSON object with "name" and "arguments"')
+    if not isinstance(arguments, dict):
+        return MalformedCall(reason=f'"arguments" of {call["name"]} must be a JSON object')
+    return ToolCall(name=call["name"], arguments=arguments)
+
+
+def _faults(error: ValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()
+    )
+
+
+def _over_mcp(session: McpSession, name: str) -> Run:
+    async def run(arguments: dict[str, Any], episode: Episode) -> str:
+        result = await session.call(name, arguments)
+        if result.is_error:
+            raise ToolFailure("exception", result.text)
+        return result.text
+
+    return run

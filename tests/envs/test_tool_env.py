@@ -1,0 +1,392 @@
+"""ToolEnv on a scripted engine: schemas from type hints, calls from text, and every way a call can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.mcp_tools import McpServer
+from atroposlib.envs.multi_turn_env import Episode
+from atroposlib.envs.server_handling.server_harness import (
+    ByteTokenizer,
+    HarnessRequest,
+    ServerHarness,
+)
+from atroposlib.envs.tool_env import (
+    Killable,
+    MalformedCall,
+    ToolCall,
+    ToolEnv,
+    ToolEnvConfig,
+    parse_hermes_calls,
+    tool_from,
+)
+from atroposlib.errors import ConfigError, EnvError, MissingDependency
+from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
+from tests.environments import helpers_rewards
+
+RELEASE = threading.Event()
+
+
+def add(a: int, b: int = 0) -> int:
+    """Add two whole numbers."""
+    return a + b
+
+
+async def slow(seconds: float) -> str:
+    await asyncio.Event().wait()
+    return "never"
+
+
+def stuck() -> str:
+    RELEASE.wait(60)
+    return "late"
+
+
+def broken() -> str:
+    raise ZeroDivisionError("no numbers here")
+
+
+def leave() -> str:
+    sys.exit(3)
+
+
+def remember(word: str, episode: Episode) -> int:
+    episode.state.setdefault("words", []).append(word)
+    return len(episode.state["words"])
+
+
+def long(num_chars: int) -> str:
+    return "x" * num_chars
+
+
+class Calculator(ToolEnv):
+    """Answers must be the text `3`."""
+
+    name = "calculator"
+    tools = (add, slow, stuck, broken, leave, remember, long)
+
+    def load_tokenizer(self) -> Any:
+        return ByteTokenizer()
+
+    def load_rows(self, split: str) -> Any:
+        return [{"question": "1 + 2?", "answer": "3"}]
+
+    def prompt(self, row: Any) -> Any:
+        return row["question"]
+
+    def score(self, row: Any, answer: str) -> Any:
+        return answer == row["answer"]
+
+
+ROW = {"question": "1 + 2?", "answer": "3"}
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def saying(*answers: str) -> Callable[[HarnessRequest], str]:
+    """Answer the n-th turn with the n-th text, the last one for ever after."""
+    return lambda request: answers[min(request.prompt.count("<assistant>"), len(answers)) - 1]
+
+
+def make(
+    *answers: str, env_cls: Callable[..., Any] = Calculator, num_results: int = 2, **settings: Any
+) -> Any:
+    values = {"group_size": 2, "use_wandb": False, "tool_timeout_s": 5.0, **settings}
+    env = env_cls(
+        ToolEnvConfig(**values), [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")]
+    )
+    env.server.servers = [ServerHarness(respond=saying(*answers))]
+    return env
+
+
+async def result_of(env: Any) -> str:
+    """Play one episode; return what the model was told after its first answer."""
+    rollout = (await env.roll_out(ROW, 1, split="train"))[0]
+    roles = [message["role"] for message in rollout.messages]
+    assert roles[:4] == ["system", "user", "assistant", env.tool_role]
+    return str(rollout.messages[3]["content"])
+
+
+def test_type_hints_become_a_schema() -> None:
+    def weather(
+        city: Annotated[str, Field(description="Name of the city")],
+        unit: Literal["C", "F"] = "C",
+        days: list[int] | None = None,
+    ) -> str:
+        """Say how the weather is."""
+        return city
+
+    tool = tool_from(weather)
+    assert (tool.name, tool.description) == ("weather", "Say how the weather is.")
+    assert tool.parameters["required"] == ["city"]
+    assert tool.parameters["additionalProperties"] is False
+    assert tool.parameters["properties"]["city"] == {
+        "type": "string",
+        "description": "Name of the city",
+    }
+    assert tool.parameters["properties"]["unit"] == {
+        "type": "string",
+        "enum": ["C", "F"],
+        "default": "C",
+    }
+    assert tool.schema()["function"]["parameters"] is tool.parameters
+
+
+def test_episode_is_not_part_of_the_schema() -> None:
+    assert list(tool_from(remember).parameters["properties"]) == ["word"]
+
+
+def test_functions_without_a_schema_are_refused_with_the_parameter() -> None:
+    def untyped(a, b: int) -> int:  # type: ignore[no-untyped-def]
+        return b
+
+    def many(*numbers: int) -> int:
+        return 0
+
+    with pytest.raises(ConfigError, match="tool untyped: the parameter a needs a type hint"):
+        tool_from(untyped)
+    with pytest.raises(ConfigError, match="tool many: "):
+        tool_from(many)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("It is 3.", []),
+        (call("add", a=1), [ToolCall(name="add", arguments={"a": 1})]),
+        (
+            call("add", a=1) + " and " + call("add", a=2),
+            [ToolCall(name="add", arguments={"a": 1}), ToolCall(name="add", arguments={"a": 2})],
+        ),
+        ('<tool_call>{"name": "x"}', [ToolCall(name="x", arguments={})]),
+        (
+            '<tool_call>{"name": "x", "arguments": "{\\"a\\": 1}"}</tool_call>',
+            [ToolCall(name="x", arguments={"a": 1})],
+        ),
+        (
+            '<tool_call>{"name": "x", "arguments": {"a": "it\'s\ntwo lines"}}</tool_call>',
+            [ToolCall(name="x", arguments={"a": "it's\ntwo lines"})],
+        ),
+        ("<think>" + call("add", a=1) + "</think> 3", []),
+    ],
+)
+def test_calls_are_read_from_the_text(text: str, calls: list[Any]) -> None:
+    assert parse_hermes_calls(text) == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not valid JSON"),
+        ("", "not valid JSON"),
+        ("[1]", 'a JSON object with "name" and "arguments"'),
+        ('{"arguments": {}}', 'a JSON object with "name" and "arguments"'),
+        ('{"name": "x", "arguments": [1]}', '"arguments" of x must be a JSON object'),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_unreadable_calls_say_why(text: str, reason: str) -> None:
+    (found,) = parse_hermes_calls(f"<tool_call>{text}</tool_call>")
+    assert isinstance(found, MalformedCall)
+    assert reason in found.reason
+
+
+async def test_model_calls_a_tool_then_answers_and_is_judged() -> None:
+    env = make(call("add", a=1, b="2"), "3")
+    await env.setup()
+    group, _ = await env.collect_trajectories(ROW)
+    checked = check_group(group, strictness=Strictness.MEANING)
+    assert checked.scores.tolist() == [1.0, 1.0]
+    roles = [message["role"] for message in group["messages"][0]]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    assert group["messages"][0][3] == {"role": "tool", "name": "add", "content": "3"}
+    trained = [token for token in group["masks"][0] if token != IGNORE_INDEX]
+    assert env.tokenizer.decode(trained) == call("add", a=1, b="2") + "<eos>3<eos>"
+    assert group["overrides"][0] == {"turn_rewards": [0.0, 1.0], "done_reason": "answered"}
+    assert env.counts == {"tool_calls": 2, "done_answered": 2, "turns": 4}
+
+
+async def test_tools_are_described_in_the_system_message_after_the_environments_own() -> None:
+    class Told(Calculator):
+        system_prompt = "Be brief."
+
+    messages = make("3", env_cls=Told).conversation(ROW)
+    assert [message["role"] for message in messages] == ["system", "user"]
+    assert messages[0]["content"].startswith("Be brief.\n\nYou can call tools.")
+    listed = messages[0]["content"].split("<tools>\n")[1].split("\n</tools>")[0].splitlines()
+    assert [json.loads(line)["name"] for line in listed] == [
+        tool.__name__ for tool in Calculator.tools
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "told", "kind"),
+    [
+        (call("ad", a=1), "there is no tool 'ad'; did you mean add?", "unknown"),
+        (call("add", a="one"), "add: a: Input should be a valid integer", "arguments"),
+        (call("add", b=1), "add: a: Missing", "arguments"),
+        (call("add", a=1, z=1), "add: z: Unexpected", "arguments"),
+        ("<tool_call>{</tool_call>", "not valid JSON", "malformed"),
+        (call("broken"), "ZeroDivisionError: no numbers here", "exception"),
+        (call("leave"), "SystemExit(3)", "exception"),
+    ],
+)
+async def test_failed_call_is_told_to_the_model_and_counted(
+    answer: str, told: str, kind: str
+) -> None:
+    env = make(answer, "3")
+    await env.setup()
+    text = await result_of(env)
+    assert text.startswith("Error: ")
+    assert told in text
+    assert env.counts[f"tool_error_{kind}"] == 1
+    assert env.counts["done_answered"] == 1
+
+
+@pytest.mark.parametrize("name", ["slow", "stuck"])
+async def test_tool_that_takes_too_long_is_given_up(name: str) -> None:
+    arguments = {"seconds": 1} if name == "slow" else {}
+    env = make(call(name, **arguments), "3", tool_timeout_s=0.05)
+    await env.setup()
+    RELEASE.clear()
+    try:
+        assert await result_of(env) == f"Error: {name} took more than 0.05 s"
+    finally:
+        RELEASE.set()
+    assert env.counts["tool_error_timeout"] == 1
+
+
+async def test_killable_tool_runs_in_a_process_that_is_killed() -> None:
+    class Risky(Calculator):
+        tools = (Killable(helpers_rewards.hang), Killable(helpers_rewards.add))
+
+    env = make(call("hang") + call("add", left=1, right=2), "3", env_cls=Risky, tool_timeout_s=0.3)
+    try:
+        await env.setup()
+        rollout = (await env.roll_out(ROW, 1, split="train"))[0]
+    finally:
+        await env.close()
+    hung, added = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+    assert hung.startswith("Error: timeout")
+    assert added == "3.0"
+    assert env.counts["tool_error_timeout"] == 1
+
+
+async def test_tools_share_the_state_of_their_episode_only() -> None:
+    env = make(call("remember", word="a") + call("remember", word="b"), "3")
+    await env.setup()
+    for rollout in await env.roll_out(ROW, 2, split="train"):
+        assert [m["content"] for m in rollout.messages if m["role"] == "tool"] == ["1", "2"]
+
+
+async def test_long_results_are_cut_and_the_model_is_told() -> None:
+    env = make(call("long", num_chars=60), "3", max_tool_output_chars=50)
+    await env.setup()
+    assert await result_of(env) == "x" * 50 + "\n... (10 characters more were cut)"
+
+
+async def test_results_as_one_user_message_for_templates_without_tools() -> None:
+    class AsUser(Calculator):
+        tool_role = "user"
+
+    env = make(call("add", a=1) + call("add", a=2), "3", env_cls=AsUser)
+    await env.setup()
+    assert await result_of(env) == (
+        "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+    )
+
+
+async def test_calling_for_ever_ends_at_max_turns() -> None:
+    env = make(call("add", a=1), max_turns=3)
+    await env.setup()
+    group, _ = await env.collect_trajectories(ROW)
+    assert group["scores"] == [0.0, 0.0]
+    assert env.counts["done_max_turns"] == 2
+    assert env.counts["tool_calls"] == 6
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    class Twice(Calculator):
+        tools = (add, add)
+
+    with pytest.raises(ConfigError, match="two tools are called 'add'"):
+        make("3", env_cls=Twice)
+
+
+async def test_missing_mcp_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OverMcp(Calculator):
+        mcp_servers = (McpServer(command=sys.executable),)
+
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(MissingDependency, match=r"atroposlib\[mcp\]"):
+        await make("3", env_cls=OverMcp).setup()
+
+
+MCP_SERVER = """
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("numbers")
+
+@server.tool()
+def double(number: int) -> int:
+    "Twice the number."
+    return 2 * number
+
+@server.tool()
+def refuse() -> str:
+    raise ToolError("not today")
+
+server.run()
+"""
+
+
+async def test_tools_of_an_mcp_server_are_called_like_any_other(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    script = tmp_path / "server.py"
+    script.write_text(MCP_SERVER)
+
+    class OverMcp(Calculator):
+        tools = (add,)
+        mcp_servers = (
+            McpServer(
+                command=sys.executable,
+                args=(str(script),),
+                env={"PYTHONPATH": ":".join(sys.path)},
+            ),
+        )
+
+    env = make(call("double", number=4) + call("refuse"), "3", env_cls=OverMcp)
+    try:
+        await env.setup()
+        assert list(env.tools_by_name) == ["add", "double", "refuse"]
+        assert env.tools_by_name["double"].description == "Twice the number."
+        rollout = (await env.roll_out(ROW, 1, split="train"))[0]
+    finally:
+        await env.close()
+    doubled, refused = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+    assert doubled == "8"
+    assert refused.startswith("Error: ")
+    assert "not today" in refused
+
+
+async def test_mcp_server_that_does_not_start_is_an_error_that_names_it() -> None:
+    pytest.importorskip("mcp")
+
+    class OverMcp(Calculator):
+        mcp_servers = (McpServer(command="/nowhere/to/be/found"),)
+
+    with pytest.raises(EnvError, match="MCP server /nowhere/to/be/found did not start"):
+        await make("3", env_cls=OverMcp).setup()

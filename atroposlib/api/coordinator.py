@@ -70,6 +70,7 @@ from atroposlib.api.stores.base import (
     NewGroup,
     Place,
     SavedRun,
+    StoreBroken,
     StoreUsage,
 )
 from atroposlib.errors import AtroposError, GroupError
@@ -281,8 +282,12 @@ class Coordinator:
         )
 
     async def close(self) -> None:
-        """Let everybody who waits go, and the store."""
+        """Let everybody who waits go, write down what was only counted, and let go of the store."""
         self.stop_waiting()
+        try:
+            await self._save()
+        except StoreBroken:
+            pass  # what broke it has been reported, and ends the hub
         await self._store.close()
 
     def stop_waiting(self) -> None:

@@ -464,6 +464,15 @@ async def test_restart_brings_back_trainer_environments_step_and_leases() -> Non
     assert [tags(await leased(coordinator)) for _ in range(2)] == [[3], [4, 5]]
 
 
+async def test_refusals_are_counted_over_a_clean_stop() -> None:
+    store = MemoryStore()
+    coordinator = Coordinator(store)
+    await coordinator.open()
+    coordinator.reject("invalid")
+    await coordinator.close()
+    assert (await restarted(coordinator, store)).ledger().rejected == {"invalid": 1}
+
+
 async def test_plain_delivery_that_was_under_way_at_a_crash_comes_again() -> None:
     store = MemoryStore()
     coordinator = Coordinator(store)

@@ -354,19 +354,21 @@ class Outbox:
         """Apply gate 1, then the drop rules in the original's order."""
         checked = await _maybe_in_thread(group, self._check, group)
         config = self._env.config
-        expected = (checked.group_overrides or {}).get("group_size", config.group_size)
-        if checked.num_sequences != expected:
-            raise Dropped("group_size", f"{checked.num_sequences} sequences, expected {expected}")
-        if config.ensure_scores_are_not_same and (checked.scores == checked.scores[0]).all():
-            raise Dropped("equal_scores", f"every score is {checked.scores[0]}")
-        bounds = checked.offsets.tolist()
-        trained = checked.masks != -100
-        self._env.completion_lengths.extend(
-            int(trained[start:stop].sum()) for start, stop in zip(bounds, bounds[1:], strict=False)
+        verdict = drop_rule(
+            checked,
+            config=config,
+            max_token_len=self._env.max_token_len,
+            abort_on_max_length=abort_on_max_length,
         )
-        limit, longest = self._env.max_token_len, int(checked.lengths.max())
-        if abort_on_max_length and 0 < limit <= longest:
-            raise Dropped("too_long", f"{longest} tokens, the trainer takes fewer than {limit}")
+        if verdict is None or verdict.reason == "too_long":
+            bounds = checked.offsets.tolist()
+            trained = checked.masks != -100
+            self._env.completion_lengths.extend(
+                int(trained[start:stop].sum())
+                for start, stop in zip(bounds, bounds[1:], strict=False)
+            )
+        if verdict is not None:
+            raise verdict
         if config.include_messages and checked.messages is None:
             checked = checked.replace(
                 messages=[
@@ -402,6 +404,29 @@ class Outbox:
             logger.exception("add_rollouts_for_wandb failed; the group is kept")
         if self._log is not None:
             self._log.write(await _maybe_in_thread(group, _line, group, checked))
+
+
+def drop_rule(
+    checked: ScoredGroup,
+    *,
+    config: BaseEnvConfig,
+    max_token_len: int,
+    abort_on_max_length: bool = True,
+) -> Dropped | None:
+    """Return the first drop rule, in the original's order, that applies to a well-formed group; None: it is kept.
+
+    `max_token_len` is the trainer's limit; 0 or less means it is unknown.
+    """
+    expected = (checked.group_overrides or {}).get("group_size", config.group_size)
+    if checked.num_sequences != expected:
+        return Dropped("group_size", f"{checked.num_sequences} sequences, expected {expected}")
+    if config.ensure_scores_are_not_same and (checked.scores == checked.scores[0]).all():
+        return Dropped("equal_scores", f"every score is {checked.scores[0]}")
+    longest = int(checked.lengths.max())
+    if abort_on_max_length and 0 < max_token_len <= longest:
+        detail = f"{longest} tokens, the trainer takes fewer than {max_token_len}"
+        return Dropped("too_long", detail)
+    return None
 
 
 def _ignore(_: EnvStatus) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
 Content = str | list[dict[str, Any]]
 """A message's text, or its parts as in the OpenAI API."""

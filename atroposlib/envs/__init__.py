@@ -5,10 +5,22 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_EXPORTS = ("APIServerConfig", "BaseEnv", "BaseEnvConfig")
+_BASE = (
+    "APIServer",
+    "APIServerConfig",
+    "BaseEnv",
+    "BaseEnvConfig",
+    "EvalHandlingEnum",
+    "Item",
+    "OpenaiConfig",
+    "ScoredDataGroup",
+    "ScoredDataItem",
+    "ServerBaseline",
+)
+_EXPORTS = {name: "atroposlib.envs.base" for name in _BASE}
 
 
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
-        return getattr(importlib.import_module("atroposlib.envs.base"), name)
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -82,6 +82,10 @@ class LetterReversalEnv(BaseEnv):
         )
         return group, []
 
+    def example_answers(self, item: str) -> list[str]:
+        """Return a right answer and a near miss, for `check`."""
+        return [task.answer_to(item), task.answer_to(item)[:-1]]
+
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Log greedy accuracy on held-out prompts."""
         prompts = task.distinct_prompts(task.Split.HELDOUT, count=NUM_EVAL_PROMPTS, seed=0)

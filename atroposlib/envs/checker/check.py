@@ -1,0 +1,765 @@
+"""Run an environment on the scripted engine, without a hub, and judge it by the rules of `rules.py`.
+
+Items run one after another, each several times with the same answers, so that every difference has one cause. A rule
+is skipped where an earlier failure makes its verdict worthless: one fault, one finding. Called by
+`python env.py check` and by authors' tests through `check_env`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import difflib
+import inspect
+import os
+import random
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.checker.engine import (
+    Answer,
+    PairTokenizer,
+    ProbeEngine,
+    Sample,
+    question_of,
+)
+from atroposlib.envs.checker.probes import EMPTY, guesses, rounds
+from atroposlib.envs.checker.report import Evidence, Finding, Report, Status
+from atroposlib.envs.checker.rules import BY_NAME, RULES
+from atroposlib.envs.checker.tokens import faults_of, text_of, texts_said
+from atroposlib.envs.checker.watch import (
+    LoopKilled,
+    LoopWatch,
+    author_files,
+    children,
+    name_of_handle,
+    open_handles,
+)
+from atroposlib.envs.rewards import RewardWorkers
+from atroposlib.envs.runtime import checkpoint
+from atroposlib.envs.runtime.items import cause_of, collect
+from atroposlib.errors import ConfigError, GroupError
+from atroposlib.scored_data import ScoredGroup, Strictness, check_group
+
+T = TypeVar("T")
+
+MIN_GROUP_SIZE = 8
+"""Groups of the check hold at least this many answers: guesses, nonsense, an empty answer and an echo."""
+MAX_ROUNDS = 6
+"""Groups of guesses tried per item until rewards differ."""
+LEAKY_RUNS = 3
+"""Something leaks when each of this many runs in a row left more of it."""
+_STEP = 1
+_REGISTERED_NAME = "check"
+_OTHER_TIME_S = 3 * 86_400 + 7 * 3_600 + 11 * 60 + 17.25
+"""How far the wall clock is moved when answers are scored again: another day, hour, minute and second."""
+_GRACE_S = 0.5
+_REWARD_RULES = (
+    "reward_repeatable",
+    "reward_ignores_order",
+    "reward_varies",
+    "empty_unrewarded",
+    "echo_unrewarded",
+)
+
+MakeEnv = Callable[[type[BaseEnv]], BaseEnv]
+
+
+def check_env(
+    env_cls: type[BaseEnv],
+    *,
+    num_items: int = 3,
+    seed: int = 0,
+    skip: Sequence[str] = (),
+    make: MakeEnv | None = None,
+    tokenizer: Any = None,
+    timeout_s: float = 30.0,
+    resume_items: bool = False,
+) -> Report:
+    """Check an environment class and return a report; starts and ends its own event loop.
+
+    `skip` names rules that are not judged. `make(cls)` constructs an environment (default: from `config_init`); it is
+    called several times, with `env_cls` or a subclass that has an offline tokenizer. `tokenizer` is used instead of
+    that one. `timeout_s` bounds each call of the author's code. `resume_items` judges the rule of that name, which not
+    every environment wants to keep. Raises ConfigError for an unknown rule.
+
+    The clock, the random state and the group size (at least 8) are the check's while it runs.
+    """
+    for name in skip:
+        if name not in BY_NAME:
+            close = difflib.get_close_matches(name, BY_NAME, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"there is no rule {name!r} to skip{hint}")
+    if num_items < 1:
+        raise ConfigError(f"num_items: got {num_items}; at least one item is needed")
+    offline = offline_class(env_cls, tokenizer)
+    check = _Check(
+        env_cls,
+        make=lambda: (make or _make_default)(offline),
+        num_items=num_items,
+        timeout_s=timeout_s,
+        resume_items=resume_items,
+        skip=skip,
+    )
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        return _run_in_own_loop(check.run())
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def offline_class(env_cls: type[BaseEnv], tokenizer: Any = None) -> type[BaseEnv]:
+    """Return `env_cls` with a tokenizer that needs no files, unless it has a `load_tokenizer` of its own."""
+    if tokenizer is None and env_cls.load_tokenizer is not BaseEnv.load_tokenizer:
+        return env_cls
+    given = PairTokenizer() if tokenizer is None else tokenizer
+    namespace = {
+        "load_tokenizer": lambda self: given,
+        "__module__": env_cls.__module__,
+        "__qualname__": env_cls.__qualname__,
+        "__doc__": env_cls.__doc__,
+    }
+    return type(env_cls.__name__, (env_cls,), namespace)
+
+
+def _make_default(env_cls: type[BaseEnv]) -> BaseEnv:
+    config, servers = env_cls.config_init()
+    return env_cls(config.model_copy(update={"use_wandb": False}), servers, False, True)
+
+
+def _run_in_own_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Like `asyncio.run`, but a task that refuses to be cancelled cannot hold the end up."""
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=_GRACE_S))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+class _TooLong(Exception):
+    """The author's code did not end in time."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One call of collect_trajectories and what came of it."""
+
+    item: int
+    answers: list[Answer]
+    samples: list[Sample]
+    groups: list[ScoredGroup] = field(default_factory=list)
+    earned: dict[str, list[float]] = field(default_factory=dict)
+    """Scores by what was said, in rising order."""
+
+    def most_for(self, answer: Answer) -> float | None:
+        """Return the best score that one of the scripted answers earned; None where it was left out."""
+        said = texts_said(self.samples)
+        found = [
+            score
+            for persona, given in enumerate(self.answers)
+            if given == answer
+            for score in self.earned.get(said.get(persona, ""), ())
+        ]
+        return max(found, default=None)
+
+
+class _Sink:
+    """Takes groups where the runtime's outbox would."""
+
+    def __init__(self) -> None:
+        self.groups: list[Any] = []
+
+    async def accept(
+        self,
+        scored_data: Any,
+        item: Any = None,
+        *,
+        send: bool = True,
+        abort_on_max_length: bool = True,
+    ) -> int:
+        found = [scored_data] if isinstance(scored_data, Mapping) else list(scored_data or [])
+        self.groups += [group for group in found if group is not None]
+        return len(found)
+
+    async def post(self, scored_data: Any) -> None:
+        """Take what an environment's own sending hands on; `accept` has it already."""
+
+
+class _Check:
+    def __init__(
+        self,
+        env_cls: type[BaseEnv],
+        *,
+        make: Callable[[], BaseEnv],
+        num_items: int,
+        timeout_s: float,
+        resume_items: bool,
+        skip: Sequence[str],
+    ) -> None:
+        self._env_cls = env_cls
+        self._make = make
+        self._num_items = num_items
+        self._timeout_s = timeout_s
+        self._resume_items = resume_items
+        self._findings = {rule.name: Finding(rule=rule) for rule in RULES}
+        for name in skip:
+            self._skip(name, "not judged, as asked for")
+        self._items: list[Any] = []
+        self._runs: list[_Run] = []
+        self._engine = ProbeEngine(PairTokenizer())
+        self._sink = _Sink()
+        self._group_size = MIN_GROUP_SIZE
+        self._watch = LoopWatch(author_files(env_cls), patience_s=timeout_s)
+        self._num_runs = 0
+        self._left: dict[str, list[set[Any]]] = {"tasks": [], "handles": [], "processes": []}
+
+    async def run(self) -> Report:
+        began = time.monotonic()
+        before = children() or {}
+        with tempfile.TemporaryDirectory() as folder, self._watch:
+            await self._judge(Path(folder))
+        _end_children(before)
+        return Report(
+            environment=self._env_cls.name or self._env_cls.__name__,
+            findings=list(self._findings.values()),
+            num_items=len(self._items),
+            num_groups=sum(len(run.groups) for run in self._runs),
+            duration_s=time.monotonic() - began,
+        )
+
+    async def _judge(self, folder: Path) -> None:
+        env = await self._start(folder, "starts")
+        if env is None:
+            self._skip_rest("the environment does not start")
+            return
+        self._engine = env.server.servers[0]  # type: ignore[assignment]  # _start put it there
+        try:
+            await self._get_items(env)
+            if not self._items:
+                self._skip_rest("there are no items")
+                return
+            for index, item in enumerate(self._items):
+                await self._try_item(env, index, item)
+            self._judge_rewards()
+            await self._judge_leaks()
+            self._judge_stalls()
+            await self._cancel(env)
+            await self._evaluate(env, folder)
+            await self._checkpoints(env, folder)
+        finally:
+            await _stop(env)
+
+    # Verdicts.
+
+    def _fail(
+        self, name: str, what: str, *, item: int | None = None, sequence: int | None = None
+    ) -> None:
+        finding = self._findings[name]
+        if finding.status is not Status.SKIPPED:
+            finding.status = Status.FAIL
+            finding.evidence.append(Evidence(what=what, item=item, sequence=sequence))
+
+    def _skip(self, name: str, reason: str) -> None:
+        finding = self._findings[name]
+        if finding.status is Status.PASS:
+            finding.status, finding.reason = Status.SKIPPED, reason
+
+    def _skip_rest(self, reason: str) -> None:
+        """Skip every rule after the last that failed."""
+        names = list(self._findings)
+        last = max(i for i, name in enumerate(names) if self._has_failed(name))
+        for name in names[last + 1 :]:
+            self._skip(name, reason)
+
+    def _has_failed(self, name: str) -> bool:
+        return self._findings[name].status is Status.FAIL
+
+    async def _within(self, call: Awaitable[T], what: str) -> T:
+        """Await the author's code for `timeout_s` at most; whatever it raises is raised, `LoopKilled` as _TooLong."""
+        task = asyncio.ensure_future(call)
+        await asyncio.wait({task}, timeout=self._timeout_s)
+        if not task.done():
+            self._engine.release()
+            task.cancel()
+            await asyncio.wait({task}, timeout=_GRACE_S)
+            raise _TooLong(f"{what} did not end within {self._timeout_s:g} s")
+        try:
+            return task.result()
+        except LoopKilled as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise _TooLong(
+                f"{what} kept the event loop for {self._timeout_s:g} s"
+                f" ({Path(where.filename).name}:{where.lineno} in {where.name})"
+            ) from error
+
+    # Starting.
+
+    async def _start(self, folder: Path, rule: str) -> BaseEnv | None:
+        """Return an environment after `setup`, on an engine of its own; None, with a finding, if that fails."""
+        env: BaseEnv | None = None
+        try:
+            env = self._make()
+            env.config.use_wandb = False
+            env.config.group_size = self._group_size = max(env.config.group_size, MIN_GROUP_SIZE)
+            env.config.worker_timeout = self._timeout_s
+            env.config.data_dir_to_save_evals = str(folder / "evals")
+            engine = ProbeEngine(env.tokenizer)
+            await env.server.close()
+            env.server.servers = [engine]
+            env.group_sink = self._sink
+            await self._within(env.setup(), "setup()")
+            engine.tokenizer = env.tokenizer
+            return env
+        except Exception as error:  # noqa: BLE001 - boundary: the author's code
+            self._fail(rule, describe(error))
+            if env is not None:
+                await _stop(env)
+            return None
+
+    async def _get_items(self, env: BaseEnv) -> None:
+        for index in range(self._num_items):
+            self._watch.run = self._num_runs = self._num_runs + 1
+            try:
+                item = await self._within(env.get_next_item(), "get_next_item()")
+            except Exception as error:  # noqa: BLE001 - boundary: the author's code
+                self._fail("gives_items", describe(error), item=index)
+                return
+            finally:
+                self._watch.run = -1
+            if item is None:
+                if index == 0:
+                    self._fail("gives_items", "get_next_item() returned None", item=0)
+                return
+            self._items.append(item)
+
+    # Items.
+
+    async def _try_item(self, env: BaseEnv, index: int, item: Any) -> None:
+        """Explore what earns what, then score the most telling answers again: at another time, in another order."""
+        dealt = rounds(guesses(env, item), self._group_size)[:MAX_ROUNDS]
+        telling: _Run | None = None
+        for answers in dealt:
+            run = await self._collect(env, index, item, answers)
+            if run is None:
+                return
+            self._runs.append(run)
+            scores = [score for earned in run.earned.values() for score in earned]
+            if scores and (telling is None or min(scores) < max(scores)):
+                telling = run
+            if scores and min(scores) < max(scores):
+                break
+        if telling is None:
+            if not any(run.groups for run in self._runs if run.item == index):
+                self._fail_without_group(index, dealt)
+            return
+        with _other_time():
+            again = await self._collect(env, index, item, telling.answers)
+        if again is not None and (other := _difference(telling, again)):
+            self._fail("reward_repeatable", f"{other} when scored again", item=index)
+            return
+        reversed_ = await self._collect(env, index, item, telling.answers[::-1])
+        if reversed_ is None:
+            return
+        # An environment that keeps the first answers of a group only is a matter of group_size.
+        if other := _difference(telling, reversed_, may_leave_out=True):
+            self._fail("reward_ignores_order", f"{other} in reversed order", item=index)
+
+    def _fail_without_group(self, index: int, dealt: Sequence[Sequence[Answer]]) -> None:
+        if self._has_failed("aligned"):
+            return
+        tried = ", ".join(repr(a) for answers in dealt for a in answers if isinstance(a, str))
+        self._fail(
+            "collects",
+            f"no group came of these answers: {tried:.300}; if none of them can be right, define"
+            " example_answers(self, item)",
+            item=index,
+        )
+
+    async def _collect(
+        self, env: BaseEnv, index: int, item: Any, answers: Sequence[Answer]
+    ) -> _Run | None:
+        """Run one item with scripted answers; None, with a finding, when it fails."""
+        self._engine.script(answers)
+        self._sink.groups = []
+        self._watch.run = self._num_runs = self._num_runs + 1
+        try:
+            groups, _ = await self._within(collect(env, _copy(item)), "the item")
+            if groups:
+                await env.handle_send_to_api(
+                    groups, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
+                )
+        except Exception as error:  # noqa: BLE001 - boundary: the author's code
+            self._fail("collects", describe(cause_of(error)), item=index)
+            return None
+        finally:
+            self._watch.run = -1
+        run = _Run(item=index, answers=list(answers), samples=self._engine.samples)
+        for group in self._sink.groups:
+            self._judge_group(env, run, group)
+        await self._take_stock()
+        return run
+
+    def _judge_group(self, env: BaseEnv, run: _Run, group: Any) -> None:
+        try:
+            checked = check_group(group, strictness=Strictness.MEANING)
+        except GroupError as error:
+            self._fail("aligned", str(error), item=run.item)
+            return
+        run.groups.append(checked)
+        stated = (checked.group_overrides or {}).get("group_size", self._group_size)
+        if checked.num_sequences != stated:
+            self._fail(
+                "group_size",
+                f"{checked.num_sequences} sequences, expected {stated}",
+                item=run.item,
+            )
+        for sequence in range(checked.num_sequences):
+            view = checked.sequence(sequence)
+            if self._engine.has_tokens:
+                faults = faults_of(view, run.samples, env.tokenizer)
+                for name, fault in (("token_exact", faults.drift), ("aligned", faults.alignment)):
+                    if fault is not None:
+                        self._fail(name, fault, item=run.item, sequence=sequence)
+            text = text_of(view, run.samples, env.tokenizer)
+            if text is not None:
+                earned = run.earned.setdefault(text, [])
+                earned.append(view.score)
+                earned.sort()
+
+    # Rewards.
+
+    def _judge_rewards(self) -> None:
+        if all(not run.samples for run in self._runs):
+            for name in ("token_exact", *_REWARD_RULES):
+                self._skip(name, "the environment asks nothing of the engine")
+        if any(run.samples and not all(s.tokens for s in run.samples) for run in self._runs):
+            self._skip(
+                "token_exact",
+                "the environment samples text only; managed_server() would keep the tokens",
+            )
+        judged = [run for run in self._runs if run.earned]
+        if not judged:
+            reason = "no group could be judged"
+            for name in ("group_size", "aligned", "token_exact", *_REWARD_RULES):
+                self._skip(name, reason)
+            return
+        if self._has_failed("reward_repeatable"):
+            self._skip("reward_ignores_order", "rewards are not repeatable")
+        has_difference = False
+        for index in sorted({run.item for run in judged}):
+            has_difference |= self._judge_earnings(index, [r for r in judged if r.item == index])
+        if not has_difference:
+            for run in judged:
+                answers, score = list(run.earned), next(iter(run.earned.values()))[0]
+                self._fail(
+                    "reward_varies",
+                    f"{len(answers)} answers all earned {score:g}: {', '.join(map(repr, answers)):.200}",
+                    item=run.item,
+                )
+            for name in ("empty_unrewarded", "echo_unrewarded"):
+                self._skip(name, "all rewards are equal")
+
+    def _judge_earnings(self, index: int, runs: Sequence[_Run]) -> bool:
+        """Compare what the useless answers to one item earned with the best; False when all earned the same."""
+        scores = [score for run in runs for earned in run.earned.values() for score in earned]
+        worst, best = min(scores), max(scores)
+        if worst == best:
+            return False
+        for name, answer in (("empty_unrewarded", EMPTY), ("echo_unrewarded", question_of)):
+            earned = [run.most_for(answer) for run in runs]
+            most = max((score for score in earned if score is not None), default=worst)
+            if most >= worst + (best - worst) / 2:
+                self._fail(
+                    name,
+                    f"earned {most:g}; all answers earned from {worst:g} to {best:g}",
+                    item=index,
+                )
+        return True
+
+    # What is left behind.
+
+    async def _take_stock(self) -> None:
+        """Count what is open after a run, once everything that was about to end has ended."""
+        for _ in range(5):
+            await asyncio.sleep(0)
+        tasks: set[Any] = {task for task in asyncio.all_tasks() if not task.done()}
+        self._left["tasks"].append(tasks)
+        for name, found in (("handles", open_handles()), ("processes", children())):
+            if found is not None:
+                self._left[name].append(set(found))
+
+    async def _judge_leaks(self) -> None:
+        tasks = _leaked(self._left["tasks"])
+        if tasks:
+            await asyncio.wait(tasks, timeout=_GRACE_S)
+            tasks = {task for task in tasks if not task.done()}
+        if len(tasks) >= LEAKY_RUNS:
+            sample = next(iter(tasks)).get_coro()
+            name = getattr(sample, "__qualname__", repr(sample))
+            self._fail("no_leaked_tasks", f"every run left a task of {name} behind")
+        processes = _leaked(self._left["processes"])
+        if processes:
+            pid = max(processes)
+            name = (children() or {}).get(pid, "?")
+            self._fail(
+                "no_leaked_processes", f"every run left a process behind, like {pid} ({name})"
+            )
+            self._skip("no_leaked_handles", "processes are left, and their pipes with them")
+        handles = _leaked(self._left["handles"])
+        if handles:
+            handle = max(handles)
+            self._fail(
+                "no_leaked_handles",
+                f"every run left a handle open, like {handle}: {name_of_handle(handle)}",
+            )
+        for name, rule in (
+            ("tasks", "no_leaked_tasks"),
+            ("handles", "no_leaked_handles"),
+            ("processes", "no_leaked_processes"),
+        ):
+            if len(self._left[name]) <= LEAKY_RUNS:
+                self._skip(rule, "too few items ran, or this system does not tell")
+
+    def _judge_stalls(self) -> None:
+        """A place that stalled the loop in two runs blocks it; once is an import, or bad luck."""
+        for where in dict.fromkeys(stall.where for stall in self._watch.stalls):
+            stalls = [stall for stall in self._watch.stalls if stall.where == where]
+            if len({stall.run for stall in stalls}) >= 2:
+                longest_ms = 1000 * max(stall.seconds for stall in stalls)
+                self._fail("loop_stays_free", f"{where} blocked it for up to {longest_ms:.0f} ms")
+
+    # Cancelling.
+
+    async def _cancel(self, env: BaseEnv) -> None:
+        if self._has_failed("collects"):
+            self._skip("cancellable", "items fail")
+            return
+        before = asyncio.all_tasks()
+        self._engine.script([EMPTY])
+        self._engine.hold()
+        task = asyncio.ensure_future(collect(env, _copy(self._items[0])))
+        asked = asyncio.ensure_future(self._engine.asked.wait())
+        try:
+            await asyncio.wait(
+                {task, asked}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if task.done() or not asked.done():
+                self._skip("cancellable", "the item does not wait for the engine")
+                return
+            task.cancel()
+            await asyncio.wait({task}, timeout=_GRACE_S)
+            if not task.done():
+                self._fail("cancellable", "it went on after task.cancel()", item=0)
+            elif not task.cancelled():
+                error = task.exception()
+                ending = "returned" if error is None else f"raised {type(error).__name__}"
+                self._fail("cancellable", f"it {ending} instead of ending cancelled", item=0)
+            elif left := asyncio.all_tasks() - before - {task, asked}:
+                # The engine still waits: what ends now was cancelled with the item.
+                _, pending = await asyncio.wait(left, timeout=_GRACE_S / 5)
+                if pending:
+                    self._fail("no_leaked_tasks", "a cancelled item left a task behind", item=0)
+        finally:
+            self._engine.release()
+            asked.cancel()
+            await asyncio.wait({task, asked}, timeout=_GRACE_S)
+            task.cancel()
+
+    # Evaluating.
+
+    async def _evaluate(self, env: BaseEnv, folder: Path) -> None:
+        self._engine.script(["qx"])
+        try:
+            await self._within(env.evaluate(), "evaluate()")
+            written = [path for path in (folder / "evals").rglob("*") if path.is_file()]
+            if not written and not await self._logs_metrics(env):
+                self._fail("evaluates", "it wrote no file and logged no metric")
+        except Exception as error:  # noqa: BLE001 - boundary: the author's code
+            self._fail("evaluates", describe(cause_of(error)))
+
+    async def _logs_metrics(self, env: BaseEnv) -> bool:
+        """Whether `wandb_log` would now log something of an evaluation."""
+        logged: dict[str, Any] = {}
+
+        class Recorder:
+            def log(self, metrics: dict[str, Any], **options: Any) -> None:
+                logged.update(metrics)
+
+        env.rollouts_for_wandb = []
+        env.wandb_run = Recorder()
+        try:
+            await self._within(env.wandb_log(), "wandb_log()")
+        finally:
+            env.wandb_run = None
+        return any("eval" in key for key in logged if not key.startswith("server/"))
+
+    # Checkpoints.
+
+    async def _checkpoints(self, env: BaseEnv, folder: Path) -> None:
+        names = ("checkpoint_is_json", "checkpoint_restores", "items_resume")
+        try:
+            data = _save(env, folder)
+        except Exception as error:  # noqa: BLE001 - boundary: the author's code
+            self._fail("checkpoint_is_json", describe(error))
+            for name in names[1:]:
+                self._skip(name, "nothing is saved")
+            return
+        if data is None:
+            for name in names:
+                self._skip(name, "save_checkpoint() saves nothing")
+            return
+        if not self._resume_items:
+            self._skip("items_resume", "optional: ask for it with --resume-items")
+        fresh = await self._start(folder, "checkpoint_restores")
+        if fresh is None:
+            return
+        try:
+            _attach_checkpoints(fresh, folder)
+            fresh.load_checkpoint()
+            for fault in _restore_faults(env, fresh, data):
+                self._fail("checkpoint_restores", fault)
+            if self._has_failed("checkpoint_restores"):
+                self._skip("items_resume", "checkpoints do not restore")
+            elif self._resume_items:
+                wanted = await self._within(env.get_next_item(), "get_next_item()")
+                got = await self._within(fresh.get_next_item(), "get_next_item()")
+                if not _same(wanted, got):
+                    self._fail("items_resume", f"expected {wanted!r:.100}, got {got!r:.100}")
+        except Exception as error:  # noqa: BLE001 - boundary: the author's code
+            self._fail("checkpoint_restores", describe(error))
+        finally:
+            await _stop(fresh)
+
+
+def describe(error: BaseException) -> str:
+    """Return type, message and the innermost place of an error."""
+    if isinstance(error, _TooLong):
+        return str(error)
+    trace = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(trace[-1].filename).name}:{trace[-1].lineno})" if trace else ""
+    return f"{type(error).__name__}: {str(error):.300}{place}"
+
+
+def _copy(item: Any) -> Any:
+    """Return a copy, so that an item that is changed while it runs starts afresh; itself where it cannot be copied."""
+    try:
+        return copy.deepcopy(item)
+    except Exception:  # noqa: BLE001 - items hold anything, and copying them may raise anything
+        return item
+
+
+def _difference(first: _Run, second: _Run, *, may_leave_out: bool = False) -> str | None:
+    """Name the first answer that earned something else, or nothing, in the second run."""
+    for answer, earned in first.earned.items():
+        other = second.earned.get(answer)
+        if other is None and not may_leave_out:
+            return f"{answer!r:.60} earned {_listed(earned)}, but was left out"
+        if (
+            other
+            and len(earned) == len(other)
+            and not np.allclose(earned, other, rtol=1e-9, atol=1e-12)
+        ):
+            return f"{answer!r:.60} earned {_listed(earned)}, but {_listed(other)}"
+    return None
+
+
+def _listed(scores: Sequence[float]) -> str:
+    return ", ".join(f"{score:.6g}" for score in scores)
+
+
+@contextlib.contextmanager
+def _other_time() -> Iterator[None]:
+    """Move the wall clock; durations (`monotonic`, `perf_counter`) stay right."""
+    real = time.time
+    time.time = lambda: real() + _OTHER_TIME_S
+    try:
+        yield
+    finally:
+        time.time = real
+
+
+def _leaked(stock: Sequence[set[Any]]) -> set[Any]:
+    """Return what was added by the last runs, if every one of them added something that stayed."""
+    recent = stock[-LEAKY_RUNS - 1 :]
+    if len(recent) <= LEAKY_RUNS:
+        return set()
+    stayed = [
+        (later - earlier) & recent[-1] for earlier, later in zip(recent, recent[1:], strict=False)
+    ]
+    return set().union(*stayed) if all(stayed) else set()
+
+
+def _attach_checkpoints(env: BaseEnv, folder: Path) -> None:
+    """Point an environment to the checkpoints of step 1, as registering with a hub does."""
+    env.curr_step, env.checkpoint_dir, env.wandb_prepend = _STEP, str(folder), _REGISTERED_NAME
+
+
+def _save(env: BaseEnv, folder: Path) -> dict[str, Any] | None:
+    """Return what a checkpoint of `env` holds on disk; None when it saves nothing."""
+    _attach_checkpoints(env, folder)
+    env.save_checkpoint(_STEP)
+    place = checkpoint.checkpoint_folder(str(folder), _REGISTERED_NAME)
+    return checkpoint.load(place, _STEP) or None
+
+
+def _restore_faults(env: BaseEnv, fresh: BaseEnv, data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield every saved value that the fresh environment does not have as the saved one has it."""
+    sets_attributes = type(fresh).load_checkpoint is BaseEnv.load_checkpoint
+    for key, value in data.items():
+        if key in vars(env):
+            wanted, got = getattr(env, key), getattr(fresh, key, None)
+            if not _same(wanted, got):
+                yield f"{key} was {wanted!r:.80} and came back as {got!r:.80}"
+        elif sets_attributes:
+            yield f"{key!r} ({value!r:.60}) is saved, but the environment has no such attribute"
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Compare values; a tuple that JSON made a list is the same."""
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(
+            _same(a, b) for a, b in zip(first, second, strict=True)
+        )
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(_same(first[k], second[k]) for k in first)
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        return type(first) is type(second) and bool(np.array_equal(first, second))
+    return bool(first == second)
+
+
+async def _stop(env: BaseEnv) -> None:
+    """Close what an environment holds: its servers, its reward workers, what its `close` closes."""
+    await env.server.close()
+    closing = env.close()
+    if inspect.isawaitable(closing):
+        await closing
+    for value in vars(env).values():
+        if isinstance(value, RewardWorkers):
+            await value.close()
+
+
+def _end_children(before: Mapping[int, str]) -> None:
+    """Kill the processes that the environment started and left."""
+    for pid in (children() or {}).keys() - before.keys():
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

@@ -1,0 +1,102 @@
+"""The answers that the check gives in the model's place: guesses at the right one, nonsense, nothing, an echo.
+
+What is right is known only to the author. `example_answers(item)`, an optional method of the environment, says it;
+without it the texts inside the item are tried in the usual wrappings, because the gold answer often travels there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from pydantic import BaseModel
+
+from atroposlib.envs.checker.engine import Answer, question_of
+
+EMPTY = ""
+NONSENSE = ("qx", "I do not know this at all, sorry.", "0x7 zebra", "?!")
+NUM_FIXED = 4
+"""Answers of every round that are no guesses: two of the nonsense, the empty one and the echo."""
+
+_GOLD_NAMES = ("answer", "gold", "solution", "target", "label", "expected", "reference", "truth")
+_WRAPPINGS = (
+    "{}",
+    "<think>Let me see.</think> The answer is \\boxed{{{}}}",
+    "<answer>{}</answer>",
+    "The answer is {}",
+)
+_MAX_GUESS_CHARS = 2000
+_MAX_GUESSES = 24
+
+
+@runtime_checkable
+class HasExampleAnswers(Protocol):
+    """An environment that helps the check."""
+
+    def example_answers(self, item: Any) -> Sequence[str]:
+        """Return completions worth trying for `item`, a right one first; one wrong one helps, too."""
+
+
+def guesses(env: object, item: Any) -> list[str]:
+    """Return what may be right, likeliest first.
+
+    >>> guesses(object(), {"question": "1 + 1?", "answer": 2})[:2]
+    ['2', '<think>Let me see.</think> The answer is \\\\boxed{2}']
+    """
+    if isinstance(env, HasExampleAnswers):
+        return _distinct(str(text) for text in env.example_answers(item))
+    gold_first = sorted(_leaves(item, ""), key=lambda leaf: (not _is_gold(leaf[0]), len(leaf[1])))
+    wrapped = (
+        wrapping.format(text)
+        for _, text in gold_first
+        if 0 < len(text) <= _MAX_GUESS_CHARS
+        for wrapping in _WRAPPINGS
+    )
+    return _distinct(wrapped)[:_MAX_GUESSES]
+
+
+def rounds(found: Sequence[str], group_size: int) -> list[list[Answer]]:
+    """Deal guesses out to groups of `group_size` answers, every group with nonsense, an empty answer and an echo.
+
+    >>> [len(answers) for answers in rounds(["a", "b", "c", "d", "e"], 8)]
+    [8, 8]
+    """
+    fixed: list[Answer] = [EMPTY, question_of, *NONSENSE[: NUM_FIXED - 2]]
+    room = max(1, group_size - len(fixed))
+    dealt: list[list[Answer]] = []
+    for start in range(0, max(len(found), 1), room):
+        answers: list[Answer] = [*found[start : start + room], *fixed, *NONSENSE[NUM_FIXED - 2 :]]
+        answers = answers[:group_size]
+        while len(answers) < group_size:
+            answers.append(f"qx{len(answers)}")
+        dealt.append(answers)
+    return dealt
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Yield (name of the field, text) of every text and number inside an item."""
+    if isinstance(value, str):
+        yield name, value.strip()
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, str(value)
+    elif isinstance(value, BaseModel):
+        yield from _leaves(value.model_dump(), name)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _leaves({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, "")
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, str(key))
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):  # a NamedTuple
+        yield from _leaves(value._asdict(), name)
+    elif isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        for inner in value:
+            yield from _leaves(inner, name)
+
+
+def _is_gold(name: str) -> bool:
+    return any(word in name.lower() for word in _GOLD_NAMES)
+
+
+def _distinct(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))

@@ -1,0 +1,498 @@
+"""Sums for the conformance check: sound environments, and broken ones that each break one rule.
+
+`BROKEN` maps the name of the rule to the environments that break it. Where two rules could see a fault, the
+environment is written so that only one does: the suite measures that the check names the cause, not a consequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+
+
+class Sums(BaseEnv):
+    """Sound: adds two numbers; the answer is the sum and nothing else."""
+
+    name = "sums"
+    held: ClassVar[list[Any]] = []
+    """What broken environments forget to close."""
+
+    @classmethod
+    def config_init(cls) -> Any:
+        return BaseEnvConfig(group_size=4, use_wandb=False), [APIServerConfig(model_name="m")]
+
+    async def setup(self) -> None:
+        self.rows = [{"question": f"{n} + {n + 1} = ?", "answer": str(2 * n + 1)} for n in range(9)]
+        self.position = 0
+
+    async def get_next_item(self) -> Any:
+        self.position += 1
+        return self.rows[self.position % len(self.rows)]
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            completion = await managed.chat_completion(
+                messages=[{"role": "user", "content": item["question"]}], n=self.config.group_size
+            )
+            nodes = managed.get_state()["nodes"]
+        texts = [choice.message.content for choice in completion.choices]
+        group = ScoredDataGroup(
+            tokens=[node.tokens for node in nodes],
+            masks=[node.masked_tokens for node in nodes],
+            inference_logprobs=[node.logprobs for node in nodes],
+            scores=[self.score(item, text, i) for i, text in enumerate(texts)],
+        )
+        return self.change(group, nodes), []
+
+    def score(self, item: Any, text: str, place: int) -> float:
+        return float(text.strip() == item["answer"])
+
+    def change(self, group: Any, nodes: Any) -> Any:
+        return group
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        await self.evaluate_log({"eval/percent_correct": 0.5})
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        super().save_checkpoint(step, {**(data or {}), "position": self.position})
+
+
+class TextOnly(Sums):
+    """Sound, written without a managed server: chat completions, then its own tokens."""
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        messages = [{"role": "user", "content": item["question"]}]
+        completion = await self.server.chat_completion(messages=messages, n=self.config.group_size)
+        group = ScoredDataGroup(tokens=[], masks=[], scores=[])
+        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        for i, choice in enumerate(completion.choices):
+            text = choice.message.content
+            answer = self.tokenizer.encode(text + "<eos>", add_special_tokens=False)
+            group["tokens"].append(prompt + answer)
+            group["masks"].append([-100] * len(prompt) + answer)
+            group["scores"].append(self.score(item, text, i))
+        return group, []
+
+
+class TwoTurns(Sums):
+    """Sound: asks once more after the first answer; both answers are trained and the last one counts."""
+
+    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            messages = [{"role": "user", "content": item["question"]}]
+            for turn in range(2):
+                completion = await managed.chat_completion(messages=messages)
+                text = completion.choices[0].message.content
+                messages.append({"role": "assistant", "content": text})
+                if turn == 0:
+                    messages.append({"role": "user", "content": "Are you sure?"})
+            (node,) = managed.get_state()["nodes"]
+        return {
+            "tokens": node.tokens,
+            "masks": node.masked_tokens,
+            "inference_logprobs": node.logprobs,
+            "scores": self.score(item, text, 0),
+        }, []
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        return await BaseEnv.collect_trajectories(self, item)
+
+
+class NormalizedRewards(Sums):
+    """Sound: rewards are centred in their group, and empty answers are left out, as the group says."""
+
+    def change(self, group: Any, nodes: Any) -> Any:
+        mean = sum(group["scores"]) / len(group["scores"])
+        group["scores"] = [score - mean for score in group["scores"]]
+        kept = [i for i, node in enumerate(nodes) if node.masked_tokens[-2] != -100]
+        for field in ("tokens", "masks", "inference_logprobs", "scores"):
+            group[field] = [group[field][i] for i in kept]
+        group["group_overrides"] = {"group_size": len(group["scores"])}
+        return group
+
+
+class ListOfGroups(Sums):
+    """Sound: a list of groups with a None in it, and items for later."""
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        group, _ = await super().collect_trajectories(item)
+        return [group, None], [item]
+
+
+class LazyPool(Sums):
+    """Sound: a task and a handle that the first item opens and all items share."""
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        if "pool" not in vars(self):
+            self.pool = asyncio.create_task(asyncio.sleep(3600))
+            self.sockets = socket.socketpair()
+        return await super().collect_trajectories(item)
+
+    def close(self) -> Any:
+        for end in self.sockets if "sockets" in vars(self) else ():
+            end.close()
+        return super().close()
+
+
+class OwnRestore(Sums):
+    """Sound: saves under another name and restores with a hook of its own."""
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        BaseEnv.save_checkpoint(self, step, {"iter": self.position})
+
+    def load_checkpoint(self) -> None:
+        super().load_checkpoint()
+        self.position = vars(self).pop("iter")
+
+
+SOUND = (Sums, TextOnly, TwoTurns, NormalizedRewards, ListOfGroups, LazyPool, OwnRestore)
+
+
+# Starting and items.
+
+
+class SetupFails(Sums):
+    async def setup(self) -> None:
+        raise FileNotFoundError("rows.jsonl")
+
+
+class NoItems(Sums):
+    async def get_next_item(self) -> Any:
+        return None
+
+
+class ItemsNeverCome(Sums):
+    async def get_next_item(self) -> Any:
+        await asyncio.Event().wait()
+
+
+class ItemsSpin(Sums):
+    async def get_next_item(self) -> Any:
+        while self.position >= 0:  # rejection sampling that rejects everything
+            self.position += 1
+
+
+class CollectFails(Sums):
+    def score(self, item: Any, text: str, place: int) -> float:
+        return float(item["gold"] == text)
+
+
+class NeverAGroup(Sums):
+    def change(self, group: Any, nodes: Any) -> Any:
+        return None
+
+
+class OneSequenceShort(Sums):
+    def change(self, group: Any, nodes: Any) -> Any:
+        for field in ("tokens", "masks", "inference_logprobs", "scores"):
+            del group[field][-1]
+        return group
+
+
+# Tokens.
+
+
+class MasksShifted(Sums):
+    def change(self, group: Any, nodes: Any) -> Any:
+        group["masks"] = [[*masks[1:], -100] for masks in group["masks"]]
+        return group
+
+
+class OneMaskShort(Sums):
+    def change(self, group: Any, nodes: Any) -> Any:
+        group["masks"][1] = group["masks"][1][:-1]
+        return group
+
+
+class PromptTrained(Sums):
+    def change(self, group: Any, nodes: Any) -> Any:
+        group["masks"] = [list(tokens) for tokens in group["tokens"]]
+        group["inference_logprobs"] = None
+        return group
+
+
+class NothingTrained(Sums):
+    def change(self, group: Any, nodes: Any) -> Any:
+        group["masks"] = [[-100] * len(tokens) for tokens in group["tokens"]]
+        return group
+
+
+class LogprobsShifted(Sums):
+    def change(self, group: Any, nodes: Any) -> Any:
+        for masks, logprobs in zip(group["masks"], group["inference_logprobs"], strict=True):
+            start = sum(mask == -100 for mask in masks)
+            logprobs[start:] = [-0.001, *logprobs[start:-1]]
+        return group
+
+
+class AnswerRetokenized(Sums):
+    def change(self, group: Any, nodes: Any) -> Any:
+        group["inference_logprobs"] = None
+        for i, node in enumerate(nodes):
+            start = sum(mask == -100 for mask in node.masked_tokens)
+            text = self.tokenizer.decode(node.tokens[start:])
+            answer = self.tokenizer.encode(text, add_special_tokens=False)
+            group["tokens"][i] = node.tokens[:start] + answer
+            group["masks"][i] = [-100] * start + answer
+        return group
+
+
+class HistoryRetokenized(TwoTurns):
+    """Sends the first turn back as text, so that the second is sampled after other tokens."""
+
+    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+        prompt = added = f"<user>{item['question']}<eos><assistant>"
+        tokens: list[int] = []
+        masks: list[int] = []
+        for _ in range(2):
+            given = self.tokenizer.encode(added, add_special_tokens=False)
+            input_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+            answer = await self.server.tokens_and_logprobs_completion(input_ids=input_ids)
+            sampled = answer.output_tokens[0]
+            tokens += given + sampled
+            masks += [-100] * len(given) + sampled
+            text = self.tokenizer.decode(sampled, skip_special_tokens=True)
+            added = "<user>Are you sure?<eos><assistant>"
+            prompt += text + "<eos>" + added
+        return {"tokens": tokens, "masks": masks, "scores": self.score(item, text, 0)}, []
+
+
+# Rewards.
+
+
+class ClockReward(Sums):
+    """Only this hour's answers are right."""
+
+    def score(self, item: Any, text: str, place: int) -> float:
+        return float(text == item["answer"]) * (int(time.time()) // 3600 % 1000)
+
+
+class RandomReward(Sums):
+    def score(self, item: Any, text: str, place: int) -> float:
+        return super().score(item, text, place) + random.random() / 100
+
+
+class NoveltyReward(Sums):
+    """An answer earns less when it was seen before."""
+
+    async def setup(self) -> None:
+        await super().setup()
+        self.seen: list[str] = []
+
+    def score(self, item: Any, text: str, place: int) -> float:
+        self.seen.append(text)
+        return super().score(item, text, place) / self.seen.count(text)
+
+
+class EarlyBird(Sums):
+    def score(self, item: Any, text: str, place: int) -> float:
+        return super().score(item, text, place) - 0.01 * place
+
+
+class ConstantReward(Sums):
+    def score(self, item: Any, text: str, place: int) -> float:
+        return 1.0
+
+
+class WrongField(Sums):
+    """The parser looks for what no model writes."""
+
+    def score(self, item: Any, text: str, place: int) -> float:
+        return float(text == "#### " + item["question"] + item["answer"] + "####")
+
+
+class EmptyIsRight(Sums):
+    def score(self, item: Any, text: str, place: int) -> float:
+        return float(text.strip() in item["answer"])
+
+
+class EchoIsRight(Sums):
+    async def setup(self) -> None:
+        await super().setup()
+        for row in self.rows:
+            row["question"] += f" Is it {row['answer']} or 2?"
+
+    def score(self, item: Any, text: str, place: int) -> float:
+        return float(item["answer"] in text)
+
+
+# What is left behind.
+
+
+class TaskForgotten(Sums):
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        self.held.append(asyncio.create_task(asyncio.sleep(3600)))
+        return await super().collect_trajectories(item)
+
+
+class TaskOutlivesCancel(Sums):
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        inner = asyncio.create_task(super().collect_trajectories(item))
+        return await asyncio.shield(inner)
+
+
+class FileLeftOpen(Sums):
+    def change(self, group: Any, nodes: Any) -> Any:
+        self.held.append(open(__file__))  # noqa: SIM115 - the fault
+        return group
+
+
+class SocketLeftOpen(Sums):
+    def change(self, group: Any, nodes: Any) -> Any:
+        self.held.append(socket.socket())
+        return group
+
+
+class ProcessLeftRunning(Sums):
+    def change(self, group: Any, nodes: Any) -> Any:
+        command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+        self.held.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        return group
+
+
+# The loop.
+
+
+class SleepsInScoring(Sums):
+    def change(self, group: Any, nodes: Any) -> Any:
+        time.sleep(0.25)
+        return group
+
+
+class ComputesInScoring(Sums):
+    def change(self, group: Any, nodes: Any) -> Any:
+        until = time.thread_time() + 0.25
+        while time.thread_time() < until:
+            sum(range(100))
+        return group
+
+
+class CancelBecomesNone(Sums):
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        try:
+            return await super().collect_trajectories(item)
+        except asyncio.CancelledError:
+            return None, []
+
+
+class CancelBecomesError(Sums):
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        try:
+            return await super().collect_trajectories(item)
+        except BaseException as error:
+            raise RuntimeError("sampling failed") from error
+
+
+class CancelIsRetried(Sums):
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        while True:
+            try:
+                return await super().collect_trajectories(item)
+            except BaseException:  # noqa: BLE001 - the fault
+                continue
+
+
+# Evaluating and checkpoints.
+
+
+class EvaluateFails(Sums):
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        await self.evaluate_log({"eval/percent_correct": 1 / (self.position - self.position)})
+
+
+class EvaluateSilent(Sums):
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+class EvaluateHangs(Sums):
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        await asyncio.Event().wait()
+
+
+class SavesAnObject(Sums):
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        super().save_checkpoint(step, {"generator": random.Random(0)})
+
+
+class SavesUnderAnotherName(Sums):
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        BaseEnv.save_checkpoint(self, step, {"iter": self.position})
+
+
+class SavesIntegerKeys(Sums):
+    async def setup(self) -> None:
+        await super().setup()
+        self.tries = {0: 1, 1: 5}
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        super().save_checkpoint(step, {"tries": self.tries})
+
+
+class LoadsNothing(Sums):
+    def load_checkpoint(self) -> None:
+        return None
+
+
+class LoadFails(Sums):
+    def load_checkpoint(self) -> None:
+        super().load_checkpoint()
+        self.rows[self.position + 10_000]
+
+
+class ItemsByChance(Sums):
+    async def get_next_item(self) -> Any:
+        self.position += 1
+        return {"question": "?", "answer": str(random.random())}
+
+
+BROKEN: dict[str, tuple[type[Sums], ...]] = {
+    "starts": (SetupFails,),
+    "gives_items": (NoItems, ItemsNeverCome, ItemsSpin),
+    "collects": (CollectFails, NeverAGroup),
+    "group_size": (OneSequenceShort,),
+    "aligned": (MasksShifted, OneMaskShort, PromptTrained, NothingTrained, LogprobsShifted),
+    "token_exact": (AnswerRetokenized, HistoryRetokenized),
+    "reward_repeatable": (ClockReward, RandomReward, NoveltyReward),
+    "reward_ignores_order": (EarlyBird,),
+    "reward_varies": (ConstantReward, WrongField),
+    "empty_unrewarded": (EmptyIsRight,),
+    "echo_unrewarded": (EchoIsRight,),
+    "no_leaked_tasks": (TaskForgotten, TaskOutlivesCancel),
+    "no_leaked_handles": (FileLeftOpen, SocketLeftOpen),
+    "no_leaked_processes": (ProcessLeftRunning,),
+    "loop_stays_free": (SleepsInScoring, ComputesInScoring),
+    "cancellable": (CancelBecomesNone, CancelBecomesError, CancelIsRetried),
+    "evaluates": (EvaluateFails, EvaluateSilent, EvaluateHangs),
+    "checkpoint_is_json": (SavesAnObject,),
+    "checkpoint_restores": (SavesUnderAnotherName, SavesIntegerKeys, LoadsNothing, LoadFails),
+    "items_resume": (ItemsByChance,),
+}
+
+HANGING = (ItemsNeverCome, ItemsSpin, EvaluateHangs)
+SLOW = BROKEN["loop_stays_free"]
+
+
+@contextmanager
+def tidied() -> Iterator[None]:
+    """Close afterwards what broken environments left open."""
+    try:
+        yield
+    finally:
+        for thing in Sums.held:
+            if isinstance(thing, subprocess.Popen):
+                thing.kill()
+                thing.communicate()
+            close: Callable[[], None] | None = getattr(thing, "close", None)
+            if close is not None:
+                close()
+        Sums.held.clear()

@@ -1,0 +1,149 @@
+"""The conformance check: every broken environment fails its own rule and no other, sound ones fail none."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.checker import RULES, Report, check_env
+from atroposlib.envs.checker.engine import PairTokenizer
+from atroposlib.errors import ConfigError
+from tests.environments.helpers_environments import load
+from tests.envs.broken_environments import (
+    BROKEN,
+    HANGING,
+    SLOW,
+    SOUND,
+    ConstantReward,
+    EarlyBird,
+    EmptyIsRight,
+    HistoryRetokenized,
+    NoItems,
+    OneMaskShort,
+    SetupFails,
+    Sums,
+    TextOnly,
+    WrongField,
+    tidied,
+)
+
+CASES = [(rule, env_cls) for rule, classes in BROKEN.items() for env_cls in classes]
+
+
+def check(env_cls: type[Sums], **options: Any) -> Report:
+    options.setdefault("timeout_s", 0.3 if env_cls in HANGING else 30.0)
+    with tidied():
+        num_items = 1 if env_cls in SLOW else 2
+        return check_env(env_cls, num_items=num_items, resume_items=True, **options)
+
+
+@pytest.mark.parametrize("env_cls", SOUND, ids=lambda env_cls: env_cls.__name__)
+def test_sound_environment_fails_no_rule(env_cls: type[Sums]) -> None:
+    assert check(env_cls).failed == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "env_cls"), CASES, ids=[f"{rule}-{env_cls.__name__}" for rule, env_cls in CASES]
+)
+def test_broken_environment_fails_its_own_rule_alone(rule: str, env_cls: type[Sums]) -> None:
+    report = check(env_cls)
+    assert report.failed == [rule], report.to_text()
+    assert report.finding(rule).evidence
+
+
+def test_every_rule_has_an_environment_that_breaks_it() -> None:
+    assert set(BROKEN) == {rule.name for rule in RULES}
+
+
+def test_only_what_an_environment_lacks_is_skipped() -> None:
+    assert check(Sums).skipped == []
+    assert check(TextOnly).skipped == ["token_exact"]
+
+
+def test_what_cannot_be_judged_is_skipped_and_not_passed() -> None:
+    names = [rule.name for rule in RULES]
+    assert check(SetupFails).skipped == names[1:]
+    assert check(NoItems).skipped == names[2:]
+    assert check(ConstantReward).skipped == ["empty_unrewarded", "echo_unrewarded"]
+
+
+@pytest.mark.parametrize(
+    ("env_cls", "evidence"),
+    [
+        (OneMaskShort, "item 0: sequences[1].masks: "),
+        (EmptyIsRight, "item 0: earned 1; all answers earned from 0 to 1"),
+        (EarlyBird, "item 0: '3' earned 1, but 0.93 in reversed order"),
+        (HistoryRetokenized, "an earlier turn was turned into tokens again"),
+        (WrongField, "answers all earned 0: "),
+    ],
+)
+def test_evidence_names_item_place_and_values(env_cls: type[Sums], evidence: str) -> None:
+    text = check(env_cls).to_text()
+    assert evidence in text
+    assert "> " in text
+
+
+def test_example_answers_reach_rewards_that_guesses_miss() -> None:
+    class Reversed(Sums):
+        def score(self, item: Any, text: str, place: int) -> float:
+            return float(text == item["question"][::-1])
+
+    class WithExamples(Reversed):
+        def example_answers(self, item: Any) -> list[str]:
+            return [item["question"][::-1]]
+
+    assert check(Reversed).failed == ["reward_varies"]
+    assert check(WithExamples).failed == []
+
+
+def test_skipped_rules_are_named_and_misspelt_ones_refused() -> None:
+    report = check(ConstantReward, skip=["reward_varies"])
+    assert report.is_ok
+    assert report.finding("reward_varies").reason == "not judged, as asked for"
+    with pytest.raises(ConfigError, match="did you mean reward_varies?"):
+        check_env(Sums, skip=["rewards_vary"])
+
+
+def test_a_sampled_text_has_other_tokens_when_it_is_tokenized_again() -> None:
+    tokenizer = PairTokenizer()
+    for text in ("42", "So the answer is \\boxed{12}.", "caf\u00e9 no. 7<eos>"):
+        apart = tokenizer.encode_apart(text)
+        again = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(apart) == tokenizer.decode(again) == text
+        assert apart != again
+
+
+@pytest.mark.parametrize("name", ["engine", "probes"])
+def test_examples_in_docstrings_hold(name: str) -> None:
+    module = importlib.import_module(f"atroposlib.envs.checker.{name}")
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_letter_reversal_passes() -> None:
+    module = load("letter_reversal_server")
+    report = check_env(module.LetterReversalEnv, num_items=2)
+    assert report.failed == []
+    assert report.skipped == ["checkpoint_is_json", "checkpoint_restores", "items_resume"]
+
+
+def test_gsm8k_passes_on_rows_of_a_file(tmp_path: Path) -> None:
+    module = load("gsm8k_server")
+    rows = [{"question": f"{n} times 100?", "answer": f"#### {n * 100}"} for n in (12, 13)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+    def make(env_cls: Any) -> Any:
+        config, servers = env_cls.config_init()
+        settings = {"dataset_path": str(path), "num_reward_workers": 1, "use_wandb": False}
+        return env_cls(config.model_copy(update=settings), servers, testing=True)
+
+    report = check_env(module.GSM8kEnv, num_items=2, make=make, resume_items=True)
+    assert report.failed == []
+    assert report.skipped == []

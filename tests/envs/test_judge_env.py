@@ -1,0 +1,248 @@
+"""JudgeEnv with a scripted judge beside the scripted policy: marks, comparisons, rewards, and unreadable verdicts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from atroposlib.cli.env import build_environment
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.judge_env import (
+    JudgeEnv,
+    JudgeEnvConfig,
+    pairings,
+    parse_mark,
+    parse_verdict,
+)
+from atroposlib.envs.server_handling.server_harness import (
+    ByteTokenizer,
+    HarnessRequest,
+    ServerHarness,
+)
+from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
+from atroposlib.scored_data import Strictness, check_group
+
+POLICY = APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")
+JUDGE = APIServerConfig(model_name="judge", base_url="http://127.0.0.1:9/v1")
+ANSWERS = ["good", "fair", "poor", "none"]
+MARKS = {"good": 10, "fair": 5, "poor": 0}
+
+
+class Essays(JudgeEnv):
+    name = "essays"
+    rubric = "Is it good?"
+
+    @classmethod
+    def config_init(cls) -> Any:
+        return JudgeEnvConfig(group_size=4, use_wandb=False), [POLICY]
+
+    def load_tokenizer(self) -> Any:
+        return ByteTokenizer()
+
+    def load_rows(self, split: str) -> Any:
+        return ["Write an essay.", "Write a poem."]
+
+    def prompt(self, row: Any) -> Any:
+        return row
+
+
+class Contest(Essays):
+    judging = "pairwise"
+
+
+def judge_by_marks(request: HarnessRequest) -> str:
+    """Mark the answer, or compare two; `none` leaves the judge speechless."""
+    answers = re.findall(r"<answer(?:_[ab])?>\n(.*?)\n</answer", request.prompt)
+    if "none" in answers:
+        return "I cannot say."
+    if len(answers) == 1:
+        return f"Fine. Score: {MARKS[answers[0]]}"
+    first, second = (MARKS[answer] for answer in answers)
+    return f"Verdict: {'tie' if first == second else 'A' if first > second else 'B'}"
+
+
+def make(
+    env_cls: Callable[..., Any] = Essays,
+    *,
+    judge: Callable[[HarnessRequest], str] = judge_by_marks,
+    **settings: Any,
+) -> Any:
+    config = JudgeEnvConfig(**{"group_size": 4, "use_wandb": False, **settings})
+    env = env_cls(config, [POLICY], judge_configs=JUDGE)
+    env.server.servers = [ServerHarness(respond=lambda request: ANSWERS[request.choice])]
+    env.judge.servers = [ServerHarness(respond=judge)]
+    return env
+
+
+async def test_answers_are_marked_by_the_judge_beside_the_policy() -> None:
+    env = make()
+    await env.setup()
+    group, _ = await env.collect_trajectories("Write an essay.")
+    assert check_group(group, strictness=Strictness.MEANING).scores.tolist() == [1.0, 0.5, 0.0]
+    assert len(env.server.servers[0].requests) == 1
+    asked = [request["messages"][0]["content"] for request in env.judge.servers[0].requests]
+    assert len(asked) == 4
+    assert all("Is it good?" in text and "Write an essay." in text for text in asked)
+
+
+async def test_unreadable_verdict_is_dropped_and_counted_not_scored_zero() -> None:
+    env = make()
+    await env.setup()
+    group, _ = await env.collect_trajectories("Write an essay.")
+    assert [messages[-1]["content"] for messages in group["messages"]] == ANSWERS[:3]
+    assert env.counts["judge_unparsable"] == 1
+    assert env.num_reward_failures == 1
+
+
+async def test_unreadable_verdict_is_asked_for_again_where_configured() -> None:
+    env = make(
+        judge=lambda request: "hm" if request.call < 4 else f"Score: {request.call}",
+        on_reward_failure="retry",
+    )
+    await env.setup()
+    group, _ = await env.collect_trajectories("Write an essay.")
+    assert len(group["scores"]) == 4
+    assert env.counts["judge_unparsable"] == 4
+    assert env.num_reward_failures == 0
+
+
+async def test_pairwise_score_is_the_share_of_comparisons_won() -> None:
+    env = make(Contest, num_opponents=3)
+    await env.setup()
+    group, _ = await env.collect_trajectories("Write an essay.")
+    assert group["scores"] == [1.0, 0.5, 0.0]
+    assert env.counts["judge_calls"] == 12  # six pairs in both orders
+    assert env.num_reward_failures == 1  # `none` has no readable comparison
+
+
+async def test_judge_that_prefers_a_place_gives_ties() -> None:
+    env = make(Contest, judge=lambda request: "Verdict: A")
+    await env.setup()
+    group, _ = await env.collect_trajectories("Write an essay.")
+    assert group["scores"] == [0.5] * 4
+
+
+async def test_pairwise_evaluation_compares_with_the_reference() -> None:
+    class Against(Contest):
+        def reference(self, row: Any) -> str:
+            return "fair"
+
+    env = make(Against)
+    await env.setup()
+    assert (await env.evaluate())["eval/mean_score"] == 1.0
+    with pytest.raises(EnvError, match=r"compared with reference\(row\)"):
+        await make(Contest).score("Write an essay.", "good")
+
+
+async def test_policy_judges_itself_without_a_judge_of_its_own() -> None:
+    env = Essays(JudgeEnvConfig(use_wandb=False), [POLICY])
+    assert env.judge is env.server
+
+
+def test_judge_has_flags_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--judge.base_url", "http://judge:1/v1", "--judge.api_key", "secret"]
+    env: Any = build_environment(Essays, "process", flags, prog="essays")
+    assert env.judge.servers[0].config.base_url == "http://judge:1/v1"
+    assert env.server.servers[0].config.base_url == POLICY.base_url
+    assert "secret" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("verdict", "mark"),
+    [
+        ("Score: 7", 0.7),
+        ("**Score**: 7.5 out of 10", 0.75),
+        ("Score: 3 at first, but no. score = 4", 0.4),
+        ("<think>Score: 9</think> Score: 2", 0.2),
+        ("<think>Score: 9</think> well", None),
+        ("Score: 11", None),
+        ("Score: -1", None),
+        ("seven", None),
+        ("", None),
+    ],
+)
+def test_marks_are_read_or_refused(verdict: str, mark: float | None) -> None:
+    assert parse_mark(verdict, best_mark=10) == mark
+
+
+@pytest.mark.parametrize(
+    ("verdict", "first"),
+    [
+        ("Verdict: A", 1.0),
+        ("verdict: **B**", 0.0),
+        ("Verdict: tie.", 0.5),
+        ("Verdict: Another", None),
+        ("A is better", None),
+    ],
+)
+def test_verdicts_are_read_or_refused(verdict: str, first: float | None) -> None:
+    assert parse_verdict(verdict) == first
+
+
+def test_everybody_meets_as_many_and_nobody_twice() -> None:
+    for num_answers in range(2, 9):
+        for num_opponents in range(1, 10):
+            pairs = pairings(num_answers, num_opponents=num_opponents)
+            assert len({frozenset(pair) for pair in pairs}) == len(pairs)
+            met = [sum(i in pair for pair in pairs) for i in range(num_answers)]
+            assert set(met) == {min(2 * num_opponents, num_answers - 1)}
+
+
+class Rewarded(Essays):
+    judging = "reward_model"
+
+
+async def reward_env(answer: Callable[[dict[str, Any]], Any]) -> tuple[Any, web.AppRunner]:
+    async def pooling(request: web.Request) -> web.Response:
+        return web.json_response(answer(await request.json()))
+
+    app = web.Application()
+    app.router.add_post("/pooling", pooling)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    config = JudgeEnvConfig(group_size=4, use_wandb=False)
+    judge = APIServerConfig(model_name="rm", base_url=f"http://{host}:{port}/v1")
+    env = Rewarded(config, [POLICY], judge_configs=judge)
+    env.server.servers = [ServerHarness(respond=lambda request: ANSWERS[request.choice])]
+    return env, runner
+
+
+async def test_reward_model_scores_the_whole_conversation() -> None:
+    seen: list[Any] = []
+
+    def answer(body: dict[str, Any]) -> Any:
+        seen.append(body)
+        return {"data": [{"data": [[0.1], [len(body["messages"][-1]["content"]) / 4]]}]}
+
+    env, runner = await reward_env(answer)
+    try:
+        await env.setup()
+        group, _ = await env.collect_trajectories("Write an essay.")
+    finally:
+        await env.close()
+        await runner.cleanup()
+    assert group["scores"] == [1.0] * 4
+    assert {body["model"] for body in seen} == {"rm"}
+    assert [message["role"] for message in seen[0]["messages"]] == ["user", "assistant"]
+
+
+async def test_reward_model_that_answers_no_number_is_an_error() -> None:
+    env, runner = await reward_env(lambda body: {"data": []})
+    try:
+        with pytest.raises(EngineProtocolError, match="no score"):
+            await env.score("Write an essay.", "good")
+    finally:
+        await env.close()
+        await runner.cleanup()
+
+
+def test_reward_model_needs_an_address() -> None:
+    with pytest.raises(ConfigError, match=r"needs --judge\.base_url"):
+        Rewarded(JudgeEnvConfig(use_wandb=False), [POLICY])

@@ -341,7 +341,7 @@ class BaseEnv(ABC):
         """Called after every item, whether it succeeded or failed; default: nothing."""
 
     def close(self) -> Any:
-        """Kept for environments that call `super().close()` or await it; does nothing."""
+        """Called at the end of every run; may be plain or async, and `super().close()` may be awaited or not."""
         return _Done()
 
     async def env_manager(self) -> None:

@@ -18,6 +18,7 @@ from atroposlib.envs.dataset_env import (
     read_jsonl,
 )
 from atroposlib.envs.rewards import RewardFailure
+from atroposlib.envs.runtime.evaluate import evaluate
 from atroposlib.envs.server_handling.server_harness import (
     ByteTokenizer,
     HarnessRequest,
@@ -347,3 +348,36 @@ async def test_rows_come_from_the_configured_files(tmp_path: Path) -> None:
     assert (env.train_rows, env.eval_rows) == ([[1, 2], [3, 4]], [[5, 6]])
     with pytest.raises(ConfigError, match="define load_rows or give --env.dataset_path"):
         await make(FromFiles).setup()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_an_environment_holds_is_closed_at_the_end_of_a_run(fails: bool) -> None:
+    closed: list[str] = []
+
+    class Holding(Sums):
+        async def close(self) -> None:
+            closed.append("resources")
+            await super().close()
+
+        async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            if fails:
+                raise ValueError("no")
+
+    env = make(Holding)
+    if fails:
+        with pytest.raises(ValueError, match="no"):
+            await evaluate(env)
+    else:
+        await evaluate(env)
+    assert closed == ["resources"]
+
+
+async def test_close_may_be_plain() -> None:
+    closed: list[str] = []
+
+    class Plain(Sums):
+        def close(self) -> Any:
+            closed.append("plain")
+
+    await evaluate(make(Plain))
+    assert closed == ["plain"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.runtime.items import close
 from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
 
 
@@ -16,5 +17,5 @@ async def evaluate(env: BaseEnv) -> None:
             start_wandb(env, project=None, group=None)
         await env.evaluate()
     finally:
-        await env.server.close()
+        await close(env)
         finish_wandb(env)

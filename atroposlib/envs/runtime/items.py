@@ -7,6 +7,7 @@ a success in between, that error ends the run. An engine that is away is no fail
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections import Counter
@@ -98,3 +99,13 @@ async def collect_timed(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
         env.task_duration.append(duration_s)
         (env.succeeded_task_duration if succeeded else env.failed_task_duration).append(duration_s)
         env.task_successful.append(int(succeeded))
+
+
+async def close(env: BaseEnv) -> None:
+    """Call the author's `close`, plain or async, then close the connections to the servers."""
+    try:
+        closing = env.close()
+        if inspect.isawaitable(closing):
+            await closing
+    finally:
+        await env.server.close()

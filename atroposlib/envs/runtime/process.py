@@ -14,7 +14,7 @@ from typing import Any
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.runtime.capacity import max_workers
-from atroposlib.envs.runtime.items import Failures, Work, cause_of, collect_timed
+from atroposlib.envs.runtime.items import Failures, Work, cause_of, close, collect_timed
 from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.envs.runtime.outbox import GroupLog, Outbox
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
@@ -59,7 +59,7 @@ async def process(env: BaseEnv) -> ProcessResult:
             start_wandb(env, project=None, group=None)
         await _fill(env, log)
     finally:
-        await env.server.close()
+        await close(env)
         log.close()
         finish_wandb(env)
         logger.info("%d groups in %s; %s", log.num_groups, log.path, outbox.summary())

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import time
@@ -34,7 +35,7 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.env_config import EvalHandlingEnum
 from atroposlib.envs.runtime import spool
 from atroposlib.envs.runtime.capacity import Load, max_workers, num_to_start
-from atroposlib.envs.runtime.items import Failures, Work, cause_of, collect_timed
+from atroposlib.envs.runtime.items import Failures, Work, cause_of, close, collect_timed
 from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.envs.runtime.outbox import MAX_RETRY_AFTER_S, Backoff, GroupLog, Outbox
 from atroposlib.envs.runtime.pace import Pace
@@ -149,7 +150,7 @@ class _Server:
                     await self._run_connected()
         finally:
             spool.close_all(self._claimed)
-            await self._env.server.close()
+            await close(self._env)
             finish_wandb(self._env)
             if self._log is not None:
                 self._log.close()
@@ -274,7 +275,7 @@ class _Server:
         await env.setup_wandb()
         await env.register_env()
         await self._learn_batch()
-        await asyncio.to_thread(self._send_spooled)
+        self._send_spooled()  # not in a thread: a cancel would lose the claims; nothing else runs yet
         self._own(self._guard(self._watch()), name="watcher")
         followed: EnvStatus | None = None
         while True:
@@ -412,7 +413,8 @@ class _Server:
         try:
             self._set_status(EnvStatus.model_validate(status_dict))
         except ValidationError as error:
-            raise EnvError(f"get_status left a status_dict that is none: {error}") from error
+            faults = ", ".join(f"{fault['loc'][0]}: {fault['msg']}" for fault in error.errors())
+            raise EnvError(f"get_status left an unusable status_dict: {faults}") from error
 
     async def poll_status(self) -> None:
         """Wait for news from the hub and keep them in `status_dict`."""
@@ -560,7 +562,7 @@ class _Server:
                 "start_time": time.time(),
             }
             self._env.workers.add(task)
-            task.add_done_callback(self._env.workers.discard)
+            task.add_done_callback(functools.partial(self._ended, key))
         if num_started:
             self._env.workers_added_list.append(num_started)
 
@@ -584,10 +586,13 @@ class _Server:
             await self._env.handle_env(key)
         except Exception as raised:  # noqa: BLE001 - boundary: one item
             self._item_failed(work, cause_of(raised))
-        finally:
-            self._work.pop(key, None)
-            self._env.running_items.pop(key, None)
-            self._wake.set()
+
+    def _ended(self, key: str, task: asyncio.Task[Any]) -> None:
+        """Forget an item, also one that was cancelled before it began."""
+        self._work.pop(key, None)
+        self._env.running_items.pop(key, None)
+        self._env.workers.discard(task)
+        self._wake.set()
 
     async def run_item(self, key: str) -> Any:
         """Collect, postprocess and hand over; a failure is counted and the item tried again."""

@@ -1,0 +1,294 @@
+"""Hooks: the runtime calls each through the instance; an override may add to the default or take its place."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.runtime.serve import serve
+from atroposlib.errors import EnvError
+from tests.envs.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
+from tests.envs.test_runtime_serve import FAST, produced, until
+
+HOOKS = (
+    "setup_wandb",
+    "register_env",
+    "get_server_info",
+    "get_status",
+    "env_step_checks",
+    "add_train_workers",
+    "handle_env",
+    "handle_send_to_api",
+    "_send_scored_data_to_api",
+    "cleanup",
+)
+
+
+async def serve_steps(env: BaseEnv, hub: LoopbackHub, *, steps: int) -> None:
+    """Serve until the trainer has taken `steps` batches."""
+    env.config.total_steps = steps
+    run = asyncio.create_task(serve(env, timings=FAST))
+    try:
+        async with asyncio.timeout(5):
+            while hub.coordinator.status().current_step < steps and not run.done():
+                await hub.take_batch()
+                await asyncio.sleep(0.01)
+            await run
+    finally:
+        run.cancel()
+
+
+def counting(name: str, seen: list[str]) -> Any:
+    async def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(name)
+        return await getattr(ScriptedEnv, name)(self, *args, **kwargs)
+
+    return hook
+
+
+async def test_every_hook_is_called_and_super_does_the_work() -> None:
+    seen: list[str] = []
+    env_cls = type("Counting", (ScriptedEnv,), {name: counting(name, seen) for name in HOOKS})
+    async with LoopbackHub(batch_size=4) as hub:
+        env = env_cls(rollout_server_url=hub.url)
+        await serve_steps(env, hub, steps=2)
+        ledger = hub.coordinator.ledger()
+    assert set(seen) == set(HOOKS)
+    assert seen[:3] == ["setup_wandb", "register_env", "get_server_info"]
+    assert ledger.trained >= 4
+    assert ledger.duplicates == 0
+    assert (env.curr_step, env.config.batch_size) == (2, 4)
+
+
+async def test_overrides_may_take_the_place_of_the_defaults() -> None:
+    class Own(ScriptedEnv):
+        sent: list[Any] = []
+
+        async def get_server_info(self) -> None:
+            self.config.batch_size, self.max_token_len = 4, 55
+
+        async def get_status(self) -> None:
+            self.status_dict = {
+                "current_step": min(len(self.sent), 3),
+                "queue_size": 0,
+                "unallocated_fraction": 1.0,
+                "self_queue_size": 0,
+                "max_group_size": 2,
+                "env_weight": 1.0,
+            }
+
+        async def handle_env(self, item_uuid: str) -> Any:
+            item = self.running_items[item_uuid]["item"]
+            groups, _ = await self.collect_trajectories(item)
+            self.running_items.pop(item_uuid)
+            await self.handle_send_to_api(groups, item)
+
+        async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+            self.sent.append(scored_data)
+
+    async with LoopbackHub() as hub:
+        env = Own(rollout_server_url=hub.url, total_steps=3, max_num_workers=1)
+        await asyncio.wait_for(serve(env, timings=FAST), 5)
+        assert produced(hub) == 0
+    assert env.max_token_len == 55
+    assert env.sent[0].keys() >= {"tokens", "masks", "scores", "ref_logprobs", "env_id"}
+    assert env.sent[0]["env_id"] == env.env_id == 0
+
+
+async def test_replaced_sender_gets_one_dict_or_a_list_as_it_was_returned() -> None:
+    sent: list[Any] = []
+
+    async def sender(scored_data: Any) -> None:
+        sent.append(scored_data)
+
+    async with LoopbackHub() as hub:
+        env = ScriptedEnv(
+            rollout_server_url=hub.url,
+            answer=lambda item: [make_group(), None, make_group()] if item else make_group(),
+            num_items=2,
+            max_num_workers=1,
+        )
+        env._send_scored_data_to_api = sender  # type: ignore[method-assign]
+        stop = asyncio.Event()
+        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+        await until(lambda: len(sent) == 2)
+        stop.set()
+        await run
+        assert produced(hub) == 0
+    assert isinstance(sent[0], dict)
+    assert [type(group) for group in sent[1]] == [dict, dict]
+    assert env.items_sent_this_step == 3
+
+
+async def test_sender_that_changes_the_group_and_calls_super_stores_what_it_made() -> None:
+    class Scaled(ScriptedEnv):
+        async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+            scored_data["scores"] = [10.0 * score for score in scored_data["scores"]]
+            await super()._send_scored_data_to_api(scored_data)
+
+    async with LoopbackHub() as hub:
+        env = Scaled(rollout_server_url=hub.url, num_items=1)
+        run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
+        await until(lambda: produced(hub) == 1)
+        stop.set()
+        outbox = await run
+        latest = hub.coordinator.ledger()
+    assert (outbox.num_accepted, outbox.num_stored, latest.queued) == (1, 1, 1)
+
+
+async def test_failure_in_an_override_of_handle_env_is_the_items() -> None:
+    class Failing(ScriptedEnv):
+        async def handle_env(self, item_uuid: str) -> Any:
+            raise LookupError("my own loop is broken")
+
+    async with LoopbackHub() as hub:
+        env = Failing(rollout_server_url=hub.url, max_consecutive_failures=3)
+        with pytest.raises(EnvError, match="3 items in a row failed with LookupError: my own"):
+            await serve(env, timings=FAST)
+    assert env.running_items == {}
+
+
+async def test_status_dict_that_is_none_ends_the_run_and_says_why() -> None:
+    class Wrong(ScriptedEnv):
+        async def get_status(self) -> None:
+            self.status_dict = {"current_step": 1}
+
+    async with LoopbackHub() as hub:
+        with pytest.raises(EnvError, match="get_status left an unusable status_dict: queue_size"):
+            await serve(Wrong(rollout_server_url=hub.url), timings=FAST)
+
+
+async def test_hooks_of_serve_without_a_runtime_say_how_to_start_one() -> None:
+    env = ScriptedEnv()
+    for hook in (env.get_status, env.register_env, env.add_train_workers, env.env_step_checks):
+        with pytest.raises(EnvError, match="belongs to serve"):
+            await hook()
+
+
+async def test_attributes_of_the_loop_have_their_meaning() -> None:
+    release = asyncio.Event()
+
+    async def answer(item: int) -> Any:
+        await release.wait()
+        return None if item == 1 else make_group()
+
+    async with LoopbackHub() as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, answer=answer, num_items=3, max_num_workers=3)
+        assert env.derived_batch_size == -1
+        run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
+        await until(lambda: len(env.running_items) == 3)
+        entry = next(iter(env.running_items.values()))
+        assert entry.keys() == {"item", "worker", "start_time"}
+        assert env.workers == {each["worker"] for each in env.running_items.values()}
+        assert (env.derived_batch_size, env.workers_added_list[0]) == (4, 3)
+        assert env.status_dict["current_step"] == 0
+        release.set()
+        await until(lambda: not env.running_items and produced(hub) == 2)
+        stop.set()
+        await run
+    assert env.last_completed_item["scores"] == [0.0, 1.0]
+    assert len(env.task_duration) == 3
+    assert (len(env.succeeded_task_duration), len(env.failed_task_duration)) == (2, 1)
+    assert sorted(env.task_successful) == [0, 1, 1]
+    assert env.items_sent_this_step == 2
+    assert env.last_loop_time is not None
+    metrics = env.perf_stats({})
+    assert (metrics["train/items_sent_to_api"], metrics["train/items_rejected"]) == (2, 1)
+    assert {"train_perf/task_duration_mean", "train_perf/mainloop_timings_max"} <= metrics.keys()
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "evaluated_at"),
+    [(1, [1, 2], [1, 2]), (2, [5], [5]), (100, [100, 200], [100, 200]), (3, [2, 3, 8], [3, 8])],
+)
+async def test_evaluation_starts_when_a_multiple_is_reached_or_jumped_over(
+    every: int, steps: list[int], evaluated_at: list[int]
+) -> None:
+    class Evaluating(ScriptedEnv):
+        at: list[int] = []
+
+        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+            self.at.append(self.curr_step)
+
+    async with LoopbackHub() as hub:
+        env = Evaluating(rollout_server_url=hub.url, steps_per_eval=every, num_items=0)
+        env.at = []
+        run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
+        await until(lambda: env.env_id is not None and bool(env.status_dict))
+        for step in steps:
+            env.status_dict = {**env.status_dict, "current_step": step}
+            await env.env_step_checks()
+            await asyncio.sleep(0)
+        assert env.at == evaluated_at
+        stop.set()
+        await run
+
+
+async def test_failing_save_checkpoint_and_wandb_log_do_not_end_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Failing(ScriptedEnv):
+        def save_checkpoint(self, step: int, data: Any = None) -> None:
+            raise OSError("disk full")
+
+        async def wandb_log(self, wandb_metrics: Any = None) -> None:
+            raise RuntimeError("no network")
+
+    async with LoopbackHub(batch_size=2) as hub:
+        hub.registration.save_checkpoint_interval = 1
+        await hub.coordinator.reset()
+        await hub.start_trainer()
+        await serve_steps(
+            Failing(rollout_server_url=hub.url, min_items_sent_before_logging=0), hub, steps=2
+        )
+    assert "save_checkpoint failed at step" in caplog.text
+    assert "wandb_log failed at step" in caplog.text
+
+
+async def test_close_of_the_base_may_be_awaited_or_not() -> None:
+    class Both(ScriptedEnv):
+        def close(self) -> Any:
+            return super().close()
+
+    env = Both()
+    env.close()
+    assert await env.close() is None
+
+
+async def test_run_the_author_opened_is_logged_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(ScriptedEnv):
+        async def setup_wandb(self) -> None:
+            """The author calls wandb.init."""
+
+    logged: list[Any] = []
+    run = SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step)))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
+    env = Own(use_wandb=True)
+    env.curr_step = 4
+    await env.wandb_log({"a": 1})
+    assert logged[0][0]["a"] == 1
+    assert logged[0][1] == 4
+    await ScriptedEnv().wandb_log({"a": 1})  # use_wandb false
+    assert len(logged) == 1
+
+
+async def test_checkpoint_data_may_hold_numpy_values_and_is_written_whole(tmp_path: Path) -> None:
+    env = ScriptedEnv()
+    env.checkpoint_dir, env.wandb_prepend = str(tmp_path), "scripted_0"
+    env.save_checkpoint(3, {"iter": np.int64(3), "row": np.arange(2), "seen": {2, 1}})
+    env.save_checkpoint(4)
+    folder = tmp_path / "env_checkpoints" / "scripted_0"
+    with pytest.raises(TypeError, match="JSON"):
+        env.save_checkpoint(3, {"iter": 9, "bad": object()})
+    env.curr_step = 7
+    env.load_checkpoint()
+    assert vars(env)["row"] == [0, 1]
+    assert (vars(env)["iter"], vars(env)["seen"]) == (3, [1, 2])
+    assert [path.name for path in folder.iterdir()] == ["step-3.json"]

@@ -58,7 +58,7 @@ def test_examples_in_docstrings_hold() -> None:
 
 async def test_a_group_is_judged_and_too_short_answers_are_left_out(env: Any) -> None:
     await env.setup()
-    item = next(problem for problem in env.train_problems if problem.answer == "12")
+    item = next(problem for problem in env.train_rows if problem.answer == "12")
     group, backlog = await env.collect_trajectories(item)
     assert backlog == []
     assert group["scores"] == [1.0, -1.0, -1.0]
@@ -74,7 +74,7 @@ async def test_shorter_is_better_when_all_are_right(
         globals(), "ANSWERS", ["x" * extra + "\\boxed{12}" for extra in (0, 60, 80, 80)]
     )
     await env.setup()
-    item = next(problem for problem in env.train_problems if problem.answer == "12")
+    item = next(problem for problem in env.train_rows if problem.answer == "12")
     group, _ = await env.collect_trajectories(item)
     assert group["scores"][0] == 1.0
     assert 0 <= group["scores"][2] < group["scores"][1] < 1.0
@@ -86,7 +86,7 @@ async def test_an_answer_that_cannot_be_judged_is_not_scored(
     await env.setup()
     env.config.reward_timeout_s = 0.001
     monkeypatch.setattr(gsm8k, "is_correct", sys.modules[__name__]._hang)
-    group, _ = await env.collect_trajectories(env.train_problems[0])
+    group, _ = await env.collect_trajectories(env.train_rows[0])
     assert group is None
     assert env.num_reward_failures == len(ANSWERS)
 
@@ -124,7 +124,12 @@ async def test_evaluation_counts_greedy_answers(env: Any, tmp_path: Path) -> Non
     await env.setup()
     await env.evaluate()
     results = json.loads((tmp_path / "evals" / "metrics.json").read_text())["results"]["all"]
-    assert results == {"eval/percent_correct": 0.5, "eval/reward_failures": 0.0}
+    assert results == {
+        "eval/percent_correct": 0.5,
+        "eval/pass@1": 0.5,
+        "eval/mean_score": 0.0,
+        "eval/reward_failures": 0.0,
+    }
 
 
 @pytest.mark.parametrize(

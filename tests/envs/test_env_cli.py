@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from atroposlib.cli.env import build_environment, resolve_servers, run_environment
-from atroposlib.envs.base import APIServerConfig, ServerBaseline
-from atroposlib.errors import ConfigError
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ExtraServers, ServerBaseline
+from atroposlib.envs.runtime.metrics import start_wandb
+from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.errors import ConfigError, HubUnavailable
 from tests.envs.helpers_runtime import ScriptedEnv
 
 
@@ -148,17 +153,40 @@ def test_run_that_keeps_failing_exits_1(tmp_path: Path, capsys: pytest.CaptureFi
     assert "16 items in a row failed with KeyError" in capsys.readouterr().err
 
 
-def test_subclass_that_renames_the_last_parameters_is_built_positionally() -> None:
-    class Renamed(ScriptedEnv):
-        def __init__(
-            self, config: Any, server_configs: Any, use_slurm: bool = True, test: bool = False
-        ):
-            super().__init__(config, server_configs, use_slurm, test)
-            self.flags = (use_slurm, test)
+def _class_with(signature: str, forwarded: str) -> Any:
+    """Return an environment whose constructor has `signature` and records what it was given."""
+    scope: dict[str, Any] = {"ScriptedEnv": ScriptedEnv}
+    exec(  # the signature is the test's parameter
+        f"class Own(ScriptedEnv):\n"
+        f"    def __init__(self, {signature}):\n"
+        f"        super().__init__(config, server_configs, testing=True)\n"
+        f"        self.given = {forwarded}\n",
+        scope,
+    )
+    return scope["Own"]
 
-    env = build_environment(Renamed, "serve", ["--testing"], prog="env.py")
-    assert isinstance(env, Renamed)
-    assert env.flags == (False, True)
+
+@pytest.mark.parametrize(
+    ("signature", "forwarded", "given"),
+    [
+        ("config, server_configs, slurm=False, testing=False", "(slurm, testing)", (True, True)),
+        ("config, server_configs, slurm_job_id=None", "slurm_job_id", True),
+        ("config, server_configs, slurm_config, testing=False", "(slurm_config, testing)", (True, True)),
+        ("config, server_configs, use_slurm=True, test=False", "(use_slurm, test)", (True, True)),
+        ("config, server_configs, testing=False", "testing", True),
+        ("config, server_configs", "()", ()),
+        ("config, server_configs, *args", "args", (True, True)),
+        ("config, server_configs, **kwargs", "kwargs", {"slurm": True, "testing": True}),
+        ("config, server_configs, dataset='d', slurm=False", "(dataset, slurm)", ("d", True)),
+        ("config, server_configs, *, slurm=False, testing=False", "(slurm, testing)", (True, True)),
+    ],
+)  # fmt: skip
+def test_constructor_is_called_with_the_names_it_has(
+    signature: str, forwarded: str, given: Any
+) -> None:
+    env_cls = _class_with(signature, forwarded)
+    env: Any = build_environment(env_cls, "evaluate", ["--testing", "--slurm"], prog="env.py")
+    assert env.given == given
 
 
 def test_only_process_sets_process_mode(tmp_path: Path) -> None:
@@ -167,3 +195,204 @@ def test_only_process_sets_process_mode(tmp_path: Path) -> None:
     assert (env.process_mode, env.n_groups_to_process, env.group_size_to_process) == (True, 2, 2)
     assert env.config.data_path_to_save_groups == "data/scripted.jsonl"
     assert env.config.use_wandb is False
+
+
+def test_secrets_are_masked_wherever_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    class Config(BaseEnvConfig):
+        judge_api_key: str = "judge-secret"
+        hf_token: str = "hf-secret"
+        extra: dict[str, str] = {"password": "nested-secret"}
+
+    class WithSecrets(ScriptedEnv):
+        @classmethod
+        def config_init(cls) -> Any:
+            return Config(group_size=2), [APIServerConfig(base_url="http://me:url-secret@h/v1")]
+
+    env = build(env_cls=WithSecrets)
+    out = capsys.readouterr().out
+    assert "secret" not in out
+    assert "max_token_length: 2048" in out
+    assert env.config.judge_api_key == "judge-secret"  # type: ignore[attr-defined]
+
+
+def test_wandb_gets_no_secrets_and_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Config(BaseEnvConfig):
+        judge_api_key: str = "judge-secret"
+
+    calls: list[dict[str, Any]] = []
+    fake = SimpleNamespace(init=lambda **kwargs: calls.append(kwargs), run=None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    start_wandb(ScriptedEnv(Config(group_size=2)), project="p", group=None)
+    assert calls[0]["config"]["judge_api_key"] == "***"
+    assert calls[0]["name"].startswith("scripted-")
+    assert (calls[0]["project"], calls[0]["group"]) == ("p", None)
+
+
+def test_wandb_name_defaults_to_the_environments() -> None:
+    class Nameless(ScriptedEnv):
+        name = None
+
+    assert build().config.wandb_name == "scripted"
+    assert build(env_cls=Nameless).config.wandb_name == "Nameless"
+    assert build("--env.wandb_name", "mine").config.wandb_name == "mine"
+
+
+def test_evaluate_opens_a_wandb_run_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Run:
+        logged: list[dict[str, Any]] = []
+
+        def log(self, metrics: dict[str, Any], step: int) -> None:
+            self.logged.append(metrics)
+
+        def finish(self) -> None:
+            self.logged.append({"finished": True})
+
+    class Logging(ScriptedEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+            await self.wandb_log({"eval/x": 1.0})
+
+    fake = SimpleNamespace(init=lambda **kwargs: Run(), run=None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    assert run_environment(Logging, ["evaluate", "--testing", "--env.use_wandb", "true"]) == 0
+    assert [("eval/x" in metrics, "finished" in metrics) for metrics in Run.logged] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["process", "evaluate"])
+def test_use_wandb_of_config_init_is_respected(mode: str) -> None:
+    def env_with(**fields: Any) -> type[ScriptedEnv]:
+        class Own(ScriptedEnv):
+            @classmethod
+            def config_init(cls) -> Any:
+                return BaseEnvConfig(**fields), [APIServerConfig(base_url="http://h/v1")]
+
+        return Own
+
+    assert build(mode=mode, env_cls=env_with(use_wandb=False)).config.use_wandb is False
+    assert build(mode=mode, env_cls=env_with(use_wandb=True)).config.use_wandb is True
+    assert build(mode=mode, env_cls=env_with()).config.use_wandb is False
+
+
+def test_empty_yaml_file_and_empty_sections_change_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    for text in ("", "# nothing\n", "env:\nopenai:\n"):
+        path.write_text(text)
+        assert build("--config", str(path)).config.group_size == 2
+
+
+def test_yaml_slurm_and_testing_are_read_and_flags_win(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("slurm: 'false'\ntesting: true\nmax_n_completions: 3\n")
+    env = build_environment(ScriptedEnv, "serve", ["--config", str(path)], prog="env.py")
+    assert isinstance(env.server.servers[0], ServerHarness)
+    assert env.server.max_n_completions == 3
+    assert build("--max_n_completions", "5").server.max_n_completions == 5
+
+
+def test_proxy_url_is_refused_rather_than_ignored() -> None:
+    with pytest.raises(ConfigError, match="--proxy_url: got 'http://p'"):
+        build("--proxy_url", "http://p")
+
+
+class WithTeacher(ScriptedEnv):
+    """A constructor with further servers before `slurm`, as the original's teacher environment has."""
+
+    def __init__(
+        self,
+        config: Any,
+        server_configs: Any,
+        teacher_server_configs: Any = None,
+        slurm: bool = False,
+        testing: bool = False,
+    ) -> None:
+        super().__init__(config, server_configs, slurm, testing)
+        self.teacher = teacher_server_configs
+
+    @classmethod
+    def extra_servers(cls) -> dict[str, ExtraServers]:
+        return {"teacher": ExtraServers("teacher_server_configs", None)}
+
+
+def test_further_servers_come_from_flags_and_yaml(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env: Any = build(env_cls=WithTeacher)
+    assert env.teacher is None
+    path = tmp_path / "c.yaml"
+    path.write_text("teacher:\n  base_url: http://t/v1\n  model_name: yaml\n")
+    argv = ["--config", str(path), "--teacher.model_name", "big", "--teacher.api_key=t-secret"]
+    env = build(*argv, "--model_name", "small", env_cls=WithTeacher)
+    assert (env.teacher.base_url, env.teacher.model_name) == ("http://t/v1", "big")
+    assert env.server.servers[0].config.model_name == "small"
+    assert "t-secret" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="did you mean --teacher.model_name"):
+        build("--teacher.modelname", "x", env_cls=WithTeacher)
+
+
+def test_command_classes_are_constructible_and_runnable(tmp_path: Path) -> None:
+    command_cls = ScriptedEnv.get_cli_process_config_cls()
+    assert {"env.group_size", "openai.base_url", "slurm", "config"} <= set(command_cls.model_fields)
+    path = tmp_path / "g.jsonl"
+    values = {"env.data_path_to_save_groups": str(path), "env.total_steps": "2", "testing": True}
+    command_cls(**values).run()
+    assert len(path.read_text().splitlines()) == 2
+    yaml_path = tmp_path / "c.yaml"
+    yaml_path.write_text("env:\n  group_size: 7\n  total_steps: 9\n")
+    command = ScriptedEnv.get_cli_serve_config_cls()(
+        config=str(yaml_path), **{"env.total_steps": 4}
+    )
+    config = command.build().config
+    assert (config.group_size, config.total_steps) == (7, 4)
+    with pytest.raises(ValueError, match="groupsize"):
+        command_cls(**{"env.groupsize": 4})
+
+
+def test_override_of_a_command_class_is_what_the_command_line_runs() -> None:
+    ran: list[str] = []
+
+    class Own(ScriptedEnv):
+        @classmethod
+        def get_cli_evaluate_config_cls(cls) -> type[Any]:
+            class Command(super().get_cli_evaluate_config_cls()):  # type: ignore[misc]
+                def run(self) -> None:
+                    ran.append(self.build().config.wandb_name)
+
+            return Command
+
+        @classmethod
+        def get_cli_serve_config_cls(cls) -> type[Any]:
+            return dict
+
+    assert run_environment(Own, ["evaluate", "--testing"]) == 0
+    assert ran == ["scripted"]
+    assert run_environment(Own, ["serve", "--testing"]) == 1
+
+
+def test_overrides_of_the_managers_are_what_the_command_line_runs(tmp_path: Path) -> None:
+    ran: list[str] = []
+
+    class Own(ScriptedEnv):
+        async def env_manager(self) -> None:
+            ran.append("serve")
+
+        async def process_manager(self) -> None:
+            ran.append("process")
+            await super().process_manager()
+
+    path = tmp_path / "g.jsonl"
+    argv = ["--testing", "--env.data_path_to_save_groups", str(path), "--env.total_steps=1"]
+    assert run_environment(Own, ["serve", *argv]) == 0
+    assert run_environment(Own, ["process", *argv]) == 0
+    assert ran == ["serve", "process"]
+    assert path.with_suffix(".html").exists()
+
+
+async def test_run_that_leaves_groups_in_a_file_is_an_error_of_the_command() -> None:
+    class Leaves(ScriptedEnv):
+        async def env_manager(self) -> None:
+            raise HubUnavailable("2 groups could not be delivered; they are in F")
+
+    code = await asyncio.to_thread(run_environment, Leaves, ["serve", "--testing"])
+    assert code == 1

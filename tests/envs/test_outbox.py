@@ -14,7 +14,7 @@ import pytest
 from atroposlib.client import EnvStatus, SendReceipt, UnknownEnvironment
 from atroposlib.envs.runtime.outbox import Backoff, GroupLog, Outbox
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
-from atroposlib.scored_data import ScoredGroup
+from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from tests.envs.helpers_runtime import ScriptedEnv, make_group
 
 
@@ -108,6 +108,83 @@ async def test_numpy_values_and_policy_version_arrive() -> None:
     assert hub.stored[0].policy_version == 7
     assert hub.stored[0].scores.tolist() == [0.5, 1.0]
     assert hub.stored[0].env_id == 0
+
+
+class Tensor:
+    """Stands for torch's tensor, which this suite does not load: what `without_tensors` uses of it."""
+
+    def __init__(self, values: Any, *, is_narrow: bool = False) -> None:
+        self.values, self.is_narrow = np.asarray(values), is_narrow
+
+    def detach(self) -> Tensor:
+        return self
+
+    cpu = detach
+
+    def is_floating_point(self) -> bool:
+        return bool(self.values.dtype.kind == "f")
+
+    def element_size(self) -> int:
+        return 2 if self.is_narrow else 8
+
+    def float(self) -> Tensor:
+        return Tensor(self.values)
+
+    def numpy(self) -> Any:
+        if self.is_narrow:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return self.values
+
+
+Tensor.__module__ = "torch"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": Tensor([[5, 6, 7], [5, 6, 8]]), "masks": Tensor([[-100, 6, 7], [-100, 6, 8]])},
+        {"tokens": [Tensor([5, 6, 7]), Tensor([5, 6, 8])]},
+        {"scores": Tensor([0.0, 1.0], is_narrow=True)},
+        {"scores": [Tensor(0.0), Tensor(1.0, is_narrow=True)]},
+        {"scores": [False, True]},
+        {"scores": [np.bool_(False), np.float32(1.0)]},
+        {"scores": np.array([False, True])},
+        {"inference_logprobs": Tensor([[1.0, -0.5, -0.25]] * 2, is_narrow=True)},
+        {"advantages": [Tensor([0.0, 0.0, 0.0]), np.zeros(3)]},
+    ],
+)
+async def test_tensors_and_booleans_arrive_as_numbers(change: dict[str, Any]) -> None:
+    outbox, hub = make_outbox(ScriptedEnv()), FakeHub()
+    assert await outbox.accept(make_group() | change) == 1
+    await deliver(outbox, hub)
+    group = hub.stored[0].to_dict()
+    assert (group["tokens"], group["scores"]) == ([[5, 6, 7], [5, 6, 8]], [0.0, 1.0])
+    assert group["inference_logprobs"] == [[1.0, -0.5, -0.25]] * 2
+
+
+async def test_json_lines_hold_numbers_where_the_author_put_tensors(tmp_path: Path) -> None:
+    log = GroupLog.open(tmp_path / "g.jsonl")
+    group = make_group() | {"scores": [Tensor(0.0), Tensor(1.0)], "seed": np.int64(4)}
+    await make_outbox(ScriptedEnv(), log).accept(group)
+    log.write({"tokens": [[1]], "scores": np.ones(1)})
+    log.close()
+    first, second = map(json.loads, (tmp_path / "g.jsonl").read_text().splitlines())
+    assert (first["scores"], first["seed"]) == ([0.0, 1.0], 4)
+    assert second == {"tokens": [[1]], "scores": [1.0]}
+
+
+async def test_restored_groups_are_sent_first_and_reported_once_when_stored() -> None:
+    outbox, hub = make_outbox(ScriptedEnv()), FakeHub(refuse={"bad"})
+    told: list[int] = []
+    old = [
+        check_group(make_group() | {"group_id": name}, strictness=Strictness.MEANING)
+        for name in ("old", "bad")
+    ]
+    await outbox.accept(make_group() | {"group_id": "new"})
+    outbox.restore(old, lambda: told.append(len(hub.stored)))
+    await deliver(outbox, hub)
+    assert [group.group_id for group in hub.stored] == ["old", "new"]
+    assert (told, outbox.dropped) == ([1], {"rejected_422": 1})
 
 
 async def test_group_keeps_its_id_over_retries() -> None:

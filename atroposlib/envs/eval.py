@@ -1,15 +1,32 @@
-"""Evaluation results on disk, in the original's file shapes."""
+"""Evaluations: results on disk in the original's file shapes, pass@k, and evaluations without an environment.
+
+`evaluate_log` is the only code that writes results; `BaseEnv.evaluate_log` fills in its defaults and calls it.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+import os
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
+from atroposlib.config import parse_flags
+from atroposlib.envs.server_handling.choices import run_together
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.utils.display import display_metrics_table
+
 logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.json"
+SAMPLES_FILE = "samples.jsonl"
 
 
 def pass_at_k(m: int, c: int, k: int) -> float:
@@ -31,36 +48,178 @@ def evaluate_log(
     start_time: float | None = None,
     end_time: float | None = None,
     generation_parameters: dict[str, Any] | None = None,
-    samples: list[dict[str, Any]] | None = None,
+    samples: Sequence[Mapping[str, Any]] | None = None,
     verbose: bool = True,
 ) -> None:
     """Write `metrics.json` and, with samples, `samples.jsonl` into `eval_dir`; without it only warn.
 
-    Times are seconds since the epoch. `verbose` also logs one line per metric.
+    Times are seconds since the epoch. These names always hold the latest results: earlier ones are kept as
+    `metrics_1.json`, `samples_1.jsonl` and so on, in the order they were made. `verbose` also prints a table.
     """
     if eval_dir is None:
         logger.warning("data_dir_to_save_evals is not set: the evaluation is not written to disk")
         return
-    task = f"atropos|{task_name or 'eval'}|0"
-    now = time.time()
-    elapsed_s = (now if end_time is None else end_time) - (
-        now if start_time is None else start_time
-    )
-    folder = Path(eval_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    task = task_name or "eval"
+    end = time.time() if end_time is None else end_time
+    start = end if start_time is None else start_time
     document = {
         "config_general": {
             "model_name": model_name,
-            "total_evaluation_time_seconds": str(elapsed_s),
+            "total_evaluation_time_seconds": str(end - start),
             "generation_parameters": generation_parameters or {},
         },
-        "results": {task: metrics, "all": metrics},
+        "results": {f"atropos|{task}|0": metrics, "all": metrics},
     }
-    (folder / "metrics.json").write_text(json.dumps(document, indent=2, default=str) + "\n")
+    folder = Path(eval_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {METRICS_FILE: json.dumps(document, indent=2, default=_plain) + "\n"}
     if samples:
-        lines = [json.dumps(sample, default=str) for sample in samples]
-        (folder / "samples.jsonl").write_text("\n".join(lines) + "\n")
+        lines = (json.dumps(sample, default=_plain) for sample in samples)
+        texts[SAMPLES_FILE] = "\n".join(lines) + "\n"
+    _keep_earlier(folder)
+    for name, text in texts.items():
+        written = folder / f".{name}.part"
+        written.write_text(text, encoding="utf-8")
+        os.replace(written, folder / name)
     if verbose:
-        for key, value in metrics.items():
-            shown = f"{value:.4f}" if isinstance(value, int | float) else str(value)
-            logger.info("%s: %s = %s", task, key.removeprefix("eval/").replace("_", " "), shown)
+        display_metrics_table(task, metrics, start, end)
+
+
+def _keep_earlier(folder: Path) -> None:
+    """Rename the results that are there; both files of one evaluation get the same number."""
+    names = [name for name in (METRICS_FILE, SAMPLES_FILE) if (folder / name).exists()]
+    if not names:
+        return
+    number = 1
+    while any(_numbered(folder / name, number).exists() for name in (METRICS_FILE, SAMPLES_FILE)):
+        number += 1
+    for name in names:
+        (folder / name).rename(_numbered(folder / name, number))
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}_{number}{path.suffix}")
+
+
+def _plain(value: Any) -> Any:
+    """Turn numpy and torch values into numbers and lists; anything else into its text."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)
+
+
+class EvalBase(ABC):
+    """An evaluation without an environment: items, a way to run one, averages over all.
+
+    Keyword arguments become attributes. Read here: `temperature` (0.0), `top_p` (1.0), `max_tokens` (-1: the
+    server's own limit), `eval_dir` and `verbose` (False) for `evaluate_log`.
+    """
+
+    def __init__(self, pass_at_n: int = 1, pass_at_n_samples: int = 1, **kwargs: Any) -> None:
+        self.pass_at_n = pass_at_n
+        self.pass_at_n_samples = pass_at_n_samples
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self.data = self.setup_data()
+
+    @abstractmethod
+    def setup_data(self) -> list[Any]:
+        """Return the items; called once, at construction."""
+
+    @abstractmethod
+    async def run_item(
+        self, server_manager: ServerManager, item: Any
+    ) -> tuple[dict[str, float], Any]:
+        """Return the metrics of one item and a sample of it for `samples.jsonl`."""
+
+    def get_generation_params(self) -> dict[str, Any]:
+        """Return the sampling parameters of `chat_completion`; `max_tokens` -1 is left to the server."""
+        return {
+            "temperature": getattr(self, "temperature", 0.0),
+            "n": max(self.pass_at_n_samples, self.pass_at_n),
+            "top_p": getattr(self, "top_p", 1.0),
+            "max_tokens": getattr(self, "max_tokens", -1),
+        }
+
+    async def chat_completion(
+        self, server: ServerManager, messages: Sequence[Mapping[str, Any]]
+    ) -> Any:
+        """Ask the model with the generation parameters, on the evaluation budget."""
+        parameters = self.get_generation_params()
+        if parameters.get("max_tokens") == -1:
+            del parameters["max_tokens"]
+        return await server.chat_completion(messages=list(messages), split="eval", **parameters)
+
+    @property
+    def task_name(self) -> str:
+        """`<Class>@<n>`, and `:<samples>` where more are drawn than counted."""
+        name = f"{type(self).__name__}@{self.pass_at_n}"
+        return (
+            name if self.pass_at_n == self.pass_at_n_samples else f"{name}:{self.pass_at_n_samples}"
+        )
+
+    async def __call__(self, server_manager: ServerManager) -> dict[str, float]:
+        """Run all items at once (the servers' budgets bound what is in flight), log and return the averages.
+
+        An exception of one item ends the evaluation. No items is a ValueError.
+        """
+        if not self.data:
+            raise ValueError(f"{type(self).__name__}.setup_data returned no items")
+        start_time = time.time()
+        results = await run_together([self.run_item(server_manager, item) for item in self.data])
+        metrics = average_metrics([each for each, _ in results])
+        logger.info("%s: %s", self.task_name, metrics)
+        evaluate_log(
+            metrics,
+            eval_dir=getattr(self, "eval_dir", None),
+            task_name=self.task_name,
+            model_name=server_manager.servers[0].config.model_name,
+            start_time=start_time,
+            end_time=time.time(),
+            generation_parameters=self.get_generation_params(),
+            samples=[sample for _, sample in results],
+            verbose=getattr(self, "verbose", False),
+        )
+        return metrics
+
+
+def average_metrics(per_item: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Average every metric of the first item over the items that have it; how many lack it is logged.
+
+    >>> average_metrics([{"right": 1.0}, {"right": 0.0}])
+    {'right': 0.5}
+    """
+    averages = {}
+    for key in per_item[0]:
+        values = [item[key] for item in per_item if key in item]
+        if len(values) < len(per_item):
+            missing = len(per_item) - len(values)
+            logger.warning("%d of %d items have no metric %r", missing, len(per_item), key)
+        averages[key] = sum(values) / len(values)
+    return averages
+
+
+class EvalFlags(BaseModel):
+    """Flags of `eval_runner`."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, protected_namespaces=())
+
+    server_url: str = "http://localhost:8000"
+    """Where the model is served, with `/v1` if the server wants it."""
+    model_name: str
+    """Model named in every request."""
+    eval_dir: str | None = None
+    """Directory of the results; default: the evaluation's own, or none."""
+
+
+async def eval_runner(eval_env: EvalBase) -> dict[str, float]:
+    """Run one evaluation as the command line says: `--server-url`, `--model-name`, `--eval-dir`."""
+    flags = parse_flags(EvalFlags, None, prog=type(eval_env).__name__)
+    if flags.eval_dir is not None:
+        eval_env.eval_dir = flags.eval_dir  # type: ignore[attr-defined]  # one of the keyword attributes
+    server = APIServerConfig(
+        base_url=flags.server_url, model_name=flags.model_name, api_key="dummy", health_check=False
+    )
+    manager = ServerManager([server])
+    try:
+        return await eval_env(manager)
+    finally:
+        await manager.close()

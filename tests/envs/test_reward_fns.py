@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,15 +154,18 @@ def test_every_name_makes_its_own_class(name: str, cls: str) -> None:
     assert made.weight == 2.0
 
 
-@pytest.mark.parametrize("name", ["r1", "formatreasoning", "cascading_r1_math"])
-def test_names_are_found_in_a_registry_that_has_imported_nothing(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("r1", "r1reward"),
+        ("formatreasoning", "formatreasoningreward"),
+        ("cascading_r1_math", "cascading_r1_math"),
+    ],
+)
+def test_names_are_found_where_nothing_was_imported_before(name: str, made: str) -> None:
     code = f"from atroposlib.envs.reward_fns import registry; print(registry.create({name!r}).name)"
-    import subprocess
-
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == [
-        {"r1": "r1reward"}.get(name, name).replace("formatreasoning", "formatreasoningreward")
-    ]
+    assert run.stdout == f"{made}\n"
 
 
 def test_custom_names_are_kept_whole() -> None:

@@ -1,0 +1,225 @@
+"""An environment whose groups also carry a teacher's logprobs for every token, for distillation on the policy's text.
+
+The teacher is asked after a group has passed the gate and the drop rules, so a group that will not be sent costs it
+nothing. A group that the teacher cannot annotate is sent without its fields: distillation is an extra.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import Field
+
+from atroposlib.envs.base import BaseEnv, ExtraServers, load_tokenizer
+from atroposlib.envs.env_config import BaseEnvConfig
+from atroposlib.envs.runtime.outbox import drop_rule
+from atroposlib.envs.server_handling.choices import run_together
+from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import ConfigError, EngineProtocolError, GroupError
+from atroposlib.scored_data import Strictness, check_group
+from atroposlib.type_definitions import Item
+
+logger = logging.getLogger(__name__)
+
+ServerConfigs = ServerBaseline | APIServerConfig | list[APIServerConfig]
+
+
+class TeacherDistillationConfig(BaseEnvConfig):
+    """The common settings and the teacher's."""
+
+    teacher_enabled: bool = False
+    """Ask the teacher servers for logprobs."""
+    teacher_top_k: int = Field(default=0, ge=-1)
+    """Most likely tokens to keep per position; 0: the fewest that the server gives; -1: do not ask."""
+
+
+class TeacherLogprobs(NamedTuple):
+    """A teacher's answer for one sequence."""
+
+    token_ids: list[list[int]]
+    """[num_tokens][k]; the first position may be empty."""
+    logprobs: list[list[float]]
+    """As `token_ids`."""
+
+
+class TeacherDistillationEnv(BaseEnv):
+    """A `BaseEnv` with a second set of servers: flags `--teacher.<field>`, YAML section `teacher:`.
+
+    Per group, `group_overrides` may hold `skip_teacher_top_k: true` or another `teacher_top_k`.
+    """
+
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = TeacherDistillationConfig
+    teacher_namespace: ClassVar[str] = "teacher"
+    config: TeacherDistillationConfig
+
+    def __init__(
+        self,
+        config: TeacherDistillationConfig,
+        server_configs: ServerConfigs,
+        teacher_server_configs: ServerConfigs | None = None,
+        slurm: bool = False,
+        testing: bool = False,
+    ) -> None:
+        """Build both sets of servers; ConfigError without a teacher or with another vocabulary than the policy's."""
+        super().__init__(config, server_configs, slurm=slurm, testing=testing)
+        self.teacher_server: ServerManager | None = None
+        self.num_teacher_failures = 0
+        """Groups that were sent without the teacher's fields because it failed."""
+        if not config.teacher_enabled:
+            return
+        if not teacher_server_configs:
+            raise ConfigError(
+                "teacher_enabled is set but there are no teacher servers; give --teacher.base_url and"
+                " --teacher.model_name, a YAML section `teacher:`, or teacher_config_init()"
+            )
+        if isinstance(teacher_server_configs, APIServerConfig):
+            teacher_server_configs = [teacher_server_configs]
+        self._check_vocabulary(teacher_server_configs)
+        self.teacher_server = ServerManager(teacher_server_configs, testing=testing)
+
+    @classmethod
+    def teacher_config_init(cls) -> ServerConfigs | None:
+        """Return the default teacher servers; None: they must be configured."""
+        return None
+
+    @classmethod
+    def extra_servers(cls) -> dict[str, ExtraServers]:
+        """Read the teacher's flags and YAML section."""
+        return {
+            **super().extra_servers(),
+            cls.teacher_namespace: ExtraServers(
+                "teacher_server_configs", cls.teacher_config_init()
+            ),
+        }
+
+    def load_teacher_tokenizer(self, source: str) -> Any:
+        """Return a teacher's tokenizer; override for one that is no file."""
+        return load_tokenizer(source)
+
+    def _check_vocabulary(self, configs: ServerBaseline | Sequence[APIServerConfig]) -> None:
+        entries = [configs] if isinstance(configs, ServerBaseline) else configs
+        for source in dict.fromkeys(entry.tokenizer_source for entry in entries):
+            if source == self.config.tokenizer_name:
+                continue
+            if self.load_teacher_tokenizer(source).get_vocab() != self.tokenizer.get_vocab():
+                raise ConfigError(
+                    f"the teacher's tokenizer {source!r} has another vocabulary than"
+                    f" {self.config.tokenizer_name!r}: its token ids would mean something else"
+                )
+
+    async def handle_send_to_api(
+        self,
+        scored_data: Any,
+        item: Item | None = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> int:
+        """Add `distill_token_ids` and `distill_logprobs` to the groups that will be kept, then hand all over."""
+        if self.teacher_server is not None:
+            abort = abort_on_any_max_length_exceeded
+            if isinstance(scored_data, Mapping):
+                scored_data = await self._annotated(scored_data, abort)
+            else:
+                scored_data = await run_together(
+                    [self._annotated(group, abort) for group in scored_data or []]
+                )
+        return await super().handle_send_to_api(
+            scored_data, item, do_send_to_api, abort_on_any_max_length_exceeded
+        )
+
+    async def _annotated(
+        self, group: Mapping[str, Any] | None, abort_on_max_length: bool
+    ) -> Mapping[str, Any] | None:
+        if group is None or not self._is_kept(group, abort_on_max_length):
+            return group
+        overrides = group.get("group_overrides") or {}
+        top_k = overrides.get("teacher_top_k", self.config.teacher_top_k)
+        if overrides.get("skip_teacher_top_k") or top_k < 0:
+            return group
+        try:
+            answers = await run_together(
+                [self._ask([int(token) for token in tokens], top_k) for tokens in group["tokens"]]
+            )
+        except Exception:
+            self.num_teacher_failures += 1
+            logger.warning(
+                "no teacher logprobs for a group (%d so far); it is sent without them",
+                self.num_teacher_failures,
+                exc_info=True,
+            )
+            return {**group, "distill_token_ids": None, "distill_logprobs": None}
+        return {
+            **group,
+            "distill_token_ids": [answer.token_ids for answer in answers],
+            "distill_logprobs": [answer.logprobs for answer in answers],
+        }
+
+    def _is_kept(self, group: Mapping[str, Any], abort_on_max_length: bool) -> bool:
+        """Whether the outbox will keep the group; it says why not, later."""
+        try:
+            checked = check_group(group, strictness=Strictness.MEANING)
+        except GroupError:
+            return False
+        verdict = drop_rule(
+            checked,
+            config=self.config,
+            max_token_len=self.max_token_len,
+            abort_on_max_length=abort_on_max_length,
+        )
+        return verdict is None
+
+    async def _ask(self, tokens: list[int], top_k: int) -> TeacherLogprobs:
+        assert self.teacher_server is not None
+        answer = await self.teacher_server.get_logprobs(
+            input_ids=tokens, top_k=top_k, max_tokens=1, split="train"
+        )
+        return read_answer(answer, num_tokens=len(tokens))
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Add the number of groups the teacher failed on."""
+        metrics = dict(wandb_metrics or {})
+        if self.teacher_server is not None:
+            metrics["train/teacher_failures"] = self.num_teacher_failures
+        await super().wandb_log(metrics)
+
+    async def env_manager(self) -> None:
+        """Serve, then close the teacher's connections."""
+        try:
+            await super().env_manager()
+        finally:
+            await self._close_teacher()
+
+    async def process_manager(self) -> None:
+        """Process, then close the teacher's connections."""
+        try:
+            await super().process_manager()
+        finally:
+            await self._close_teacher()
+
+    async def _close_teacher(self) -> None:
+        if self.teacher_server is not None:
+            await self.teacher_server.close()
+
+
+def read_answer(answer: Mapping[str, Any], *, num_tokens: int) -> TeacherLogprobs:
+    """Check one answer of `get_logprobs`: a position per token, as many ids as finite logprobs in each.
+
+    Raises `EngineProtocolError` for anything else, and KeyError for a missing key.
+    """
+    ids = [[int(token) for token in row] for row in answer["prompt_topk_token_ids"]]
+    logprobs = [[float(value) for value in row] for row in answer["prompt_topk_logprobs"]]
+    for name, rows in (("prompt_topk_token_ids", ids), ("prompt_topk_logprobs", logprobs)):
+        if len(rows) != num_tokens:
+            raise EngineProtocolError(f"{name}: {len(rows)} positions for {num_tokens} tokens")
+    for position, (row_ids, row) in enumerate(zip(ids, logprobs, strict=True)):
+        if len(row_ids) != len(row):
+            raise EngineProtocolError(
+                f"position {position}: {len(row)} logprobs for {len(row_ids)} token ids"
+            )
+        if not all(map(math.isfinite, row)):
+            raise EngineProtocolError(f"position {position}: logprobs are not finite: {row}")
+    return TeacherLogprobs(ids, logprobs)

@@ -1,0 +1,368 @@
+"""Teacher distillation: who is asked for what, what a group then carries, and what a failure costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from atroposlib.cli.env import build_environment
+from atroposlib.envs.base import APIServerConfig, ServerBaseline
+from atroposlib.envs.runtime.outbox import GroupLog, Outbox
+from atroposlib.envs.server_handling.server_harness import ByteTokenizer, ServerHarness
+from atroposlib.envs.teacher_distillation_env import (
+    TeacherDistillationConfig,
+    TeacherDistillationEnv,
+    read_answer,
+)
+from atroposlib.errors import ConfigError, EngineError, EngineProtocolError, EngineUnavailable
+
+POLICY = [APIServerConfig(model_name="policy", base_url="http://policy/v1")]
+TEACHER = APIServerConfig(model_name="big", base_url="http://teacher/v1")
+
+
+class Vocabulary(ByteTokenizer):
+    def __init__(self, size: int = 259) -> None:
+        self.size = size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(self.size)}
+
+
+class Env(TeacherDistillationEnv):
+    vocabularies = {"policy": 259, "big": 259, "other": 300}
+
+    def load_tokenizer(self) -> Any:
+        return Vocabulary()
+
+    def load_teacher_tokenizer(self, source: str) -> Any:
+        return Vocabulary(self.vocabularies[source])
+
+    async def get_next_item(self) -> None:
+        return None
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def config(**values: Any) -> TeacherDistillationConfig:
+    defaults = {"group_size": 2, "use_wandb": False, "teacher_enabled": True, "teacher_top_k": 2}
+    return TeacherDistillationConfig(**{**defaults, "tokenizer_name": "policy", **values})
+
+
+class Teacher(ServerHarness):
+    """Answers with each token and its successor; `answer` may spoil that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[dict[str, Any]] = []
+        self.answer: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
+
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+        self.asked.append(kwargs)
+        await self._begin(kwargs)
+        tokens = kwargs["input_ids"]
+        return self.answer(
+            {
+                "prompt_tokens": tokens,
+                "prompt_topk_token_ids": [[], *([t, t + 1] for t in tokens[1:])],
+                "prompt_topk_logprobs": [[], *([-0.5, -float(t)] for t in tokens[1:])],
+            }
+        )
+
+
+def group(**extra: Any) -> dict[str, Any]:
+    return {
+        "tokens": [[1, 5, 6], [1, 7]],
+        "masks": [[-100, 5, 6], [-100, 7]],
+        "scores": [1.0, 0.0],
+        **extra,
+    }
+
+
+IDS = [[[], [5, 6], [6, 7]], [[], [7, 8]]]
+LOGPROBS = [[[], [-0.5, -5.0], [-0.5, -6.0]], [[], [-0.5, -7.0]]]
+
+
+class Attached:
+    """An environment with its outbox and its teacher, without a hub."""
+
+    def __init__(self, path: Path, **values: Any) -> None:
+        self.env = Env(config(**values), POLICY, [TEACHER])
+        self.teacher = Teacher()
+        assert self.env.teacher_server is not None
+        self.env.teacher_server.servers = [self.teacher]
+        self.log = GroupLog.open(path / "groups.jsonl")
+        self.outbox = Outbox(self.env, environment="t", log=self.log)
+        self.env.group_sink = self.outbox
+
+    async def send(self, scored_data: Any, **options: Any) -> list[tuple[Any, Any]]:
+        """Send and return the teacher's fields of every accepted group so far."""
+        await self.env.handle_send_to_api(scored_data, None, **options)
+        lines = self.log.path.read_text().splitlines()
+        groups = [json.loads(line) for line in lines]
+        return [(each["distill_token_ids"], each["distill_logprobs"]) for each in groups]
+
+
+@pytest.fixture
+def attached(tmp_path: Path) -> Any:
+    made = Attached(tmp_path)
+    yield made
+    made.log.close()
+
+
+async def test_every_position_of_a_kept_group_gets_the_teachers_logprobs(
+    attached: Attached,
+) -> None:
+    given = group()
+    assert await attached.send(given) == [(IDS, LOGPROBS)]
+    assert attached.outbox.num_held == 1
+    assert "distill_token_ids" not in given  # the author's dict is not touched
+    assert [
+        (each["input_ids"], each["top_k"], each["max_tokens"]) for each in attached.teacher.asked
+    ] == [([1, 5, 6], 2, 1), ([1, 7], 2, 1)]
+
+
+async def test_lists_of_groups_keep_their_order_and_their_nones(attached: Attached) -> None:
+    other = group(tokens=[[1, 9], [1, 9]], masks=[[-100, 9], [-100, 9]])
+    found = await attached.send([group(), None, other])
+    assert found == [(IDS, LOGPROBS), ([[[], [9, 10]]] * 2, [[[], [-0.5, -9.0]]] * 2)]
+    assert attached.outbox.dropped == {"none": 1}
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "reason"),
+    [
+        (group(scores=[1.0, 1.0]), "equal_scores"),
+        (group(group_overrides={"group_size": 3}), "group_size"),
+        (group(tokens=[[1] * 9, [1, 7]], masks=[[-100] * 8 + [1], [-100, 7]]), "too_long"),
+        ([group(), group(masks=[[-100, 5], [-100, 7]])], "malformed"),
+    ],
+)
+async def test_groups_that_will_be_dropped_cost_the_teacher_nothing(
+    attached: Attached, spoiled: Any, reason: str
+) -> None:
+    attached.env.max_token_len = 8
+    await attached.send(spoiled)
+    assert attached.outbox.dropped == {reason: 1}
+    assert len(attached.teacher.asked) == (2 if isinstance(spoiled, list) else 0)
+
+
+async def test_too_long_groups_are_annotated_where_length_does_not_matter(
+    attached: Attached,
+) -> None:
+    attached.env.max_token_len = 2
+    found = await attached.send(
+        group(), do_send_to_api=False, abort_on_any_max_length_exceeded=False
+    )
+    assert found == [(IDS, LOGPROBS)]
+    assert attached.outbox.num_held == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        ({"skip_teacher_top_k": True}, []),
+        ({"teacher_top_k": -1}, []),
+        ({"teacher_top_k": 7}, [7, 7]),
+        ({"teacher_top_k": 0}, [0, 0]),
+        ({"skip_teacher_top_k": False}, [2, 2]),
+    ],
+)
+async def test_a_group_may_override_the_teacher(
+    attached: Attached, overrides: dict[str, Any], asked: list[int]
+) -> None:
+    found = await attached.send(group(group_overrides=overrides))
+    assert [each["top_k"] for each in attached.teacher.asked] == asked
+    assert found == [(IDS, LOGPROBS) if asked else (None, None)]
+
+
+@pytest.mark.parametrize(("top_k", "num_asked"), [(-1, 0), (0, 2)])
+async def test_minus_one_never_asks_and_zero_does(
+    tmp_path: Path, top_k: int, num_asked: int
+) -> None:
+    attached = Attached(tmp_path, teacher_top_k=top_k)
+    await attached.send(group())
+    attached.log.close()
+    assert len(attached.teacher.asked) == num_asked
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda answer: {**answer, "prompt_topk_logprobs": answer["prompt_topk_logprobs"][:-1]},
+        lambda answer: {**answer, "prompt_topk_token_ids": [[1]] * len(answer["prompt_tokens"])},
+        lambda answer: {**answer, "prompt_topk_logprobs": [[], [-0.5, float("-inf")], [0, 0]]},
+        lambda answer: {"prompt_tokens": answer["prompt_tokens"]},
+    ],
+)
+async def test_an_answer_that_does_not_fit_drops_the_fields_not_the_group(
+    attached: Attached, spoil: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    attached.teacher.answer = spoil
+    assert await attached.send(group()) == [(None, None)]
+    assert attached.outbox.num_accepted == 1
+    assert attached.env.num_teacher_failures == 1
+    assert "sent without them" in caplog.text
+
+
+async def test_a_teacher_that_is_away_drops_the_fields_of_the_whole_group(
+    attached: Attached,
+) -> None:
+    attached.teacher.fail(EngineUnavailable("away"), times=2 * attached.teacher.max_attempts)
+    assert await attached.send(group()) == [(None, None)]
+
+
+async def test_without_a_teacher_groups_pass_as_they_are(tmp_path: Path) -> None:
+    env = Env(config(teacher_enabled=False), POLICY)
+    log = GroupLog.open(tmp_path / "g.jsonl")
+    env.group_sink = Outbox(env, environment="t", log=log)
+    assert env.teacher_server is None
+    assert await env.handle_send_to_api([group(), None]) == 1
+    log.close()
+
+
+def test_answers_are_checked_position_by_position() -> None:
+    good = {"prompt_topk_token_ids": [[], [1]], "prompt_topk_logprobs": [[], [-1]]}
+    assert read_answer(good, num_tokens=2) == ([[], [1]], [[], [-1.0]])
+    with pytest.raises(EngineProtocolError, match="2 positions for 3 tokens"):
+        read_answer(good, num_tokens=3)
+    assert issubclass(EngineProtocolError, EngineError)
+
+
+# Construction.
+
+
+def test_enabled_without_a_teacher_is_refused() -> None:
+    with pytest.raises(ValueError, match="no teacher servers"):
+        Env(config(), POLICY)
+
+
+def test_bare_teacher_is_one_server_at_its_url() -> None:
+    env = Env(config(), POLICY, TEACHER)
+    assert env.teacher_server is not None
+    assert [server.config.base_url for server in env.teacher_server.servers] == [
+        "http://teacher/v1"
+    ]
+
+
+def test_teacher_with_another_vocabulary_is_refused() -> None:
+    other = TEACHER.model_copy(update={"tokenizer_name": "other"})
+    with pytest.raises(ValueError, match="another vocabulary"):
+        Env(config(), POLICY, other)
+
+
+def test_teacher_tokenizer_of_the_same_name_is_not_loaded() -> None:
+    class Strict(Env):
+        def load_teacher_tokenizer(self, source: str) -> Any:
+            raise AssertionError(source)
+
+    Strict(config(), POLICY, TEACHER.model_copy(update={"tokenizer_name": "policy"}))
+
+
+def test_top_k_below_minus_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="teacher_top_k"):
+        config(teacher_top_k=-2)
+
+
+# The command line.
+
+
+class Configured(Env):
+    name = "configured"
+
+    @classmethod
+    def config_init(cls) -> tuple[TeacherDistillationConfig, list[APIServerConfig]]:
+        return config(teacher_enabled=False), POLICY
+
+
+class WithDefault(Configured):
+    @classmethod
+    def teacher_config_init(cls) -> list[APIServerConfig]:
+        return [TEACHER]
+
+
+def build(cls: type[Env], *argv: str) -> Env:
+    env = build_environment(cls, "serve", argv, prog="t")
+    assert isinstance(env, Env)
+    return env
+
+
+def test_teacher_flags_describe_the_teacher_and_only_it() -> None:
+    env = build(
+        Configured,
+        "--env.teacher_enabled=true",
+        "--teacher.base_url=http://t/v1",
+        "--teacher.model_name=big",
+    )
+    assert env.teacher_server is not None
+    [server] = env.teacher_server.servers
+    assert (server.config.base_url, server.config.model_name) == ("http://t/v1", "big")
+    assert env.server.servers[0].config.base_url == "http://policy/v1"
+
+
+def test_teacher_section_of_the_yaml_may_be_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "env: {teacher_enabled: true}\n"
+        "teacher:\n"
+        "  - {base_url: 'http://a/v1', model_name: big}\n"
+        "  - {base_url: 'http://b/v1', model_name: big}\n"
+    )
+    env = build(Configured, "--config", str(path))
+    assert env.teacher_server is not None
+    urls = [server.config.base_url for server in env.teacher_server.servers]
+    assert urls == ["http://a/v1", "http://b/v1"]
+
+
+def test_default_teacher_takes_flags_field_by_field() -> None:
+    env = build(WithDefault, "--env.teacher_enabled=true", "--teacher.timeout=7")
+    assert env.teacher_server is not None
+    config_ = env.teacher_server.servers[0].config
+    assert (config_.base_url, config_.model_name, config_.timeout) == (
+        "http://teacher/v1",
+        "big",
+        7,
+    )
+
+
+def test_teacher_of_a_disabled_environment_is_not_built() -> None:
+    assert build(WithDefault).teacher_server is None
+    with pytest.raises(ConfigError, match="no teacher servers"):
+        build(Configured, "--env.teacher_enabled=true")
+
+
+async def test_a_real_route_gives_the_teachers_logprobs(tmp_path: Path) -> None:
+    """The whole way: HTTP, prompt_logprobs as vLLM writes them, the group's fields."""
+
+    async def complete(request: web.Request) -> web.Response:
+        body = await request.json()
+        rows = [{str(t): {"logprob": -0.25}, str(t + 1): {"logprob": -2.0}} for t in body["prompt"]]
+        choice = {"index": 0, "text": "", "prompt_logprobs": [None, *rows[1:]]}
+        return web.json_response({"choices": [choice]})
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    app.router.add_get("/health", health)
+    async with TestServer(app) as server:
+        teacher = APIServerConfig(
+            model_name="big", base_url=str(server.make_url("/v1")), server_type="vllm"
+        )
+        env = Env(config(teacher_top_k=1), ServerBaseline(), teacher)
+        log = GroupLog.open(tmp_path / "g.jsonl")
+        env.group_sink = Outbox(env, environment="t", log=log)
+        assert await env.handle_send_to_api(group()) == 1
+        log.close()
+        assert env.teacher_server is not None
+        await env.teacher_server.close()
+    line = json.loads(log.path.read_text())
+    assert line["distill_token_ids"] == [[[], [5], [6]], [[], [7]]]
+    assert line["distill_logprobs"] == [[[], [-0.25], [-0.25]], [[], [-0.25]]]

@@ -1,4 +1,4 @@
-"""`python my_env.py serve|process|evaluate`: merge the configuration, build the environment, run it.
+"""`python my_env.py serve|process|evaluate|check`: merge the configuration, build the environment, run it.
 
 Precedence: the environment's own `config_init` < YAML < flags. Flags are `--env.<field>`, `--openai.<field>`,
 `--slurm`, `--testing`; a name that only one section has may stand without its namespace (`--model_name`).
@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
+from atroposlib.cli.env_check import check_environment
 from atroposlib.config import SectionValues, build, parse_sections, read_yaml
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
@@ -38,6 +39,7 @@ MODES = {
     "serve": "keep the hub supplied with groups until the trainer is done",
     "process": "write total_steps groups to a JSONL file and an HTML page, without a hub",
     "evaluate": "run evaluate() once, without a hub",
+    "check": "run a few items on a scripted engine and report what would go wrong in training",
 }
 
 FLAT_NAMES = {"tokenizer_name": ENV_NAMESPACE}
@@ -58,6 +60,8 @@ def _run(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
     mode, *rest = argv
     if mode not in MODES:
         raise ConfigError(f"unknown command {mode!r}; choose one of {', '.join(MODES)}")
+    if mode == "check":
+        return check_environment(env_cls, rest, prog=f"{prog} check")
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from atroposlib.cli.env import run_environment
 from atroposlib.envs.checker import RULES, Report, check_env
 from atroposlib.envs.checker.engine import PairTokenizer
 from atroposlib.errors import ConfigError
@@ -124,6 +125,41 @@ def test_examples_in_docstrings_hold(name: str) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_command_prints_the_report_and_exits_1_on_a_failure(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_environment(Sums, ["check", "--items", "1", "--skip", "no_leaked_tasks"]) == 0
+    assert "PASS    reward_varies " in capsys.readouterr().out
+    assert run_environment(EmptyIsRight, ["check", "--items=1"]) == 1
+    assert "FAIL    empty_unrewarded " in capsys.readouterr().out
+
+
+def test_command_prints_nothing_but_json_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_environment(ConstantReward, ["check", "--json", "--env.group_size", "3"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    failed = [rule for rule in report["rules"] if rule["status"] == "fail"]
+    assert [rule["name"] for rule in failed] == ["reward_varies"]
+    assert failed[0]["evidence"][0]["item"] == 0
+    assert failed[0]["evidence"][0]["what"].startswith("8 answers all earned 1: ")
+    assert (report["environment"], report["ok"], report["items"]) == ("sums", False, 3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--env.groupsize", "4"], "did you mean --env.group_size?"),
+        (["--env.group_size", "four"], "--env.group_size: got 'four'"),
+        (["--skip", "colects"], "did you mean collects?"),
+        (["--items", "0"], "at least one item"),
+    ],
+)
+def test_mistake_in_the_flags_exits_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_environment(Sums, ["check", *argv]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_letter_reversal_passes() -> None:

@@ -14,6 +14,7 @@ import difflib
 import inspect
 import os
 import random
+import selectors
 import signal
 import tempfile
 import time
@@ -91,7 +92,8 @@ def check_env(
     `skip` names rules that are not judged. `make(cls)` constructs an environment (default: from `config_init`); it is
     called several times, with `env_cls` or a subclass that has an offline tokenizer. `tokenizer` is used instead of
     that one. `timeout_s` bounds each call of the author's code. `resume_items` judges the rule of that name, which not
-    every environment wants to keep. Raises ConfigError for an unknown rule.
+    every environment wants to keep. Raises ConfigError for an unknown rule
+    and for a configuration that no environment can be made of.
 
     The clock, the random state and the group size (at least 8) are the check's while it runs.
     """
@@ -115,7 +117,7 @@ def check_env(
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
-        return _run_in_own_loop(check.run())
+        return _run_in_own_loop(check.run(), check.watch.selector)
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
@@ -140,9 +142,9 @@ def _make_default(env_cls: type[BaseEnv]) -> BaseEnv:
     return env_cls(config.model_copy(update={"use_wandb": False}), servers, False, True)
 
 
-def _run_in_own_loop(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, but a task that refuses to be cancelled cannot hold the end up."""
-    loop = asyncio.new_event_loop()
+def _run_in_own_loop(main: Coroutine[Any, Any, T], selector: selectors.BaseSelector) -> T:
+    """Like `asyncio.run`, but with this selector, and a task that refuses to be cancelled cannot hold the end up."""
+    loop = asyncio.SelectorEventLoop(selector)
     try:
         return loop.run_until_complete(main)
     finally:
@@ -228,14 +230,14 @@ class _Check:
         self._engine = ProbeEngine(PairTokenizer())
         self._sink = _Sink()
         self._group_size = MIN_GROUP_SIZE
-        self._watch = LoopWatch(author_files(env_cls), patience_s=timeout_s)
+        self.watch = LoopWatch(author_files(env_cls), patience_s=timeout_s)
         self._num_runs = 0
         self._left: dict[str, list[set[Any]]] = {"tasks": [], "handles": [], "processes": []}
 
     async def run(self) -> Report:
         began = time.monotonic()
         before = children() or {}
-        with tempfile.TemporaryDirectory() as folder, self._watch:
+        with tempfile.TemporaryDirectory() as folder, self.watch:
             await self._judge(Path(folder))
         _end_children(before)
         return Report(
@@ -329,7 +331,9 @@ class _Check:
             await self._within(env.setup(), "setup()")
             engine.tokenizer = env.tokenizer
             return env
-        except Exception as error:  # noqa: BLE001 - boundary: the author's code
+        except Exception as error:
+            if env is None and isinstance(error, ConfigError):
+                raise
             self._fail(rule, describe(error))
             if env is not None:
                 await _stop(env)
@@ -337,19 +341,23 @@ class _Check:
 
     async def _get_items(self, env: BaseEnv) -> None:
         for index in range(self._num_items):
-            self._watch.run = self._num_runs = self._num_runs + 1
+            self._begin_run()
             try:
                 item = await self._within(env.get_next_item(), "get_next_item()")
             except Exception as error:  # noqa: BLE001 - boundary: the author's code
                 self._fail("gives_items", describe(error), item=index)
                 return
             finally:
-                self._watch.run = -1
+                self.watch.end()
             if item is None:
                 if index == 0:
                     self._fail("gives_items", "get_next_item() returned None", item=0)
                 return
             self._items.append(item)
+
+    def _begin_run(self) -> None:
+        self._num_runs += 1
+        self.watch.begin(self._num_runs)
 
     # Items.
 
@@ -400,7 +408,7 @@ class _Check:
         """Run one item with scripted answers; None, with a finding, when it fails."""
         self._engine.script(answers)
         self._sink.groups = []
-        self._watch.run = self._num_runs = self._num_runs + 1
+        self._begin_run()
         try:
             groups, _ = await self._within(collect(env, _copy(item)), "the item")
             if groups:
@@ -411,7 +419,8 @@ class _Check:
             self._fail("collects", describe(cause_of(error)), item=index)
             return None
         finally:
-            self._watch.run = -1
+            self.watch.end()
+        await asyncio.sleep(0)  # judging is another turn of the loop: it is not the author's time
         run = _Run(item=index, answers=list(answers), samples=self._engine.samples)
         for group in self._sink.groups:
             self._judge_group(env, run, group)
@@ -541,11 +550,18 @@ class _Check:
 
     def _judge_stalls(self) -> None:
         """A place that stalled the loop in two runs blocks it; once is an import, or bad luck."""
-        for where in dict.fromkeys(stall.where for stall in self._watch.stalls):
-            stalls = [stall for stall in self._watch.stalls if stall.where == where]
-            if len({stall.run for stall in stalls}) >= 2:
-                longest_ms = 1000 * max(stall.seconds for stall in stalls)
-                self._fail("loop_stays_free", f"{where} blocked it for up to {longest_ms:.0f} ms")
+        stalls = self.watch.stalls
+        for where in dict.fromkeys(stall.where for stall in stalls):
+            # A stall that nobody saw may have been at any place.
+            here = [stall for stall in stalls if stall.where in (where, None)]
+            if len({stall.run for stall in here}) >= 2 and not (
+                where is None and self._has_failed("loop_stays_free")
+            ):
+                longest_ms = 1000 * max(stall.seconds for stall in here)
+                self._fail(
+                    "loop_stays_free",
+                    f"{where or 'the item'} blocked it for up to {longest_ms:.0f} ms",
+                )
 
     # Cancelling.
 

@@ -1,16 +1,17 @@
 """What an environment does to its process: blocked event loops, and what is left open after an item.
 
-A thread asks the loop for a sign of life every few milliseconds; while none comes it looks at what the loop's thread
-is doing. Time in which that thread was only waiting for a CPU does not count as blocked, so that a busy machine
-accuses nobody. Counts of handles and children come from /proc or /dev/fd; None where the system has neither.
+`LoopWatch.selector` belongs into the event loop: the time between two of its `select` calls is the time in which
+nothing else could run. What the thread spent waiting for a CPU is taken off, so that a busy machine accuses nobody. A
+second thread looks at where the loop's thread is meanwhile. Counts of handles and children come from /proc or
+/dev/fd; None where the system has neither.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import os
+import selectors
 import sys
 import threading
 import time
@@ -18,14 +19,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 BLOCKED_S = 0.1
-"""A callback that keeps the loop longer blocks it."""
+"""Keeping the loop longer than this blocks it."""
 
 _LOOK_S = 0.01
-_WAITING_STATES = b"SD"
-"""States of a Linux thread that waits for something else than a CPU: interruptible and uninterruptible sleep."""
 
 
 class LoopKilled(BaseException):
@@ -39,28 +38,36 @@ class Stall:
     run: int
     """Value of `LoopWatch.run` at the time."""
     seconds: float
-    where: str
-    """The author's innermost function, and where it begins: `function (file:line)`."""
+    where: str | None
+    """The author's innermost function and where it begins, `function (file:line)`; None if nobody saw it."""
 
 
 class LoopWatch:
-    """Watches the running loop of the thread that enters it."""
+    """Watches the event loop that was made with `selector`, between enter and exit in the loop's thread."""
 
     def __init__(self, author_files: Collection[str], *, patience_s: float) -> None:
-        """After `patience_s` without a sign of life `LoopKilled` is raised in the loop's thread."""
+        """After `patience_s` without a turn of the loop `LoopKilled` is raised in its thread."""
         self.run = -1
         """Set by the caller: what is being done; stalls are only recorded while it is 0 or more."""
         self.stalls: list[Stall] = []
+        self.selector: selectors.BaseSelector = _WatchedSelector(self)
         self._author_files = author_files
         self._patience_s = patience_s
-        self._turns = 0
+        self._turned_at: float | None = None
+        """When callbacks began to run; None while the loop waits, or is not watched."""
+        self._waited_s = 0.0
+        self._busy_run = -1
+        self._was_seen = False
+        self._where: str | None = None
         self._stop = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._schedstat: int | None = None
+        self._thread_id = 0
 
     def __enter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
-        self._native_id = threading.get_native_id()
         self._watcher = threading.Thread(target=self._watch, name="loop watch", daemon=True)
+        self._schedstat = _open_schedstat(threading.get_native_id())
         self._watcher.start()
         return self
 
@@ -71,54 +78,81 @@ class LoopWatch:
         trace: TracebackType | None,
     ) -> None:
         self._stop.set()
-        self._watcher.join()
+        if self._watcher is not None:
+            self._watcher.join()
+        self._turned_at = None
+        if self._schedstat is not None:
+            os.close(self._schedstat)
 
-    def _turn(self) -> None:
-        self._turns += 1
+    def begin(self, run: int) -> None:
+        """Count what follows, up to `end`, as this run."""
+        self.run = self._busy_run = run
+
+    def end(self) -> None:
+        """Leave the run; the turn of the loop that it ends in still counts."""
+        self.run = -1
+
+    def callbacks_begin(self) -> None:
+        """Called by the selector when the loop is about to run callbacks."""
+        if self._watcher is None or self._stop.is_set():
+            return
+        self._was_seen, self._where, self._busy_run = False, None, self.run
+        self._waited_s = _cpu_wait_s(self._schedstat)
+        self._turned_at = time.monotonic()
+
+    def callbacks_end(self) -> None:
+        """Called by the selector when the loop is about to wait."""
+        turned_at, self._turned_at = self._turned_at, None
+        if turned_at is None:
+            return
+        blocked_s = time.monotonic() - turned_at
+        if blocked_s <= BLOCKED_S or self._busy_run < 0:
+            return
+        blocked_s -= _cpu_wait_s(self._schedstat) - self._waited_s
+        if blocked_s > BLOCKED_S and (self._where is not None or not self._was_seen):
+            self.stalls.append(Stall(run=self._busy_run, seconds=blocked_s, where=self._where))
 
     def _watch(self) -> None:
-        stat = _open_stat(self._native_id)
-        try:
-            while not self._stop.wait(_LOOK_S):
-                self._wait_for_a_turn(stat)
-        finally:
-            if stat is not None:
-                os.close(stat)
-
-    def _wait_for_a_turn(self, stat: int | None) -> None:
-        turns, run = self._turns, -1
-        began, cpu_began = time.monotonic(), _cpu_s(self._thread_id)
-        seen, waiting_s, where, is_killed = began, 0.0, "", False
-        try:
-            self._loop.call_soon_threadsafe(self._turn)
-        except RuntimeError:  # the loop is closed
-            return
-        while self._turns == turns and not self._stop.wait(_LOOK_S):
-            now = time.monotonic()
-            if stat is None or _state(stat) in _WAITING_STATES:
-                waiting_s += now - seen
-            seen = now
-            if now - began > BLOCKED_S / 2 and (seen_at := self._where()):
-                where, run = seen_at, self.run
-            if now - began > self._patience_s and not is_killed:
-                is_killed = True
+        killed_at: float | None = None
+        while not self._stop.wait(_LOOK_S):
+            turned_at = self._turned_at
+            if turned_at is None:
+                continue
+            busy_s = time.monotonic() - turned_at
+            if busy_s > BLOCKED_S / 2:
+                where = self._author_function()
+                if self._turned_at == turned_at:
+                    self._was_seen, self._where = True, where or self._where
+            if busy_s > self._patience_s and killed_at != turned_at == self._turned_at:
+                killed_at = turned_at
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread_id), ctypes.py_object(LoopKilled)
                 )
-        busy_s = _cpu_s(self._thread_id) - cpu_began
-        blocked_s = min(time.monotonic() - began, waiting_s + busy_s)
-        if run >= 0 and blocked_s > BLOCKED_S:
-            self.stalls.append(Stall(run=run, seconds=blocked_s, where=where))
 
-    def _where(self) -> str:
-        """Name the innermost function of the author's files; "" when none of them is on the stack."""
+    def _author_function(self) -> str | None:
+        """Name the innermost function of the author's files; None when none of them is on the stack."""
         frame: FrameType | None = sys._current_frames().get(self._thread_id)
         while frame is not None:
             code = frame.f_code
             if code.co_filename in self._author_files:
                 return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
             frame = frame.f_back
-        return ""
+        return None
+
+
+class _WatchedSelector(selectors.DefaultSelector):
+    """Tells the watch when the loop waits."""
+
+    def __init__(self, watch: LoopWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, Any]]:
+        self._watch.callbacks_end()
+        try:
+            return super().select(timeout)
+        finally:
+            self._watch.callbacks_begin()
 
 
 def author_files(cls: type) -> frozenset[str]:
@@ -163,21 +197,16 @@ def children() -> dict[int, str] | None:
     return found
 
 
-def _cpu_s(thread_id: int) -> float:
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return 0.0
+def _open_schedstat(native_id: int) -> int | None:
     try:
-        return time.clock_gettime(time.pthread_getcpuclockid(thread_id))
-    except OSError:
-        return 0.0
-
-
-def _open_stat(native_id: int) -> int | None:
-    try:
-        return os.open(f"/proc/self/task/{native_id}/stat", os.O_RDONLY)
+        return os.open(f"/proc/self/task/{native_id}/schedstat", os.O_RDONLY)
     except OSError:
         return None
 
 
-def _state(stat: int) -> bytes:
-    return os.pread(stat, 512, 0).rpartition(b")")[2].split()[0]
+def _cpu_wait_s(schedstat: int | None) -> float:
+    """Return how long a Linux thread has waited for a CPU in its life (second field, nanoseconds)."""
+    if schedstat is None:
+        return 0.0
+    fields = os.pread(schedstat, 128, 0).split()
+    return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0

@@ -1,0 +1,64 @@
+"""`python my_env.py check`: the conformance check of `envs.checker` as a command.
+
+Options of its own, and every flag of `serve` to configure the environment. Prints a line per rule, or JSON; exit code
+1 when a rule fails, 2 for a wrong flag. `cli.env` calls it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import sys
+from collections.abc import Sequence
+
+from atroposlib.envs.base import BaseEnv, load_tokenizer
+from atroposlib.envs.checker import RULES, check_env
+
+
+def check_environment(env_cls: type[BaseEnv], argv: Sequence[str], *, prog: str) -> int:
+    """Check an environment as the flags say; return the exit code."""
+    from atroposlib.cli.env import build_environment  # it imports this module
+
+    logging.basicConfig(level=logging.CRITICAL)  # what the author's code logs is in the report
+    options, flags = _parser(prog).parse_known_args(argv)
+
+    def make(cls: type[BaseEnv]) -> BaseEnv:
+        with contextlib.redirect_stdout(io.StringIO()):  # the configuration, once per environment
+            return build_environment(cls, "check", ["--testing", *flags], prog=prog)
+
+    with contextlib.redirect_stdout(sys.stderr):  # what the author's code prints is no report
+        report = check_env(
+            env_cls,
+            num_items=options.items,
+            seed=options.seed,
+            skip=options.skip,
+            make=make,
+            tokenizer=None if options.tokenizer is None else load_tokenizer(options.tokenizer),
+            timeout_s=options.timeout,
+            resume_items=options.resume_items,
+        )
+    print(json.dumps(report.to_dict(), indent=2) if options.json else report.to_text())
+    return 0 if report.is_ok else 1
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Run the environment on a scripted engine and report what would go wrong in training.",
+        epilog=f"Flags of the environment (--env.FIELD, --config FILE) are those of serve."
+        f" Rules: {', '.join(rule.name for rule in RULES)}.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--items", type=int, default=3, help="items to run (3)")
+    parser.add_argument("--seed", type=int, default=0, help="random state of the check (0)")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds per call (30)")
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="RULE", help="do not judge this rule; repeat"
+    )
+    parser.add_argument("--resume-items", action="store_true", help="judge items_resume, too")
+    parser.add_argument("--tokenizer", help="name or path, instead of the scripted one")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ScoredDataGroup
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.eval import pass_at_k
 from atroposlib.envs.rewards import JsonValue, RewardFailure, RewardWorkers
 from atroposlib.envs.server_handling.sequences import SequenceNode
@@ -62,6 +62,8 @@ class DatasetEnvConfig(BaseEnvConfig):
     on_reward_failure: Literal["drop", "mask", "retry"] = "drop"
     """An answer that could not be judged is left out of its group (drop), stays without trained positions and with
     the mean score of the others (mask: the group keeps its size), or is judged once more, then dropped (retry)."""
+    use_wandb: bool = False
+    """Log to Weights & Biases (extra `wandb`)."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one call of `in_worker` may take before its worker is killed."""
     num_reward_workers: int = Field(default=2, ge=1)
@@ -158,6 +160,12 @@ class DatasetEnv(BaseEnv):
         self.eval_metrics: dict[str, float] = {}
         self._order: tuple[int, list[int]] | None = None
 
+    @classmethod
+    def config_init(cls) -> tuple[Any, Any]:
+        """Return the fields' own defaults and an engine on port 9001; name model and tokenizer by flag or override."""
+        server = APIServerConfig(server_type="vllm", base_url="http://localhost:9001/v1")
+        return cls.env_config_cls(), [server]
+
     # What an author defines.
 
     def load_rows(self, split: Split) -> Any:
@@ -186,6 +194,11 @@ class DatasetEnv(BaseEnv):
     def gold_answer(self, row: Row) -> str | None:
         """Return an answer that must reach `success_score`; `setup` checks the first rows. None: no check."""
         return None
+
+    def example_answers(self, item: Row) -> list[str]:
+        """Return answers that `check` tries beside its own: the gold one."""
+        gold = self.gold_answer(item)
+        return [] if gold is None else [gold]
 
     def shape_group(self, row: Row, group: ScoredDataGroup) -> ScoredDataGroup | None:
         """Change a judged group before it leaves (length penalties, say); None drops it."""

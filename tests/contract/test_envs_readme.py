@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -29,6 +30,9 @@ def namespace_of(name: str, **known: Any) -> dict[str, Any]:
     return namespace
 
 
+EPISODES = itertools.count()
+
+
 def turn_of(request: HarnessRequest) -> int:
     return request.prompt.count("<assistant>")
 
@@ -39,7 +43,7 @@ def count_vowels(request: HarnessRequest) -> str:
 
 def guess(request: HarnessRequest) -> str:
     """Halve the range by what was said so far; every other episode begins with nonsense."""
-    if turn_of(request) == 1 and request.call % 2:
+    if turn_of(request) == 1 and next(EPISODES) % 2:
         return "no idea"
     low, high = 1, 80
     for said, told in re.findall(r"<assistant>(\d+)<eos><user>(Higher|Lower)", request.prompt):

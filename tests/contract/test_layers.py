@@ -34,6 +34,7 @@ RANKS = {
     "atroposlib.envs": 4,
     "atroposlib.cli": 5,
     "atroposlib.engine": 5,
+    "atroposlib.tests": 5,
     "example_trainer": 5,
     "environments": 5,
 }

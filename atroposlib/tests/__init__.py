@@ -1,0 +1,1 @@
+"""What the tests of other projects import from here."""

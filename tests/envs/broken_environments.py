@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
+from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
 
 
 class Sums(BaseEnv):
@@ -154,7 +158,83 @@ class OwnRestore(Sums):
         self.position = vars(self).pop("iter")
 
 
-SOUND = (Sums, TextOnly, TwoTurns, NormalizedRewards, ListOfGroups, LazyPool, OwnRestore)
+class Rows(DatasetEnv):
+    """Sound: rows, a prompt and a score."""
+
+    @classmethod
+    def config_init(cls) -> Any:
+        return DatasetEnvConfig(use_wandb=False), [APIServerConfig(model_name="m")]
+
+    def load_rows(self, split: Any) -> Any:
+        return [f"{n} + {n}" for n in range(9)]
+
+    def prompt(self, row: Any) -> str:
+        return f"{row} = ?"
+
+    def gold_answer(self, row: Any) -> str:
+        return str(2 * int(row[0]))
+
+    def score(self, row: Any, answer: str) -> float:
+        return float(answer.strip() == self.gold_answer(row))
+
+
+class Judged(JudgeEnv):
+    """Sound: the policy's own engine marks the answers."""
+
+    @classmethod
+    def config_init(cls) -> Any:
+        return JudgeEnvConfig(use_wandb=False), [APIServerConfig(model_name="m")]
+
+    def load_rows(self, split: Any) -> Any:
+        return ["a poem about soup", "a joke about pigeons"]
+
+    def prompt(self, row: Any) -> str:
+        return f"Write {row}."
+
+
+class JudgedInPairs(Judged):
+    """Sound: the answers of a group are compared."""
+
+    judging = "pairwise"
+
+    def reference(self, row: Any) -> str:
+        return "The best there is."
+
+
+class OwnJudge(Sums):
+    """Sound: a judge with a server and words of its own."""
+
+    def __init__(self, config: Any, servers: Any, slurm: bool = False, testing: bool = False):
+        super().__init__(config, servers, slurm, testing)
+        self.judge = ServerManager([APIServerConfig(model_name="judge")], testing=True)
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        group, _ = await super().collect_trajectories(item)
+        for i, (tokens, masks) in enumerate(zip(group["tokens"], group["masks"], strict=True)):
+            answer = self.tokenizer.decode([t for t, m in zip(tokens, masks, strict=True) if m > 2])
+            asked = [{"role": "user", "content": f"Is {answer!r} right? It is {item['answer']}."}]
+            said = await self.judge.chat_completion(messages=asked)
+            group["scores"][i] = float(said.choices[0].message.content == "yes")
+        return group, []
+
+    def example_verdict(self, prompt: str) -> str | None:
+        found = re.search(r"Is '(.*)' right\? It is (\d+)\.", prompt)
+        return None if found is None else "yes" if found[1] == found[2] else "no"
+
+
+SOUND = (
+    Rows,
+    Judged,
+    JudgedInPairs,
+    OwnJudge,
+    Sums,
+    TextOnly,
+    TwoTurns,
+    NormalizedRewards,
+    ListOfGroups,
+    LazyPool,
+    OwnRestore,
+)
 
 
 # Starting and items.

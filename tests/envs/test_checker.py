@@ -5,12 +5,15 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atroposlib.cli.env import run_environment
+from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.checker import RULES, Report, check_env
 from atroposlib.envs.checker.engine import PairTokenizer
 from atroposlib.errors import ConfigError
@@ -20,13 +23,16 @@ from tests.envs.broken_environments import (
     HANGING,
     SLOW,
     SOUND,
+    AnswerRetokenized,
     ConstantReward,
     EarlyBird,
     EmptyIsRight,
     HistoryRetokenized,
     NoItems,
     OneMaskShort,
+    RandomReward,
     SetupFails,
+    SleepsInScoring,
     Sums,
     TextOnly,
     WrongField,
@@ -36,7 +42,7 @@ from tests.envs.broken_environments import (
 CASES = [(rule, env_cls) for rule, classes in BROKEN.items() for env_cls in classes]
 
 
-def check(env_cls: type[Sums], **options: Any) -> Report:
+def check(env_cls: type[BaseEnv], **options: Any) -> Report:
     options.setdefault("timeout_s", 0.3 if env_cls in HANGING else 30.0)
     with tidied():
         num_items = 1 if env_cls in SLOW else 2
@@ -44,7 +50,7 @@ def check(env_cls: type[Sums], **options: Any) -> Report:
 
 
 @pytest.mark.parametrize("env_cls", SOUND, ids=lambda env_cls: env_cls.__name__)
-def test_sound_environment_fails_no_rule(env_cls: type[Sums]) -> None:
+def test_sound_environment_fails_no_rule(env_cls: type[BaseEnv]) -> None:
     assert check(env_cls).failed == []
 
 
@@ -119,7 +125,46 @@ def test_a_sampled_text_has_other_tokens_when_it_is_tokenized_again() -> None:
         assert apart != again
 
 
-@pytest.mark.parametrize("name", ["engine", "probes"])
+def merging_tokenizer() -> Any:
+    """Byte-level BPE that joins the letters of a few words, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [("a", "n"), ("s", "w"), ("e", "r"), ("t", "h"), ("i", "s"), ("k", "n")]
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    backend = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<end>",
+        chat_template="{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def test_a_tokenizer_of_files_can_be_used_instead() -> None:
+    tokenizer = merging_tokenizer()
+    assert check(Sums, tokenizer=tokenizer).failed == []
+    assert check(AnswerRetokenized, tokenizer=tokenizer).failed == ["token_exact"]
+
+
+def test_the_clock_and_the_random_state_are_given_back() -> None:
+    real, state = time.time, random.getstate()
+    check(RandomReward)
+    assert time.time is real
+    assert random.getstate() == state
+
+
+def test_a_stall_names_the_function_that_blocks() -> None:
+    evidence = check(SleepsInScoring).finding("loop_stays_free").evidence
+    assert [what.what.partition(" blocked")[0].partition(" (")[0] for what in evidence] == [
+        "SleepsInScoring.change"
+    ]
+
+
+@pytest.mark.parametrize("name", ["engine", "judge", "probes"])
 def test_examples_in_docstrings_hold(name: str) -> None:
     module = importlib.import_module(f"atroposlib.envs.checker.{name}")
     result = doctest.testmod(module)

@@ -34,6 +34,7 @@ from atroposlib.envs.checker.engine import (
     Sample,
     question_of,
 )
+from atroposlib.envs.checker.judge import judge_of
 from atroposlib.envs.checker.probes import EMPTY, guesses, rounds
 from atroposlib.envs.checker.report import Evidence, Finding, Report, Status
 from atroposlib.envs.checker.rules import BY_NAME, RULES
@@ -49,6 +50,7 @@ from atroposlib.envs.checker.watch import (
 from atroposlib.envs.rewards import RewardWorkers
 from atroposlib.envs.runtime import checkpoint
 from atroposlib.envs.runtime.items import cause_of, collect
+from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 
@@ -326,7 +328,10 @@ class _Check:
             env.config.data_dir_to_save_evals = str(folder / "evals")
             engine = ProbeEngine(env.tokenizer)
             await env.server.close()
-            env.server.servers = [engine]
+            engine.judge = judge_of(env)
+            for manager in vars(env).values():  # a judge or a teacher has one of its own
+                if isinstance(manager, ServerManager):
+                    manager.servers = [engine]
             env.group_sink = self._sink
             await self._within(env.setup(), "setup()")
             engine.tokenizer = env.tokenizer
@@ -460,7 +465,7 @@ class _Check:
         if all(not run.samples for run in self._runs):
             for name in ("token_exact", *_REWARD_RULES):
                 self._skip(name, "the environment asks nothing of the engine")
-        if any(run.samples and not all(s.tokens for s in run.samples) for run in self._runs):
+        elif not any(sample.tokens for run in self._runs for sample in run.samples):
             self._skip(
                 "token_exact",
                 "the environment samples text only; managed_server() would keep the tokens",

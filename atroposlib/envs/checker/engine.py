@@ -102,6 +102,8 @@ class ProbeEngine(ServerHarness):
             APIServerConfig(model_name="check"), tokenizer=tokenizer, respond=self._answer
         )
         self.samples: list[Sample] = []
+        self.judge: Callable[[str], str | None] = _no_judge
+        """Asked first; a prompt it answers is a judge's, and neither scripted nor remembered."""
         self.asked = asyncio.Event()
         """Set while a request waits because of `hold`."""
         self._released = asyncio.Event()
@@ -127,8 +129,8 @@ class ProbeEngine(ServerHarness):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether every sample of this run was given as tokens."""
-        return bool(self.samples) and all(sample.tokens for sample in self.samples)
+        """Whether samples of this run were given as tokens."""
+        return any(sample.tokens for sample in self.samples)
 
     async def _begin(self, kwargs: dict[str, Any]) -> int:
         call = await super()._begin(kwargs)
@@ -140,6 +142,9 @@ class ProbeEngine(ServerHarness):
 
     def _answer(self, request: HarnessRequest) -> str:
         """Answer with text only."""
+        verdict = self.judge(request.prompt)
+        if verdict is not None:
+            return verdict
         text = self._text_for(request.prompt)
         self._remember(request.prompt, text, [], [], [])
         return text
@@ -172,13 +177,16 @@ class ProbeEngine(ServerHarness):
     ) -> TokenCompletions:
         limit = int(kwargs.get("max_tokens") or kwargs.get("max_completion_tokens") or 2**31)
         all_tokens, all_logprobs, reasons = [], [], []
+        verdict = self.judge(prompt)
         for _ in range(int(kwargs.get("n") or 1)):
-            tokens = [*_apart(self.tokenizer, self._text_for(prompt)), self.tokenizer.eos_token_id]
+            text = self._text_for(prompt) if verdict is None else verdict
+            tokens = [*_apart(self.tokenizer, text), self.tokenizer.eos_token_id]
             reasons.append("stop" if len(tokens) <= limit else "length")
             tokens = tokens[:limit]
             logprobs = made_up_logprobs(prompt_tokens, tokens)
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            self._remember(prompt, text, prompt_tokens, tokens, logprobs)
+            if verdict is None:
+                text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                self._remember(prompt, text, prompt_tokens, tokens, logprobs)
             all_tokens.append(tokens)
             all_logprobs.append(logprobs)
         return TokenCompletions(prompt_tokens, all_tokens, all_logprobs, reasons)
@@ -201,6 +209,10 @@ class ProbeEngine(ServerHarness):
                 logprobs=list(logprobs),
             )
         )
+
+
+def _no_judge(prompt: str) -> None:
+    return None
 
 
 def question_of(prompt: str) -> str:

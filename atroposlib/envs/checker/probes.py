@@ -35,7 +35,7 @@ class HasExampleAnswers(Protocol):
     """An environment that helps the check."""
 
     def example_answers(self, item: Any) -> Sequence[str]:
-        """Return completions worth trying for `item`, a right one first; one wrong one helps, too."""
+        """Return completions worth trying for `item`, a right one first; [] leaves it to the check."""
 
 
 def guesses(env: object, item: Any) -> list[str]:
@@ -44,8 +44,8 @@ def guesses(env: object, item: Any) -> list[str]:
     >>> guesses(object(), {"question": "1 + 1?", "answer": 2})[:2]
     ['2', '<think>Let me see.</think> The answer is \\\\boxed{2}']
     """
-    if isinstance(env, HasExampleAnswers):
-        return _distinct(str(text) for text in env.example_answers(item))
+    if isinstance(env, HasExampleAnswers) and (examples := env.example_answers(item)):
+        return _distinct(map(str, examples))
     gold_first = sorted(_leaves(item, ""), key=lambda leaf: (not _is_gold(leaf[0]), len(leaf[1])))
     wrapped = (
         wrapping.format(text)
@@ -72,6 +72,12 @@ def rounds(found: Sequence[str], group_size: int) -> list[list[Answer]]:
             answers.append(f"qx{len(answers)}")
         dealt.append(answers)
     return dealt
+
+
+def is_useless(answer: str, request: str) -> bool:
+    """Whether an answer is one that every round has: nothing, nonsense, or the request itself."""
+    words = answer.strip()
+    return not words or words in request or words.startswith(NONSENSE[0]) or words in NONSENSE
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:

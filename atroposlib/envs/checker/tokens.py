@@ -51,9 +51,13 @@ def faults_of(view: SequenceView, samples: Sequence[Sample], tokenizer: Any) -> 
 
 
 def texts_said(samples: Sequence[Sample]) -> dict[int, str]:
-    """Return, for every scripted answer, all that was said with it: the turns of its conversation joined."""
+    """Return, for every scripted answer, all that was said with it: the turns of its conversation joined.
+
+    Where tokens were sampled, what was asked for as text only belongs to nobody's sequence.
+    """
     said: dict[int, str] = {}
-    for sample in samples:
+    with_tokens = [sample for sample in samples if sample.tokens]
+    for sample in with_tokens or samples:
         said[sample.persona] = said.get(sample.persona, "") + sample.text
     return said
 

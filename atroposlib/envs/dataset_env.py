@@ -25,6 +25,7 @@ from pydantic import Field
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.eval import pass_at_k
 from atroposlib.envs.rewards import JsonValue, RewardFailure, RewardWorkers
+from atroposlib.envs.server_handling.choices import run_together
 from atroposlib.envs.server_handling.sequences import SequenceNode
 from atroposlib.errors import ConfigError, EnvError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
@@ -212,7 +213,7 @@ class DatasetEnv(BaseEnv):
         self._order = None
         rows = self.train_rows[:NUM_GOLD_ANSWERS_CHECKED]
         pairs = [(row, gold) for row in rows if (gold := self.gold_answer(row)) is not None]
-        outcomes = await asyncio.gather(*(self._judge(row, gold) for row, gold in pairs))
+        outcomes = await run_together([self._judge(row, gold) for row, gold in pairs])
         for (row, _), outcome in zip(pairs, outcomes, strict=True):
             score = number_of(outcome)
             if score is None or score < self.success_score:
@@ -263,9 +264,7 @@ class DatasetEnv(BaseEnv):
 
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
         """Judge the rollouts of one row, in order; override to judge them against each other."""
-        return list(
-            await asyncio.gather(*(self._judge(row, rollout.completion) for rollout in rollouts))
-        )
+        return await run_together([self._judge(row, rollout.completion) for rollout in rollouts])
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Answer every evaluation row, and write the metrics and the samples."""
@@ -289,9 +288,7 @@ class DatasetEnv(BaseEnv):
                 for rollout, outcome in zip(rollouts, judged[index], strict=True)
             ]
 
-        async with asyncio.TaskGroup() as tasks:
-            for index, row in enumerate(self.eval_rows):
-                tasks.create_task(measure(index, row))
+        await run_together([measure(index, row) for index, row in enumerate(self.eval_rows)])
         self.eval_metrics = self.summarize(
             [[number_of(o) for o in outcomes] for outcomes in judged]
         )

@@ -7,7 +7,6 @@ says, and counted. Authors subclass it with `load_rows`, `prompt` and a `rubric`
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -16,6 +15,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ExtraServers
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Row
+from atroposlib.envs.server_handling.choices import run_together
 from atroposlib.envs.server_handling.http import HttpPeer, strip_v1
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
@@ -173,7 +173,7 @@ class JudgeEnv(DatasetEnv):
             return await super().score_group(row, rollouts)
         pairs = pairings(len(rollouts), num_opponents=self.config.num_opponents)
         texts = [rollout.completion for rollout in rollouts]
-        results = await asyncio.gather(*(self.compare(row, texts[i], texts[j]) for i, j in pairs))
+        results = await run_together([self.compare(row, texts[i], texts[j]) for i, j in pairs])
         won: list[list[float]] = [[] for _ in rollouts]
         for (i, j), result in zip(pairs, results, strict=True):
             if result is not None:
@@ -186,9 +186,11 @@ class JudgeEnv(DatasetEnv):
 
         The judge sees both orders. A judge that prefers a place rather than an answer gives a tie.
         """
-        forward, backward = await asyncio.gather(
-            self._ask(self.pairwise_messages(row, first, second)),
-            self._ask(self.pairwise_messages(row, second, first)),
+        forward, backward = await run_together(
+            [
+                self._ask(self.pairwise_messages(row, first, second)),
+                self._ask(self.pairwise_messages(row, second, first)),
+            ]
         )
         there, back = self._counted(parse_verdict(forward)), self._counted(parse_verdict(backward))
         return None if there is None or back is None else (there + 1.0 - back) / 2

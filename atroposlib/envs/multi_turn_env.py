@@ -7,7 +7,6 @@ of the turns' rewards. Authors subclass it, and `ToolEnv` does; it does not judg
 
 from __future__ import annotations
 
-import asyncio
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from atroposlib.envs.dataset_env import (
     awaited,
     number_of,
 )
+from atroposlib.envs.server_handling.choices import run_together
 from atroposlib.errors import EnvError
 
 _TEMPLATE_TOKENS = 16
@@ -99,12 +99,7 @@ class MultiTurnEnv(DatasetEnv):
 
     async def roll_out(self, row: Row, n: int, *, split: Split) -> list[Rollout]:
         """Play `n` episodes of a row at once; a failure of one cancels the others."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                plays = [tasks.create_task(self._play(row, split)) for _ in range(n)]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
-        return [play.result() for play in plays]
+        return await run_together([self._play(row, split) for _ in range(n)])
 
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
         """Return the scores that the episodes ended with."""

@@ -123,7 +123,7 @@ async def test_example_evaluates(name: str, tmp_path: Path) -> None:
     assert len(samples) == len(env.eval_rows) > 0
 
 
-@pytest.mark.parametrize("name", ["CountVowels"])
+@pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_example_passes_check(name: str) -> None:
     report = check_env(namespace_of(name)[name], num_items=2)
     assert report.failed == []

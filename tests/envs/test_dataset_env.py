@@ -24,7 +24,7 @@ from atroposlib.envs.server_handling.server_harness import (
     HarnessRequest,
     ServerHarness,
 )
-from atroposlib.errors import ConfigError, EnvError
+from atroposlib.errors import ConfigError, EngineRejected, EnvError
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
 
 FAILED = RewardFailure(reason="timeout", detail="no result within 10 s")
@@ -381,3 +381,38 @@ async def test_close_may_be_plain() -> None:
 
     await evaluate(make(Plain))
     assert closed == ["plain"]
+
+
+async def test_failed_request_of_an_evaluation_is_raised_as_itself() -> None:
+    env = make()
+    await env.setup()
+    env.server.servers[0].fail(EngineRejected("no such model"))
+    with pytest.raises(EngineRejected, match="no such model"):
+        await env.evaluate()
+
+
+async def test_evaluation_is_plain_chat_where_the_api_has_no_token_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = make(respond=lambda request: "3")
+    await env.setup()
+    harness = env.server.servers[0]
+    monkeypatch.setattr(env.server, "managed_server", lambda **kwargs: _NoTokens())
+    await env.evaluate()
+    assert [request["messages"][0]["role"] for request in harness.requests] == ["user", "user"]
+    with pytest.raises(NotImplementedError, match="no token ids"):
+        await env.collect_trajectories([1, 2])
+
+
+class _NoTokens:
+    async def __aenter__(self) -> Any:
+        raise NotImplementedError("no token ids")
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+async def test_group_of_one_is_kept() -> None:
+    env = make(group_size=1)
+    await env.setup()
+    group, _ = await env.collect_trajectories([0, 1])
+    assert (group["scores"], group["group_overrides"]) == ([1.0], {"group_size": 1})

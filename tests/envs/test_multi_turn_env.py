@@ -173,3 +173,29 @@ async def test_evaluation_plays_episodes_and_counts_the_solved_ones() -> None:
     metrics = await env.evaluate()
     assert metrics["eval/pass@1"] == 1 / 8
     assert env.counts == {}
+
+
+class Forgetful(ByteTokenizer):
+    """Its template shows only the last two messages: the past is rewritten at every turn."""
+
+    def apply_chat_template(self, messages: Any, *args: Any, **options: Any) -> Any:
+        return super().apply_chat_template(messages[-2:], *args, **options)
+
+
+async def test_template_that_rewrites_the_past_makes_a_sequence_of_each_part() -> None:
+    class Rewritten(Guess):
+        def load_tokenizer(self) -> Any:
+            return Forgetful()
+
+    env = make(Rewritten, respond=lambda request: str(request.call % 3 + 1))
+    await env.setup()
+    group, _ = await env.collect_trajectories(3)
+    checked = check_group(group, strictness=Strictness.MEANING)
+    assert checked.num_sequences == 6
+    assert group["group_overrides"] == {"group_size": 6}
+    assert group["scores"] == [0.5] * 6
+    answers = [
+        env.tokenizer.decode([token for token in labels if token != IGNORE_INDEX])
+        for labels in group["masks"]
+    ]
+    assert sorted(answers) == ["1<eos>", "1<eos>", "2<eos>", "2<eos>", "3<eos>", "3<eos>"]

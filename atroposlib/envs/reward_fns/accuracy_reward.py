@@ -1,4 +1,4 @@
-"""Is the final answer right? For mathematics: numbers are compared here, everything else by math-verify.
+"""Is the final answer right? For mathematics: equal texts and numbers are seen here, the rest by math-verify.
 
 math-verify runs in a worker that can be killed (extra `math`). An answer that could not be judged is not a wrong one:
 `on_failure` says what its value is, and `failures` counts it by reason.
@@ -77,10 +77,12 @@ class AccuracyReward(RewardFunction):
                 text = after_thinking(text)
             if gold is None or not text or text.count("\\boxed") > self.max_boxed_threshold:
                 continue
-            expected = gold_answer(gold)
-            if self._same_number(expected, final_answer(text)):
+            expected, answer = gold_answer(gold), final_answer(text)
+            if not expected:
+                continue
+            if self._is_plainly_equal(expected, answer):
                 values[index] = 1.0
-            elif expected:
+            else:
                 undecided.append((index, expected, text))
         if undecided:
             workers = self._workers or math_workers()
@@ -90,8 +92,13 @@ class AccuracyReward(RewardFunction):
                 values[index] = self._value(outcome)
         return values
 
-    def _same_number(self, gold: str, answer: str | None) -> bool:
-        left, right = _number(gold), _number(answer or "")
+    def _is_plainly_equal(self, gold: str, answer: str | None) -> bool:
+        """Whether no mathematics is needed: the same text but for white space, or the same number."""
+        if answer is None:
+            return False
+        if gold.split() == answer.split():
+            return True
+        left, right = _number(gold), _number(answer)
         return left is not None and right is not None and abs(left - right) <= self.tolerance
 
     def _value(self, outcome: bool | RewardFailure) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -235,3 +237,22 @@ async def test_items_that_take_too_long_to_finish_go_back_to_the_backlog(
     assert sorted(env.backlog) == [0, 1]
     assert "2 items were not finished" in caplog.text
     assert (env.running_items, env.workers) == ({}, set())
+
+
+@pytest.mark.parametrize("end", ["second signal", "engine away"])
+async def test_nothing_is_waited_for_after_a_second_signal_or_without_an_engine(end: str) -> None:
+    async with LoopbackHub() as hub:
+        env = ScriptedEnv(
+            rollout_server_url=hub.url, answer=lambda item: asyncio.sleep(60), num_items=2
+        )
+        run = asyncio.create_task(serve(env, timings=replace(FAST, drain_s=60)))
+        await until(lambda: len(env.running_items) == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        assert not run.done()
+        if end == "second signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            env.server.servers[0].server_healthy = False
+        await asyncio.wait_for(run, 2)
+    assert sorted(env.backlog) == [0, 1]

@@ -178,28 +178,33 @@ class _Server:
             await self._disconnect()
 
     async def _drain(self) -> None:
-        """Let items in flight finish; those that take too long go back to `backlog` and are counted in the log."""
+        """Let items in flight finish; those that take too long go back to `backlog` and are counted in the log.
+
+        Without an engine none of them can, as when everything is stopped at once.
+        """
         items = set(self._env.workers)
-        if not items or self._hurry.is_set():
-            return
-        logger.info(
-            "stopping: %d items may finish within %.0f s", len(items), self._timings.drain_s
-        )
-        hurry = asyncio.create_task(self._hurry.wait())
+        if items:
+            logger.info("%d items may finish within %.0f s", len(items), self._timings.drain_s)
         deadline = time.monotonic() + self._timings.drain_s
-        try:
-            while items and not hurry.done() and (left_s := deadline - time.monotonic()) > 0:
-                done, _ = await asyncio.wait(
-                    {*items, hurry}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                items -= done
-        finally:
-            hurry.cancel()
-            await asyncio.gather(hurry, return_exceptions=True)
+        while items and not self._hurry.is_set() and self._may_have_engine():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            # Signals and engines are looked at once per tick.
+            done, _ = await asyncio.wait(
+                items,
+                timeout=min(left_s, self._timings.tick_s),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            items -= done
         unfinished = [entry["item"] for entry in self._env.running_items.values()]
         if unfinished:
             self._env.backlog[:0] = unfinished
             logger.warning("%d items were not finished", len(unfinished))
+
+    def _may_have_engine(self) -> bool:
+        servers = self._env.server.servers
+        return any(server.server_healthy or not server.is_known for server in servers)
 
     async def _deliver_rest(self) -> None:
         """Deliver what is held, or leave it in a file; a file left behind is an error of the run."""

@@ -179,7 +179,7 @@ class Run:
         """Begin the run at `step`, or begin it again at a hub that has forgotten it."""
         config = self._config
         logger.info("registering at %s", config.hub_url)
-        self._hub.register(
+        reply = self._hub.register(
             TrainerRegistration(
                 wandb_group=self._log.wandb_group,
                 wandb_project=self._log.wandb_project,
@@ -189,8 +189,17 @@ class Run:
                 save_checkpoint_interval=config.checkpoint_interval or config.num_steps,
                 starting_step=step,
                 num_steps=config.num_steps,
-            )
+            ),
+            resume_step=step,  # leases of an earlier trainer end here
         )
+        if reply.replayed or reply.forgotten_steps:
+            logger.warning(
+                "the hub holds an earlier run: %d groups that were trained on after step %d come again, and %d steps"
+                " are no longer held; run-api --fresh begins anew",
+                reply.replayed or 0,
+                step,
+                reply.forgotten_steps or 0,
+            )
         self.announce(published)
 
     def announce(self, version: int) -> None:

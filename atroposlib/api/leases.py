@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import islice
 from typing import NamedTuple
 
 from atroposlib.api.batching import GroupHeader
@@ -271,8 +272,8 @@ class Leases:
 
     def freed(self, num_batches: int) -> list[tuple[int, str, int]]:
         """Number, lease id and step of the batches freed last."""
-        newest = list(self._closed.items())[-num_batches:]
-        return [(number, closed.lease_id, closed.step) for number, closed in newest]
+        newest = islice(reversed(self._closed.items()), num_batches)
+        return [(number, closed.lease_id, closed.step) for number, closed in newest][::-1]
 
     def restore_freed(self, rows: Iterable[tuple[int, str, int]]) -> None:
         """Take over what `freed` returned."""

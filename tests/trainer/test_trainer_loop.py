@@ -165,6 +165,28 @@ def test_a_checkpoint_lets_the_hub_forget_what_was_trained_before_it(
     assert resumed.requeued == 0  # nothing is held any more
 
 
+def test_a_run_begun_again_trains_on_the_same_batches_and_says_so(
+    model_dir: Path, tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trainer before it died without a checkpoint, while it held its second batch."""
+    with running_hub() as hub_url:
+        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(4)])
+        config = config_for(
+            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=2
+        )
+        with TrainerClient(hub_url) as dead:
+            dead.register(registration_of(config))
+            first = dead.lease_batch()
+            assert first is not None
+            dead.ack(first)
+            assert dead.lease_batch() is not None
+        train(config)
+        ledger = ledger_of(hub_url)
+    assert "4 groups that were trained on after step 0 come again" in caplog.text
+    assert [s["num_lost_leases"] for s in steps_of(config)] == [0, 0]
+    assert ledger == {"trained": 4}
+
+
 def test_a_lost_lease_is_counted_and_the_run_goes_on(
     model_dir: Path,
     tmp_path: Path,

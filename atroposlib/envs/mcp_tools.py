@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 
 from atroposlib.errors import EnvError, require
 
+_CONNECTION_CLOSED = -32000
+"""The code with which the `mcp` package says so (mcp.types.CONNECTION_CLOSED)."""
+
 OPEN_TIMEOUT_S = 60.0
 """For starting the program and its handshake; some download themselves first."""
 
@@ -73,9 +76,15 @@ class McpSession:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> McpResult:
         """Call a tool. Raises EnvError when the server is gone, and what the `mcp` package raises."""
-        if self._client is None or self._owner is None or self._owner.done():
+        if self._client is None:
             raise EnvError(f"the MCP server {self._server.command} is not running")
-        result = await self._client.call_tool(name, arguments)
+        mcp = require("mcp", extra="mcp")
+        try:
+            result = await self._client.call_tool(name, arguments)
+        except mcp.MCPError as error:
+            if error.code == _CONNECTION_CLOSED:
+                raise EnvError(f"the MCP server {self._server.command} has ended") from error
+            raise
         texts = [getattr(block, "text", f"({block.type})") for block in result.content]
         return McpResult("\n".join(texts), bool(result.is_error))
 
@@ -93,16 +102,22 @@ class McpSession:
             command=self._server.command, args=list(self._server.args), env=dict(self._server.env)
         )
         async with mcp.Client(parameters) as client:
-            offered = await client.list_tools()
+            tools = await _list_tools(client)
             self._client = client
             try:
                 if not opened.done():
-                    opened.set_result(
-                        [
-                            OfferedTool(tool.name, tool.description or "", tool.input_schema)
-                            for tool in offered.tools
-                        ]
-                    )
+                    opened.set_result(tools)
                 await self._closing.wait()
             finally:
                 self._client = None
+
+
+async def _list_tools(client: Any) -> list[OfferedTool]:
+    tools: list[OfferedTool] = []
+    cursor = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        tools += [OfferedTool(t.name, t.description or "", t.input_schema) for t in page.tools]
+        cursor = page.next_cursor
+        if cursor is None:
+            return tools

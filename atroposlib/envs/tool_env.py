@@ -30,7 +30,7 @@ from atroposlib.envs.dataset_env import Row, awaited
 from atroposlib.envs.mcp_tools import McpServer, McpSession
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step
 from atroposlib.envs.rewards import RewardFailure
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, EnvError
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,10 @@ class ToolEnv(MultiTurnEnv):
         try:
             async with deadline:
                 return await tool.run(call.arguments, episode)
-        except ToolFailure:
+        except (
+            ToolFailure,
+            EnvError,
+        ):  # a server that ended is the environment's failure, not the model's
             raise
         except TimeoutError as error:
             if not deadline.expired():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from atroposlib.envs.dataset_env import (
 )
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.runtime.evaluate import evaluate
+from atroposlib.envs.runtime.serve import Timings, serve
 from atroposlib.envs.server_handling.server_harness import (
     ByteTokenizer,
     HarnessRequest,
@@ -26,7 +28,9 @@ from atroposlib.envs.server_handling.server_harness import (
 )
 from atroposlib.errors import ConfigError, EngineRejected, EnvError
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
+from tests.envs.helpers_runtime import LoopbackHub
 
+FAST = Timings(tick_s=0.02, poll_wait_s=0.1, control_refill_s=0.02, register_s=0.02)
 FAILED = RewardFailure(reason="timeout", detail="no result within 10 s")
 
 
@@ -416,3 +420,20 @@ async def test_group_of_one_is_kept() -> None:
     await env.setup()
     group, _ = await env.collect_trajectories([0, 1])
     assert (group["scores"], group["group_overrides"]) == ([1.0], {"group_size": 1})
+
+
+async def test_rows_reach_the_hub_and_the_run_ends_with_the_trainer() -> None:
+    async with LoopbackHub(batch_size=8, max_token_len=1000) as hub:
+        env = make(
+            respond=lambda request: str(request.choice),
+            rollout_server_url=hub.url,
+            total_steps=2,
+            ensure_scores_are_not_same=False,
+        )
+        run = asyncio.create_task(serve(env, timings=FAST))
+        while hub.coordinator.status().current_step < 2:
+            await hub.take_batch()
+            await asyncio.sleep(0.01)
+        outbox = await run
+    assert outbox.num_stored >= 4
+    assert outbox.dropped == {}

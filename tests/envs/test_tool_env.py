@@ -349,10 +349,16 @@ def double(number: int) -> int:
 def refuse() -> str:
     raise ToolError("not today")
 
+@server.tool()
+def die() -> str:
+    import os
+    os._exit(1)
+
 server.run()
 """
 
 
+@pytest.mark.e2e
 async def test_tools_of_an_mcp_server_are_called_like_any_other(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     script = tmp_path / "server.py"
@@ -371,9 +377,14 @@ async def test_tools_of_an_mcp_server_are_called_like_any_other(tmp_path: Path) 
     env = make(call("double", number=4) + call("refuse"), "3", env_cls=OverMcp)
     try:
         await env.setup()
-        assert list(env.tools_by_name) == ["add", "double", "refuse"]
+        assert list(env.tools_by_name) == ["add", "double", "refuse", "die"]
         assert env.tools_by_name["double"].description == "Twice the number."
         rollout = (await env.roll_out(ROW, 1, split="train"))[0]
+        # A server that ended fails the item: told to the model, it would go unnoticed.
+        env.server.servers[0].respond = saying(call("die"))
+        for _ in range(2):
+            with pytest.raises(EnvError, match="has ended"):
+                await env.roll_out(ROW, 1, split="train")
     finally:
         await env.close()
     doubled, refused = [m["content"] for m in rollout.messages if m["role"] == "tool"]

@@ -213,7 +213,7 @@ class DatasetEnv(BaseEnv):
         self._order = None
         rows = self.train_rows[:NUM_GOLD_ANSWERS_CHECKED]
         pairs = [(row, gold) for row in rows if (gold := self.gold_answer(row)) is not None]
-        outcomes = await run_together([self._judge(row, gold) for row, gold in pairs])
+        outcomes = await run_together([self.outcome_of(row, gold) for row, gold in pairs])
         for (row, _), outcome in zip(pairs, outcomes, strict=True):
             score = number_of(outcome)
             if score is None or score < self.success_score:
@@ -232,7 +232,7 @@ class DatasetEnv(BaseEnv):
         """Sample and judge one group; None when fewer than two answers could be judged."""
         published = self.status_dict.get("policy_version")
         rollouts = await self.roll_out(item, self.config.group_size, split="train")
-        outcomes = await self._judge_all(item, rollouts)
+        outcomes = await self.score_group(item, rollouts)
         group = self._join(rollouts, [number_of(outcome) for outcome in outcomes])
         if group is None:
             return None, []
@@ -264,7 +264,9 @@ class DatasetEnv(BaseEnv):
 
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
         """Judge the rollouts of one row, in order; override to judge them against each other."""
-        return await run_together([self._judge(row, rollout.completion) for rollout in rollouts])
+        return await run_together(
+            [self.outcome_of(row, rollout.completion) for rollout in rollouts]
+        )
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Answer every evaluation row, and write the metrics and the samples."""
@@ -347,6 +349,13 @@ class DatasetEnv(BaseEnv):
 
     # For authors and subclasses.
 
+    async def outcome_of(self, row: Row, answer: str) -> Outcome:
+        """Judge one answer with `score`; once more where that failed and `on_reward_failure` says retry."""
+        outcome: Outcome = await awaited(self.score(row, answer))
+        if number_of(outcome) is None and self.config.on_reward_failure == "retry":
+            outcome = await awaited(self.score(row, answer))
+        return outcome
+
     async def in_worker(self, function: Callable[..., JsonValue] | str, *args: JsonValue) -> Any:
         """Call a module-level function in a process that is killed after `reward_timeout_s`.
 
@@ -404,19 +413,6 @@ class DatasetEnv(BaseEnv):
             [row for i, row in enumerate(rows) if i not in held_out],
             [row for i, row in enumerate(rows) if i in held_out],
         )
-
-    async def _judge(self, row: Row, answer: str) -> Outcome:
-        return await awaited(self.score(row, answer))  # type: ignore[no-any-return]
-
-    async def _judge_all(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        outcomes = await self.score_group(row, rollouts)
-        if self.config.on_reward_failure == "retry" and any(number_of(o) is None for o in outcomes):
-            again = await self.score_group(row, rollouts)
-            outcomes = [
-                second if number_of(first) is None else first
-                for first, second in zip(outcomes, again, strict=True)
-            ]
-        return outcomes
 
     def _join(
         self, rollouts: Sequence[Rollout], scores: Sequence[float | None]

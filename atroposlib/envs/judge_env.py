@@ -186,13 +186,9 @@ class JudgeEnv(DatasetEnv):
 
         The judge sees both orders. A judge that prefers a place rather than an answer gives a tie.
         """
-        forward, backward = await run_together(
-            [
-                self._ask(self.pairwise_messages(row, first, second)),
-                self._ask(self.pairwise_messages(row, second, first)),
-            ]
+        there, back = await run_together(
+            [self._prefer(row, first, second), self._prefer(row, second, first)]
         )
-        there, back = self._counted(parse_verdict(forward)), self._counted(parse_verdict(backward))
         return None if there is None or back is None else (there + 1.0 - back) / 2
 
     async def close(self) -> None:
@@ -202,6 +198,14 @@ class JudgeEnv(DatasetEnv):
         if self._reward_model is not None:
             await self._reward_model.close()
         await super().close()
+
+    async def _prefer(self, row: Row, first: str, second: str) -> float | None:
+        num_tries = 2 if self.config.on_reward_failure == "retry" else 1
+        for _ in range(num_tries):
+            verdict = parse_verdict(await self._ask(self.pairwise_messages(row, first, second)))
+            if self._counted(verdict) is not None:
+                return verdict
+        return None
 
     async def _ask(self, messages: list[dict[str, Any]]) -> str:
         self.counts["judge_calls"] += 1

@@ -26,7 +26,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from pydantic_core import ArgsKwargs
 
 from atroposlib.envs.base import BaseEnvConfig
-from atroposlib.envs.dataset_env import Row, awaited
+from atroposlib.envs.dataset_env import Row
 from atroposlib.envs.mcp_tools import McpServer, McpSession
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step
 from atroposlib.envs.rewards import RewardFailure
@@ -176,7 +176,7 @@ class ToolEnv(MultiTurnEnv):
         """Run the calls of an answer one after the other, or judge the final answer."""
         calls = self.parse_calls(answer)
         if not calls:
-            outcome = await awaited(self.score(episode.row, answer))
+            outcome = await self.outcome_of(episode.row, answer)
             return Step(reward=outcome, done=True, reason="answered")
         replies = []
         for call in calls:
@@ -243,6 +243,7 @@ class ToolEnv(MultiTurnEnv):
 
     def _as_tool(self, entry: Callable[..., Any] | Killable | Tool) -> Tool:
         if isinstance(entry, Killable):
+            _check_killable(entry.function)
             tool = tool_from(entry.function, call=self._in_tool_worker)
             return replace(tool, keeps_time=True)
         return entry if isinstance(entry, Tool) else tool_from(entry)
@@ -341,6 +342,16 @@ def tool_from(
 
     description = inspect.getdoc(function) or ""
     return Tool(name=name, description=description, parameters=parameters, run=run)
+
+
+def _check_killable(function: Callable[..., Any]) -> None:
+    name = function.__qualname__
+    if "<" in name:
+        raise ConfigError(f"tool {name}: a worker needs a module-level function")
+    if Episode in typing.get_type_hints(function).values():
+        raise ConfigError(f"tool {name}: the episode cannot be sent to a worker process")
+    if any(p.kind is p.KEYWORD_ONLY for p in inspect.signature(function).parameters.values()):
+        raise ConfigError(f"tool {name}: a worker is given positional arguments only")
 
 
 def parse_hermes_calls(answer: str) -> list[ToolCall | MalformedCall]:

@@ -147,14 +147,14 @@ async def test_published_version_stands_in_where_the_engine_does_not_tell() -> N
 
 
 class HalfJudged(Sums):
-    """The first answer of every group cannot be judged."""
+    """The answer 1 cannot be judged; where it `heals`, not at first."""
 
-    num_calls = 0
+    num_failed = 0
     heals = False
 
     def score(self, row: Any, answer: str) -> Outcome:
-        self.num_calls += 1
-        if answer == "1" and not (self.heals and self.num_calls > 4):
+        if answer == "1" and not (self.heals and self.num_failed):
+            self.num_failed += 1
             return FAILED
         return float(answer == "3")
 
@@ -187,9 +187,9 @@ async def test_retried_answer_that_can_be_judged_then_is_not_a_failure() -> None
     group, _ = await env.collect_trajectories([1, 2])
     assert group["scores"] == [0.0, 1.0, 0.0, 0.0]
     assert env.num_reward_failures == 0
-    env.heals, env.num_calls = False, 0
+    env.heals, env.num_failed = False, 0
     group, _ = await env.collect_trajectories([1, 2])
-    assert (len(group["scores"]), env.num_reward_failures) == (3, 1)
+    assert (len(group["scores"]), env.num_reward_failures, env.num_failed) == (3, 1, 2)
 
 
 async def test_group_in_which_fewer_than_two_could_be_judged_is_none() -> None:

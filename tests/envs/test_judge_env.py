@@ -100,7 +100,7 @@ async def test_unreadable_verdict_is_dropped_and_counted_not_scored_zero() -> No
 
 async def test_unreadable_verdict_is_asked_for_again_where_configured() -> None:
     env = make(
-        judge=lambda request: "hm" if request.call < 4 else f"Score: {request.call}",
+        judge=lambda request: f"Score: {request.call}" if request.call % 2 else "hm",
         on_reward_failure="retry",
     )
     await env.setup()
@@ -117,6 +117,13 @@ async def test_pairwise_score_is_the_share_of_comparisons_won() -> None:
     assert group["scores"] == [1.0, 0.5, 0.0]
     assert env.counts["judge_calls"] == 12  # six pairs in both orders
     assert env.num_reward_failures == 1  # `none` has no readable comparison
+
+
+async def test_unreadable_comparison_is_asked_for_again_where_configured() -> None:
+    verdicts = iter(["hm", "Verdict: A", "Verdict: B"])
+    env = make(Contest, judge=lambda request: next(verdicts), on_reward_failure="retry")
+    assert await env.compare("Write an essay.", "good", "poor") == 1.0
+    assert env.counts == {"judge_calls": 3, "judge_unparsable": 1}
 
 
 async def test_judge_that_prefers_a_place_gives_ties() -> None:

@@ -401,3 +401,39 @@ async def test_mcp_server_that_does_not_start_is_an_error_that_names_it() -> Non
 
     with pytest.raises(EnvError, match="MCP server /nowhere/to/be/found did not start"):
         await make("3", env_cls=OverMcp).setup()
+
+
+def with_episode(word: str, episode: Episode) -> str:
+    return word
+
+
+def with_keyword(*, word: str) -> str:
+    return word
+
+
+def test_tools_that_a_worker_cannot_run_are_refused_at_the_start() -> None:
+    def local(word: str) -> str:
+        return word
+
+    for function, reason in (
+        (local, "a module-level function"),
+        (with_episode, "the episode cannot be sent"),
+        (with_keyword, "positional arguments only"),
+    ):
+        env_cls = type("Wrong", (Calculator,), {"tools": (Killable(function),)})
+        with pytest.raises(ConfigError, match=reason):
+            make("3", env_cls=env_cls)
+
+
+async def test_final_answer_is_judged_again_where_configured() -> None:
+    class Unsure(Calculator):
+        num_judged = 0
+
+        def score(self, row: Any, answer: str) -> Any:
+            self.num_judged += 1
+            return None if self.num_judged == 1 else 1.0
+
+    env = make("3", env_cls=Unsure, group_size=1, on_reward_failure="retry")
+    await env.setup()
+    group, _ = await env.collect_trajectories(ROW)
+    assert group["scores"] == [1.0]

@@ -132,6 +132,15 @@ class ListOfGroups(Sums):
         return [group, None], [item]
 
 
+class FixedData(Sums):
+    """Sound: hands out stored sequences and asks no model."""
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        tokens = self.tokenizer.encode(item["question"] + item["answer"])
+        size = self.config.group_size
+        return {"tokens": [tokens] * size, "masks": [tokens] * size, "scores": [1.0] * size}, []
+
+
 class LazyPool(Sums):
     """Sound: a task and a handle that the first item opens and all items share."""
 
@@ -264,6 +273,28 @@ class ItemsSpin(Sums):
 class CollectFails(Sums):
     def score(self, item: Any, text: str, place: int) -> float:
         return float(item["gold"] == text)
+
+
+class ExitsInScoring(Sums):
+    def score(self, item: Any, text: str, place: int) -> float:
+        sys.exit(0)
+
+
+class CancelsItself(Sums):
+    def score(self, item: Any, text: str, place: int) -> float:
+        raise asyncio.CancelledError
+
+
+class SpinsInATask(Sums):
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        async with asyncio.TaskGroup() as tasks:
+            result = tasks.create_task(super().collect_trajectories(item))
+        return result.result()
+
+    def score(self, item: Any, text: str, place: int) -> float:
+        while place >= 0:
+            place += 1
+        return 0.0
 
 
 class NeverAGroup(Sums):
@@ -414,6 +445,17 @@ class TaskForgotten(Sums):
         return await super().collect_trajectories(item)
 
 
+class ExitsInATask(Sums):
+    """Ends the process, so that no report can be made."""
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        async def leave() -> None:
+            sys.exit(0)
+
+        await asyncio.create_task(leave())
+        return None, []
+
+
 class TaskOutlivesCancel(Sums):
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
         inner = asyncio.create_task(super().collect_trajectories(item))
@@ -538,7 +580,7 @@ class ItemsByChance(Sums):
 BROKEN: dict[str, tuple[type[Sums], ...]] = {
     "starts": (SetupFails,),
     "gives_items": (NoItems, ItemsNeverCome, ItemsSpin),
-    "collects": (CollectFails, NeverAGroup),
+    "collects": (CollectFails, ExitsInScoring, CancelsItself, SpinsInATask, NeverAGroup),
     "group_size": (OneSequenceShort,),
     "aligned": (MasksShifted, OneMaskShort, PromptTrained, NothingTrained, LogprobsShifted),
     "token_exact": (AnswerRetokenized, HistoryRetokenized),
@@ -558,7 +600,7 @@ BROKEN: dict[str, tuple[type[Sums], ...]] = {
     "items_resume": (ItemsByChance,),
 }
 
-HANGING = (ItemsNeverCome, ItemsSpin, EvaluateHangs)
+HANGING = (ItemsNeverCome, ItemsSpin, SpinsInATask, EvaluateHangs)
 SLOW = BROKEN["loop_stays_free"]
 
 

@@ -27,7 +27,10 @@ from tests.envs.broken_environments import (
     ConstantReward,
     EarlyBird,
     EmptyIsRight,
+    ExitsInATask,
+    FixedData,
     HistoryRetokenized,
+    NeverAGroup,
     NoItems,
     OneMaskShort,
     RandomReward,
@@ -76,6 +79,11 @@ def test_what_cannot_be_judged_is_skipped_and_not_passed() -> None:
     names = [rule.name for rule in RULES]
     assert check(SetupFails).skipped == names[1:]
     assert check(NoItems).skipped == names[2:]
+    assert check(NeverAGroup).skipped == [*names[3:11], "cancellable"]
+    fixed = check(FixedData)
+    assert fixed.failed == []
+    assert fixed.skipped == [*names[5:11], "cancellable"]
+    assert "asks nothing of the engine" in fixed.to_text()
     assert check(ConstantReward).skipped == ["empty_unrewarded", "echo_unrewarded"]
 
 
@@ -155,6 +163,13 @@ def test_the_clock_and_the_random_state_are_given_back() -> None:
     check(RandomReward)
     assert time.time is real
     assert random.getstate() == state
+
+
+def test_an_environment_that_ends_the_process_is_no_pass(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_environment(ExitsInATask, ["check"]) == 1
+    assert "the environment called sys.exit(0) in a task" in capsys.readouterr().err
 
 
 def test_a_stall_names_the_function_that_blocks() -> None:

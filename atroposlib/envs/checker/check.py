@@ -51,7 +51,7 @@ from atroposlib.envs.rewards import RewardWorkers
 from atroposlib.envs.runtime import checkpoint
 from atroposlib.envs.runtime.items import cause_of, collect
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.errors import ConfigError, GroupError
+from atroposlib.errors import ConfigError, EnvError, GroupError
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ def check_env(
     called several times, with `env_cls` or a subclass that has an offline tokenizer. `tokenizer` is used instead of
     that one. `timeout_s` bounds each call of the author's code. `resume_items` judges the rule of that name, which not
     every environment wants to keep. Raises ConfigError for an unknown rule
-    and for a configuration that no environment can be made of.
+    and for a configuration that no environment can be made of, EnvError when the environment ends the process.
 
     The clock, the random state and the group size (at least 8) are the check's while it runs.
     """
@@ -149,6 +149,10 @@ def _run_in_own_loop(main: Coroutine[Any, Any, T], selector: selectors.BaseSelec
     loop = asyncio.SelectorEventLoop(selector)
     try:
         return loop.run_until_complete(main)
+    except SystemExit as error:
+        raise EnvError(
+            f"the environment called sys.exit({error.code!r}) in a task, which ends its process"
+        ) from error
     finally:
         left = asyncio.all_tasks(loop)
         for task in left:
@@ -159,8 +163,8 @@ def _run_in_own_loop(main: Coroutine[Any, Any, T], selector: selectors.BaseSelec
         loop.close()
 
 
-class _TooLong(Exception):
-    """The author's code did not end in time."""
+class _Unfinished(Exception):
+    """The author's code did not end in time, or not as code may end."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -298,22 +302,29 @@ class _Check:
         return self._findings[name].status is Status.FAIL
 
     async def _within(self, call: Awaitable[T], what: str) -> T:
-        """Await the author's code for `timeout_s` at most; whatever it raises is raised, `LoopKilled` as _TooLong."""
-        task = asyncio.ensure_future(call)
+        """Await the author's code for `timeout_s` at most; what it raises is raised, as an Exception in any case."""
+        task = asyncio.ensure_future(_without_exit(call))
         await asyncio.wait({task}, timeout=self._timeout_s)
         if not task.done():
             self._engine.release()
             task.cancel()
             await asyncio.wait({task}, timeout=_GRACE_S)
-            raise _TooLong(f"{what} did not end within {self._timeout_s:g} s")
-        try:
+            raise _Unfinished(f"{what} did not end within {self._timeout_s:g} s")
+        if task.cancelled():
+            raise _Unfinished(f"{what} ended with CancelledError, but nobody cancelled it")
+        error = task.exception()
+        if error is None:
             return task.result()
-        except LoopKilled as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            raise _TooLong(
+        killed = _find(error, LoopKilled)
+        if killed is not None:
+            where = traceback.extract_tb(killed.__traceback__)[-1]
+            raise _Unfinished(
                 f"{what} kept the event loop for {self._timeout_s:g} s"
                 f" ({Path(where.filename).name}:{where.lineno} in {where.name})"
             ) from error
+        if not isinstance(error, Exception):
+            raise _Unfinished(f"{what} raised {cause_of(error)!r}") from error
+        raise error
 
     # Starting.
 
@@ -462,19 +473,22 @@ class _Check:
     # Rewards.
 
     def _judge_rewards(self) -> None:
-        if all(not run.samples for run in self._runs):
+        judged = [run for run in self._runs if run.earned]
+        samples = [sample for run in self._runs for sample in run.samples]
+        if not any(run.groups for run in self._runs):
+            for name in ("group_size", "aligned", "token_exact", *_REWARD_RULES):
+                self._skip(name, "no group could be judged")
+        if not samples:
             for name in ("token_exact", *_REWARD_RULES):
                 self._skip(name, "the environment asks nothing of the engine")
-        elif not any(sample.tokens for run in self._runs for sample in run.samples):
+        if not any(sample.tokens for sample in samples):
             self._skip(
                 "token_exact",
                 "the environment samples text only; managed_server() would keep the tokens",
             )
-        judged = [run for run in self._runs if run.earned]
         if not judged:
-            reason = "no group could be judged"
-            for name in ("group_size", "aligned", "token_exact", *_REWARD_RULES):
-                self._skip(name, reason)
+            for name in _REWARD_RULES:
+                self._skip(name, "no answer was found again in a group")
             return
         if self._has_failed("reward_repeatable"):
             self._skip("reward_ignores_order", "rewards are not repeatable")
@@ -671,9 +685,23 @@ class _Check:
             await _stop(fresh)
 
 
+async def _without_exit(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except SystemExit as error:
+        raise _Unfinished(f"sys.exit({error.code!r}) was called") from error
+
+
+def _find(error: BaseException, kind: type[BaseException]) -> BaseException | None:
+    """Return the first error of a kind in an error or group of errors."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for e in error.exceptions if (found := _find(e, kind))), None)
+    return error if isinstance(error, kind) else None
+
+
 def describe(error: BaseException) -> str:
     """Return type, message and the innermost place of an error."""
-    if isinstance(error, _TooLong):
+    if isinstance(error, _Unfinished):
         return str(error)
     trace = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(trace[-1].filename).name}:{trace[-1].lineno})" if trace else ""

@@ -58,6 +58,7 @@ class LoopWatch:
         self._waited_s = 0.0
         self._busy_run = -1
         self._was_seen = False
+        self._is_killed = False
         self._where: str | None = None
         self._stop = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -97,6 +98,7 @@ class LoopWatch:
         if self._watcher is None or self._stop.is_set():
             return
         self._was_seen, self._where, self._busy_run = False, None, self.run
+        self._is_killed = False
         self._waited_s = _cpu_wait_s(self._schedstat)
         self._turned_at = time.monotonic()
 
@@ -106,14 +108,13 @@ class LoopWatch:
         if turned_at is None:
             return
         blocked_s = time.monotonic() - turned_at
-        if blocked_s <= BLOCKED_S or self._busy_run < 0:
-            return
+        if blocked_s <= BLOCKED_S or self._busy_run < 0 or self._is_killed:
+            return  # what was killed is told by the error
         blocked_s -= _cpu_wait_s(self._schedstat) - self._waited_s
         if blocked_s > BLOCKED_S and (self._where is not None or not self._was_seen):
             self.stalls.append(Stall(run=self._busy_run, seconds=blocked_s, where=self._where))
 
     def _watch(self) -> None:
-        killed_at: float | None = None
         while not self._stop.wait(_LOOK_S):
             turned_at = self._turned_at
             if turned_at is None:
@@ -123,8 +124,8 @@ class LoopWatch:
                 where = self._author_function()
                 if self._turned_at == turned_at:
                     self._was_seen, self._where = True, where or self._where
-            if busy_s > self._patience_s and killed_at != turned_at == self._turned_at:
-                killed_at = turned_at
+            if busy_s > self._patience_s and not self._is_killed and self._turned_at == turned_at:
+                self._is_killed = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread_id), ctypes.py_object(LoopKilled)
                 )

@@ -428,6 +428,13 @@ def test_repetition_costs_what_is_repeated(text: str, expected: float) -> None:
     assert RepetitionPenaltyReward()([text]) == [pytest.approx(expected)]
 
 
+def test_repetition_below_the_threshold_costs_nothing() -> None:
+    letters = " ".join("bcdefghijklmnopqrstuvwxyz")
+    text = f"Seen a {letters}. Now seen 1 2 3 4 5 6 7 8 9 10."  # one long word twice in 39
+    assert RepetitionPenaltyReward()([text]) == [0.0]
+    assert RepetitionPenaltyReward(threshold=0.0)([text]) == [pytest.approx(-0.3 / 39)]
+
+
 def test_repetition_never_costs_more_than_one() -> None:
     assert RepetitionPenaltyReward(word_weight=90.0)(
         ["Word word word up. And word word word it, word word."]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,12 @@ async def test_minus_one_never_asks_and_zero_does(
     [
         lambda answer: {**answer, "prompt_topk_logprobs": answer["prompt_topk_logprobs"][:-1]},
         lambda answer: {**answer, "prompt_topk_token_ids": [[1]] * len(answer["prompt_tokens"])},
-        lambda answer: {**answer, "prompt_topk_logprobs": [[], [-0.5, float("-inf")], [0, 0]]},
+        lambda answer: {
+            **answer,
+            "prompt_topk_logprobs": [
+                [-math.inf] * len(row) for row in answer["prompt_topk_token_ids"]
+            ],
+        },
         lambda answer: {"prompt_tokens": answer["prompt_tokens"]},
     ],
 )
@@ -233,6 +239,25 @@ def test_answers_are_checked_position_by_position() -> None:
     with pytest.raises(EngineProtocolError, match="2 positions for 3 tokens"):
         read_answer(good, num_tokens=3)
     assert issubclass(EngineProtocolError, EngineError)
+
+
+async def test_the_teachers_connections_are_closed_at_the_end(tmp_path: Path) -> None:
+    class Ends(Env):
+        async def setup(self) -> None:
+            return None
+
+    path = str(tmp_path / "groups.jsonl")
+    env = Ends(config(data_path_to_save_groups=path, total_steps=1), POLICY, TEACHER)
+    closed: list[str] = []
+
+    class Closing(Teacher):
+        async def close(self) -> None:
+            closed.append("teacher")
+
+    assert env.teacher_server is not None
+    env.teacher_server.servers = [Closing()]
+    await env.process_manager()
+    assert closed == ["teacher"]
 
 
 # Construction.

@@ -103,6 +103,21 @@ def test_messages_go_one_by_one_where_they_do_not_pair() -> None:
     assert kept["messages"] == [wanted]
 
 
+def test_pairs_go_only_where_every_alternative_pairs() -> None:
+    paired, shifted = chat(3), chat(3)
+    shifted.insert(1, {"role": "environment", "content": "rules"})  # two observations in a row
+    wanted = [[paired[0], *paired[2:]], [shifted[0], *shifted[2:]]]
+    limit = max(len(tokenize_for_trainer(TOKENIZER, each)["tokens"]) for each in wanted)
+    [kept] = ensure_trajectory_token_limit([step(paired, shifted)], TOKENIZER, limit)
+    assert kept["messages"] == wanted
+
+
+def test_the_last_observation_is_never_taken_out() -> None:
+    short = chat(1)
+    limit = len(tokenize_for_trainer(TOKENIZER, [short[0], short[2]])["tokens"])
+    assert ensure_trajectory_token_limit([step(short)], TOKENIZER, limit) == []
+
+
 def test_step_that_never_fits_or_lacks_a_key_is_left_out_loudly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

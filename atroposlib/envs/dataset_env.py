@@ -99,6 +99,8 @@ class ChatSession:
 
     target: Any
     """A managed server, or in evaluation of an API without token ids the server manager."""
+    has_tokens: bool
+    """Whether it is the former."""
     split: Split
     temperature: float
     max_tokens: int
@@ -117,7 +119,7 @@ class ChatSession:
 
     def nodes(self) -> list[SequenceNode]:
         """Return the token sequences so far; [] for an API without token ids."""
-        if not hasattr(self.target, "get_state"):
+        if not self.has_tokens:
             return []
         nodes: list[SequenceNode] = self.target.get_state()["nodes"]
         return nodes
@@ -382,15 +384,16 @@ class DatasetEnv(BaseEnv):
             "max_tokens": self.config.max_token_length,
         }
         async with AsyncExitStack() as stack:
-            target: Any
+            target: Any = self.server
+            has_tokens = True
             try:
                 managed = self.server.managed_server(tokenizer=self.tokenizer)
                 target = await stack.enter_async_context(managed)
             except NotImplementedError:
                 if split == "train":
                     raise
-                target = self.server
-            yield ChatSession(target=target, **settings)
+                has_tokens = False
+            yield ChatSession(target=target, has_tokens=has_tokens, **settings)
 
     def _temperature(self, split: Split) -> float:
         if split == "train":

@@ -61,15 +61,21 @@ class McpSession:
         self._owner = asyncio.create_task(self._own(mcp, opened))
         waits: set[asyncio.Future[Any]] = {self._owner, opened}
         try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        except TimeoutError as error:
+            await asyncio.wait(waits, timeout=OPEN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
             await self.close()
-            raise EnvError(f"the MCP server {self._server.command} did not answer") from error
+            raise
         if opened.done():
             return opened.result()
         opened.cancel()
+        if not self._owner.done():
+            await self.close()
+            raise EnvError(
+                f"the MCP server {self._server.command} did not answer within {OPEN_TIMEOUT_S:g} s"
+            )
         failure = self._owner.exception()
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
         raise EnvError(
             f"the MCP server {self._server.command} did not start: {failure}"
         ) from failure

@@ -393,13 +393,27 @@ async def test_tools_of_an_mcp_server_are_called_like_any_other(tmp_path: Path) 
     assert "not today" in refused
 
 
+@pytest.mark.e2e
+async def test_mcp_server_that_never_answers_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mcp")
+    monkeypatch.setattr("atroposlib.envs.mcp_tools.OPEN_TIMEOUT_S", 0.2)
+
+    class OverMcp(Calculator):
+        mcp_servers = (McpServer(command="sleep", args=("600",)),)
+
+    env = make("3", env_cls=OverMcp)
+    with pytest.raises(EnvError, match=r"sleep did not answer within 0\.2 s"):
+        await env.setup()
+    await env.close()
+
+
 async def test_mcp_server_that_does_not_start_is_an_error_that_names_it() -> None:
     pytest.importorskip("mcp")
 
     class OverMcp(Calculator):
         mcp_servers = (McpServer(command="/nowhere/to/be/found"),)
 
-    with pytest.raises(EnvError, match="MCP server /nowhere/to/be/found did not start"):
+    with pytest.raises(EnvError, match="MCP server /nowhere/to/be/found did not start: .*No such"):
         await make("3", env_cls=OverMcp).setup()
 
 

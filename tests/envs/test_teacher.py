@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from atroposlib.cli.env import build_environment
-from atroposlib.envs.base import APIServerConfig, ServerBaseline
+from atroposlib.envs.base import APIServerConfig, BaseEnv, ServerBaseline
 from atroposlib.envs.runtime.outbox import GroupLog, Outbox
 from atroposlib.envs.server_handling.server_harness import ByteTokenizer, ServerHarness
 from atroposlib.envs.teacher_distillation_env import (
@@ -241,22 +241,25 @@ def test_answers_are_checked_position_by_position() -> None:
     assert issubclass(EngineProtocolError, EngineError)
 
 
-async def test_the_teachers_connections_are_closed_at_the_end(tmp_path: Path) -> None:
-    class Ends(Env):
-        async def setup(self) -> None:
-            return None
+@pytest.mark.parametrize("mode", ["env_manager", "process_manager"])
+async def test_the_teachers_connections_are_closed_however_a_run_ends(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(self: BaseEnv) -> None:
+        raise LookupError("the run ends badly")
 
-    path = str(tmp_path / "groups.jsonl")
-    env = Ends(config(data_path_to_save_groups=path, total_steps=1), POLICY, TEACHER)
+    monkeypatch.setattr(BaseEnv, mode, run)
     closed: list[str] = []
 
     class Closing(Teacher):
         async def close(self) -> None:
             closed.append("teacher")
 
+    env = Env(config(), POLICY, TEACHER)
     assert env.teacher_server is not None
     env.teacher_server.servers = [Closing()]
-    await env.process_manager()
+    with pytest.raises(LookupError):
+        await getattr(env, mode)()
     assert closed == ["teacher"]
 
 

@@ -141,6 +141,18 @@ class FixedData(Sums):
         return {"tokens": [tokens] * size, "masks": [tokens] * size, "scores": [1.0] * size}, []
 
 
+class SomeItemsAreWorthless(Sums):
+    """Sound: every second item is not worth training on."""
+
+    async def get_next_item(self) -> Any:
+        item = await super().get_next_item()
+        return {**item, "number": self.position}
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        group, later = await super().collect_trajectories(item)
+        return (group if item["number"] % 2 else None), later
+
+
 class LazyPool(Sums):
     """Sound: a task and a handle that the first item opens and all items share."""
 
@@ -241,6 +253,7 @@ SOUND = (
     TwoTurns,
     NormalizedRewards,
     ListOfGroups,
+    SomeItemsAreWorthless,
     LazyPool,
     OwnRestore,
 )
@@ -392,6 +405,11 @@ class RandomReward(Sums):
         return super().score(item, text, place) + random.random() / 100
 
 
+class CoinFlip(Sums):
+    def score(self, item: Any, text: str, place: int) -> float:
+        return float(random.random() < 0.5)
+
+
 class NoveltyReward(Sums):
     """An answer earns less when it was seen before."""
 
@@ -407,6 +425,11 @@ class NoveltyReward(Sums):
 class EarlyBird(Sums):
     def score(self, item: Any, text: str, place: int) -> float:
         return super().score(item, text, place) - 0.01 * place
+
+
+class LastWins(Sums):
+    def score(self, item: Any, text: str, place: int) -> float:
+        return float(place == self.config.group_size - 1)
 
 
 class ConstantReward(Sums):
@@ -584,8 +607,8 @@ BROKEN: dict[str, tuple[type[Sums], ...]] = {
     "group_size": (OneSequenceShort,),
     "aligned": (MasksShifted, OneMaskShort, PromptTrained, NothingTrained, LogprobsShifted),
     "token_exact": (AnswerRetokenized, HistoryRetokenized),
-    "reward_repeatable": (ClockReward, RandomReward, NoveltyReward),
-    "reward_ignores_order": (EarlyBird,),
+    "reward_repeatable": (ClockReward, RandomReward, CoinFlip, NoveltyReward),
+    "reward_ignores_order": (EarlyBird, LastWins),
     "reward_varies": (ConstantReward, WrongField),
     "empty_unrewarded": (EmptyIsRight,),
     "echo_unrewarded": (EchoIsRight,),

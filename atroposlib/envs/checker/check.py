@@ -233,6 +233,8 @@ class _Check:
             self._skip(name, "not judged, as asked for")
         self._items: list[Any] = []
         self._runs: list[_Run] = []
+        self._barren: list[tuple[int, list[list[Answer]]]] = []
+        """Items that became no group, and the answers tried."""
         self._engine = ProbeEngine(PairTokenizer())
         self._sink = _Sink()
         self._group_size = MIN_GROUP_SIZE
@@ -267,6 +269,7 @@ class _Check:
                 return
             for index, item in enumerate(self._items):
                 await self._try_item(env, index, item)
+            self._judge_barren()
             self._judge_rewards()
             await self._judge_leaks()
             self._judge_stalls()
@@ -392,8 +395,7 @@ class _Check:
             if scores and min(scores) < max(scores):
                 break
         if telling is None:
-            if not any(run.groups for run in self._runs if run.item == index):
-                self._fail_without_group(index, dealt)
+            self._barren.append((index, dealt))
             return
         with _other_time():
             again = await self._collect(env, index, item, telling.answers)
@@ -407,16 +409,18 @@ class _Check:
         if other := _difference(telling, reversed_, may_leave_out=True):
             self._fail("reward_ignores_order", f"{other} in reversed order", item=index)
 
-    def _fail_without_group(self, index: int, dealt: Sequence[Sequence[Answer]]) -> None:
-        if self._has_failed("aligned"):
+    def _judge_barren(self) -> None:
+        """Fail when no item at all became a group; a single one may be worth nothing."""
+        if any(run.groups for run in self._runs) or self._has_failed("aligned"):
             return
-        tried = ", ".join(repr(a) for answers in dealt for a in answers if isinstance(a, str))
-        self._fail(
-            "collects",
-            f"no group came of these answers: {tried:.300}; if none of them can be right, define"
-            " example_answers(self, item)",
-            item=index,
-        )
+        for index, dealt in self._barren:
+            tried = ", ".join(repr(a) for answers in dealt for a in answers if isinstance(a, str))
+            self._fail(
+                "collects",
+                f"no group came of these answers: {tried:.300}; if none of them can be right, define"
+                " example_answers(self, item)",
+                item=index,
+            )
 
     async def _collect(
         self, env: BaseEnv, index: int, item: Any, answers: Sequence[Answer]
@@ -490,8 +494,13 @@ class _Check:
             for name in _REWARD_RULES:
                 self._skip(name, "no answer was found again in a group")
             return
-        if self._has_failed("reward_repeatable"):
-            self._skip("reward_ignores_order", "rewards are not repeatable")
+        for cause, effects in (
+            ("reward_repeatable", _REWARD_RULES[1:]),
+            ("reward_ignores_order", ("empty_unrewarded", "echo_unrewarded")),
+        ):
+            if self._has_failed(cause):
+                for name in effects:
+                    self._skip(name, f"{cause} fails")
         has_difference = False
         for index in sorted({run.item for run in judged}):
             has_difference |= self._judge_earnings(index, [r for r in judged if r.item == index])

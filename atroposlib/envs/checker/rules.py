@@ -17,7 +17,7 @@ RULES = (
     ),
     Rule(
         name="collects",
-        claim="collect_trajectories() turns every item into a group",
+        claim="collect_trajectories() works and turns items into groups",
         advice="let it return (group, backlog); None only where an item is worth nothing",
     ),
     Rule(

@@ -24,16 +24,14 @@ from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMES
 from atroposlib.envs.env_config import BaseEnvConfig
 from atroposlib.envs.runtime.evaluate import evaluate
 from atroposlib.envs.runtime.masking import without_masked, without_secrets
+from atroposlib.envs.server_handling.resolve_configs import ServerConfigs, resolve_servers
 from atroposlib.envs.server_handling.server_config import (
     APIServerConfig,
-    ServerBaseline,
     ServerManagerConfig,
 )
 from atroposlib.errors import ConfigError, EnvError, cli_boundary
 
 logger = logging.getLogger(__name__)
-
-ServerConfigs = ServerBaseline | APIServerConfig | list[APIServerConfig]
 
 MODES = {
     "serve": "keep the hub supplied with groups until the trainer is done",
@@ -259,39 +257,6 @@ def _env_config(
     typed = values.flags.get(ENV_NAMESPACE, {})
     namespace = ENV_NAMESPACE + NAMESPACE_SEP
     return build(type(defaults), own, forced, from_yaml, typed, namespace=namespace)
-
-
-def resolve_servers(
-    default: ServerConfigs,
-    from_yaml: Any,
-    typed: Mapping[str, Any],
-    *,
-    namespace: str = OPENAI_NAMESPACE,
-) -> ServerConfigs:
-    """Lay YAML and flags over the environment's servers.
-
-    One server (bare or in a list) takes overrides field by field; a `ServerBaseline` with overrides becomes one
-    server. Several servers are replaced by a YAML list, and refuse flags: which one would be meant?
-    """
-    entries = from_yaml if isinstance(from_yaml, list) else [from_yaml] if from_yaml else []
-    if not all(isinstance(entry, Mapping) for entry in entries):
-        raise ConfigError(f"{namespace}: the YAML section must be a mapping or a list of mappings")
-    several = len(entries) > 1 or (not entries and isinstance(default, list) and len(default) > 1)
-    if several and typed:
-        names = ", ".join(f"--{namespace}.{name}" for name in typed)
-        raise ConfigError(f"{names}: there are several servers; describe them as a list in YAML")
-    if len(entries) > 1:
-        return [_server(namespace, entry) for entry in entries]
-    if several or not (entries or typed):
-        return default
-    base = default[0] if isinstance(default, list) and default else default
-    own = {} if isinstance(base, list) else base.model_dump()
-    server = _server(namespace, own, *entries, typed)
-    return [server] if isinstance(default, list) else server
-
-
-def _server(namespace: str, *layers: Mapping[str, Any]) -> APIServerConfig:
-    return build(APIServerConfig, *layers, namespace=namespace + NAMESPACE_SEP)
 
 
 def _construct(

@@ -1,4 +1,4 @@
-"""Environments. `from atroposlib.envs import BaseEnv` works and loads `envs.base` only then."""
+"""Environments. `from atroposlib.envs import BaseEnv` works and loads the module only then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ _BASE = (
     "ScoredDataItem",
     "ServerBaseline",
 )
-_EXPORTS = {name: "atroposlib.envs.base" for name in _BASE}
+_EXPORTS = dict.fromkeys(_BASE, "atroposlib.envs.base") | {
+    "DatasetEnv": "atroposlib.envs.dataset_env",
+    "JudgeEnv": "atroposlib.envs.judge_env",
+    "MultiTurnEnv": "atroposlib.envs.multi_turn_env",
+    "ToolEnv": "atroposlib.envs.tool_env",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ import numpy as np
 from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.eval import evaluate_log
 from atroposlib.envs.runtime import checkpoint
+from atroposlib.envs.runtime.capacity import max_workers
 from atroposlib.envs.server_handling.api_server import APIServer
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_config import (
@@ -157,7 +158,11 @@ class BaseEnv(ABC):
         self.jsonl_writer: Any = None
         self.curr_step = 0
         self.max_token_len = -1
-        self.max_num_workers = config.max_num_workers
+        self.max_num_workers = max_workers(
+            configured=config.max_num_workers,
+            per_node=config.max_num_workers_per_node,
+            num_servers=len(self.server.servers),
+        )
         self.checkpoint_dir = ""
         self.checkpoint_interval = -1
         self.status_dict: dict[str, Any] = {}

@@ -26,6 +26,7 @@ from atroposlib.envs.base import (
     EvalHandlingEnum,
     ServerBaseline,
 )
+from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
 from atroposlib.envs.server_handling.server_config import ServerManagerConfig
 from atroposlib.errors import ConfigError
 from tests.envs.helpers_runtime import ScriptedEnv
@@ -112,7 +113,6 @@ NOT_YET = {
     "atroposlib.cli.sft": "main",
     "atroposlib.cli.dpo": "main",
     "atroposlib.cli.inference_node_wandb_watcher": "main",
-    f"{SERVERS}.openai_server": "resolve_openai_configs",
     f"{SERVERS}.sglang_server": "SGLangServer",
     f"{SERVERS}.trl_vllm_server": "TrlVllmServer",
     f"{SERVERS}.managed_server_proxy": "create_app main",
@@ -547,6 +547,21 @@ def test_servers_come_out_as_the_table_says(
         assert servers.base_url == expected
     else:
         assert servers == expected
+
+
+def test_original_name_of_the_table_takes_the_original_arguments() -> None:
+    document = {"openai": {"base_url": "http://y"}, "env": {"openai.base_url": "no"}}
+    flags = {"openai.model_name": "typed", "env.group_size": "2"}
+    logger = logging.getLogger(__name__)
+    merged = {"timeout": 7, "model_name": "merged"}
+    server = resolve_openai_configs([ONE], merged, document, flags, logger)
+    assert isinstance(server, list)
+    assert [(s.base_url, s.model_name, s.timeout) for s in server] == [("http://y", "typed", 7)]
+    assert resolve_openai_configs(ServerBaseline(), {}, {}, {}, logger) == ServerBaseline()
+    assert resolve_openai_configs(ServerBaseline(), merged, None, None) == ServerBaseline()
+    assert resolve_openai_configs(TWO, merged, {}, {}, logger) == TWO
+    with pytest.raises(ConfigError, match="several servers"):
+        resolve_openai_configs(TWO, {}, {}, flags, logger)
 
 
 @pytest.mark.parametrize("mode", ["process", "evaluate"])

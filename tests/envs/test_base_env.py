@@ -140,6 +140,7 @@ def test_checkpoint_is_restored_from_the_newest_step_not_later(tmp_path: Path) -
 
 def test_package_reexports_lazily() -> None:
     assert atroposlib.envs.BaseEnv is BaseEnv
+    assert issubclass(atroposlib.envs.DatasetEnv, BaseEnv)
     with pytest.raises(AttributeError):
         _ = atroposlib.envs.BaseLanguageEnv
 

@@ -11,7 +11,10 @@ from typing import Any
 
 from atroposlib.envs.server_handling.openai_routes import OpenAIRoutesServer
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig, is_official_openai
+from atroposlib.envs.server_handling.resolve_configs import resolve_openai_configs
 from atroposlib.envs.server_handling.server_config import APIServerConfig
+
+__all__ = ["OPENAI_URL", "APIServerConfig", "OpenAIServer", "resolve_openai_configs"]
 
 OPENAI_URL = "https://api.openai.com/v1"
 

@@ -45,7 +45,7 @@ class Sums(BaseEnv):
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             completion = await managed.chat_completion(
-                messages=[{"role": "user", "content": item["question"]}], n=self.config.group_size
+                messages=[{"role": "user", "content": item["question"]}], n=self.num_answers()
             )
             nodes = managed.get_state()["nodes"]
         texts = [choice.message.content for choice in completion.choices]
@@ -56,6 +56,9 @@ class Sums(BaseEnv):
             scores=[self.score(item, text, i) for i, text in enumerate(texts)],
         )
         return self.change(group, nodes), []
+
+    def num_answers(self) -> int:
+        return self.config.group_size
 
     def score(self, item: Any, text: str, place: int) -> float:
         return float(text.strip() == item["answer"])
@@ -449,6 +452,16 @@ class EmptyIsRight(Sums):
         return float(text.strip() in item["answer"])
 
 
+class EmptyOfFiveIsRight(EmptyIsRight):
+    """Samples five answers, which have no echo among them."""
+
+    def num_answers(self) -> int:
+        return 5
+
+    def change(self, group: Any, nodes: Any) -> Any:
+        return {**group, "group_overrides": {"group_size": 5}}
+
+
 class EchoIsRight(Sums):
     async def setup(self) -> None:
         await super().setup()
@@ -489,6 +502,11 @@ class FileLeftOpen(Sums):
     def change(self, group: Any, nodes: Any) -> Any:
         self.held.append(open(__file__))  # noqa: SIM115 - the fault
         return group
+
+
+class CloseFails(Sums):
+    async def close(self) -> None:
+        raise RuntimeError("the pool is gone")
 
 
 class SocketLeftOpen(Sums):
@@ -610,10 +628,10 @@ BROKEN: dict[str, tuple[type[Sums], ...]] = {
     "reward_repeatable": (ClockReward, RandomReward, CoinFlip, NoveltyReward),
     "reward_ignores_order": (EarlyBird, LastWins),
     "reward_varies": (ConstantReward, WrongField),
-    "empty_unrewarded": (EmptyIsRight,),
+    "empty_unrewarded": (EmptyIsRight, EmptyOfFiveIsRight),
     "echo_unrewarded": (EchoIsRight,),
     "no_leaked_tasks": (TaskForgotten, TaskOutlivesCancel),
-    "no_leaked_handles": (FileLeftOpen, SocketLeftOpen),
+    "no_leaked_handles": (FileLeftOpen, SocketLeftOpen, CloseFails),
     "no_leaked_processes": (ProcessLeftRunning,),
     "loop_stays_free": (SleepsInScoring, ComputesInScoring),
     "cancellable": (CancelBecomesNone, CancelBecomesError, CancelIsRetried),

@@ -120,6 +120,8 @@ def test_skipped_rules_are_named_and_misspelt_ones_refused() -> None:
     assert report.finding("reward_varies").reason == "not judged, as asked for"
     with pytest.raises(ConfigError, match="did you mean reward_varies?"):
         check_env(Sums, skip=["rewards_vary"])
+    with pytest.raises(ConfigError, match="starts cannot be skipped"):
+        check_env(SetupFails, skip=["starts"])
 
 
 def test_a_sampled_text_has_other_tokens_when_it_is_tokenized_again() -> None:

@@ -75,6 +75,8 @@ _REWARD_RULES = (
     "echo_unrewarded",
 )
 
+_NEEDED = ("starts", "gives_items", "collects")
+
 MakeEnv = Callable[[type[BaseEnv]], BaseEnv]
 
 
@@ -94,8 +96,8 @@ def check_env(
     `skip` names rules that are not judged. `make(cls)` constructs an environment (default: from `config_init`); it is
     called several times, with `env_cls` or a subclass that has an offline tokenizer. `tokenizer` is used instead of
     that one. `timeout_s` bounds each call of the author's code. `resume_items` judges the rule of that name, which not
-    every environment wants to keep. Raises ConfigError for an unknown rule
-    and for a configuration that no environment can be made of, EnvError when the environment ends the process.
+    every environment wants to keep. Raises ConfigError for an unknown rule and for a configuration that no environment
+    can be made of, EnvError when the environment ends the process.
 
     The clock, the random state and the group size (at least 8) are the check's while it runs.
     """
@@ -104,6 +106,8 @@ def check_env(
             close = difflib.get_close_matches(name, BY_NAME, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"there is no rule {name!r} to skip{hint}")
+        if name in _NEEDED:
+            raise ConfigError(f"{name} cannot be skipped: without it nothing can be judged")
     if num_items < 1:
         raise ConfigError(f"num_items: got {num_items}; at least one item is needed")
     offline = offline_class(env_cls, tokenizer)
@@ -184,8 +188,8 @@ class _Run:
         found = [
             score
             for persona, given in enumerate(self.answers)
-            if given == answer
-            for score in self.earned.get(said.get(persona, ""), ())
+            if given == answer and persona in said
+            for score in self.earned.get(said[persona], ())
         ]
         return max(found, default=None)
 
@@ -277,7 +281,7 @@ class _Check:
             await self._evaluate(env, folder)
             await self._checkpoints(env, folder)
         finally:
-            await _stop(env)
+            await self._stop(env)
 
     # Verdicts.
 
@@ -355,8 +359,21 @@ class _Check:
                 raise
             self._fail(rule, describe(error))
             if env is not None:
-                await _stop(env)
+                await self._stop(env)
             return None
+
+    async def _stop(self, env: BaseEnv) -> None:
+        """Close what an environment holds: its servers, its reward workers, what its `close` closes."""
+        await env.server.close()
+        try:
+            closing = env.close()
+            if inspect.isawaitable(closing):
+                await self._within(closing, "close()")
+        except Exception as error:  # noqa: BLE001 - boundary: the author's code
+            self._fail("no_leaked_handles", f"close() failed: {describe(error)}")
+        for value in vars(env).values():
+            if isinstance(value, RewardWorkers):
+                await value.close()
 
     async def _get_items(self, env: BaseEnv) -> None:
         for index in range(self._num_items):
@@ -691,7 +708,7 @@ class _Check:
         except Exception as error:  # noqa: BLE001 - boundary: the author's code
             self._fail("checkpoint_restores", describe(error))
         finally:
-            await _stop(fresh)
+            await self._stop(fresh)
 
 
 async def _without_exit(call: Awaitable[T]) -> T:
@@ -802,17 +819,6 @@ def _same(first: Any, second: Any) -> bool:
     if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
         return type(first) is type(second) and bool(np.array_equal(first, second))
     return bool(first == second)
-
-
-async def _stop(env: BaseEnv) -> None:
-    """Close what an environment holds: its servers, its reward workers, what its `close` closes."""
-    await env.server.close()
-    closing = env.close()
-    if inspect.isawaitable(closing):
-        await closing
-    for value in vars(env).values():
-        if isinstance(value, RewardWorkers):
-            await value.close()
 
 
 def _end_children(before: Mapping[int, str]) -> None:

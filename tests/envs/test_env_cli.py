@@ -228,6 +228,20 @@ def test_wandb_gets_no_secrets_and_a_name(monkeypatch: pytest.MonkeyPatch) -> No
     assert (calls[0]["project"], calls[0]["group"]) == ("p", None)
 
 
+def test_wandb_that_refuses_names_the_flag_that_turns_it_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Refused(Exception):
+        pass
+
+    def init(**_: Any) -> None:
+        raise Refused("no API key configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Refused, run=None))
+    with pytest.raises(ConfigError, match=r"no API key configured .*--env.use_wandb false"):
+        start_wandb(ScriptedEnv(), project=None, group=None)
+
+
 def test_wandb_name_defaults_to_the_environments() -> None:
     class Nameless(ScriptedEnv):
         name = None

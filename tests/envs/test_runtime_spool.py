@@ -178,7 +178,7 @@ def test_spooled_group_comes_back_as_it_was(tmp_path: Path) -> None:
     ("owner", "step", "said"),
     [
         (replace(OWNER, environment="other"), 4, ""),
-        (replace(OWNER, hub_url="http://elsewhere"), 4, ""),
+        (replace(OWNER, hub_url="http://elsewhere"), 4, "are for the hub at http://h: left"),
         (OWNER, 3, "were made at step 4, the trainer is at 3"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.runtime.masking import without_secrets
-from atroposlib.errors import MissingDependency, require
+from atroposlib.errors import ConfigError, MissingDependency, require
 
 
 def run_name(prefix: str) -> str:
@@ -30,12 +30,15 @@ def start_wandb(env: BaseEnv, *, project: str | None, group: str | None) -> None
     """Open the run that `BaseEnv.wandb_log` writes to."""
     wandb = require_wandb(env)
     env.wandb_project, env.wandb_group = project, group
-    env.wandb_run = wandb.init(
-        name=run_name(env.registered_name),
-        project=project or None,
-        group=group or None,
-        config=without_secrets(env.config.model_dump(mode="json", fallback=str)),
-    )
+    try:
+        env.wandb_run = wandb.init(
+            name=run_name(env.registered_name),
+            project=project or None,
+            group=group or None,
+            config=without_secrets(env.config.model_dump(mode="json", fallback=str)),
+        )
+    except wandb.Error as error:
+        raise ConfigError(f"wandb: {error} (or turn it off: --env.use_wandb false)") from error
 
 
 def finish_wandb(env: BaseEnv) -> None:

@@ -104,7 +104,12 @@ def _claim_one(path: Path, file: IO[bytes], owner: Owner, step: int) -> Spooled 
     try:
         envelope = split_packed(file.read())
         meta = envelope.meta
-        if (meta.get("hub_url"), meta.get("environment")) != (owner.hub_url, owner.environment):
+        if meta.get("environment") != owner.environment:
+            return None
+        if meta.get("hub_url") != owner.hub_url:
+            logger.warning(
+                "%s: its groups are for the hub at %s: left alone", path, meta.get("hub_url")
+            )
             return None
         made_at = int(meta.get("step", 0))
         if made_at > step:

@@ -13,6 +13,7 @@ import pytest
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.runtime.serve import serve
+from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.errors import EnvError
 from tests.envs.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
 from tests.envs.test_runtime_serve import FAST, produced, until
@@ -292,3 +293,64 @@ async def test_checkpoint_data_may_hold_numpy_values_and_is_written_whole(tmp_pa
     assert vars(env)["row"] == [0, 1]
     assert (vars(env)["iter"], vars(env)["seen"]) == (3, [1, 2])
     assert [path.name for path in folder.iterdir()] == ["step-3.json"]
+
+
+@pytest.mark.parametrize(
+    ("handling", "num_running"), [("STOP_TRAIN", 0), ("LIMIT_TRAIN", 2), ("NONE", 4)]
+)
+async def test_training_during_an_evaluation_is_as_eval_handling_says(
+    handling: str, num_running: int
+) -> None:
+    release = asyncio.Event()
+
+    class Evaluating(ScriptedEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+            await release.wait()
+
+    async def answer(item: int) -> Any:
+        await release.wait()
+        return make_group()
+
+    async with LoopbackHub() as hub:
+        env = Evaluating(
+            rollout_server_url=hub.url,
+            eval_handling=handling,
+            steps_per_eval=1,
+            max_num_workers=4,
+            max_batches_offpolicy=50,
+            answer=answer,
+        )
+
+        async def nothing_yet() -> None:
+            return None
+
+        env.get_next_item = nothing_yet  # type: ignore[method-assign]
+        run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
+        await until(lambda: bool(env.status_dict))
+        env.status_dict = {**env.status_dict, "current_step": 1}
+        await env.env_step_checks()
+        assert env.eval_runner is not None
+        del env.get_next_item
+        await until(lambda: len(env.running_items) == num_running)
+        await asyncio.sleep(0.06)
+        assert len(env.running_items) == num_running
+        stop.set()
+        release.set()
+        await run
+
+
+async def test_metrics_of_all_servers_are_logged_and_none_is_no_error() -> None:
+    logged: list[dict[str, Any]] = []
+    env = ScriptedEnv()
+    env.wandb_run = SimpleNamespace(log=lambda metrics, step: logged.append(metrics))
+    harness = env.server.servers[0]
+    env.server.servers = [harness, ServerHarness.answering_anything(harness.config)]
+    for server in env.server.servers:
+        for _ in range(2):
+            await server.completion(prompt="p")
+    await env.wandb_log({})
+    found = {key.split("_")[1] for key in logged[0] if key.startswith("server/server_")}
+    assert found == {"0", "1"}
+    env.server.servers = []
+    await env.wandb_log({"a": 1.0})
+    assert logged[1] == {"a": 1.0}

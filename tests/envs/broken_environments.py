@@ -592,6 +592,11 @@ class SavesUnderAnotherName(Sums):
         BaseEnv.save_checkpoint(self, step, {"iter": self.position})
 
 
+class LoadsUnderAnotherName(SavesUnderAnotherName):
+    def load_checkpoint(self) -> None:
+        super().load_checkpoint()
+
+
 class SavesIntegerKeys(Sums):
     async def setup(self) -> None:
         await super().setup()
@@ -637,7 +642,13 @@ BROKEN: dict[str, tuple[type[Sums], ...]] = {
     "cancellable": (CancelBecomesNone, CancelBecomesError, CancelIsRetried),
     "evaluates": (EvaluateFails, EvaluateSilent, EvaluateHangs),
     "checkpoint_is_json": (SavesAnObject,),
-    "checkpoint_restores": (SavesUnderAnotherName, SavesIntegerKeys, LoadsNothing, LoadFails),
+    "checkpoint_restores": (
+        SavesUnderAnotherName,
+        LoadsUnderAnotherName,
+        SavesIntegerKeys,
+        LoadsNothing,
+        LoadFails,
+    ),
     "items_resume": (ItemsByChance,),
 }
 

@@ -8,51 +8,54 @@ is skipped where an earlier failure makes its verdict worthless: one fault, one 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import copy
 import difflib
 import inspect
-import os
 import random
-import selectors
-import signal
 import tempfile
 import time
-import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.checker.calls import (
+    GRACE_S,
+    copy_of,
+    describe,
+    other_time,
+    run_in_own_loop,
+    within,
+)
 from atroposlib.envs.checker.engine import (
     Answer,
     PairTokenizer,
     ProbeEngine,
-    Sample,
     question_of,
 )
 from atroposlib.envs.checker.judge import judge_of
 from atroposlib.envs.checker.probes import EMPTY, guesses, rounds
 from atroposlib.envs.checker.report import Evidence, Finding, Report, Status
+from atroposlib.envs.checker.restoring import attach_checkpoints, is_same, restore_faults, save
 from atroposlib.envs.checker.rules import BY_NAME, RULES
-from atroposlib.envs.checker.tokens import faults_of, text_of, texts_said
+from atroposlib.envs.checker.runs import Run, Sink, difference
+from atroposlib.envs.checker.tokens import faults_of, text_of
 from atroposlib.envs.checker.watch import (
-    LoopKilled,
+    LEAKY_RUNS,
     LoopWatch,
     author_files,
     children,
+    end_children,
+    leaked,
     name_of_handle,
     open_handles,
 )
 from atroposlib.envs.rewards import RewardWorkers
-from atroposlib.envs.runtime import checkpoint
 from atroposlib.envs.runtime.items import cause_of, collect
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.errors import ConfigError, EnvError, GroupError
-from atroposlib.scored_data import ScoredGroup, Strictness, check_group
+from atroposlib.errors import ConfigError, GroupError
+from atroposlib.scored_data import Strictness, check_group
 
 T = TypeVar("T")
 
@@ -60,13 +63,6 @@ MIN_GROUP_SIZE = 8
 """Groups of the check hold at least this many answers: guesses, nonsense, an empty answer and an echo."""
 MAX_ROUNDS = 6
 """Groups of guesses tried per item until rewards differ."""
-LEAKY_RUNS = 3
-"""Something leaks when each of this many runs in a row left more of it."""
-_STEP = 1
-_REGISTERED_NAME = "check"
-_OTHER_TIME_S = 3 * 86_400 + 7 * 3_600 + 11 * 60 + 17.25
-"""How far the wall clock is moved when answers are scored again: another day, hour, minute and second."""
-_GRACE_S = 0.5
 _REWARD_RULES = (
     "reward_repeatable",
     "reward_ignores_order",
@@ -123,7 +119,7 @@ def check_env(
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
-        return _run_in_own_loop(check.run(), check.watch.selector)
+        return run_in_own_loop(check.run(), check.watch.selector)
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
@@ -148,74 +144,6 @@ def _make_default(env_cls: type[BaseEnv]) -> BaseEnv:
     return env_cls(config.model_copy(update={"use_wandb": False}), servers, False, True)
 
 
-def _run_in_own_loop(main: Coroutine[Any, Any, T], selector: selectors.BaseSelector) -> T:
-    """Like `asyncio.run`, but with this selector, and a task that refuses to be cancelled cannot hold the end up."""
-    loop = asyncio.SelectorEventLoop(selector)
-    try:
-        return loop.run_until_complete(main)
-    except SystemExit as error:
-        raise EnvError(
-            f"the environment called sys.exit({error.code!r}) in a task, which ends its process"
-        ) from error
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        if left:
-            loop.run_until_complete(asyncio.wait(left, timeout=_GRACE_S))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
-
-
-class _Unfinished(Exception):
-    """The author's code did not end in time, or not as code may end."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Run:
-    """One call of collect_trajectories and what came of it."""
-
-    item: int
-    answers: list[Answer]
-    samples: list[Sample]
-    groups: list[ScoredGroup] = field(default_factory=list)
-    earned: dict[str, list[float]] = field(default_factory=dict)
-    """Scores by what was said, in rising order."""
-
-    def most_for(self, answer: Answer) -> float | None:
-        """Return the best score that one of the scripted answers earned; None where it was left out."""
-        said = texts_said(self.samples)
-        found = [
-            score
-            for persona, given in enumerate(self.answers)
-            if given == answer and persona in said
-            for score in self.earned.get(said[persona], ())
-        ]
-        return max(found, default=None)
-
-
-class _Sink:
-    """Takes groups where the runtime's outbox would."""
-
-    def __init__(self) -> None:
-        self.groups: list[Any] = []
-
-    async def accept(
-        self,
-        scored_data: Any,
-        item: Any = None,
-        *,
-        send: bool = True,
-        abort_on_max_length: bool = True,
-    ) -> int:
-        found = [scored_data] if isinstance(scored_data, Mapping) else list(scored_data or [])
-        self.groups += [group for group in found if group is not None]
-        return len(found)
-
-    async def post(self, scored_data: Any) -> None:
-        """Take what an environment's own sending hands on; `accept` has it already."""
-
-
 class _Check:
     def __init__(
         self,
@@ -236,11 +164,11 @@ class _Check:
         for name in skip:
             self._skip(name, "not judged, as asked for")
         self._items: list[Any] = []
-        self._runs: list[_Run] = []
+        self._runs: list[Run] = []
         self._barren: list[tuple[int, list[list[Answer]]]] = []
         """Items that became no group, and the answers tried."""
         self._engine = ProbeEngine(PairTokenizer())
-        self._sink = _Sink()
+        self._sink = Sink()
         self._group_size = MIN_GROUP_SIZE
         self.watch = LoopWatch(author_files(env_cls), patience_s=timeout_s)
         self._num_runs = 0
@@ -251,7 +179,7 @@ class _Check:
         before = children() or {}
         with tempfile.TemporaryDirectory() as folder, self.watch:
             await self._judge(Path(folder))
-        _end_children(before)
+        end_children(before)
         return Report(
             environment=self._env_cls.name or self._env_cls.__name__,
             findings=list(self._findings.values()),
@@ -309,29 +237,8 @@ class _Check:
         return self._findings[name].status is Status.FAIL
 
     async def _within(self, call: Awaitable[T], what: str) -> T:
-        """Await the author's code for `timeout_s` at most; what it raises is raised, as an Exception in any case."""
-        task = asyncio.ensure_future(_without_exit(call))
-        await asyncio.wait({task}, timeout=self._timeout_s)
-        if not task.done():
-            self._engine.release()
-            task.cancel()
-            await asyncio.wait({task}, timeout=_GRACE_S)
-            raise _Unfinished(f"{what} did not end within {self._timeout_s:g} s")
-        if task.cancelled():
-            raise _Unfinished(f"{what} ended with CancelledError, but nobody cancelled it")
-        error = task.exception()
-        if error is None:
-            return task.result()
-        killed = _find(error, LoopKilled)
-        if killed is not None:
-            where = traceback.extract_tb(killed.__traceback__)[-1]
-            raise _Unfinished(
-                f"{what} kept the event loop for {self._timeout_s:g} s"
-                f" ({Path(where.filename).name}:{where.lineno} in {where.name})"
-            ) from error
-        if not isinstance(error, Exception):
-            raise _Unfinished(f"{what} raised {cause_of(error)!r}") from error
-        raise error
+        """Await the author's code; release an engine that holds it up."""
+        return await within(call, what, timeout_s=self._timeout_s, give_up=self._engine.release)
 
     # Starting.
 
@@ -400,7 +307,7 @@ class _Check:
     async def _try_item(self, env: BaseEnv, index: int, item: Any) -> None:
         """Explore what earns what, then score the most telling answers again: at another time, in another order."""
         dealt = rounds(guesses(env, item), self._group_size)[:MAX_ROUNDS]
-        telling: _Run | None = None
+        telling: Run | None = None
         for answers in dealt:
             run = await self._collect(env, index, item, answers)
             if run is None:
@@ -414,16 +321,16 @@ class _Check:
         if telling is None:
             self._barren.append((index, dealt))
             return
-        with _other_time():
+        with other_time():
             again = await self._collect(env, index, item, telling.answers)
-        if again is not None and (other := _difference(telling, again)):
+        if again is not None and (other := difference(telling, again)):
             self._fail("reward_repeatable", f"{other} when scored again", item=index)
             return
         reversed_ = await self._collect(env, index, item, telling.answers[::-1])
         if reversed_ is None:
             return
         # An environment that keeps the first answers of a group only is a matter of group_size.
-        if other := _difference(telling, reversed_, may_leave_out=True):
+        if other := difference(telling, reversed_, may_leave_out=True):
             self._fail("reward_ignores_order", f"{other} in reversed order", item=index)
 
     def _judge_barren(self) -> None:
@@ -441,13 +348,13 @@ class _Check:
 
     async def _collect(
         self, env: BaseEnv, index: int, item: Any, answers: Sequence[Answer]
-    ) -> _Run | None:
+    ) -> Run | None:
         """Run one item with scripted answers; None, with a finding, when it fails."""
         self._engine.script(answers)
         self._sink.groups = []
         self._begin_run()
         try:
-            groups, _ = await self._within(collect(env, _copy(item)), "the item")
+            groups, _ = await self._within(collect(env, copy_of(item)), "the item")
             if groups:
                 await env.handle_send_to_api(
                     groups, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
@@ -458,13 +365,13 @@ class _Check:
         finally:
             self.watch.end()
         await asyncio.sleep(0)  # judging is another turn of the loop: it is not the author's time
-        run = _Run(item=index, answers=list(answers), samples=self._engine.samples)
+        run = Run(item=index, answers=list(answers), samples=self._engine.samples)
         for group in self._sink.groups:
             self._judge_group(env, run, group)
         await self._take_stock()
         return run
 
-    def _judge_group(self, env: BaseEnv, run: _Run, group: Any) -> None:
+    def _judge_group(self, env: BaseEnv, run: Run, group: Any) -> None:
         try:
             checked = check_group(group, strictness=Strictness.MEANING)
         except GroupError as error:
@@ -532,7 +439,7 @@ class _Check:
             for name in ("empty_unrewarded", "echo_unrewarded"):
                 self._skip(name, "all rewards are equal")
 
-    def _judge_earnings(self, index: int, runs: Sequence[_Run]) -> bool:
+    def _judge_earnings(self, index: int, runs: Sequence[Run]) -> bool:
         """Compare what the useless answers to one item earned with the best; False when all earned the same."""
         scores = [score for run in runs for earned in run.earned.values() for score in earned]
         worst, best = min(scores), max(scores)
@@ -562,15 +469,15 @@ class _Check:
                 self._left[name].append(set(found))
 
     async def _judge_leaks(self) -> None:
-        tasks = _leaked(self._left["tasks"])
+        tasks = leaked(self._left["tasks"])
         if tasks:
-            await asyncio.wait(tasks, timeout=_GRACE_S)
+            await asyncio.wait(tasks, timeout=GRACE_S)
             tasks = {task for task in tasks if not task.done()}
         if len(tasks) >= LEAKY_RUNS:
             sample = next(iter(tasks)).get_coro()
             name = getattr(sample, "__qualname__", repr(sample))
             self._fail("no_leaked_tasks", f"every run left a task of {name} behind")
-        processes = _leaked(self._left["processes"])
+        processes = leaked(self._left["processes"])
         if processes:
             pid = max(processes)
             name = (children() or {}).get(pid, "?")
@@ -578,7 +485,7 @@ class _Check:
                 "no_leaked_processes", f"every run left a process behind, like {pid} ({name})"
             )
             self._skip("no_leaked_handles", "processes are left, and their pipes with them")
-        handles = _leaked(self._left["handles"])
+        handles = leaked(self._left["handles"])
         if handles:
             handle = max(handles)
             self._fail(
@@ -617,7 +524,7 @@ class _Check:
         before = asyncio.all_tasks()
         self._engine.script([EMPTY])
         self._engine.hold()
-        task = asyncio.ensure_future(collect(env, _copy(self._items[0])))
+        task = asyncio.ensure_future(collect(env, copy_of(self._items[0])))
         asked = asyncio.ensure_future(self._engine.asked.wait())
         try:
             await asyncio.wait(
@@ -627,7 +534,7 @@ class _Check:
                 self._skip("cancellable", "the item does not wait for the engine")
                 return
             task.cancel()
-            await asyncio.wait({task}, timeout=_GRACE_S)
+            await asyncio.wait({task}, timeout=GRACE_S)
             if not task.done():
                 self._fail("cancellable", "it went on after task.cancel()", item=0)
             elif not task.cancelled():
@@ -636,13 +543,13 @@ class _Check:
                 self._fail("cancellable", f"it {ending} instead of ending cancelled", item=0)
             elif left := asyncio.all_tasks() - before - {task, asked}:
                 # The engine still waits: what ends now was cancelled with the item.
-                _, pending = await asyncio.wait(left, timeout=_GRACE_S / 5)
+                _, pending = await asyncio.wait(left, timeout=GRACE_S / 5)
                 if pending:
                     self._fail("no_leaked_tasks", "a cancelled item left a task behind", item=0)
         finally:
             self._engine.release()
             asked.cancel()
-            await asyncio.wait({task, asked}, timeout=_GRACE_S)
+            await asyncio.wait({task, asked}, timeout=GRACE_S)
             task.cancel()
 
     # Evaluating.
@@ -678,7 +585,7 @@ class _Check:
     async def _checkpoints(self, env: BaseEnv, folder: Path) -> None:
         names = ("checkpoint_is_json", "checkpoint_restores", "items_resume")
         try:
-            data = _save(env, folder)
+            data = save(env, folder)
         except Exception as error:  # noqa: BLE001 - boundary: the author's code
             self._fail("checkpoint_is_json", describe(error))
             for name in names[1:]:
@@ -694,136 +601,18 @@ class _Check:
         if fresh is None:
             return
         try:
-            _attach_checkpoints(fresh, folder)
+            attach_checkpoints(fresh, folder)
             fresh.load_checkpoint()
-            for fault in _restore_faults(env, fresh, data):
+            for fault in restore_faults(env, fresh, data, save(fresh, folder) or {}):
                 self._fail("checkpoint_restores", fault)
             if self._has_failed("checkpoint_restores"):
                 self._skip("items_resume", "checkpoints do not restore")
             elif self._resume_items:
                 wanted = await self._within(env.get_next_item(), "get_next_item()")
                 got = await self._within(fresh.get_next_item(), "get_next_item()")
-                if not _same(wanted, got):
+                if not is_same(wanted, got):
                     self._fail("items_resume", f"expected {wanted!r:.100}, got {got!r:.100}")
         except Exception as error:  # noqa: BLE001 - boundary: the author's code
             self._fail("checkpoint_restores", describe(error))
         finally:
             await self._stop(fresh)
-
-
-async def _without_exit(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except SystemExit as error:
-        raise _Unfinished(f"sys.exit({error.code!r}) was called") from error
-
-
-def _find(error: BaseException, kind: type[BaseException]) -> BaseException | None:
-    """Return the first error of a kind in an error or group of errors."""
-    if isinstance(error, BaseExceptionGroup):
-        return next((found for e in error.exceptions if (found := _find(e, kind))), None)
-    return error if isinstance(error, kind) else None
-
-
-def describe(error: BaseException) -> str:
-    """Return type, message and the innermost place of an error."""
-    if isinstance(error, _Unfinished):
-        return str(error)
-    trace = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(trace[-1].filename).name}:{trace[-1].lineno})" if trace else ""
-    return f"{type(error).__name__}: {str(error):.300}{place}"
-
-
-def _copy(item: Any) -> Any:
-    """Return a copy, so that an item that is changed while it runs starts afresh; itself where it cannot be copied."""
-    try:
-        return copy.deepcopy(item)
-    except Exception:  # noqa: BLE001 - items hold anything, and copying them may raise anything
-        return item
-
-
-def _difference(first: _Run, second: _Run, *, may_leave_out: bool = False) -> str | None:
-    """Name the first answer that earned something else, or nothing, in the second run."""
-    for answer, earned in first.earned.items():
-        other = second.earned.get(answer)
-        if other is None and not may_leave_out:
-            return f"{answer!r:.60} earned {_listed(earned)}, but was left out"
-        if (
-            other
-            and len(earned) == len(other)
-            and not np.allclose(earned, other, rtol=1e-9, atol=1e-12)
-        ):
-            return f"{answer!r:.60} earned {_listed(earned)}, but {_listed(other)}"
-    return None
-
-
-def _listed(scores: Sequence[float]) -> str:
-    return ", ".join(f"{score:.6g}" for score in scores)
-
-
-@contextlib.contextmanager
-def _other_time() -> Iterator[None]:
-    """Move the wall clock; durations (`monotonic`, `perf_counter`) stay right."""
-    real = time.time
-    time.time = lambda: real() + _OTHER_TIME_S
-    try:
-        yield
-    finally:
-        time.time = real
-
-
-def _leaked(stock: Sequence[set[Any]]) -> set[Any]:
-    """Return what was added by the last runs, if every one of them added something that stayed."""
-    recent = stock[-LEAKY_RUNS - 1 :]
-    if len(recent) <= LEAKY_RUNS:
-        return set()
-    stayed = [
-        (later - earlier) & recent[-1] for earlier, later in zip(recent, recent[1:], strict=False)
-    ]
-    return set().union(*stayed) if all(stayed) else set()
-
-
-def _attach_checkpoints(env: BaseEnv, folder: Path) -> None:
-    """Point an environment to the checkpoints of step 1, as registering with a hub does."""
-    env.curr_step, env.checkpoint_dir, env.wandb_prepend = _STEP, str(folder), _REGISTERED_NAME
-
-
-def _save(env: BaseEnv, folder: Path) -> dict[str, Any] | None:
-    """Return what a checkpoint of `env` holds on disk; None when it saves nothing."""
-    _attach_checkpoints(env, folder)
-    env.save_checkpoint(_STEP)
-    place = checkpoint.checkpoint_folder(str(folder), _REGISTERED_NAME)
-    return checkpoint.load(place, _STEP) or None
-
-
-def _restore_faults(env: BaseEnv, fresh: BaseEnv, data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield every saved value that the fresh environment does not have as the saved one has it."""
-    sets_attributes = type(fresh).load_checkpoint is BaseEnv.load_checkpoint
-    for key, value in data.items():
-        if key in vars(env):
-            wanted, got = getattr(env, key), getattr(fresh, key, None)
-            if not _same(wanted, got):
-                yield f"{key} was {wanted!r:.80} and came back as {got!r:.80}"
-        elif sets_attributes:
-            yield f"{key!r} ({value!r:.60}) is saved, but the environment has no such attribute"
-
-
-def _same(first: Any, second: Any) -> bool:
-    """Compare values; a tuple that JSON made a list is the same."""
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return len(first) == len(second) and all(
-            _same(a, b) for a, b in zip(first, second, strict=True)
-        )
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return first.keys() == second.keys() and all(_same(first[k], second[k]) for k in first)
-    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
-        return type(first) is type(second) and bool(np.array_equal(first, second))
-    return bool(first == second)
-
-
-def _end_children(before: Mapping[int, str]) -> None:
-    """Kill the processes that the environment started and left."""
-    for pid in (children() or {}).keys() - before.keys():
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)

@@ -12,10 +12,11 @@ import contextlib
 import ctypes
 import os
 import selectors
+import signal
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -23,6 +24,9 @@ from typing import Any, Self
 
 BLOCKED_S = 0.1
 """Keeping the loop longer than this blocks it."""
+
+LEAKY_RUNS = 3
+"""Something leaks when each of this many runs in a row left more of it."""
 
 _LOOK_S = 0.01
 
@@ -196,6 +200,25 @@ def children() -> dict[int, str] | None:
                 if int(rest.split()[1]) == os.getpid():
                     found[int(entry)] = name
     return found
+
+
+def leaked(stock: Sequence[set[Any]]) -> set[Any]:
+    """Return what was added by the last runs, if every one of them added something that stayed."""
+    recent = stock[-LEAKY_RUNS - 1 :]
+    if len(recent) <= LEAKY_RUNS:
+        return set()
+    stayed = [
+        (later - earlier) & recent[-1] for earlier, later in zip(recent, recent[1:], strict=False)
+    ]
+    return set().union(*stayed) if all(stayed) else set()
+
+
+def end_children(before: Mapping[int, str]) -> None:
+    """Kill the processes that the environment started and left."""
+    for pid in (children() or {}).keys() - before.keys():
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _open_schedstat(native_id: int) -> int | None:

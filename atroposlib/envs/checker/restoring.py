@@ -1,0 +1,56 @@
+"""Save a checkpoint of an environment, and compare an environment that loaded it. Used by `check.py` only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.runtime import checkpoint
+
+STEP = 1
+_REGISTERED_NAME = "check"
+
+
+def attach_checkpoints(env: BaseEnv, folder: Path) -> None:
+    """Point an environment to the checkpoints of step 1, as registering with a hub does."""
+    env.curr_step, env.checkpoint_dir, env.wandb_prepend = STEP, str(folder), _REGISTERED_NAME
+
+
+def save(env: BaseEnv, folder: Path) -> dict[str, Any] | None:
+    """Return what a checkpoint of `env` holds on disk; None when it saves nothing."""
+    attach_checkpoints(env, folder)
+    env.save_checkpoint(STEP)
+    place = checkpoint.checkpoint_folder(str(folder), _REGISTERED_NAME)
+    return checkpoint.load(place, STEP) or None
+
+
+def restore_faults(
+    env: BaseEnv, fresh: BaseEnv, saved: Mapping[str, Any], again: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield every value of `saved` that a fresh environment, which loaded it, does not have.
+
+    A value is looked for under its name, and in what the fresh environment saves (`again`).
+    """
+    for key, value in saved.items():
+        wanted, got = vars(env).get(key, value), vars(fresh).get(key, value)
+        if not is_same(wanted, got):
+            yield f"{key} was {wanted!r:.80} and came back as {got!r:.80}"
+        elif not is_same(value, again.get(key)):
+            yield f"{key!r} was saved as {value!r:.60}, loaded, and saved as {again.get(key)!r:.60}"
+
+
+def is_same(first: Any, second: Any) -> bool:
+    """Compare values; a tuple that JSON made a list is the same."""
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(
+            is_same(a, b) for a, b in zip(first, second, strict=True)
+        )
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(is_same(first[k], second[k]) for k in first)
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        return type(first) is type(second) and bool(np.array_equal(first, second))
+    return bool(first == second)

@@ -154,7 +154,9 @@ async def test_file_that_cannot_be_written_is_said_to_be_a_loss(tmp_path: Path) 
         env.backlog.append(1)
         await env.handle_send_to_api(make_group())
         stop.set()
-        with pytest.raises(EnvError, match="1 groups are lost: not delivered, and .* cannot be"):
+        with pytest.raises(
+            EnvError, match="1 groups could not be delivered .* are lost: .* cannot be"
+        ):
             await run
 
 
@@ -256,3 +258,25 @@ async def test_nothing_is_waited_for_after_a_second_signal_or_without_an_engine(
             env.server.servers[0].server_healthy = False
         await asyncio.wait_for(run, 2)
     assert sorted(env.backlog) == [0, 1]
+
+
+async def test_second_signal_ends_the_delivery_and_the_groups_are_in_the_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "groups.jsonl"
+    async with LoopbackHub() as hub:
+        env = ScriptedEnv(
+            rollout_server_url=hub.url, num_items=0, data_path_to_save_groups=str(path)
+        )
+        timings = replace(FAST, flush_s=60.0, spool_after_s=0.02)
+        run = asyncio.create_task(serve(env, timings=timings))
+        await until(lambda: bool(env.status_dict))
+        await hub.stop()
+        await env.handle_send_to_api(make_group())
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: any((tmp_path / "spool").glob("*.groups")))
+        assert not run.done()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(HubUnavailable, match="1 groups could not be delivered"):
+            await asyncio.wait_for(run, 2)
+    assert len(list((tmp_path / "spool").glob("*.groups"))) == 1

@@ -208,33 +208,52 @@ class _Server:
 
     async def _deliver_rest(self) -> None:
         """Deliver what is held, or leave it in a file; a file left behind is an error of the run."""
-        outbox, timings = self._outbox, self._timings
-        patience_s = timings.flush_s if self._error is None else 1.0
-        if not await outbox.flush(min(patience_s, timings.spool_after_s)):
+        outbox, name = self._outbox, self._owner.environment
+        patience_s = self._timings.flush_s if self._error is None else 1.0
+        first_s = min(patience_s, self._timings.spool_after_s)
+        if not await self._flush(first_s):
             return
         path = spool.new_path(self._spool_folder, self._owner)
         await self._spool(path)
-        if await outbox.flush(patience_s - min(patience_s, timings.spool_after_s)):
-            await self._spool(path)
-            what = f"{outbox.num_held} groups could not be delivered to {self._owner.hub_url}"
-            how = f"they are in {path}, and the next serve of {self._owner.environment!r} sends them first"
-            logger.error("%s; %s", what, how)
-            self._error = self._error or HubUnavailable(f"{what}; {how}")
-        else:
+        if not await self._flush(patience_s - first_s):
             path.unlink(missing_ok=True)
+            return
+        what = f"{outbox.num_held} groups could not be delivered to {self._owner.hub_url}"
+        error: HubUnavailable | EnvError
+        if await self._spool(path):
+            error = HubUnavailable(
+                f"{what}; they are in {path}, and the next serve of {name!r} sends them first"
+            )
+        else:
+            error = EnvError(f"{what} and are lost: {path} cannot be written")
+        logger.error("%s", error)
+        self._error = self._error or error
 
-    async def _spool(self, path: Path) -> None:
+    async def _flush(self, patience_s: float) -> int:
+        """Wait until nothing is held, the time is over or a second signal came; return the number still held."""
+        flush = asyncio.create_task(self._outbox.flush(patience_s))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({flush, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (flush, hurry):
+            task.cancel()
+        await asyncio.gather(flush, hurry, return_exceptions=True)
+        return self._outbox.num_held
+
+    async def _spool(self, path: Path) -> bool:
         """Write every held group to `path`; files of earlier runs, whose rest is among them, are removed then."""
-        groups = self._outbox.held
         try:
             await asyncio.to_thread(
-                spool.write, path, groups, owner=self._owner, step=self._env.curr_step
+                spool.write,
+                path,
+                self._outbox.held,
+                owner=self._owner,
+                step=self._env.curr_step,
             )
         except OSError as error:
-            raise EnvError(
-                f"{len(groups)} groups are lost: not delivered, and {path} cannot be written: {error}"
-            ) from error
+            logger.error("%s cannot be written: %s", path, error)
+            return False
         self._delete_claimed()
+        return True
 
     def _delete_claimed(self) -> None:
         for file in self._claimed:

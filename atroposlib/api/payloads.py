@@ -183,7 +183,10 @@ class GroupCodec:
                 raise GroupError("decoding the body ended the decoder process, twice") from e
 
     async def _one_attempt(self, body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup]:
-        worker = self._idle_workers.pop() if self._idle_workers else _DecoderProcess()
+        if self._idle_workers:
+            worker = self._idle_workers.pop()
+        else:  # starting a process takes long enough to hold others up
+            worker = await _outcome(self._threads.submit(_DecoderProcess))
         is_late = False
 
         def give_up() -> None:

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from atroposlib.api.allocator import keep_freed_memory
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import ScoredGroup, Strictness
 from atroposlib.wire import (
@@ -192,6 +193,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the hub, which then closes its end
     limit = int(os.environ[MEMORY_LIMIT_VARIABLE])
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

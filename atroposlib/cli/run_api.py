@@ -26,6 +26,7 @@ from typing import Literal
 import uvicorn
 from pydantic import BaseModel, Field, SecretStr
 
+from atroposlib.api.allocator import keep_freed_memory
 from atroposlib.api.coordinator import RunPolicy
 from atroposlib.api.hub import Hub
 from atroposlib.api.protocol import HubProtocol
@@ -212,6 +213,7 @@ async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket
 
     # Threads that decode give way to the event loop after this long; Python's own 5 ms add up.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
     hub = Hub(_stores(config, on_failure), policy=policy_of(config))
     app = create_app(hub, tokens=tokens)
     scheme = "https" if config.ssl_certfile else "http"

@@ -19,6 +19,7 @@ RANKS = {
     "atroposlib.utils": 0,
     "atroposlib.frontend": 0,
     "atroposlib.api.schemas": 1,
+    "atroposlib.api.allocator": 1,
     "atroposlib.api.batching": 1,
     "atroposlib.api.queue": 1,
     "atroposlib.api.sums": 1,

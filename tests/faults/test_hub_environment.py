@@ -21,6 +21,7 @@ from atroposlib.wire import (
 )
 from tests.faults.drivers import (
     GroupKey,
+    HubProcess,
     assert_balanced,
     eventually,
     hub_process,
@@ -34,6 +35,15 @@ pytestmark = pytest.mark.e2e
 
 SCRIPT = str(ROOT / "tests" / "faults" / "original_env.py")
 GROUP_SIZE = 4
+
+
+async def settled_ledger(hub: HubProcess) -> dict[str, Any]:
+    """The ledger once what the killed have sent to its end, and no answer waits for, is stored too."""
+    before: dict[str, Any] = {}
+    while (ledger := hub.get("/ledger")) != before:
+        before = ledger
+        await asyncio.sleep(1.5)
+    return ledger
 
 
 @pytest.mark.timeout(120)
@@ -65,7 +75,7 @@ async def test_environment_killed_while_it_sends_leaves_no_partial_group(tmp_pat
             env.popen.kill()
             env.popen.wait()
             num_complete += "status 200" in env.log()
-        ledger = hub.get("/ledger")
+        ledger = await settled_ledger(hub)
         assert_balanced(ledger)
         assert ledger["rejected"] == {}
         num_stored = ledger["queued"]

@@ -552,7 +552,8 @@ def test_accuracy_of_numbers(
     assert AccuracyReward(workers=NeverEqual())([text], solution=solution) == [expected]  # type: ignore[arg-type]
 
 
-def test_accuracy_asks_math_verify_in_a_worker() -> None:
+def test_accuracy_asks_math_verify_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "math_verify", raising=False)  # of another test
     texts = [r"\boxed{\frac{1}{2}}", r"\boxed{x + 1}", r"$\frac{2}{4}$", "one half", r"\boxed{3}"]
     golds = ["0.5", "1 + x", r"\frac{1}{2}", "0.5", r"\frac{6}{2}"]
     assert accuracy_reward(texts, solution=golds) == [1.0, 1.0, 1.0, 0.0, 1.0]

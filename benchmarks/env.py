@@ -1,0 +1,232 @@
+"""How many completions does an environment process handle per CPU second, and how long is its event loop blocked?
+
+`PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/env.py` runs `serve` as a process against an engine process that
+answers at once and a `run-api` process whose batches are taken as they come; it prints a row per way from a completion
+to tokens and per length. CPU is that of the environment's process alone, all its threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks._env_text import save_tokenizer
+from benchmarks._hub_load import PACKED, Site, acknowledge, fresh_run, take_batch
+from benchmarks._hub_process import Hub, cpu_s, memory_bytes, running_hub
+
+GROUP_SIZE = 8
+GROUPS_PER_BATCH = 2
+START_TIMEOUT_S = 60.0
+ORIGINAL = {("chat", 512): (530, 100), ("chat", 2048): (263, 233)}
+ORIGINAL |= {("managed", 512): (230, 165), ("managed", 2048): (60, 589)}
+"""NousResearch/atropos 296a0bc, measured in the same way on the same kind of machine: completions per CPU second, and
+the 99th percentile in ms of the CPU time between two ticks of its event loop."""
+
+
+class Row(NamedTuple):
+    num_groups: int
+    wall_s: float
+    cpu_s: float
+    loop_cpu_ms: list[float]
+    late_ms: list[float]
+    rss_mb: float
+
+
+@contextmanager
+def running(
+    argv: Sequence[str], *, log_path: Path, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a Python command for the length of the block; SIGTERM ends it."""
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, *argv],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def running_engine(tokenizer: Path, lengths: Sequence[int], *, directory: Path) -> Iterator[str]:
+    """Yield the address of an engine that answers at once."""
+    log_path = directory / "engine.log"
+    script = str(Path(__file__).with_name("_env_engine.py"))
+    with running(
+        [script, str(tokenizer), ",".join(map(str, lengths))], log_path=log_path
+    ) as process:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not (found := re.search(r"listening on (\d+)", log_path.read_text())):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the engine did not start:\n{log_path.read_text()[-2000:]}")
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{found.group(1)}/v1"
+
+
+class Sink:
+    """A trainer that takes every batch at once and throws it away."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self.num_groups = 0
+
+    async def run(self) -> None:
+        async with self._site.connect() as connection:
+            while True:
+                taken = await take_batch(self._site, connection, PACKED, wait_s=5)
+                if taken is not None:
+                    self.num_groups += taken.num_groups
+                    await acknowledge(connection, taken)
+
+
+@contextlib.asynccontextmanager
+async def draining(hub: Hub) -> AsyncIterator[Sink]:
+    site = Site(hub=hub, is_packed=True, is_leasing=True, is_long_polling=True)
+    async with site.connect() as connection:
+        await fresh_run(connection, batch_size=GROUPS_PER_BATCH * GROUP_SIZE, num_envs=0)
+    sink = Sink(site)
+    task = asyncio.create_task(sink.run())
+    try:
+        yield sink
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def measure(
+    path: str, num_tokens: int, *, engine_url: str, tokenizer: Path, directory: Path, seconds: float
+) -> Row:
+    """Serve for `seconds` after a warm-up; the second half of that with the probe on."""
+    probe_path, log_path = directory / "probe.json", directory / f"env-{path}-{num_tokens}.log"
+    with running_hub("memory", directory=directory) as hub:
+        async with draining(hub) as sink:
+            argv = [
+                str(Path(__file__).with_name("_env_process.py")),
+                "serve",
+                f"--env.rollout_server_url={hub.base_url}",
+                f"--env.tokenizer_name={tokenizer}",
+                f"--env.path={path}",
+                f"--env.max_token_length={num_tokens}",
+                f"--openai.base_url={engine_url}",
+            ]
+            with running(argv, log_path=log_path, PROBE_PATH=str(probe_path)) as process:
+                warm_from = 2 if num_tokens > 8192 else 20
+                deadline = time.monotonic() + START_TIMEOUT_S
+                while sink.num_groups < warm_from:
+                    if process.poll() is not None or time.monotonic() > deadline:
+                        raise RuntimeError(f"no groups came:\n{log_path.read_text()[-3000:]}")
+                    await asyncio.sleep(0.1)
+                groups, cpu, began = sink.num_groups, cpu_s(process.pid), time.perf_counter()
+                await asyncio.sleep(seconds / 2)
+                groups, cpu = sink.num_groups - groups, cpu_s(process.pid) - cpu
+                wall_s = time.perf_counter() - began
+                process.send_signal(signal.SIGUSR1)
+                await asyncio.sleep(seconds / 2)
+                process.send_signal(signal.SIGUSR1)
+                rss_mb = memory_bytes(process.pid, "VmHWM") / 1e6
+    probed = json.loads(probe_path.read_text())
+    return Row(groups, wall_s, cpu, probed["loop_cpu_ms"], probed["late_ms"], rss_mb)
+
+
+def quantiles(values: Sequence[float]) -> str:
+    """Median, 99th percentile and maximum."""
+    if len(values) < 2:
+        return "-"
+    p99 = statistics.quantiles(values, n=100, method="inclusive")[98]
+    return f"{statistics.median(values):.3g} / {p99:.3g} / {max(values):.3g}"
+
+
+def print_row(path: str, num_tokens: int, row: Row) -> None:
+    completions = GROUP_SIZE * row.num_groups
+    rate, p99_ms = ORIGINAL.get((path, num_tokens), ("-", "-"))
+    cells = (
+        {"managed": "managed_server", "chat": "openai chat + tokenize_for_trainer"}[path],
+        num_tokens,
+        f"{completions / row.cpu_s:,.0f}",
+        rate,
+        f"{1e3 * row.cpu_s / max(1, row.num_groups):.1f}",
+        quantiles(row.loop_cpu_ms),
+        p99_ms,
+        quantiles(row.late_ms),
+        f"{completions / row.wall_s:,.0f}",
+        f"{row.rss_mb:.0f}",
+    )
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    paths = arguments.paths.split(",")
+    lengths = [int(text) for text in arguments.tokens.split(",")]
+    with tempfile.TemporaryDirectory(prefix="env-") as folder:
+        directory = Path(folder)
+        tokenizer = directory / "tokenizer"
+        save_tokenizer(tokenizer)
+        columns = [
+            "path",
+            "completion tokens",
+            "completions per CPU s",
+            "the original",
+            "CPU ms per group",
+            "loop CPU between ticks, p50 / p99 / max ms",
+            "the original's p99",
+            "ticks late (net), p50 / p99 / max ms",
+            "completions per wall s",
+            "peak RSS MB",
+        ]
+        print(f"### The environment process: groups of {GROUP_SIZE}\n")
+        print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
+        with running_engine(tokenizer, lengths, directory=directory) as engine_url:
+            for path in paths:
+                for num_tokens in lengths:
+                    row = await measure(
+                        path,
+                        num_tokens,
+                        engine_url=engine_url,
+                        tokenizer=tokenizer,
+                        directory=directory,
+                        seconds=arguments.seconds,
+                    )
+                    print_row(path, num_tokens, row)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--paths", default="chat,managed")
+    parser.add_argument("--tokens", default="512,2048,32768", help="completion lengths")
+    parser.add_argument("--seconds", type=float, default=12.0, help="per row, after the warm-up")
+    arguments = parser.parse_args()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
+    asyncio.run(run(arguments))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

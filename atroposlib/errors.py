@@ -68,7 +68,18 @@ class EngineError(AtroposError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine did not answer, or answered 5xx; the same request may succeed later."""
+    """The engine did not answer, or answered 5xx or "later"; the same request may succeed later.
+
+    `status` is the HTTP status, None without an answer. `retry_after_s` is how long the engine asks to wait; None when
+    it does not say.
+    """
+
+    def __init__(
+        self, message: str, *, status: int | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class EngineRejected(EngineError):

@@ -8,7 +8,9 @@ A request is ONE attempt: `APIServer` owns the retries. Connection errors, timeo
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,6 +37,20 @@ class EngineHttpRejected(EngineRejected):
 def strip_v1(base_url: str) -> str:
     """Return the server's root: `http://h:1/v1/` and `http://h:1` both give `http://h:1`."""
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def read_retry_after(value: str | None) -> float | None:
+    """Return the seconds of a `Retry-After` header (a number or a date); None where there is no readable one."""
+    if not value:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return None
 
 
 def excerpt(body: bytes) -> str:
@@ -94,12 +110,16 @@ class HttpPeer:
         """POST a JSON body and return the decoded JSON answer."""
         payload = msgspec.json.encode(body, enc_hook=_encode_model)
         all_headers = {"Content-Type": "application/json", **(headers or {})}
-        status, answer = await self._request(
+        status, answer, retry_after = await self._request(
             "POST", path, timeout_s=timeout_s, data=payload, headers=all_headers, params=query
         )
         where = f"POST {self.root}{path}"
         if status in TRANSIENT_4XX or status >= 500:
-            raise EngineUnavailable(f"{where} answered {status}: {excerpt(answer)}")
+            raise EngineUnavailable(
+                f"{where} answered {status}: {excerpt(answer)}",
+                status=status,
+                retry_after_s=read_retry_after(retry_after),
+            )
         if status >= 400:
             raise EngineHttpRejected(f"{where} answered {status}: {excerpt(answer)}", status=status)
         try:
@@ -111,18 +131,20 @@ class HttpPeer:
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         """GET a path and return status and body, whatever the status is."""
-        return await self._request("GET", path, timeout_s=timeout_s)
+        status, body, _ = await self._request("GET", path, timeout_s=timeout_s)
+        return status, body
 
     async def _request(
         self, method: str, path: str, *, timeout_s: float, **options: Any
-    ) -> tuple[int, bytes]:
+    ) -> tuple[int, bytes, str | None]:
         url = self.root + path
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
             async with self._open_session().request(
                 method, url, timeout=timeout, **options
             ) as response:
-                return response.status, await response.read()
+                retry_after = response.headers.get("Retry-After")
+                return response.status, await response.read(), retry_after
         except TimeoutError as e:
             raise EngineUnavailable(f"{method} {url}: no answer within {timeout_s:g} s") from e
         except (aiohttp.ClientError, OSError) as e:

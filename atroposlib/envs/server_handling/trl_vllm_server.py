@@ -1,0 +1,344 @@
+"""TRL's vLLM server (`trl vllm-serve`): text prompts in, token ids out.
+
+`base_url` is the server's root, without `/v1`. Chats are templated and answers decoded on this side, with the tokenizer
+of `tokenizer_name`. Servers that also return logprobs give token-exact completions; the prompt ids that were sampled
+after are then compared with those sent. Tool calls are not parsed, and the server has no prompt logprobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import Any, NamedTuple
+
+from atroposlib.envs.server_handling.api_server import (
+    HEALTH_TIMEOUT_S,
+    APIServer,
+    TokenCompletions,
+)
+from atroposlib.envs.server_handling.chat_template import ChatTemplate, as_dict
+from atroposlib.envs.server_handling.http import EngineHttpRejected, HttpPeer, excerpt, strip_v1
+from atroposlib.envs.server_handling.openai_routes import (
+    Request,
+    chat_completion_from,
+    completion_from,
+    read_request,
+)
+from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.token_ids import (
+    WithTokenizer,
+    check_count,
+    check_logprobs,
+    check_token_ids,
+    encode_prompt,
+)
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+
+logger = logging.getLogger(__name__)
+
+DEFAULTS: dict[str, float] = {
+    "n": 1,
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "max_tokens": 1024,
+}
+"""Always sent; the original's values. The server's own default for `max_tokens` is 16."""
+
+REQUEST_FIELDS = frozenset(
+    {
+        *DEFAULTS,
+        "generation_kwargs",
+        "guided_decoding_regex",
+        "structured_outputs_regex",
+        "truncate_prompt_tokens",
+    }
+)
+
+GENERATION_KWARGS = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "ignore_eos",
+        "logit_bias",
+        "min_tokens",
+        "presence_penalty",
+        "seed",
+        "stop",
+        "stop_token_ids",
+    }
+)
+"""vLLM sampling parameters that newer servers take in `generation_kwargs`; older ones ignore that field."""
+
+
+class Sampled(NamedTuple):
+    """One answer of `/generate/`; one entry per completion."""
+
+    prompt_ids: list[int] | None
+    """What the server says it sampled after; None from older servers."""
+    token_ids: list[list[int]]
+    logprobs: list[list[float]] | None
+    """None from servers that return none."""
+
+
+class TrlVllmServer(WithTokenizer, APIServer):
+    """A server started with `trl vllm-serve`."""
+
+    def __init__(
+        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
+    ) -> None:
+        if not config.base_url:
+            raise ConfigError(
+                "server_type 'trl' needs base_url without /v1, for example http://localhost:8000"
+            )
+        super().__init__(config, reasoning_config)
+        self._peer = HttpPeer(strip_v1(config.base_url), api_key=config.api_key)
+        self._takes_token_ids = True
+        self._gives_logprobs = True
+        self._ignored: set[str] = set()
+
+    async def close(self) -> None:
+        await super().close()
+        await self._peer.close()
+
+    async def _find_fault(self) -> str | None:
+        try:
+            status, body = await self._peer.get("/health/", timeout_s=HEALTH_TIMEOUT_S)
+        except EngineUnavailable as e:
+            return str(e)
+        # A 4xx shows that somebody is there; servers with the original's routes need not have this one.
+        if status < 500:
+            return None
+        return f"GET {self._peer.root}/health/ answered {status}: {excerpt(body)}"
+
+    # Text.
+
+    async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
+        request = read_request(kwargs, timeout_s=self.config.timeout)
+        messages, tools = request.body.pop("messages"), request.body.pop("tools", None)
+        text = await asyncio.to_thread(self._render, messages, tools)
+        answers, usage = await self._complete(text, request)
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": content},
+                "finish_reason": reason,
+                "logprobs": None,
+            }
+            for i, (content, reason) in enumerate(answers)
+        ]
+        return chat_completion_from(self._envelope("chat.completion", choices, usage))
+
+    async def _completion_wrapper(self, **kwargs: Any) -> Any:
+        request = read_request(kwargs, timeout_s=self.config.timeout)
+        prompt = request.body.pop("prompt")
+        if not isinstance(prompt, str):
+            raise ValueError(f"prompt is {type(prompt).__name__}, expected one text")
+        answers, usage = await self._complete(prompt, request)
+        choices = [
+            {"index": i, "text": text, "finish_reason": reason, "logprobs": None}
+            for i, (text, reason) in enumerate(answers)
+        ]
+        return completion_from(self._envelope("text_completion", choices, usage))
+
+    def _render(self, messages: list[Any], tools: list[Any] | None) -> str:
+        dicts = [as_dict(message) for message in messages]
+        prompt = ChatTemplate(self.tokenizer).render(dicts, tools=tools).prompt
+        return self._without_second_bos(prompt)
+
+    def _without_second_bos(self, text: str) -> str:
+        """Drop a BOS that the text spells out where the server's tokenizer adds one of its own."""
+        bos = self.tokenizer.bos_token
+        if not bos or not text.startswith(bos):
+            return text
+        bos_id = self.tokenizer.bos_token_id
+        doubled = self.tokenizer.encode(text)[:2] == [bos_id, bos_id]
+        return text.removeprefix(bos) if doubled else text
+
+    async def _complete(
+        self, prompt: str, request: Request
+    ) -> tuple[list[tuple[str, str]], dict[str, int] | None]:
+        """Return text and finish reason per completion, and the token counts if the server tells enough."""
+        sampled = await self._generate(prompt, request)
+        answers = await asyncio.to_thread(
+            lambda: [self._read_text(token_ids, request) for token_ids in sampled.token_ids]
+        )
+        if sampled.prompt_ids is None:
+            return answers, None
+        num_prompt, num_sampled = len(sampled.prompt_ids), sum(map(len, sampled.token_ids))
+        return answers, {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+        }
+
+    def _read_text(self, token_ids: list[int], request: Request) -> tuple[str, str]:
+        """Decode a completion up to the first stop string; `length` unless something shows that it ended itself."""
+        stop = request.body.get("stop") or []
+        text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        words = [stop] if isinstance(stop, str) else stop
+        ends = [end for end in (text.find(word) for word in words if word) if end >= 0]
+        if ends:
+            return text[: min(ends)], "stop"
+        is_ended = self.tokenizer.eos_token_id in token_ids
+        if token_ids and not is_ended:
+            # Chat models end their turn with other special tokens as well.
+            enders = [*(request.body.get("stop_token_ids") or ()), *self.tokenizer.all_special_ids]
+            is_ended = token_ids[-1] in enders
+        return text, "stop" if is_ended else "length"
+
+    def _envelope(
+        self, kind: str, choices: list[dict[str, Any]], usage: dict[str, int] | None
+    ) -> dict[str, Any]:
+        return {
+            "id": uuid.uuid4().hex,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.config.model_name,
+            "choices": choices,
+            "usage": usage,
+        }
+
+    # Tokens.
+
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokenCompletions:
+        if not self._gives_logprobs:
+            raise self._no_logprobs()
+        request = read_request(kwargs, timeout_s=self.config.timeout)
+        text, given = request.body.pop("prompt", None), request.body.pop("input_ids", None)
+        if given is None and text is None:
+            raise ValueError("tokens_and_logprobs_completion needs input_ids or prompt")
+        prompt_tokens = (
+            [int(token) for token in given]
+            if given is not None
+            else await asyncio.to_thread(lambda: encode_prompt(self.tokenizer, text))
+        )
+        sampled = await self._generate_after(prompt_tokens, request)
+        if sampled.logprobs is None:
+            self._gives_logprobs = False
+            raise self._no_logprobs()
+        if sampled.prompt_ids != prompt_tokens:
+            raise EngineProtocolError(
+                f"{self._label}/generate/ sampled after {len(sampled.prompt_ids or [])} prompt tokens"
+                f" that are not the {len(prompt_tokens)} sent"
+            )
+        # Such servers end at the stop string themselves; the text only tells why a completion ended.
+        answers = await asyncio.to_thread(
+            lambda: [self._read_text(token_ids, request) for token_ids in sampled.token_ids]
+        )
+        finish_reasons = [reason for _, reason in answers]
+        return TokenCompletions(prompt_tokens, sampled.token_ids, sampled.logprobs, finish_reasons)
+
+    def _no_logprobs(self) -> NotImplementedError:
+        return NotImplementedError(
+            f"{self._label} returns no logprobs; train with a TRL server that does,"
+            " or serve the model with vLLM and set server_type to 'vllm'"
+        )
+
+    async def _generate_after(self, prompt_tokens: list[int], request: Request) -> Sampled:
+        """Sample after token ids; servers that take only text are sent the text of the ids."""
+        if self._takes_token_ids:
+            try:
+                return await self._generate(prompt_tokens, request)
+            except EngineHttpRejected as e:
+                if e.status != 422:
+                    raise
+                logger.info("%s may take no token ids, sending their text (%s)", self._label, e)
+        text = await asyncio.to_thread(
+            lambda: self._without_second_bos(
+                self.tokenizer.decode(prompt_tokens, skip_special_tokens=False)
+            )
+        )
+        sampled = await self._generate(text, request)
+        self._takes_token_ids = False
+        return sampled
+
+    # The one route.
+
+    async def _generate(self, prompt: str | list[int], request: Request) -> Sampled:
+        body = self._body(prompt, request)
+        answer = await self._peer.post_json(
+            "/generate/",
+            body,
+            timeout_s=request.timeout_s,
+            headers=request.headers,
+            query=request.query,
+        )
+        return parse_generate(answer, n=int(body["n"]), where=f"{self._label}/generate/")
+
+    def _body(self, prompt: str | list[int], request: Request) -> dict[str, Any]:
+        body: dict[str, Any] = {"prompts": [prompt], **DEFAULTS}
+        generation: dict[str, Any] = {}
+        for name, value in request.body.items():
+            if name in ("max_new_tokens", "max_completion_tokens"):
+                body["max_tokens"] = value
+            elif name in REQUEST_FIELDS:
+                body[name] = value
+            elif name in GENERATION_KWARGS:
+                generation[name] = value
+            elif name not in ("model", "messages") and name not in self._ignored:
+                self._ignored.add(name)
+                logger.warning("TRL's vLLM server has no %r; it is ignored", name)
+        if generation:
+            body["generation_kwargs"] = {**generation, **body.get("generation_kwargs", {})}
+        return body
+
+
+def parse_generate(answer: Any, *, n: int, where: str) -> Sampled:
+    """Read `completion_ids` and, from servers that have them, `prompt_ids` and `logprobs`.
+
+    Logprobs come as one number per token, or as a list per token whose ids `logprob_token_ids` gives: the sampled one
+    is looked up there.
+    """
+    if not isinstance(answer, dict) or not isinstance(answer.get("completion_ids"), list):
+        raise EngineProtocolError(
+            f"{where} answered without a list of completion_ids: {str(answer)[:400]}"
+        )
+    completions = answer["completion_ids"]
+    check_count(completions, n=n, what="completions", where=where)
+    token_ids = [
+        check_token_ids(ids, where=f"{where}: completion_ids[{i}]")
+        for i, ids in enumerate(completions)
+    ]
+    prompts = answer.get("prompt_ids")
+    prompt_ids = None
+    if prompts is not None:
+        if not isinstance(prompts, list) or len(prompts) != 1:
+            raise EngineProtocolError(
+                f"{where}: prompt_ids {str(prompts)[:200]}, expected one list"
+            )
+        prompt_ids = check_token_ids(prompts[0], where=f"{where}: prompt_ids[0]")
+    if answer.get("logprobs") is None:
+        return Sampled(prompt_ids, token_ids, None)
+    rows = answer["logprobs"]
+    if not isinstance(rows, list):
+        raise EngineProtocolError(f"{where}: logprobs {str(rows)[:200]}, expected one list per n")
+    check_count(rows, n=n, what="lists of logprobs", where=where)
+    top_ids = answer.get("logprob_token_ids") or [None] * n
+    logprobs = []
+    for i, row in enumerate(rows):
+        here = f"{where}: logprobs[{i}]"
+        values = _of_sampled(row, top_ids[i], token_ids[i], where=here)
+        logprobs.append(check_logprobs(values, num_tokens=len(token_ids[i]), where=here))
+    return Sampled(prompt_ids, token_ids, logprobs)
+
+
+def _of_sampled(row: Any, top_ids: Any, token_ids: list[int], *, where: str) -> Any:
+    """Return the sampled tokens' logprobs out of a row of numbers, or of lists with the ids they belong to."""
+    if not isinstance(row, list) or not any(isinstance(entry, list) for entry in row):
+        return row
+    try:
+        return [
+            values[ids.index(token)]
+            for values, ids, token in zip(row, top_ids, token_ids, strict=True)
+        ]
+    except (TypeError, ValueError, IndexError, AttributeError) as e:
+        raise EngineProtocolError(
+            f"{where}: the logprobs of the sampled tokens cannot be found by logprob_token_ids ({e})"
+        ) from e

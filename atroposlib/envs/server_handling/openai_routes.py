@@ -1,6 +1,7 @@
 """Chat and text completions over the OpenAI routes, as every server with such routes answers them.
 
-Builds the request, parses the answer into the types of the `openai` package; the transport is `HttpPeer`.
+Builds the request, parses the answer into the types of the `openai` package; the transport is `HttpPeer`. Owns the
+rule that a caller gets exactly the `n` choices it asked for, also from servers that ignore `n`, or an error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from typing import Any
 
 from atroposlib.envs.server_handling.api_server import HEALTH_TIMEOUT_S, APIServer
 from atroposlib.envs.server_handling.choices import merge_bodies, run_together
-from atroposlib.envs.server_handling.http import HttpPeer, excerpt
+from atroposlib.envs.server_handling.http import (
+    TRANSIENT_4XX,
+    EngineHttpRejected,
+    HttpPeer,
+    excerpt,
+)
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
@@ -73,6 +79,12 @@ def read_request(kwargs: dict[str, Any], *, timeout_s: float) -> Request:
     )
 
 
+def count_prompts(prompt: Any) -> int:
+    """Return how many prompts a completion request has: a list of texts or of token lists is several."""
+    is_batch = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+    return len(prompt) if is_batch else 1
+
+
 class OpenAIRoutesServer(APIServer):
     """A server with `/chat/completions` and `/completions`."""
 
@@ -98,29 +110,39 @@ class OpenAIRoutesServer(APIServer):
         request = read_request(kwargs, timeout_s=self.config.timeout)
         body = request.body
         if self.reasoning_config is not None and not request.skip_reasoning:
-            body = self.reasoning_config.apply(body, base_url=self.config.base_url)
-        return chat_completion_from(await self._complete("/chat/completions", body, request))
+            body = self.reasoning_config.apply(body, base_url=self._peer.root)
+        answer = await self._complete("/chat/completions", body, request)
+        self._check_choices(answer, holds="message", kind=dict)
+        return chat_completion_from(answer)
 
     async def _completion_wrapper(self, **kwargs: Any) -> Any:
         request = read_request(kwargs, timeout_s=self.config.timeout)
-        return completion_from(await self._complete("/completions", request.body, request))
+        answer = await self._complete("/completions", request.body, request)
+        self._check_choices(answer, holds="text", kind=str)
+        return completion_from(answer)
+
+    def _check_choices(self, answer: dict[str, Any], *, holds: str, kind: type) -> None:
+        for i, choice in enumerate(answer["choices"]):
+            if not isinstance(choice, dict) or not isinstance(choice.get(holds), kind):
+                raise EngineProtocolError(
+                    f"{self._label}: choices[{i}] has no {holds}: {str(choice)[:400]}"
+                )
 
     async def _complete(self, path: str, body: dict[str, Any], request: Request) -> dict[str, Any]:
         """Return a body with exactly `n` choices, also from servers that ignore `n`."""
         n = int(body.get("n", 1))
-        if n == 1:
-            return await self._post(path, body, request)
+        num_prompts = count_prompts(body.get("prompt"))
+        if n == 1 or num_prompts > 1:
+            whole = await self._post(path, body, request)
+            self._check_number(whole, n * num_prompts, n=n)
+            return whole
         single = {**body, "n": 1}
         parts = []
         if not self._n_is_ignored:
             whole = await self._post(path, body, request)
-            num_choices = len(whole["choices"])
-            if num_choices == n:
+            if len(whole["choices"]) != 1:
+                self._check_number(whole, n, n=n)
                 return whole
-            if num_choices != 1:
-                raise EngineProtocolError(
-                    f"{self._label} answered {num_choices} choices, expected n = {n}"
-                )
             logger.warning(
                 "%s ignores n (asked for %d choices, got 1); sending n requests from now on."
                 " Set n_kwarg_is_ignored to start that way",
@@ -130,8 +152,17 @@ class OpenAIRoutesServer(APIServer):
             self._n_is_ignored = True
             parts = [whole]
         num_missing = n - len(parts)
-        parts += await run_together([self._post(path, single, request) for _ in range(num_missing)])
+        singles = [self._post(path, single, request) for _ in range(num_missing)]
+        for part in await run_together(singles):
+            self._check_number(part, 1, n=1)
+            parts.append(part)
         return merge_bodies(parts)
+
+    def _check_number(self, answer: dict[str, Any], num_choices: int, *, n: int) -> None:
+        if len(answer["choices"]) != num_choices:
+            raise EngineProtocolError(
+                f"{self._label} answered {len(answer['choices'])} choices, expected {num_choices} (n = {n})"
+            )
 
     async def _post(self, path: str, body: dict[str, Any], request: Request) -> dict[str, Any]:
         answer = await self._peer.post_json(
@@ -142,10 +173,22 @@ class OpenAIRoutesServer(APIServer):
             query=request.query,
         )
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
+            self._raise_reported_error(path, answer)
             raise EngineProtocolError(
                 f"{self._label}{path} answered without a list of choices: {str(answer)[:400]}"
             )
         return answer
+
+    def _raise_reported_error(self, path: str, answer: Any) -> None:
+        """Raise what a gateway reports as status 200 with `{"error": {"code": ..., "message": ...}}`."""
+        error = answer.get("error") if isinstance(answer, dict) else None
+        code = error.get("code") if isinstance(error, dict) else None
+        if not isinstance(code, int):
+            return
+        message = f"{self._label}{path} answered 200 with error {code}: {str(error)[:400]}"
+        if code in TRANSIENT_4XX or code >= 500:
+            raise EngineUnavailable(message)
+        raise EngineHttpRejected(message, status=code)
 
     async def _find_fault(self) -> str | None:
         return await self._ask("/models", accept_4xx=True)

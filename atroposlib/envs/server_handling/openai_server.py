@@ -1,22 +1,48 @@
 """Any API with OpenAI's chat and completion routes: hosted models, gateways, other engines.
 
 Gives text only; training needs the token ids and logprobs of `VLLMServer`. Whether it is up is asked with
-`GET <base_url>/models`, which costs nothing; an API without that route counts as up.
+`GET <base_url>/models`, which costs nothing; an API without that route counts as up. Of the two names for the limit
+of tokens in a chat, the one that the API accepts is found out once.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from typing import Any
 
-from atroposlib.envs.server_handling.openai_routes import OpenAIRoutesServer
+from atroposlib.envs.server_handling.http import EngineHttpRejected
+from atroposlib.envs.server_handling.openai_routes import OpenAIRoutesServer, Request
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig, is_official_openai
 from atroposlib.envs.server_handling.resolve_configs import resolve_openai_configs
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 
 __all__ = ["OPENAI_URL", "APIServerConfig", "OpenAIServer", "resolve_openai_configs"]
 
+logger = logging.getLogger(__name__)
+
 OPENAI_URL = "https://api.openai.com/v1"
+
+LIMIT_NAMES = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
+"""The two names of the token limit. OpenAI's reasoning models refuse the first, Mistral and others the second."""
+
+_UNKNOWN_PARAMETER = re.compile(
+    r"unsupported|not supported|extra_forbidden|not permitted|not allowed"
+    r"|unrecognized|unknown|unexpected",
+    re.IGNORECASE,
+)
+
+
+def accepted_limit_name(body: dict[str, Any], refusal: EngineHttpRejected) -> str | None:
+    """Return the name to send the token limit under instead, if its name is why a request was refused."""
+    given = [name for name in LIMIT_NAMES if name in body]
+    if refusal.status not in (400, 422) or len(given) != 1:
+        return None
+    text = str(refusal)
+    # A limit that is too large is refused by name as well: it must not be sent again, unheeded, under the other.
+    is_about_name = re.search(rf"\b{given[0]}\b", text) and _UNKNOWN_PARAMETER.search(text)
+    return LIMIT_NAMES[given[0]] if is_about_name else None
 
 
 class OpenAIServer(OpenAIRoutesServer):
@@ -31,8 +57,32 @@ class OpenAIServer(OpenAIRoutesServer):
         if not api_key and is_official_openai(root):
             api_key = os.environ.get("OPENAI_API_KEY")
         super().__init__(config, reasoning_config, root=root, prefix="", api_key=api_key)
+        self._limit_name: str | None = None
+        """The name of the token limit that was found to be the accepted one; None while the caller's is."""
+
+    async def _post(self, path: str, body: dict[str, Any], request: Request) -> dict[str, Any]:
+        if path != "/chat/completions":
+            return await super()._post(path, body, request)
+        try:
+            return await super()._post(path, _with_limit(body, self._limit_name), request)
+        except EngineHttpRejected as e:
+            name = accepted_limit_name(body, e)
+            if name is None or name == self._limit_name:
+                raise
+            answer = await super()._post(path, _with_limit(body, name), request)
+            logger.info("%s takes %s, not %s", self._label, name, LIMIT_NAMES[name])
+            self._limit_name = name
+            return answer
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[Any, ...]:
         raise NotImplementedError(
             "OpenAIServer returns no token ids; set server_type to 'vllm' to train on its completions"
         )
+
+
+def _with_limit(body: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """Return a body whose token limit is called `name`."""
+    if name is None or LIMIT_NAMES[name] not in body:
+        return body
+    other = LIMIT_NAMES[name]
+    return {name: body[other], **{key: value for key, value in body.items() if key != other}}

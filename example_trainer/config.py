@@ -5,11 +5,24 @@ Names and spellings of the original trainer keep working (`--model`, `--atropos-
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from example_trainer.objective import (
+    OBJECTIVES,
+    Baseline,
+    Correction,
+    DistillLoss,
+    KlEstimator,
+    LossMean,
+    ObjectiveName,
+    RatioLevel,
+    Surrogate,
+)
 
 _MODES = {"none": "restart", "shared_vllm": "reload"}
 """The original's `--weight-bridge-mode` -> our bridge."""
@@ -70,7 +83,7 @@ class TrainerConfig(BaseModel):
     batch_size: int = Field(
         64,
         ge=1,
-        description="sequences per micro-batch; times gradient_accumulation_steps = sequences per optimizer step",
+        description="sequences per padded micro-batch; times gradient_accumulation_steps = sequences per step",
     )
     gradient_accumulation_steps: int = Field(1, ge=1, description="see batch_size")
     max_microbatch_tokens: int = Field(
@@ -78,6 +91,14 @@ class TrainerConfig(BaseModel):
     )
     seq_len: int = Field(
         2048, ge=2, description="longest sequence in tokens; longer ones are skipped and counted"
+    )
+    packing: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="several sequences in one row, without padding between them; auto: where flash attention runs",
+    )
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = Field(
+        "auto",
+        description="attention kernel; auto: flash_attention_2 where it is installed, else sdpa",
     )
     pad_to_multiple_of: int = Field(8, ge=1, description="micro-batch width is rounded up to this")
     lr: float = Field(1e-5, gt=0, description="learning rate after the warm-up")
@@ -90,17 +111,69 @@ class TrainerConfig(BaseModel):
     max_grad_norm: float = Field(1.0, gt=0, description="gradient norm is clipped to this")
 
     # Objective
-    clip_eps: float = Field(0.2, gt=0, description="the ratio is clipped to 1 -/+ this")
+    objective: ObjectiveName = Field(
+        "grpo",
+        description="a published combination of the settings below; one of them given by itself wins",
+    )
+    baseline: Baseline = Field(
+        "group",
+        description="what scores are compared with: the group's mean, the mean of the others in it (rloo), the batch's "
+        "mean (batch), the group's mean but scaled over the batch (group_batch), nothing (none)",
+    )
+    scale_advantages: bool = Field(
+        True, description="divide advantages by the group's std (false: Dr. GRPO)"
+    )
+    surrogate: Surrogate = Field(
+        "clip",
+        description="clip: PPO's minimum; cispo: clipped ratio as a constant weight; reinforce: no ratio",
+    )
+    ratio_level: RatioLevel = Field(
+        "token", description="the ratio of each token, or of the whole sequence (GSPO)"
+    )
+    clip_eps: float = Field(0.2, gt=0, le=1, description="the ratio is clipped to 1 - this")
+    clip_eps_high: float | None = Field(
+        None, gt=0, description="the ratio is clipped to 1 + this; None: clip_eps"
+    )
+    correction: Correction = Field(
+        "none",
+        description="what is done about engines that sample from another policy than the trainer's: none: the ratio is "
+        "to the sampled logprobs; else it is to the trainer's own, and weights are truncated (tis), masked above "
+        "(mis), masked on both sides (icepop) or left as they are (decoupled)",
+    )
+    correction_level: RatioLevel = Field(
+        "token", description="weights of each token, or their product over the sequence"
+    )
+    correction_cap: float = Field(2.0, gt=0, description="largest weight")
+    correction_floor: float = Field(0.5, ge=0, description="smallest weight of icepop")
     kl_coef: float = Field(
         0.0,
         ge=0,
         description="weight of the KL to the reference: the groups' ref_logprobs, else a frozen copy of the model",
     )
-    scale_advantages: bool = Field(
-        True, description="divide advantages by the group's std (false: Dr. GRPO)"
+    kl_estimator: KlEstimator = Field(
+        "k3", description="exp(d) - d - 1 (k3) or d * d / 2 (k2), d = reference - own logprob"
     )
-    loss_mean: Literal["token", "sequence"] = Field(
-        "token", description="mean over all trained tokens, or over sequences of their token means"
+    entropy_coef: float = Field(0.0, description="weight of an entropy bonus")
+    distill_coef: float = Field(
+        0.0, ge=0, description="weight of distillation from the teacher's logprobs in the groups"
+    )
+    distill_loss: DistillLoss = Field(
+        "forward_kl",
+        description="forward_kl: over the tokens the teacher named; reverse_kl: on the sampled token, as an advantage",
+    )
+    loss_mean: LossMean = Field(
+        "token",
+        description="mean over all trained tokens; over sequences of their token means; or, constant, over sequences "
+        "of their token sums divided by loss_constant",
+    )
+    loss_constant: float | None = Field(
+        None, gt=0, description="tokens, for --loss_mean constant; None: seq_len"
+    )
+    overlong_max: int = Field(
+        0, ge=0, description="trained tokens at which a sequence's score is lowered by 1; 0: never"
+    )
+    overlong_buffer: int = Field(
+        1, ge=1, description="tokens before overlong_max over which the score is lowered gradually"
     )
     logprobs_mode: Literal["raw", "processed"] = Field(
         "raw",
@@ -183,6 +256,13 @@ class TrainerConfig(BaseModel):
         return ",".join(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
+    def _apply_objective(self) -> Self:
+        for name, value in OBJECTIVES[self.objective].items():
+            if name not in self.model_fields_set:
+                object.__setattr__(self, name, value)
+        return self
+
+    @model_validator(mode="after")
     def _settle(self) -> Self:
         if self.weight_bridge_mode is not None:
             if self.weight_bridge_mode not in _MODES:
@@ -205,6 +285,21 @@ class TrainerConfig(BaseModel):
         urls = [url.strip() for url in self.engine_url.split(",") if url.strip()]
         urls = urls or [f"http://127.0.0.1:{self.vllm_port}"]
         return [url.rstrip("/").removesuffix("/v1").rstrip("/") for url in urls]
+
+    @property
+    def attention_kernel(self) -> str:
+        """The attention that transformers is asked for."""
+        if self.attention != "auto":
+            return self.attention
+        has_flash = self.device != "cpu" and importlib.util.find_spec("flash_attn") is not None
+        return "flash_attention_2" if has_flash else "sdpa"
+
+    @property
+    def packs_sequences(self) -> bool:
+        """Whether several sequences share a row."""
+        if self.packing == "auto":
+            return self.attention_kernel == "flash_attention_2"
+        return self.packing == "on"
 
     @property
     def sequences_per_step(self) -> int:

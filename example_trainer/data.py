@@ -1,15 +1,17 @@
-"""Groups from the hub -> micro-batches of tensors: advantages, shift, weights, padding.
+"""Groups from the hub -> micro-batches of tensors: advantages, shift, weights, packing or padding.
 
-Shapes: B sequences, T positions. Dropping a sequence whose advantages are all zero changes nothing but the cost:
-every position's weight is its share of the mean over the whole batch, dropped sequences included. Called by
-`training.py`; knows neither the model nor the hub.
+Shapes: B rows of T positions, holding S sequences of which N positions are trained. Everything that the loss needs is
+kept for the N trained positions alone, so it does not know how sequences were laid out. Dropping a sequence whose
+advantages are all zero changes nothing but the cost: every position's weight is its share of the mean over the whole
+batch, dropped sequences included. Called by `training.py`; knows neither the model nor the hub.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,72 +19,132 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import IGNORE_INDEX, ScoredGroup
+from atroposlib.scored_data import IGNORE_INDEX, Ragged, ScoredGroup
+from example_trainer.objective import Baseline, LossMean
 
 UNKNOWN_VERSION = -1
 """Stands for `policy_version` None in an integer tensor."""
+
+Layout = Literal["padded", "packed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
     """How groups become tensors; fields mean what the flags of the same names say."""
 
+    baseline: Baseline = "group"
     scale_advantages: bool = True
-    loss_mean: Literal["token", "sequence"] = "token"
+    loss_mean: LossMean = "token"
+    loss_constant: float = 1.0
+    """Tokens that a sequence's sum is divided by when `loss_mean` is "constant"."""
+    overlong_max: int = 0
+    """Trained tokens at which the length penalty reaches 1; 0: no penalty."""
+    overlong_buffer: int = 1
+    """Tokens over which the penalty grows from 0 to 1."""
     seq_len: int
     """Longest sequence trained, in tokens."""
     max_sequences: int
-    """Sequences per micro-batch."""
+    """Sequences per padded micro-batch."""
     max_tokens: int
     """Positions per micro-batch, padding included; a single longer sequence still forms one."""
+    layout: Layout = "padded"
     pad_to_multiple_of: int = 8
     keep_zero_advantage: bool = False
-    """True when a KL term gives a gradient to sequences without an advantage."""
+    """True when a KL or distillation term gives a gradient to sequences without an advantage."""
     processed_logprobs: bool = False
     """True when engines report logprobs after temperature scaling (vLLM's `processed_logprobs`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Positions:
+    """The N trained positions of a micro-batch, sequence after sequence."""
+
+    labels_N: Tensor
+    """int64, the token that the position predicts."""
+    sampled_logprobs_N: Tensor
+    """float32, of the labels under the policy that sampled them; 0 for supervised positions."""
+    advantages_N: Tensor
+    """float32; 1 for supervised positions."""
+    weights_N: Tensor
+    """float32 share of each position in the step's mean."""
+    temperature_N: Tensor
+    """float32, by which logits are divided before they are compared with the sampled logprobs."""
+    sequence_N: Tensor
+    """int64 index of the sequence within the micro-batch, ascending."""
+    num_sequences: int
+    is_supervised_N: Tensor
+    """bool: trained by maximum likelihood (`sft` overrides) instead of by the policy gradient."""
+    ref_logprobs_N: Tensor | None
+    """float32, given by the environment; None unless every group of the batch carries them."""
+    teacher_ids_NK: Tensor | None
+    """int64, the teacher's most likely tokens; None where no group of the batch carries them."""
+    teacher_logprobs_NK: Tensor | None
+    """float32, -inf beyond the tokens that the teacher named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Right-padded sequences of one forward pass; position t predicts the token after it."""
+    """The sequences of one forward pass; position t predicts the token after it."""
 
     tokens_BT: Tensor
-    """int64, padded with 0."""
-    labels_BT: Tensor
-    """int64, the next token where it is trained, else -100."""
-    sampled_logprobs_BT: Tensor
-    """float32, of the labels; 0 where the label is -100."""
-    advantages_BT: Tensor
-    """float32; 0 where the label is -100."""
-    weights_BT: Tensor
-    """float32 share of each position in the step's mean; 0 where the label is -100."""
-    ref_logprobs_BT: Tensor | None
-    """float32, given by the environment; None unless every group of the batch carries them."""
-    temperature_B: Tensor
-    """float32, by which logits are divided before they are compared with the sampled logprobs."""
-    version_B: Tensor
+    """int64, filled up with 0."""
+    position_ids_BT: Tensor
+    """int64, starting at 0 with every sequence; what fills up a packed row counts on as a sequence of its own."""
+    is_packed: bool
+    """Several sequences share a row, so attention must stop at their borders (where the position is 0)."""
+    trained_N: Tensor
+    """int64 index of each trained position in the flattened [B * T]."""
+    positions: Positions
+    version_S: Tensor
     """int64 policy version that sampled the sequence; -1 when unknown."""
 
-    def rows(self, index_B: Tensor) -> MicroBatch:
-        """Return the sequences that an index or a mask selects."""
-        return MicroBatch(
-            **{
-                name: value[index_B] if isinstance(value, Tensor) else value
-                for name in self.__slots__
-                for value in [getattr(self, name)]
-            }
-        )
+    @property
+    def num_trained(self) -> int:
+        return len(self.trained_N)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same micro-batch on `device`."""
-        if device.type == "cpu":
-            return self
-        moved = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name in self.__slots__
-            for value in [getattr(self, name)]
-        }
-        return MicroBatch(**moved)
+        return self if device.type == "cpu" else _moved(self, device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    changes = {
+        field.name: _moved(part, device)
+        if isinstance(part, Positions)
+        else part.to(device, non_blocking=True)
+        for field in dataclasses.fields(value)
+        for part in [getattr(value, field.name)]
+        if isinstance(part, Tensor | Positions)
+    }
+    return dataclasses.replace(value, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One sequence, shifted by one; the trained positions apart."""
+
+    tokens: NDArray[np.int32]
+    """[num_tokens - 1]"""
+    trained: NDArray[np.int64]
+    """[N] positions whose label is trained, ascending."""
+    labels: NDArray[np.int32]
+    """[N], as all below."""
+    sampled_logprobs: NDArray[np.float64]
+    advantages: NDArray[np.float64]
+    ref_logprobs: NDArray[np.float64] | None
+    teacher: Teacher | None
+    is_supervised: bool
+    temperature: float
+    version: int
+    weight: float = 0.0
+    """Of each trained position in the step's mean."""
+
+
+class Teacher(NamedTuple):
+    """A teacher's most likely tokens at each trained position; both [N, K]."""
+
+    ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +152,8 @@ class Batch:
     """One optimizer step's data and what was left out of it."""
 
     micro_batches: list[MicroBatch]
+    rows: list[Row]
+    """What the micro-batches are made of."""
     num_groups: int
     num_sequences: int
     """As received."""
@@ -105,50 +169,61 @@ class Batch:
     """Per sequence received; -1 when unknown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """One sequence, shifted: arrays of `num_tokens - 1` entries."""
+def group_advantages(
+    scores: NDArray[np.float64], *, baseline: Baseline = "group", scale: bool = True
+) -> NDArray[np.float64]:
+    """Return a group's advantages: its scores against a baseline, divided by their standard deviation with `scale`.
 
-    tokens: NDArray[np.int32]
-    labels: NDArray[np.int32]
-    sampled_logprobs: NDArray[np.float64]
-    advantages: NDArray[np.float64]
-    ref_logprobs: NDArray[np.float64] | None
-    temperature: float
-    version: int
-    num_trained: int
+    "group": the mean, and the population std + 1e-4 (GRPO, arXiv 2402.03300; unscaled: Dr. GRPO, arXiv 2503.20783).
+    "rloo": the mean of the others (arXiv 2402.14740). "none" and "batch": none here. A group of one has nothing to be
+    compared with: its score is its advantage.
 
-
-def group_advantages(scores: NDArray[np.float64], *, scale: bool = True) -> NDArray[np.float64]:
-    """Return `(score - mean) / (std + 1e-4)` with the population std; unscaled gives Dr. GRPO's (arXiv 2503.20783).
-
-    A group of one has nothing to be compared with: its score is its advantage.
-
-    >>> group_advantages(np.array([1.0, 0.0]), scale=False)
-    array([ 0.5, -0.5])
+    >>> group_advantages(np.array([1.0, 0.0, 0.5]), scale=False)
+    array([ 0.5, -0.5,  0. ])
+    >>> group_advantages(np.array([1.0, 0.0, 0.5]), baseline="rloo", scale=False)
+    array([ 0.75, -0.75,  0.  ])
     """
-    if len(scores) == 1:
+    if len(scores) <= 1 or baseline in ("none", "batch"):
         return scores.astype(np.float64)
     centred: NDArray[np.float64] = scores - scores.mean()
-    return centred / (scores.std() + 1e-4) if scale else centred
+    if baseline == "rloo":
+        centred = centred * (len(scores) / (len(scores) - 1))
+    return centred / (scores.std() + 1e-4) if scale and baseline != "group_batch" else centred
+
+
+def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
+    """Return what a response of `num_tokens` loses: 0 up to `longest - buffer`, then linearly to 1.
+
+    The soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13).
+
+    >>> [overlong_penalty(n, longest=100, buffer=20) for n in (80, 90, 100, 150)]
+    [0.0, 0.5, 1.0, 1.0]
+    """
+    return min(max((num_tokens - (longest - buffer)) / buffer, 0.0), 1.0)
 
 
 def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
-    """Turn the groups of one step into micro-batches; raises GroupError for a group without sampled logprobs."""
+    """Turn the groups of one step into micro-batches.
+
+    Raises GroupError for a group without sampled logprobs, unless all its sequences are supervised.
+    """
     all_rows = [row for group in groups for row in _rows(group, options)]
+    if options.baseline in ("batch", "group_batch"):
+        all_rows = _normalise_over_batch(all_rows, centre=options.baseline == "batch")
     fitting = [row for row in all_rows if len(row.tokens) < options.seq_len]
-    trained = [row for row in fitting if row.num_trained]
-    kept = [row for row in trained if options.keep_zero_advantage or row.advantages.any()]
-    with_reference = bool(kept) and all(row.ref_logprobs is not None for row in kept)
-    num_trained = sum(row.num_trained for row in trained)
+    trained = [row for row in fitting if len(row.trained)]
+    num_trained = sum(len(row.trained) for row in trained)
+    kept = [
+        dataclasses.replace(row, weight=_weight(row, options, num_trained, len(trained)))
+        for row in trained
+        if options.keep_zero_advantage or row.advantages.any()
+    ]
     return Batch(
-        micro_batches=[
-            _stack(rows, options, num_trained, len(trained), with_reference)
-            for rows in _split(kept, options)
-        ],
+        micro_batches=[collate(rows, options) for rows in _split(kept, options)],
+        rows=kept,
         num_groups=len(groups),
         num_sequences=len(all_rows),
-        num_trained_tokens=sum(row.num_trained for row in kept),
+        num_trained_tokens=sum(len(row.trained) for row in kept),
         num_skipped_zero_advantage=len(trained) - len(kept),
         num_skipped_untrained=len(fitting) - len(trained),
         num_skipped_too_long=len(all_rows) - len(fitting),
@@ -157,37 +232,77 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
     )
 
 
-def _rows(group: ScoredGroup, options: DataOptions) -> Iterator[_Row]:
-    if group.inference_logprobs is None:
+# Groups -> rows.
+
+
+def _rows(group: ScoredGroup, options: DataOptions) -> Iterator[Row]:
+    overrides = [
+        (group.overrides[i] if group.overrides else None) or {} for i in range(group.num_sequences)
+    ]
+    group_overrides = group.group_overrides or {}
+    supervised = np.array([bool(o.get("sft", group_overrides.get("sft"))) for o in overrides])
+    if group.inference_logprobs is None and not supervised.all():
         raise GroupError(
             f"inference_logprobs is null in a group of environment {group.env_id}: the GRPO ratio needs the logprobs "
             "the tokens were sampled with. Sample through `self.server.managed_server(...)` with server_type vllm or "
             "sglang and put the nodes' logprobs into the group as `inference_logprobs`."
         )
-    by_group = group_advantages(group.scores, scale=options.scale_advantages)
-    for index in range(group.num_sequences):
-        view = group.sequence(index)
-        override = (group.overrides[index] if group.overrides else None) or {}
-        labels = view.masks[1:]
-        is_trained = labels != IGNORE_INDEX
-        advantages = (
-            view.advantages[1:]
-            if view.advantages is not None
-            else np.full(len(labels), by_group[index])
+    offsets = group.offsets
+    views = [group.sequence(i) for i in range(group.num_sequences)]
+    trained = [np.flatnonzero(view.masks[1:] != IGNORE_INDEX) for view in views]
+    scores = group.scores.astype(np.float64)
+    if options.overlong_max:
+        scores = scores - np.array(
+            [
+                overlong_penalty(
+                    len(at), longest=options.overlong_max, buffer=options.overlong_buffer
+                )
+                for at in trained
+            ]
         )
+    by_group = np.ones(len(scores))
+    by_group[~supervised] = group_advantages(
+        scores[~supervised], baseline=options.baseline, scale=options.scale_advantages
+    )
+    for i, (view, at, override) in enumerate(zip(views, trained, overrides, strict=True)):
+        advantages = np.full(len(at), by_group[i])
+        if view.advantages is not None and not supervised[i]:
+            advantages = view.advantages[1:][at]
         if override.get("set_advantage_to_zero"):
-            advantages = np.zeros(len(labels))
-        assert view.inference_logprobs is not None
-        yield _Row(
+            advantages = np.zeros(len(at))
+        sampled = np.zeros(len(at))
+        if view.inference_logprobs is not None and not supervised[i]:
+            sampled = view.inference_logprobs[1:][at]
+        yield Row(
             tokens=view.tokens[:-1],
-            labels=labels,
-            sampled_logprobs=np.where(is_trained, view.inference_logprobs[1:], 0.0),
-            advantages=np.where(is_trained, advantages, 0.0),
-            ref_logprobs=None if view.ref_logprobs is None else view.ref_logprobs[1:],
+            trained=at,
+            labels=view.masks[1:][at],
+            sampled_logprobs=sampled,
+            advantages=advantages,
+            ref_logprobs=None if view.ref_logprobs is None else view.ref_logprobs[1:][at],
+            teacher=_teacher(group, offsets[i] + 1 + at),
+            is_supervised=bool(supervised[i]),
             temperature=_temperature(group, override) if options.processed_logprobs else 1.0,
             version=UNKNOWN_VERSION if group.policy_version is None else group.policy_version,
-            num_trained=int(is_trained.sum()),
         )
+
+
+def _teacher(group: ScoredGroup, tokens: NDArray[np.int64]) -> Teacher | None:
+    """Return the teacher's proposals for some of the group's tokens, given by their place in the flat arrays."""
+    ids, logprobs = group.distill_token_ids, group.distill_logprobs
+    if ids is None or logprobs is None:
+        return None
+    starts = np.concatenate([[0], np.cumsum(ids.lengths)])[:-1][tokens]
+    lengths = np.asarray(ids.lengths)[tokens]
+    columns = np.arange(max(1, int(lengths.max(initial=0))))
+    exists = columns < lengths[:, None]
+    at = np.where(exists, starts[:, None] + columns, 0)
+
+    def pick(ragged: Ragged, filler: float) -> NDArray[Any]:
+        values = ragged.values if len(ragged.values) else np.zeros(1)
+        return np.where(exists, values[at], filler)
+
+    return Teacher(pick(ids, 0).astype(np.int64), pick(logprobs, -np.inf).astype(np.float32))
 
 
 def _temperature(group: ScoredGroup, override: dict[str, object]) -> float:
@@ -199,9 +314,39 @@ def _temperature(group: ScoredGroup, override: dict[str, object]) -> float:
     return 1.0
 
 
-def _split(rows: list[_Row], options: DataOptions) -> Iterator[list[_Row]]:
-    """Cut rows, longest first, into micro-batches within both limits."""
+def _normalise_over_batch(rows: list[Row], *, centre: bool) -> list[Row]:
+    """Divide advantages by their std over all policy-gradient tokens of the batch (REINFORCE++, arXiv 2501.03262)."""
+    policy = [row.advantages for row in rows if not row.is_supervised and len(row.advantages)]
+    if not policy:
+        return rows
+    values = np.concatenate(policy)
+    mean = values.mean() if centre else 0.0
+    std = values.std() + 1e-8
+    return [
+        row
+        if row.is_supervised
+        else dataclasses.replace(row, advantages=(row.advantages - mean) / std)
+        for row in rows
+    ]
+
+
+def _weight(row: Row, options: DataOptions, num_trained: int, num_sequences: int) -> float:
+    if options.loss_mean == "token":
+        return 1 / num_trained
+    if options.loss_mean == "sequence":
+        return 1 / (num_sequences * len(row.trained))
+    return 1 / (num_sequences * options.loss_constant)
+
+
+# Rows -> micro-batches.
+
+
+def _split(rows: list[Row], options: DataOptions) -> Iterator[list[Row]]:
+    """Cut rows, longest first, into micro-batches within the limits."""
     rows = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
+    if options.layout == "packed":
+        yield from _pack(rows, options.max_tokens)
+        return
     while rows:
         width = _padded(len(rows[0].tokens), options)
         size = max(1, min(options.max_sequences, options.max_tokens // width))
@@ -209,37 +354,94 @@ def _split(rows: list[_Row], options: DataOptions) -> Iterator[list[_Row]]:
         rows = rows[size:]
 
 
+def _pack(rows: list[Row], max_tokens: int) -> list[list[Row]]:
+    """Put each row into the first micro-batch that has room for it (first-fit decreasing)."""
+    packs: list[list[Row]] = []
+    room: list[int] = []
+    for row in rows:
+        length = len(row.tokens)
+        at = next((i for i, free in enumerate(room) if length <= free), None)
+        if at is None:
+            at = len(packs)
+            packs.append([])
+            room.append(max_tokens)
+        packs[at].append(row)
+        room[at] -= length
+    return packs
+
+
 def _padded(length: int, options: DataOptions) -> int:
     return -(-length // options.pad_to_multiple_of) * options.pad_to_multiple_of
 
 
-def _stack(
-    rows: list[_Row],
-    options: DataOptions,
-    num_trained: int,
-    num_sequences: int,
-    with_reference: bool,
-) -> MicroBatch:
-    shape = (len(rows), _padded(len(rows[0].tokens), options))
-    tokens = np.zeros(shape, dtype=np.int64)
-    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-    sampled, advantages, weights, reference = (np.zeros(shape, dtype=np.float32) for _ in range(4))
-    for index, row in enumerate(rows):
-        cut = (index, slice(len(row.tokens)))
-        tokens[cut], labels[cut] = row.tokens, row.labels
-        sampled[cut], advantages[cut] = row.sampled_logprobs, row.advantages
-        per_token = options.loss_mean == "token"
-        weight = 1 / num_trained if per_token else 1 / (num_sequences * row.num_trained)
-        weights[cut] = np.where(row.labels != IGNORE_INDEX, weight, 0.0)
-        if with_reference:
-            reference[cut] = row.ref_logprobs
+def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
+    """Lay sequences out as one micro-batch, each in a row of its own or all in one, and join what is trained."""
+    lengths = np.array([len(row.tokens) for row in rows])
+    is_packed = options.layout == "packed"
+    if is_packed:
+        shape = (1, _padded(int(lengths.sum()), options))
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    else:
+        shape = (len(rows), _padded(int(lengths.max()), options))
+        starts = np.arange(len(rows)) * shape[1]
+    tokens = np.zeros(shape[0] * shape[1], dtype=np.int64)
+    position_ids = np.zeros_like(tokens) if is_packed else np.tile(np.arange(shape[1]), shape[0])
+    for start, length, row in zip(starts, lengths, rows, strict=True):
+        tokens[start : start + length] = row.tokens
+        if is_packed:
+            position_ids[start : start + length] = np.arange(length)
+    if is_packed:
+        end = int(lengths.sum())
+        position_ids[end:] = np.arange(len(tokens) - end)
+
+    num_trained = np.array([len(row.trained) for row in rows])
+
+    def joined(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(row, name) for row in rows])).to(dtype)
+
+    def repeated(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values), num_trained)).to(dtype)
+
+    teacher = _join_teachers(rows)
+    has_reference = all(row.ref_logprobs is not None for row in rows)
     return MicroBatch(
-        tokens_BT=torch.from_numpy(tokens),
-        labels_BT=torch.from_numpy(labels),
-        sampled_logprobs_BT=torch.from_numpy(sampled),
-        advantages_BT=torch.from_numpy(advantages),
-        weights_BT=torch.from_numpy(weights),
-        ref_logprobs_BT=torch.from_numpy(reference) if with_reference else None,
-        temperature_B=torch.tensor([row.temperature for row in rows]),
-        version_B=torch.tensor([row.version for row in rows]),
+        tokens_BT=torch.from_numpy(tokens.reshape(shape)),
+        position_ids_BT=torch.from_numpy(position_ids.reshape(shape)),
+        is_packed=is_packed,
+        trained_N=torch.from_numpy(
+            np.concatenate([start + row.trained for start, row in zip(starts, rows, strict=True)])
+        ),
+        positions=Positions(
+            labels_N=joined("labels", torch.int64),
+            sampled_logprobs_N=joined("sampled_logprobs", torch.float32),
+            advantages_N=joined("advantages", torch.float32),
+            weights_N=repeated([row.weight for row in rows], torch.float32),
+            temperature_N=repeated([row.temperature for row in rows], torch.float32),
+            sequence_N=repeated(list(range(len(rows))), torch.int64),
+            num_sequences=len(rows),
+            is_supervised_N=repeated([row.is_supervised for row in rows], torch.bool),
+            ref_logprobs_N=joined("ref_logprobs", torch.float32) if has_reference else None,
+            teacher_ids_NK=None if teacher is None else torch.from_numpy(teacher.ids),
+            teacher_logprobs_NK=None if teacher is None else torch.from_numpy(teacher.logprobs),
+        ),
+        version_S=torch.tensor([row.version for row in rows]),
     )
+
+
+def _join_teachers(rows: Sequence[Row]) -> Teacher | None:
+    """Stack the teachers' proposals as wide as the widest; sequences without a teacher propose nothing."""
+    width = max((row.teacher.ids.shape[1] for row in rows if row.teacher is not None), default=0)
+    if not width:
+        return None
+    num_trained = sum(len(row.trained) for row in rows)
+    ids = np.zeros((num_trained, width), dtype=np.int64)
+    logprobs = np.full((num_trained, width), -np.inf, dtype=np.float32)
+    start = 0
+    for row in rows:
+        stop = start + len(row.trained)
+        if row.teacher is not None:
+            columns = row.teacher.ids.shape[1]
+            ids[start:stop, :columns] = row.teacher.ids
+            logprobs[start:stop, :columns] = row.teacher.logprobs
+        start = stop
+    return Teacher(ids, logprobs)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from atroposlib.errors import EngineError
-from example_trainer.data import UNKNOWN_VERSION, Batch, MicroBatch
+from example_trainer.data import UNKNOWN_VERSION, Batch, DataOptions, MicroBatch, collate
 from example_trainer.model import Policy
 from example_trainer.weights import WeightsDirectory
 
@@ -44,9 +44,17 @@ class GapReport:
 class LogprobGap:
     """Collects the comparisons of one step after the other."""
 
-    def __init__(self, policy: Policy, weights: WeightsDirectory, *, limit: float | None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        weights: WeightsDirectory,
+        options: DataOptions,
+        *,
+        limit: float | None,
+    ) -> None:
         self._policy = policy
         self._weights = weights
+        self._options = options
         self._limit = limit
         self._seen: set[int] = set()
         """Older versions compared already."""
@@ -56,32 +64,32 @@ class LogprobGap:
         self._unknown: list[Tensor] = []
         self._older: list[Tensor] = []
 
-    def observe(self, micro_batch: MicroBatch, logprobs_BT: Tensor, version: int) -> None:
+    def observe(self, micro_batch: MicroBatch, logprobs_N: Tensor, version: int) -> None:
         """Note what a training forward under the weights of `version` computed."""
-        gap_BT = _gap(micro_batch, logprobs_BT)
+        gap_N = _gap(micro_batch, logprobs_N)
+        version_N = micro_batch.version_S[micro_batch.positions.sequence_N]
+        sampled_N = ~micro_batch.positions.is_supervised_N
         for wanted, found in ((version, self._current), (UNKNOWN_VERSION, self._unknown)):
-            rows_BT = (micro_batch.version_B == wanted)[:, None] & (micro_batch.weights_BT > 0)
-            found.append(gap_BT[rows_BT])
+            found.append(gap_N[(version_N == wanted) & sampled_N])
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def compare_older(self, batch: Batch, version: int) -> None:
         """Compare each version other than `version` that is used for the first time, while its weights are on disk."""
-        for micro_batch in batch.micro_batches:
-            for older in (
-                set(micro_batch.version_B.tolist()) - self._seen - {version, UNKNOWN_VERSION}
-            ):
-                self._seen.add(older)
-                if not self._weights.holds(older):
-                    continue
-                rows = (micro_batch.version_B == older).nonzero()[:_SEQUENCES_COMPARED, 0]
-                some = micro_batch.rows(rows).to(self._policy.device)
-                parameters = _load(self._weights, older, self._policy.device)
-                gap_BT = _gap(some, self._policy.logprobs(some, parameters=parameters))
-                # The median sequence: those that were in flight during a hand-over belong to no single version.
-                typical = gap_BT.amax(dim=1).argsort()[(len(rows) - 1) // 2]
-                gap_T = gap_BT[typical][some.weights_BT[typical] > 0]
-                self._older.append(gap_T)
-                self._warn(older, gap_T)
+        rows = [row for row in batch.rows if not row.is_supervised]
+        for older in {row.version for row in rows} - self._seen - {version, UNKNOWN_VERSION}:
+            self._seen.add(older)
+            if not self._weights.holds(older):
+                continue
+            some = [row for row in rows if row.version == older][:_SEQUENCES_COMPARED]
+            micro_batch = collate(some, self._options).to(self._policy.device)
+            parameters = _load(self._weights, older, self._policy.device)
+            own = self._policy.logprobs(micro_batch, parameters=parameters)
+            gap_N = _gap(micro_batch, own.logprobs_N)
+            by_sequence = gap_N.split([len(row.trained) for row in some])
+            # The median sequence: those that were in flight during a hand-over belong to no single version.
+            typical = sorted(by_sequence, key=lambda gap: gap.max().item())[(len(some) - 1) // 2]
+            self._older.append(typical)
+            self._warn(older, typical)
 
     def settle(self, version: int) -> GapReport:
         """Return the step's report and begin the next; LogprobGapError if the current version is off by too much."""
@@ -120,9 +128,9 @@ class LogprobGap:
         )
 
 
-def _gap(micro_batch: MicroBatch, logprobs_BT: Tensor) -> Tensor:
-    """Return `|sampled - own|`, `[B, T]`; 0 where nothing is trained."""
-    return (logprobs_BT.detach() - micro_batch.sampled_logprobs_BT).abs()
+def _gap(micro_batch: MicroBatch, logprobs_N: Tensor) -> Tensor:
+    """Return `|sampled - own|` at the trained positions."""
+    return (logprobs_N.detach() - micro_batch.positions.sampled_logprobs_N).abs()
 
 
 def _load(weights: WeightsDirectory, version: int, device: torch.device) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """The losses: pure functions of tensors, no model and no configuration.
 
-Shapes: B sequences, T positions, V vocabulary. Position t predicts the token after it, so every `*_BT` tensor here is
-already shifted. A position is trained when its label is not -100. Called by `training.py`.
+Shapes: N trained positions of S sequences, K tokens that a teacher named. A loss is put together of four choices: what
+the probability ratio is taken over, what is done with it, how differences between sampler and trainer are corrected,
+and (in `data.py`, as weights) what the mean is taken over; `objective.py` names the choices. Called by `training.py`.
 """
 
 from __future__ import annotations
@@ -11,69 +12,153 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atroposlib.scored_data import IGNORE_INDEX
+from example_trainer.data import Positions
+from example_trainer.objective import KlEstimator, Objective
 
 
-class GrpoLoss(NamedTuple):
-    """One micro-batch's share of the step's loss, and what the metrics need of it."""
+class LossShare(NamedTuple):
+    """One micro-batch's share of the step's loss, and sums over its trained positions for the metrics.
+
+    Ratio and clip count policy-gradient positions only; all but `loss` are without gradient.
+    """
 
     loss: Tensor
     """Scalar, with gradient; the sum over a step's micro-batches is the step's loss."""
+    num_policy: Tensor
+    """Positions trained by the policy gradient, the rest being supervised."""
     num_clipped: Tensor
-    """Trained positions where the clip removes the gradient; scalar."""
+    """Positions where the clip removes or limits the gradient."""
+    num_rejected: Tensor
+    """Positions that the correction gives no weight at all."""
+    ratio_sum: Tensor
+    """Of trainer to sampler, before any clip."""
     kl_sum: Tensor
-    """Sum of the KL estimate over the trained positions; scalar, 0 without a reference."""
+    """Of the estimate to the reference; 0 without one."""
+    sampled_kl_sum: Tensor
+    """Of sampled - own logprob: the k1 estimate of the divergence between sampler and trainer."""
+    entropy_sum: Tensor
+    distill_sum: Tensor
+    """Of the distillation loss; 0 without a teacher."""
 
 
-def token_logprobs(logits_BTV: Tensor, labels_BT: Tensor, temperature_B: Tensor) -> Tensor:
-    """Return log-softmax(logits / temperature)[label] in float32, `[B, T]`; 0 where the label is -100.
-
-    Row by row, so that float32 logits of one sequence at most exist at a time outside the autograd graph's own copies.
-    """
-    index_BT = labels_BT.clamp(min=0)
-    rows = []
-    for logits_TV, index_T, temperature in zip(logits_BTV, index_BT, temperature_B, strict=True):
-        scaled_TV = logits_TV.float() / temperature
-        chosen_T = scaled_TV.gather(1, index_T[:, None])[:, 0]
-        rows.append(chosen_T - scaled_TV.logsumexp(dim=1))
-    return torch.stack(rows).masked_fill(labels_BT == IGNORE_INDEX, 0.0)
-
-
-def grpo_loss(
-    logprobs_BT: Tensor,
+def policy_loss(
+    objective: Objective,
+    positions: Positions,
+    logprobs_N: Tensor,
     *,
-    sampled_logprobs_BT: Tensor,
-    advantages_BT: Tensor,
-    weights_BT: Tensor,
-    clip_eps: float,
-    kl_coef: float = 0.0,
-    ref_logprobs_BT: Tensor | None = None,
-) -> GrpoLoss:
-    """Return the clipped policy-gradient loss against the logprobs the tokens were sampled with.
+    entropy_N: Tensor,
+    ref_logprobs_N: Tensor | None = None,
+    teacher_logprobs_own_NK: Tensor | None = None,
+) -> LossShare:
+    """Return the loss of a micro-batch.
 
-    Per position, with r = exp(logprob - sampled logprob) and advantage A:
-    `-min(r A, clip(r, 1 - eps, 1 + eps) A)`, the minimum for both signs of A (PPO, arXiv 1707.06347, eq. 7). So the
-    gradient stops where A > 0 and r > 1 + eps, and where A < 0 and r < 1 - eps. With `kl_coef` the estimate
-    `exp(d) - d - 1`, d = reference - logprob (GRPO, arXiv 2402.03300, eq. 4), is added.
-
-    `weights_BT` holds each position's share of the step's mean and is 0 where nothing is trained.
+    `teacher_logprobs_own_NK` are the trained model's log-probabilities of `positions.teacher_ids_NK`.
     """
-    trained_BT = weights_BT > 0
-    # The exponent is zeroed where nothing is trained: a filler must not become inf, whose gradient times 0 is NaN.
-    log_ratio_BT = (logprobs_BT - sampled_logprobs_BT).masked_fill(~trained_BT, 0.0)
-    ratio_BT = log_ratio_BT.exp()
-    objective_BT = torch.minimum(
-        ratio_BT * advantages_BT, ratio_BT.clamp(1 - clip_eps, 1 + clip_eps) * advantages_BT
+    is_policy_N = ~positions.is_supervised_N
+    # What is not compared is zeroed before the exponential: inf times 0 would be NaN.
+    gap_N = torch.where(is_policy_N, logprobs_N - positions.sampled_logprobs_N, 0.0)
+    correction_N = correction_weights(objective, gap_N.detach(), positions)
+    advantages_N = positions.advantages_N
+    if objective.distill_coef and objective.distill_loss == "reverse_kl":
+        advantages_N = advantages_N + objective.distill_coef * reverse_kl_advantages(positions)
+    # With a correction the ratio is to the trainer's own weights at the start of the step, so it is 1 in value.
+    log_ratio_N = gap_N if objective.correction == "none" else gap_N - gap_N.detach()
+    if objective.ratio_level == "sequence":
+        log_ratio_N = sequence_mean(log_ratio_N, positions)
+    ratio_N = log_ratio_N.exp()
+    low, high = 1 - objective.clip_low, 1 + objective.clip_high
+    outside_N = ((ratio_N > high) & (advantages_N > 0)) | ((ratio_N < low) & (advantages_N < 0))
+    if objective.surrogate == "clip":
+        gain_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
+    elif objective.surrogate == "cispo":
+        gain_N = ratio_N.detach().clamp(low, high) * advantages_N * logprobs_N
+        outside_N = (ratio_N > high) | (ratio_N < low)
+    else:
+        gain_N = advantages_N * logprobs_N
+        outside_N = torch.zeros_like(outside_N)
+    loss_N = torch.where(is_policy_N, -correction_N * gain_N, -positions.advantages_N * logprobs_N)
+    kl_N = torch.zeros_like(gap_N)
+    if ref_logprobs_N is not None and objective.kl_coef:
+        kl_N = kl_estimate(ref_logprobs_N - logprobs_N, objective.kl_estimator)
+        loss_N = loss_N + objective.kl_coef * kl_N
+    if objective.entropy_coef:
+        loss_N = loss_N - objective.entropy_coef * entropy_N
+    distill_N = torch.zeros_like(gap_N)
+    if objective.distill_coef and objective.distill_loss == "forward_kl":
+        assert positions.teacher_logprobs_NK is None or teacher_logprobs_own_NK is not None
+        if teacher_logprobs_own_NK is not None and positions.teacher_logprobs_NK is not None:
+            distill_N = forward_kl(positions.teacher_logprobs_NK, teacher_logprobs_own_NK)
+            loss_N = loss_N + objective.distill_coef * distill_N
+    return LossShare(
+        loss=(loss_N * positions.weights_N).sum(),
+        num_policy=is_policy_N.sum(),
+        num_clipped=(outside_N & is_policy_N).sum(),
+        num_rejected=((correction_N == 0) & is_policy_N).sum(),
+        ratio_sum=(gap_N.detach().exp() * is_policy_N).sum(),
+        kl_sum=kl_N.detach().sum(),
+        sampled_kl_sum=-gap_N.detach().sum(),
+        entropy_sum=entropy_N.detach().sum(),
+        distill_sum=distill_N.detach().sum(),
     )
-    token_loss_BT = -objective_BT
-    kl_sum = logprobs_BT.new_zeros(())
-    if ref_logprobs_BT is not None:
-        gap_BT = (ref_logprobs_BT - logprobs_BT).masked_fill(~trained_BT, 0.0)
-        kl_BT = gap_BT.exp() - gap_BT - 1
-        token_loss_BT = token_loss_BT + kl_coef * kl_BT
-        kl_sum = kl_BT.detach().sum()
-    clipped_BT = trained_BT & (
-        ((advantages_BT > 0) & (ratio_BT > 1 + clip_eps))
-        | ((advantages_BT < 0) & (ratio_BT < 1 - clip_eps))
-    )
-    return GrpoLoss((token_loss_BT * weights_BT).sum(), clipped_BT.sum(), kl_sum)
+
+
+def correction_weights(objective: Objective, gap_N: Tensor, positions: Positions) -> Tensor:
+    """Return what each position's gain is multiplied by because another policy sampled it; w = exp(own - sampled).
+
+    "tis" min(w, cap) (truncated importance sampling, Ionides 2008); "mis" w where w <= cap, else 0 (masked); "icepop" w
+    where floor <= w <= cap, else 0 (masked on both sides, arXiv 2510.18855); "decoupled" w (arXiv 2110.00641). At the
+    sequence level w is the product over the sequence.
+    """
+    if objective.correction == "none":
+        return torch.ones_like(gap_N)
+    if objective.correction_level == "sequence":
+        gap_N = sequence_sum(gap_N, positions)[positions.sequence_N]
+    weight_N = gap_N.exp()
+    cap, floor = objective.correction_cap, objective.correction_floor
+    if objective.correction == "tis":
+        return weight_N.clamp(max=cap)
+    if objective.correction == "mis":
+        return torch.where(weight_N <= cap, weight_N, 0.0)
+    if objective.correction == "icepop":
+        return torch.where((weight_N <= cap) & (weight_N >= floor), weight_N, 0.0)
+    return weight_N
+
+
+def kl_estimate(log_ratio_N: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimate KL(own || reference) per position, d = reference - own: k3 `exp(d) - d - 1`, k2 `d * d / 2`."""
+    if estimator == "k2":
+        return log_ratio_N.square() / 2
+    return log_ratio_N.exp() - log_ratio_N - 1
+
+
+def forward_kl(teacher_NK: Tensor, own_NK: Tensor) -> Tensor:
+    """Return `sum_k p_k (log p_k - log q_k)` over the tokens that the teacher named, p being its probabilities."""
+    named_NK = teacher_NK.isfinite()
+    teacher_NK = torch.where(named_NK, teacher_NK, 0.0)
+    terms_NK = teacher_NK.exp() * (teacher_NK - own_NK)
+    return torch.where(named_NK, terms_NK, 0.0).sum(dim=1)
+
+
+def reverse_kl_advantages(positions: Positions) -> Tensor:
+    """Return `teacher - sampled` logprob of the sampled token, 0 where the teacher did not name it.
+
+    Maximising it by policy gradient minimises KL(own || teacher) on the policy's own samples.
+    """
+    ids_NK, teacher_NK = positions.teacher_ids_NK, positions.teacher_logprobs_NK
+    if ids_NK is None or teacher_NK is None:
+        return torch.zeros_like(positions.advantages_N)
+    found_NK = (ids_NK == positions.labels_N[:, None]) & teacher_NK.isfinite()
+    of_label_N = torch.where(found_NK, teacher_NK, -torch.inf).amax(dim=1)
+    return torch.where(found_NK.any(dim=1), of_label_N - positions.sampled_logprobs_N, 0.0)
+
+
+def sequence_sum(values_N: Tensor, positions: Positions) -> Tensor:
+    """Return the sum over each sequence, `[S]`."""
+    zeros_S = values_N.new_zeros(positions.num_sequences)
+    return zeros_S.index_add(0, positions.sequence_N, values_N)
+
+
+def sequence_mean(values_N: Tensor, positions: Positions) -> Tensor:
+    """Return, at each position, the mean over its sequence, `[N]`."""
+    length_S = sequence_sum(torch.ones_like(values_N), positions)
+    return (sequence_sum(values_N, positions) / length_S.clamp(min=1))[positions.sequence_N]

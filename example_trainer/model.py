@@ -14,17 +14,81 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atroposlib.errors import ConfigError
 from example_trainer.config import TrainerConfig
 from example_trainer.data import MicroBatch
-from example_trainer.loss import token_logprobs
+from example_trainer.head import head_logprobs, logits_logprobs
+
+
+class PolicyOutput(NamedTuple):
+    """What one forward pass says about the trained positions of a micro-batch; float32, differentiable."""
+
+    logprobs_N: Tensor
+    """Of the labels."""
+    entropy_N: Tensor
+    teacher_NK: Tensor | None
+    """Of the tokens that a teacher named; None without a teacher."""
+
+
+class PolicyModule(nn.Module):
+    """The forward pass of training in one module: hidden states, then log-probabilities where something is trained.
+
+    Logits of a whole sequence are computed only for models whose head is more than a matrix (`has_plain_head`).
+    """
+
+    def __init__(self, causal: Any) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, micro_batch: MicroBatch) -> PolicyOutput:
+        positions = micro_batch.positions
+        inputs = {"input_ids": micro_batch.tokens_BT, "use_cache": False}
+        if micro_batch.is_packed:
+            # Attention reads the borders between sequences off the positions that start again at 0.
+            inputs["position_ids"] = micro_batch.position_ids_BT
+        ids_NK = positions.labels_N[:, None]
+        if positions.teacher_ids_NK is not None:
+            ids_NK = torch.cat([ids_NK, positions.teacher_ids_NK], dim=1)
+        if has_plain_head(self.causal):
+            hidden_BTH = base_model(self.causal).get_decoder()(**inputs).last_hidden_state
+            head = base_model(self.causal).get_output_embeddings()
+            out = head_logprobs(
+                hidden_BTH.flatten(0, 1)[micro_batch.trained_N],
+                head.weight,
+                head.bias,
+                ids_NK=ids_NK,
+                temperature_N=positions.temperature_N,
+            )
+        else:
+            logits_BTV = self.causal(**inputs).logits
+            out = logits_logprobs(
+                logits_BTV.flatten(0, 1)[micro_batch.trained_N],
+                ids_NK=ids_NK,
+                temperature_N=positions.temperature_N,
+            )
+        teacher_NK = out.logprobs_NK[:, 1:] if positions.teacher_ids_NK is not None else None
+        return PolicyOutput(out.logprobs_NK[:, 0], out.entropy_N, teacher_NK)
+
+
+def base_model(causal: Any) -> Any:
+    """Return the transformers model inside a peft wrapper, else the model itself."""
+    return causal.get_base_model() if hasattr(causal, "peft_config") else causal
+
+
+def has_plain_head(causal: Any) -> bool:
+    """Whether logits are `hidden @ weight.T + bias`: no soft cap (Gemma), no scale (Cohere, Granite), no adapter."""
+    model = base_model(causal)
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    changed = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    return type(head) is nn.Linear and not any(getattr(config, name, None) for name in changed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,24 +99,24 @@ class Policy:
     tokenizer: Any
     device: torch.device
     dtype: torch.dtype
+    module: nn.Module
+    """`PolicyModule` over `model`; what several processes shard."""
 
     def logprobs(
         self, micro_batch: MicroBatch, *, parameters: dict[str, Tensor] | None = None
-    ) -> Tensor:
-        """Return the log-probability of every label, `[B, T]` float32, 0 where the label is -100.
+    ) -> PolicyOutput:
+        """Return the log-probability of every trained position's label, and more.
 
-        `parameters` stand in for the model's own for this one call. Right padding needs no attention mask: a causal
-        model never looks to the right.
+        `parameters` stand in for the model's own, by name, for this one call. Right padding needs no attention mask: a
+        causal model never looks to the right.
         """
-        inputs = {"input_ids": micro_batch.tokens_BT, "use_cache": False}
         with torch.autocast(
             self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32
         ):
             if parameters is None:
-                logits_BTV = self.model(**inputs).logits
-            else:
-                logits_BTV = functional_call(self.model, parameters, (), inputs).logits
-        return token_logprobs(logits_BTV, micro_batch.labels_BT, micro_batch.temperature_B)
+                return self.module(micro_batch)  # type: ignore[no-any-return]
+            named = {f"causal.{name}": value for name, value in parameters.items()}
+            return functional_call(self.module, named, (micro_batch,))  # type: ignore[no-any-return]
 
     @property
     def num_bytes(self) -> int:
@@ -98,9 +162,14 @@ def load_policy(config: TrainerConfig) -> Policy:
         for key, value in vars(settings).items():
             if "drop" in key and isinstance(value, float):
                 setattr(settings, key, 0.0)
-        model = AutoModelForCausalLM.from_pretrained(name, config=settings, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=settings,
+            dtype=torch.float32,
+            attn_implementation=config.attention_kernel,
+        )
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(f"--model_name {name} cannot be loaded: {reason}") from error
     model.to(device).train()
@@ -108,7 +177,9 @@ def load_policy(config: TrainerConfig) -> Policy:
         # transformers 5.x renamed it on the way; the old name warns there, the new one is missing before.
         newer = getattr(model, "activation_checkpointing_enable", None)
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    return Policy(model=model, tokenizer=tokenizer, device=device, dtype=dtype)
+    return Policy(
+        model=model, tokenizer=tokenizer, device=device, dtype=dtype, module=PolicyModule(model)
+    )
 
 
 def choose_device(config: TrainerConfig) -> torch.device:

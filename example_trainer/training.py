@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from atroposlib.client import (
     LeasedBatch,
@@ -28,10 +29,11 @@ from atroposlib.client import (
 from atroposlib.errors import AtroposError, HubRejected, HubUnavailable
 from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
-from example_trainer.data import UNKNOWN_VERSION, Batch, DataOptions, make_batch
+from example_trainer.data import UNKNOWN_VERSION, Batch, DataOptions, MicroBatch, make_batch
 from example_trainer.gap import GapReport, LogprobGap
-from example_trainer.loss import grpo_loss
+from example_trainer.loss import LossShare, policy_loss
 from example_trainer.model import Policy, load_policy
+from example_trainer.objective import Objective
 from example_trainer.records import MetricsLog
 from example_trainer.weights import WeightsDirectory
 
@@ -57,7 +59,8 @@ def train(config: TrainerConfig) -> None:
         weights = stack.enter_context(WeightsDirectory(config, policy))
         bridge = stack.enter_context(closing(make_bridge(config, initial_model=weights.save(0))))
         hub = stack.enter_context(TrainerClient(config.hub_url, token=config.hub_token))
-        gap = LogprobGap(policy, weights, limit=config.max_logprob_gap)
+        options = data_options(config)
+        gap = LogprobGap(policy, weights, options, limit=config.max_logprob_gap)
         bridge.start()
         run = Run(hub, config, log)
         run.register(step=0, published=0)
@@ -68,7 +71,7 @@ def train(config: TrainerConfig) -> None:
             version = step + 1
             with clock.phase("train_s"):
                 with hub.holding(leased):
-                    batch = make_batch(leased.groups, data_options(config))
+                    batch = make_batch(leased.groups, options)
                     result = take_step(policy, optimizer, batch, config, step, gap, reference)
                 run.acknowledge(leased, step=version)
             with clock.phase("publish_s"):
@@ -94,8 +97,8 @@ class StepResult:
     lr: float
     loss: float | None
     grad_norm: float | None
-    num_clipped: int
-    kl_sum: float
+    sums: dict[str, float]
+    """The sums of `LossShare`, over the whole batch."""
     gap: GapReport
 
 
@@ -116,37 +119,40 @@ def take_step(
     for settings in optimizer.param_groups:
         settings["lr"] = lr
     gap.compare_older(batch, step)
-    totals = torch.zeros(3, dtype=torch.float64, device=policy.device)
+    objective = objective_of(config)
+    totals = torch.zeros(len(LossShare._fields), dtype=torch.float64, device=policy.device)
     for cpu_micro_batch in batch.micro_batches:
         micro_batch = cpu_micro_batch.to(policy.device)
-        logprobs_BT = policy.logprobs(micro_batch)
-        gap.observe(micro_batch, logprobs_BT, step)
-        ref_logprobs_BT = micro_batch.ref_logprobs_BT if config.kl_coef else None
-        if reference is not None and ref_logprobs_BT is None:
-            with torch.no_grad():
-                ref_logprobs_BT = reference.logprobs(micro_batch)
-        share = grpo_loss(
-            logprobs_BT,
-            sampled_logprobs_BT=micro_batch.sampled_logprobs_BT,
-            advantages_BT=micro_batch.advantages_BT,
-            weights_BT=micro_batch.weights_BT,
-            clip_eps=config.clip_eps,
-            kl_coef=config.kl_coef,
-            ref_logprobs_BT=ref_logprobs_BT,
+        own = policy.logprobs(micro_batch)
+        gap.observe(micro_batch, own.logprobs_N, step)
+        share = policy_loss(
+            objective,
+            micro_batch.positions,
+            own.logprobs_N,
+            entropy_N=own.entropy_N,
+            ref_logprobs_N=reference_logprobs(reference, micro_batch),
+            teacher_logprobs_own_NK=own.teacher_NK,
         )
         share.loss.backward()
-        totals += torch.stack([share.loss.detach(), share.num_clipped, share.kl_sum])
+        totals += torch.stack([value.detach() for value in share])
     report = gap.settle(step)
     grad_norm = update_weights(policy, optimizer, config, step) if batch.micro_batches else None
-    loss, num_clipped, kl_sum = totals.tolist()
+    sums = dict(zip(LossShare._fields, totals.tolist(), strict=True))
     return StepResult(
         lr=lr,
-        loss=loss if batch.micro_batches else None,
+        loss=sums["loss"] if batch.micro_batches else None,
         grad_norm=grad_norm,
-        num_clipped=round(num_clipped),
-        kl_sum=kl_sum,
+        sums=sums,
         gap=report,
     )
+
+
+def reference_logprobs(reference: Policy | None, micro_batch: MicroBatch) -> Tensor | None:
+    """Return the reference's logprobs: those that the environment gave, else those of the frozen copy."""
+    if reference is None or micro_batch.positions.ref_logprobs_N is not None:
+        return micro_batch.positions.ref_logprobs_N
+    with torch.no_grad():
+        return reference.logprobs(micro_batch).logprobs_N
 
 
 def update_weights(
@@ -291,14 +297,20 @@ def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
 
 
 def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
-    """Return the metrics of the step; `kl_mean` is to the reference, None without one."""
-    num_trained = max(1, batch.num_trained_tokens)
+    """Return the metrics of the step, means over trained positions; `kl_mean` is to the reference, None without one."""
+    sums = result.sums
+    num_trained, num_policy = max(1, batch.num_trained_tokens), max(1.0, sums["num_policy"])
     return {
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
-        "clip_fraction": result.num_clipped / num_trained,
-        "kl_mean": result.kl_sum / num_trained if result.kl_sum else None,
+        "ratio_mean": sums["ratio_sum"] / num_policy if sums["num_policy"] else None,
+        "clip_fraction": sums["num_clipped"] / num_policy,
+        "rejected_fraction": sums["num_rejected"] / num_policy,
+        "entropy_mean": sums["entropy_sum"] / num_trained if batch.micro_batches else None,
+        "kl_mean": sums["kl_sum"] / num_trained if sums["kl_sum"] else None,
+        "sampled_kl_mean": sums["sampled_kl_sum"] / num_policy if sums["num_policy"] else None,
+        "distill_loss": sums["distill_sum"] / num_trained if sums["distill_sum"] else None,
         "logprob_gap_max": result.gap.maximum,
         "logprob_gap_mean": result.gap.mean,
     }
@@ -335,14 +347,37 @@ def make_optimizer(policy: Policy, config: TrainerConfig) -> torch.optim.Optimiz
 
 def data_options(config: TrainerConfig) -> DataOptions:
     return DataOptions(
+        baseline=config.baseline,
         scale_advantages=config.scale_advantages,
         loss_mean=config.loss_mean,
+        loss_constant=config.loss_constant or config.seq_len,
+        overlong_max=config.overlong_max,
+        overlong_buffer=config.overlong_buffer,
         seq_len=config.seq_len,
         max_sequences=config.batch_size,
         max_tokens=config.max_microbatch_tokens,
+        layout="packed" if config.packs_sequences else "padded",
         pad_to_multiple_of=config.pad_to_multiple_of,
-        keep_zero_advantage=config.kl_coef > 0,
+        keep_zero_advantage=config.kl_coef > 0 or config.distill_coef > 0,
         processed_logprobs=config.logprobs_mode == "processed",
+    )
+
+
+def objective_of(config: TrainerConfig) -> Objective:
+    return Objective(
+        surrogate=config.surrogate,
+        ratio_level=config.ratio_level,
+        clip_low=config.clip_eps,
+        clip_high=config.clip_eps if config.clip_eps_high is None else config.clip_eps_high,
+        correction=config.correction,
+        correction_level=config.correction_level,
+        correction_cap=config.correction_cap,
+        correction_floor=config.correction_floor,
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        entropy_coef=config.entropy_coef,
+        distill_coef=config.distill_coef,
+        distill_loss=config.distill_loss,
     )
 
 

@@ -1,83 +1,114 @@
-"""The loss against a slow float64 reference, and the sign rules of its clip."""
+"""Every objective against a slow float64 reference, and the sign rules of the clip."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from example_trainer.loss import grpo_loss, token_logprobs
+from example_trainer.data import Positions
+from example_trainer.loss import LossShare, policy_loss
+from example_trainer.objective import OBJECTIVES, Objective
+from tests.trainer.helpers_loss import (
+    Case,
+    flat,
+    positions_of,
+    random_case,
+    slow_gradient,
+    slow_loss,
+    weights_of,
+)
 
-EPS = 0.2
-
-
-def reference_loss(
-    logprobs: Sequence[Sequence[float]],
-    sampled: Sequence[Sequence[float]],
-    advantages: Sequence[Sequence[float]],
-    trained: Sequence[Sequence[bool]],
-    reference: Sequence[Sequence[float]],
-    kl_coef: float,
-) -> float:
-    """The token mean of PPO's clipped objective and the k3 estimate, one python float at a time."""
-    terms = []
-    for row in range(len(logprobs)):
-        for t in range(len(logprobs[row])):
-            if not trained[row][t]:
-                continue
-            ratio = math.exp(logprobs[row][t] - sampled[row][t])
-            clipped = min(max(ratio, 1 - EPS), 1 + EPS)
-            advantage = advantages[row][t]
-            gap = reference[row][t] - logprobs[row][t]
-            kl = math.exp(gap) - gap - 1
-            terms.append(-min(ratio * advantage, clipped * advantage) + kl_coef * kl)
-    return sum(terms) / len(terms)
+ALL = {name: name for name in OBJECTIVES}
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
-def test_the_loss_and_its_gradient_equal_a_slow_reference(kl_coef: float) -> None:
-    generator = torch.Generator().manual_seed(1)
-    shape = (3, 7)
-    logprobs = -torch.rand(shape, generator=generator, dtype=torch.float64)
-    sampled = logprobs + 0.6 * torch.randn(shape, generator=generator, dtype=torch.float64)
-    reference = logprobs + 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(shape, generator=generator, dtype=torch.float64)
-    trained = torch.rand(shape, generator=generator) < 0.7
-    leaf = logprobs.clone().requires_grad_()
-    result = grpo_loss(
-        leaf,
-        sampled_logprobs_BT=sampled,
-        advantages_BT=advantages,
-        weights_BT=trained.double() / trained.sum(),
-        clip_eps=EPS,
-        kl_coef=kl_coef,
-        ref_logprobs_BT=reference,
+def objective_named(name: str, **changes: Any) -> Objective:
+    settings = OBJECTIVES[name]  # type: ignore[index]
+    return Objective(
+        surrogate=settings.get("surrogate", "clip"),
+        ratio_level=settings.get("ratio_level", "token"),
+        clip_low=settings.get("clip_eps", 0.2),
+        clip_high=settings.get("clip_eps_high", settings.get("clip_eps", 0.2)),
+        kl_estimator=settings.get("kl_estimator", "k3"),
+        **changes,
     )
-    result.loss.backward()
 
-    def slow(values: torch.Tensor) -> float:
-        return reference_loss(
-            values.tolist(),
-            sampled.tolist(),
-            advantages.tolist(),
-            trained.tolist(),
-            reference.tolist(),
-            kl_coef,
+
+def run(objective: Objective, case: Case, positions: Positions) -> tuple[LossShare, list[float]]:
+    """Return the loss and its gradient with respect to the own logprobs."""
+    own_N = flat(case.own).requires_grad_()
+    others = [flat([[p[3] for p in row] for row in case.own_teacher])]
+    share = policy_loss(
+        objective,
+        positions,
+        own_N,
+        entropy_N=torch.zeros_like(own_N),
+        ref_logprobs_N=positions.ref_logprobs_N,
+        teacher_logprobs_own_NK=torch.stack([own_N, *others], dim=1),
+    )
+    share.loss.backward()
+    assert own_N.grad is not None
+    return share, own_N.grad.tolist()
+
+
+def assert_equals_reference(objective: Objective, case: Case, loss_mean: str) -> None:
+    weights = weights_of(case, loss_mean, 7.0)
+    share, gradient = run(objective, case, positions_of(case, weights))
+
+    def slow(own: Sequence[Sequence[float]]) -> float:
+        return slow_loss(objective, case, weights, own)
+
+    assert share.loss.item() == pytest.approx(slow(case.own), abs=1e-9)
+    assert gradient == pytest.approx(slow_gradient(slow, case.own), abs=1e-6)
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "mis", "icepop", "decoupled"])
+@pytest.mark.parametrize("loss_mean", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("name", ALL)
+def test_loss_and_gradient_equal_a_slow_reference(
+    name: str, loss_mean: str, correction: Any
+) -> None:
+    for seed in range(3):
+        objective = objective_named(
+            name, correction=correction, correction_cap=1.2, correction_floor=0.8, kl_coef=0.1
         )
-
-    assert result.loss.item() == pytest.approx(slow(logprobs), abs=1e-12)
-    for row in range(shape[0]):
-        for t in range(shape[1]):
-            up, down = logprobs.clone(), logprobs.clone()
-            up[row, t] += 1e-6
-            down[row, t] -= 1e-6
-            slope = (slow(up) - slow(down)) / 2e-6
-            assert leaf.grad is not None
-            assert leaf.grad[row, t].item() == pytest.approx(slope, abs=1e-8)
+        assert_equals_reference(objective, random_case(seed), loss_mean)
 
 
+@pytest.mark.parametrize("correction", ["tis", "mis", "icepop", "decoupled"])
+def test_corrections_of_whole_sequences_equal_a_slow_reference(correction: Any) -> None:
+    objective = objective_named("grpo", correction=correction, correction_level="sequence")
+    assert_equals_reference(objective, random_case(4), "token")
+
+
+@pytest.mark.parametrize("distill_loss", ["forward_kl", "reverse_kl"])
+def test_distillation_equals_a_slow_reference(distill_loss: Any) -> None:
+    objective = objective_named("grpo", distill_coef=0.7, distill_loss=distill_loss)
+    assert_equals_reference(objective, random_case(5), "token")
+
+
+def test_supervised_sequences_are_trained_by_likelihood_beside_the_others() -> None:
+    case = dataclasses.replace(random_case(6), supervised=[False, True, False])
+    assert_equals_reference(objective_named("grpo"), case, "token")
+
+
+def test_an_entropy_bonus_lowers_the_loss_by_its_weighted_mean() -> None:
+    case = random_case(7)
+    positions = positions_of(case, weights_of(case, "token", 1.0))
+    entropy_N = torch.linspace(0.1, 0.9, len(positions.labels_N), dtype=torch.float64)
+    own_N = flat(case.own)
+    plain, with_bonus = (
+        policy_loss(Objective(entropy_coef=coef), positions, own_N, entropy_N=entropy_N).loss
+        for coef in (0.0, 0.5)
+    )
+    assert (plain - with_bonus).item() == pytest.approx(0.5 * entropy_N.mean().item())
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(
     ("advantage", "ratio", "has_gradient"),
     [
@@ -87,47 +118,42 @@ def test_the_loss_and_its_gradient_equal_a_slow_reference(kl_coef: float) -> Non
         (-1.0, 1.5, True),  # bad and more likely than when sampled: must be pushed back
         (1.0, 1.1, True),
         (-1.0, 0.9, True),
+        (1.0, 1.25, True),  # the upper bound is 1.3
+        (-1.0, 0.75, False),  # the lower is 0.8
     ],
 )
 def test_the_clip_stops_the_gradient_only_past_its_own_side(
-    advantage: float, ratio: float, has_gradient: bool
+    advantage: float, ratio: float, has_gradient: bool, level: Any
 ) -> None:
-    logprobs = torch.tensor([[-1.0 + math.log(ratio)]], requires_grad=True)
-    result = grpo_loss(
-        logprobs,
-        sampled_logprobs_BT=torch.tensor([[-1.0]]),
-        advantages_BT=torch.tensor([[advantage]]),
-        weights_BT=torch.ones(1, 1),
-        clip_eps=EPS,
+    case = dataclasses.replace(
+        random_case(0, lengths=[1]),
+        own=[[-1.0 + math.log(ratio)]],
+        sampled=[[-1.0]],
+        advantages=[[advantage]],
     )
-    result.loss.backward()
-    assert logprobs.grad is not None
-    gradient = logprobs.grad.item()
-    assert gradient == pytest.approx(-advantage * ratio if has_gradient else 0.0, abs=1e-6)
-    assert result.num_clipped.item() == (0 if has_gradient else 1)
+    objective = Objective(ratio_level=level, clip_low=0.2, clip_high=0.3)
+    share, gradient = run(objective, case, positions_of(case, [1.0]))
+    assert gradient[0] == pytest.approx(-advantage * ratio if has_gradient else 0.0, abs=1e-9)
+    assert share.num_clipped.item() == (0 if has_gradient else 1)
 
 
-def test_fillers_at_untrained_positions_never_reach_the_gradient() -> None:
-    logprobs = torch.tensor([[0.0, -1.0]], requires_grad=True)
-    result = grpo_loss(
-        logprobs,
-        sampled_logprobs_BT=torch.tensor([[-1e4, -1.0]]),
-        advantages_BT=torch.tensor([[1.0, 1.0]]),
-        weights_BT=torch.tensor([[0.0, 1.0]]),
-        clip_eps=EPS,
+def test_cispo_keeps_the_gradient_of_tokens_that_ppo_would_clip() -> None:
+    case = dataclasses.replace(
+        random_case(0, lengths=[1]), own=[[-1.0]], sampled=[[-3.0]], advantages=[[1.0]]
     )
-    result.loss.backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [[0.0, -1.0]]
+    objective = Objective(surrogate="cispo", clip_low=1.0, clip_high=4.0)
+    share, gradient = run(objective, case, positions_of(case, [1.0]))
+    assert gradient[0] == pytest.approx(-5.0)  # exp(2) = 7.4 is cut to 1 + 4
+    assert share.num_clipped.item() == 1
 
 
-def test_token_logprobs_are_log_softmax_at_the_label_under_the_temperature() -> None:
-    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
-    labels = torch.tensor([[1, -100, 4], [0, 2, -100]])
-    found = token_logprobs(logits, labels, torch.tensor([1.0, 2.0]))
-    for row, temperature in enumerate((1.0, 2.0)):
-        for t in range(3):
-            label = int(labels[row, t])
-            exponentials = [math.exp(float(x) / temperature) for x in logits[row, t]]
-            wanted = 0.0 if label < 0 else math.log(exponentials[label] / sum(exponentials))
-            assert found[row, t].item() == pytest.approx(wanted, abs=1e-6)
+def test_sums_for_the_metrics_count_policy_positions_only() -> None:
+    case = dataclasses.replace(random_case(8), supervised=[True, False, False])
+    objective = Objective(correction="icepop", correction_cap=1.1, correction_floor=0.9)
+    share, _ = run(objective, case, positions_of(case, [0.1] * 3))
+    gaps = [o - s for i in (1, 2) for o, s in zip(case.own[i], case.sampled[i], strict=True)]
+    assert share.num_policy.item() == len(gaps) == 6
+    assert share.ratio_sum.item() == pytest.approx(sum(map(math.exp, gaps)))
+    assert share.sampled_kl_sum.item() == pytest.approx(-sum(gaps))
+    rejected = sum(not 0.9 <= math.exp(gap) <= 1.1 for gap in gaps)
+    assert share.num_rejected.item() == rejected > 0

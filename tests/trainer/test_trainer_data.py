@@ -10,14 +10,25 @@ import pytest
 import torch
 
 from atroposlib.errors import GroupError
-from example_trainer.data import Batch, DataOptions, group_advantages, make_batch
+from example_trainer.data import (
+    Batch,
+    DataOptions,
+    Layout,
+    MicroBatch,
+    group_advantages,
+    make_batch,
+)
 from tests.trainer.helpers_trainer import PROMPT, make_group
 
 OPTIONS = DataOptions(seq_len=64, max_sequences=100, max_tokens=10_000)
 
 
 def weight_of_tokens(batch: Batch) -> float:
-    return sum(float(m.weights_BT.sum()) for m in batch.micro_batches)
+    return sum(float(m.positions.weights_N.sum()) for m in batch.micro_batches)
+
+
+def of_sequence(values_N: torch.Tensor, micro_batch: MicroBatch, index: int) -> torch.Tensor:
+    return values_N[micro_batch.positions.sequence_N == index]
 
 
 def test_advantages_are_group_relative() -> None:
@@ -29,21 +40,112 @@ def test_advantages_are_group_relative() -> None:
     assert unscaled.tolist() == pytest.approx([score - mean for score in scores])
 
 
-def test_labels_logprobs_and_advantages_are_shifted_by_one() -> None:
-    group = make_group([1.0, 0.0])
-    micro_batch = make_batch([group], OPTIONS).micro_batches[0]
-    row = 1  # longest first
-    view = group.sequence(0)
-    length = len(view.tokens) - 1
-    assert micro_batch.tokens_BT[row, :length].tolist() == view.tokens[:-1].tolist()
-    assert micro_batch.labels_BT[row, :length].tolist() == view.masks[1:].tolist()
-    assert (micro_batch.labels_BT[row, length:] == -100).all()
-    trained = micro_batch.labels_BT[row] != -100
-    assert trained.sum() == len(view.tokens) - PROMPT
-    assert (micro_batch.sampled_logprobs_BT[row][trained] == -1.0).all()
-    assert (micro_batch.sampled_logprobs_BT[row][~trained] == 0.0).all()
-    assert (micro_batch.advantages_BT[row][trained] > 0.9).all()
-    assert (micro_batch.weights_BT[row][~trained] == 0.0).all()
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_labels_logprobs_and_advantages_are_shifted_by_one(layout: Layout) -> None:
+    logprobs = [[1.0] * PROMPT + [-0.25 * i for i in range(n - PROMPT)] for n in (8, 9)]
+    group = make_group([1.0, 0.0], inference_logprobs=logprobs)
+    options = dataclasses.replace(OPTIONS, layout=layout)
+    micro_batch = make_batch([group], options).micro_batches[0]
+    tokens = micro_batch.tokens_BT.flatten()
+    positions = micro_batch.positions
+    for place, original in ((0, 1), (1, 0)):  # longest first
+        view = group.sequence(original)
+        at = of_sequence(micro_batch.trained_N, micro_batch, place)
+        assert tokens[at].tolist() == view.tokens[PROMPT - 1 : -1].tolist()
+        assert of_sequence(positions.labels_N, micro_batch, place).tolist() == (
+            view.tokens[PROMPT:].tolist()
+        )
+        assert (
+            of_sequence(positions.sampled_logprobs_N, micro_batch, place).tolist()
+            == (logprobs[original][PROMPT:])
+        )
+        advantage = of_sequence(positions.advantages_N, micro_batch, place)
+        assert (advantage > 0.9).all() if original == 0 else (advantage < -0.9).all()
+        start = int(at[0]) - (PROMPT - 1)
+        cut = slice(start, start + len(view.tokens) - 1)
+        assert micro_batch.position_ids_BT.flatten()[cut].tolist() == list(range(cut.stop - start))
+
+
+def test_packed_rows_hold_whole_sequences_within_the_token_budget() -> None:
+    groups = [make_group([1.0, 0.0, 0.0], seed=seed, length=6 + 5 * seed) for seed in range(4)]
+    options = dataclasses.replace(OPTIONS, layout="packed", max_tokens=40, max_sequences=1)
+    batch = make_batch(groups, options)
+    lengths = [m.tokens_BT.shape for m in batch.micro_batches]
+    assert all(rows == 1 and width <= 40 for rows, width in lengths)
+    assert sum(m.positions.num_sequences for m in batch.micro_batches) == 12
+    num_tokens = sum(len(row.tokens) for row in batch.rows)
+    assert len(lengths) <= num_tokens // 40 + 2
+    for m in batch.micro_batches:  # the filling is a sequence of its own
+        starts = int((m.position_ids_BT == 0).sum())
+        assert starts in (m.positions.num_sequences, m.positions.num_sequences + 1)
+
+
+def test_rloo_compares_with_the_mean_of_the_others() -> None:
+    scores = np.array([1.0, 0.0, 0.25])
+    found = group_advantages(scores, baseline="rloo", scale=False)
+    others = [statistics.fmean(np.delete(scores, i)) for i in range(3)]
+    assert found.tolist() == pytest.approx([s - o for s, o in zip(scores, others, strict=True)])
+
+
+def test_batch_normalised_advantages_have_mean_zero_and_std_one_over_tokens() -> None:
+    groups = [make_group([1.0, 0.0], seed=1), make_group([5.0, 3.0, 4.0], seed=2, length=12)]
+    options = dataclasses.replace(OPTIONS, baseline="batch")
+    advantages_N = make_batch(groups, options).micro_batches[0].positions.advantages_N
+    assert advantages_N.mean().item() == pytest.approx(0, abs=1e-6)
+    assert advantages_N.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+
+
+def test_a_response_beyond_the_soft_limit_loses_score() -> None:
+    group = make_group([1.0, 1.0], length=8)  # 5 and 6 trained tokens
+    options = dataclasses.replace(
+        OPTIONS, overlong_max=6, overlong_buffer=2, scale_advantages=False
+    )
+    advantages = [row.advantages[0] for row in make_batch([group], options).rows]
+    assert advantages == pytest.approx([0.25, -0.25])  # penalties 0.5 and 1
+
+
+def test_supervised_sequences_need_no_logprobs_and_stay_out_of_the_group_mean() -> None:
+    overrides = [{"sft": True}, {}, {}]
+    group = make_group([9.0, 1.0, 0.0], overrides=overrides)
+    options = dataclasses.replace(OPTIONS, scale_advantages=False)
+    rows = {len(row.tokens): row for row in make_batch([group], options).rows}
+    assert [rows[n].advantages[0] for n in (7, 8, 9)] == [1.0, 0.5, -0.5]
+    assert [rows[n].is_supervised for n in (7, 8, 9)] == [True, False, False]
+    all_supervised = make_group([1.0, 1.0], group_overrides={"sft": True})
+    without = all_supervised.replace(inference_logprobs=None)
+    assert make_batch([without], options).num_trained_tokens == 5 + 6
+
+
+def test_a_teachers_proposals_are_aligned_with_the_tokens_they_stand_for() -> None:
+    group = make_group(
+        [1.0, 0.0],
+        distill_token_ids=[[[]] + [[10 + t, 90][: 1 + t % 2] for t in range(1, n)] for n in (8, 9)],
+        distill_logprobs=[
+            [[]] + [[-float(t), -9.0][: 1 + t % 2] for t in range(1, n)] for n in (8, 9)
+        ],
+    )
+    positions = make_batch([group], OPTIONS).micro_batches[0].positions
+    ids, logprobs = positions.teacher_ids_NK, positions.teacher_logprobs_NK
+    assert ids is not None
+    assert logprobs is not None
+    assert ids[:, 0].tolist() == [10 + t for n in (9, 8) for t in range(PROMPT, n)]
+    assert logprobs[:, 0].tolist() == [-float(t) for n in (9, 8) for t in range(PROMPT, n)]
+    assert logprobs[:2, 1].tolist() == [-9.0, -float("inf")]
+
+
+def test_groups_with_and_without_a_teacher_share_a_micro_batch() -> None:
+    taught = make_group(
+        [1.0, 0.0],
+        distill_token_ids=[[[7]] * 8, [[7]] * 9],
+        distill_logprobs=[[[-1.0]] * 8, [[-1.0]] * 9],
+    )
+    positions = (
+        make_batch([taught, make_group([1.0, 0.0], seed=3, length=20)], OPTIONS)
+        .micro_batches[0]
+        .positions
+    )
+    assert positions.teacher_logprobs_NK is not None
+    assert int(positions.teacher_logprobs_NK.isfinite().sum()) == 5 + 6
 
 
 def test_width_is_rounded_up() -> None:
@@ -54,9 +156,9 @@ def test_width_is_rounded_up() -> None:
 def test_token_level_advantages_replace_those_of_the_scores() -> None:
     advantages = [[0.0] * PROMPT + [float(i) for i in range(5)], [0.0] * PROMPT + [-2.0] * 6]
     group = make_group([1.0, 1.0], advantages=advantages)
-    micro_batch = make_batch([group], OPTIONS).micro_batches[0]
-    assert micro_batch.advantages_BT[1].sum() == 0 + 1 + 2 + 3 + 4
-    assert micro_batch.advantages_BT[0].sum() == -12
+    longer, shorter = make_batch([group], OPTIONS).rows[::-1]
+    assert shorter.advantages.tolist() == [0, 1, 2, 3, 4]
+    assert longer.advantages.tolist() == [-2] * 6
 
 
 def test_overrides_can_zero_a_sequence_and_a_zero_sequence_costs_nothing() -> None:
@@ -115,7 +217,9 @@ def test_temperature_counts_only_for_processed_logprobs() -> None:
         generation_params={"temperature": 0.7},
         group_overrides={"temperature": 0.9},
     )
-    assert make_batch([group], OPTIONS).micro_batches[0].temperature_B.tolist() == [1.0, 1.0]
+    assert make_batch([group], OPTIONS).micro_batches[
+        0
+    ].positions.temperature_N.unique().tolist() == [1.0]
     options = dataclasses.replace(OPTIONS, processed_logprobs=True)
-    found = make_batch([group], options).micro_batches[0].temperature_B
-    torch.testing.assert_close(found, torch.tensor([0.7, 0.5]))
+    found = make_batch([group], options).micro_batches[0].positions.temperature_N
+    torch.testing.assert_close(found, torch.tensor([0.7] * 6 + [0.5] * 5))

@@ -323,14 +323,22 @@ def gradients(policy: Policy, config: TrainerConfig, out: Path) -> list[torch.Te
     """Return the parameters after one plain SGD step, which are linear in the gradient."""
     groups = [make_group([1.0, 0.0, 0.3], seed=s, length=6 + 4 * s) for s in range(3)]
     with WeightsDirectory(config, policy) as weights:
-        gap = LogprobGap(policy, weights, limit=None)
+        gap = LogprobGap(policy, weights, data_options(config), limit=None)
         optimizer = torch.optim.SGD(policy.model.parameters(), lr=1.0)
         take_step(policy, optimizer, make_batch(groups, data_options(config)), config, 0, gap)
     return [p.detach().clone() for p in policy.model.parameters()]
 
 
 @pytest.mark.parametrize(
-    "changes", [{"batch_size": 2}, {"gradient_checkpointing": True}, {"pad_to_multiple_of": 64}]
+    "changes",
+    [
+        {"batch_size": 2},
+        {"gradient_checkpointing": True},
+        {"pad_to_multiple_of": 64},
+        {"packing": "on"},
+        {"packing": "on", "max_microbatch_tokens": 40},
+        {"packing": "on", "attention": "eager"},
+    ],
 )
 def test_the_update_does_not_depend_on_how_it_is_computed(
     model_dir: Path, tmp_path: Path, changes: dict[str, Any]
@@ -352,7 +360,7 @@ def test_gradient_checkpointing_runs_each_layer_again(
     calls: list[int] = []
     policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     batch = make_batch([make_group([1.0, 0.0])], data_options(config))
-    policy.logprobs(batch.micro_batches[0]).sum().backward()
+    policy.logprobs(batch.micro_batches[0]).logprobs_N.sum().backward()
     assert len(calls) == (2 if enabled else 1)
     policy.save(tmp_path / "saved")  # use_cache is off in training only
     assert json.loads((tmp_path / "saved/config.json").read_text())["use_cache"] is True
@@ -367,9 +375,10 @@ def test_kl_pulls_a_moved_model_back(model_dir: Path, tmp_path: Path) -> None:
     optimizer = make_optimizer(policy, config)
     batch = make_batch([make_group([1.0, 1.0], model=policy.model)], data_options(config))
     with WeightsDirectory(config, policy) as weights:
-        gap = LogprobGap(policy, weights, limit=None)
+        gap = LogprobGap(policy, weights, data_options(config), limit=None)
         kls = [
-            take_step(policy, optimizer, batch, config, 0, gap, reference).kl_sum for _ in range(5)
+            take_step(policy, optimizer, batch, config, 0, gap, reference).sums["kl_sum"]
+            for _ in range(5)
         ]
     assert kls[0] > kls[-1] > 0
 

@@ -1,0 +1,70 @@
+"""The choices that a policy-gradient objective is made of, and the published ones by name.
+
+Imported by the configuration, so it needs no torch; `loss.py` and `data.py` do what the choices say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+ObjectiveName = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "rloo",
+    "ppo",
+]
+Baseline = Literal["group", "rloo", "batch", "group_batch", "none"]
+LossMean = Literal["token", "sequence", "constant"]
+Surrogate = Literal["clip", "cispo", "reinforce"]
+RatioLevel = Literal["token", "sequence"]
+Correction = Literal["none", "tis", "mis", "icepop", "decoupled"]
+KlEstimator = Literal["k2", "k3"]
+DistillLoss = Literal["forward_kl", "reverse_kl"]
+
+OBJECTIVES: Final[dict[ObjectiveName, dict[str, Any]]] = {
+    "grpo": {},
+    "dr_grpo": {"scale_advantages": False, "loss_mean": "constant"},
+    "dapo": {"clip_eps_high": 0.28},
+    "gspo": {
+        "ratio_level": "sequence",
+        "loss_mean": "sequence",
+        "clip_eps": 3e-4,
+        "clip_eps_high": 4e-4,
+    },
+    "cispo": {"surrogate": "cispo", "clip_eps": 1.0, "clip_eps_high": 4.0},
+    "reinforce_pp": {"baseline": "batch"},
+    "reinforce_pp_baseline": {"baseline": "group_batch", "kl_estimator": "k2"},
+    "rloo": {"baseline": "rloo", "scale_advantages": False, "surrogate": "reinforce"},
+    "ppo": {"baseline": "none", "scale_advantages": False},
+}
+"""Settings that `--objective` stands for; one given by itself wins.
+
+GRPO: arXiv 2402.03300. Dr. GRPO: 2503.20783. DAPO: 2503.14476 (with `--overlong_max` its length penalty; its mean over
+tokens is our default). GSPO: 2507.18071. CISPO: 2506.13585. REINFORCE++: 2501.03262. RLOO: 2402.14740. PPO: 1707.06347,
+with token-level advantages that the environment sends.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """How advantages and log-probabilities become a loss; fields mean what the flags of the same names say."""
+
+    surrogate: Surrogate = "clip"
+    ratio_level: RatioLevel = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    correction: Correction = "none"
+    correction_level: RatioLevel = "token"
+    correction_cap: float = 2.0
+    correction_floor: float = 0.5
+    kl_coef: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    entropy_coef: float = 0.0
+    distill_coef: float = 0.0
+    distill_loss: DistillLoss = "forward_kl"

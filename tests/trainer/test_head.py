@@ -1,0 +1,74 @@
+"""Log-probabilities in chunks against torch's own log-softmax over whole logits, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from example_trainer.head import HeadOutput, head_logprobs, logits_logprobs
+
+N, H, V, K = 7, 4, 11, 3
+
+
+def inputs(*, bias: bool) -> list[torch.Tensor | None]:
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(N, H), (V, H), *([(V,)] if bias else [])]
+    tensors: list[torch.Tensor | None] = [
+        torch.randn(shape, generator=rng, dtype=torch.float64, requires_grad=True)
+        for shape in shapes
+    ]
+    return tensors if bias else [*tensors, None]
+
+
+IDS = torch.randint(0, V, (N, K), generator=torch.Generator().manual_seed(1))
+TEMPERATURE = torch.linspace(0.5, 2.0, N, dtype=torch.float64)
+
+
+def slow(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> HeadOutput:
+    logits = torch.nn.functional.linear(hidden, weight, bias) / TEMPERATURE[:, None]
+    table = torch.log_softmax(logits, dim=1)
+    return HeadOutput(table.gather(1, IDS), -(table.exp() * table).sum(dim=1))
+
+
+def weighed(out: HeadOutput) -> torch.Tensor:
+    ramp = torch.linspace(-1, 1, N * K, dtype=torch.float64).view(N, K)
+    return (out.logprobs_NK * ramp).sum() + (out.entropy_N * ramp[:, 0]).sum()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+def test_chunks_give_the_logprobs_entropy_and_gradients_of_whole_logits(
+    chunk_size: int, bias: bool
+) -> None:
+    wanted_in, found_in = inputs(bias=bias), inputs(bias=bias)
+    wanted = slow(*wanted_in)  # type: ignore[arg-type]
+    found = head_logprobs(
+        *found_in,  # type: ignore[arg-type]
+        ids_NK=IDS,
+        temperature_N=TEMPERATURE,
+        chunk_size=chunk_size,
+    )
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    weighed(wanted).backward()
+    weighed(found).backward()
+    for a, b in zip(found_in, wanted_in, strict=True):
+        if a is not None and b is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
+
+
+def test_the_gradient_of_logprobs_alone_needs_no_entropy() -> None:
+    wanted_in, found_in = inputs(bias=False), inputs(bias=False)
+    slow(*wanted_in).logprobs_NK.sum().backward()  # type: ignore[arg-type]
+    out = head_logprobs(*found_in, ids_NK=IDS, temperature_N=TEMPERATURE)  # type: ignore[arg-type]
+    out.logprobs_NK.sum().backward()
+    torch.testing.assert_close(found_in[0].grad, wanted_in[0].grad, rtol=0, atol=1e-12)  # type: ignore[union-attr]
+
+
+def test_logits_that_exist_give_the_same() -> None:
+    hidden, weight, _ = inputs(bias=False)
+    wanted = slow(hidden, weight, None)  # type: ignore[arg-type]
+    logits = hidden @ weight.T  # type: ignore[operator, union-attr]
+    found = logits_logprobs(logits, ids_NK=IDS, temperature_N=TEMPERATURE)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)

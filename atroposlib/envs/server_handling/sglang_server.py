@@ -29,13 +29,22 @@ from atroposlib.envs.server_handling.token_ids import (
     check_token_ids,
     encode_prompt,
 )
-from atroposlib.envs.server_handling.vllm_server import NEUTRAL_SAMPLING
 from atroposlib.errors import ConfigError, EngineProtocolError
 
 logger = logging.getLogger(__name__)
 
 EVERY_TOKEN = -1
 """SGLang's `top_k` for the whole vocabulary; it refuses vLLM's 0."""
+
+NEUTRAL_SAMPLING: dict[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": EVERY_TOKEN,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sent unless the caller says otherwise. The server fills in what is missing from its own defaults, which may come from
+the model: samples would be from another distribution than the one whose logprobs are reported."""
 
 SAMPLING_NAMES = {
     "max_tokens": "max_new_tokens",
@@ -170,12 +179,8 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
 
 
 def generate_body(prompt_tokens: list[int], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Build the body of `/generate` from a call's keywords.
-
-    Neutral sampling is spelled out, because SGLang may fill in what is missing from the model's generation config:
-    samples would come from another distribution than the one whose logprobs are reported.
-    """
-    sampling: dict[str, Any] = {**NEUTRAL_SAMPLING, "top_k": EVERY_TOKEN}
+    """Build the body of `/generate` from a call's keywords."""
+    sampling: dict[str, Any] = {**NEUTRAL_SAMPLING}
     fields: dict[str, Any] = {}
     for name, value in keywords.items():
         if name in REQUEST_FIELDS:

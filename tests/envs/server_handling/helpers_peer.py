@@ -1,0 +1,114 @@
+"""An HTTP peer that records what it is asked and answers what it is told, and a tokenizer of single characters."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer; a body that is bytes is sent as it is."""
+
+    body: Any
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One POST that came in."""
+
+    path: str
+    body: Any
+    headers: dict[str, str]
+    query: dict[str, str]
+
+
+class Peer:
+    """Answers POSTs with `replies` in order (the last one again and again) and GETs from `gets`, else with 404."""
+
+    def __init__(self, *replies: Any, gets: dict[str, Reply] | None = None) -> None:
+        self.replies = [reply if isinstance(reply, Reply) else Reply(reply) for reply in replies]
+        self.gets = gets or {}
+        self.asked: list[Asked] = []
+        self.gotten: list[str] = []
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self.server = TestServer(app)
+
+    async def __aenter__(self) -> Peer:
+        await self.server.start_server()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.server.close()
+
+    @property
+    def url(self) -> str:
+        return str(self.server.make_url("/")).rstrip("/")
+
+    @property
+    def bodies(self) -> list[Any]:
+        return [asked.body for asked in self.asked]
+
+    @property
+    def paths(self) -> list[str]:
+        return [asked.path for asked in self.asked]
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        if request.method == "GET":
+            self.gotten.append(request.path)
+            reply = self.gets.get(request.path, Reply({"detail": "Not Found"}, 404))
+        else:
+            self.asked.append(
+                Asked(
+                    request.path,
+                    json.loads(await request.read()),
+                    dict(request.headers),
+                    dict(request.query),
+                )
+            )
+            reply = self.replies[min(len(self.asked), len(self.replies)) - 1]
+        raw = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+        return web.Response(
+            body=raw, status=reply.status, headers=reply.headers, content_type="application/json"
+        )
+
+    def config(self, **changes: Any) -> APIServerConfig:
+        values = {"base_url": self.url, "model_name": "m", "health_check": False, **changes}
+        return APIServerConfig(**values)
+
+
+class Characters:
+    """A tokenizer whose ids are code points; 1 begins a text, 2 ends it, 3 ends a turn."""
+
+    bos_token, bos_token_id = "\x01", 1
+    eos_token, eos_token_id = "\x02", 2
+    all_special_ids = (1, 2, 3)
+    chat_template = "{role}:{content}"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [ord(c) for c in text]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        kept = [t for t in token_ids if not (skip_special_tokens and t in self.all_special_ids)]
+        return "".join(map(chr, kept))
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        tools: list[Any] | None = None,
+    ) -> str:
+        assert not tokenize
+        lines = [f"tools={len(tools)}\n"] if tools else []
+        lines += [f"{message['role']}:{message['content']}\n" for message in messages]
+        return "\x01" + "".join(lines) + ("assistant:" if add_generation_prompt else "")

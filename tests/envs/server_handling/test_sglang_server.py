@@ -1,0 +1,356 @@
+"""SGLangServer: what it sends to `/generate`, what it reads out of the answer, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from typing import Any
+
+import pytest
+from helpers_peer import Characters, Peer, Reply
+
+from atroposlib.envs.server_handling import token_ids
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+LABEL = r"/generate: result 0"
+
+
+def result(*pairs: tuple[float | None, int], reason: Any = "stop", **meta: Any) -> dict[str, Any]:
+    """A `/generate` result with `(logprob, token id)` pairs."""
+    entries = [[logprob, token, None] for logprob, token in pairs]
+    return {
+        "text": "x",
+        "meta_info": {"output_token_logprobs": entries, "finish_reason": reason, **meta},
+    }
+
+
+async def sample(peer: Peer, **kwargs: Any) -> Any:
+    server = SGLangServer(peer.config(server_type="sglang"))
+    server.tokenizer = Characters()
+    try:
+        return await server.tokens_and_logprobs_completion(**{"input_ids": [1, 2, 3], **kwargs})
+    finally:
+        await server.close()
+
+
+# The request.
+
+
+async def test_generate_is_asked_with_input_ids_and_sampling_params() -> None:
+    async with Peer([result((-0.1, 97)), result((-0.2, 98))]) as peer:
+        server = SGLangServer(peer.config(server_type="sglang", api_key="secret"))
+        await server.tokens_and_logprobs_completion(
+            input_ids=[1, 2, 3], prompt="ignored", n=2, max_tokens=16, temperature=0.5, timeout=9
+        )
+        await server.close()
+    assert peer.paths == ["/generate"]
+    assert peer.bodies[0] == {
+        "input_ids": [1, 2, 3],
+        "sampling_params": {**NEUTRAL, "n": 2, "max_new_tokens": 16, "temperature": 0.5},
+        "return_logprob": True,
+        "return_text_in_logprobs": False,
+    }
+    assert peer.asked[0].headers["Authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+async def test_base_url_may_end_in_v1_or_not(suffix: str) -> None:
+    async with Peer(result((-0.1, 97))) as peer:
+        server = SGLangServer(peer.config(base_url=peer.url + suffix, server_type="sglang"))
+        await server.tokens_and_logprobs_completion(input_ids=[1])
+        peer.replies = [Reply(chat_body("hi"))]
+        await server.chat_completion(messages=[{"role": "user", "content": "x"}])
+        await server.close()
+    assert peer.paths == ["/generate", "/v1/chat/completions"]
+
+
+async def test_names_of_other_engines_are_translated_and_top_k_0_means_every_token() -> None:
+    async with Peer(result((-0.1, 97))) as peer:
+        await sample(peer, max_completion_tokens=4, min_tokens=2, seed=5, top_k=0, stop=["\n"])
+    assert peer.bodies[0]["sampling_params"] == {
+        **NEUTRAL,
+        "max_new_tokens": 4,
+        "min_new_tokens": 2,
+        "sampling_seed": 5,
+        "stop": ["\n"],
+    }
+
+
+async def test_request_fields_stand_beside_sampling_params() -> None:
+    async with Peer(result((-0.1, 97))) as peer:
+        await sample(peer, logprob_start_len=2, extra_body={"lora_path": "a"}, logprobs=True)
+    body = peer.bodies[0]
+    assert (body["logprob_start_len"], body["lora_path"]) == (2, "a")
+    assert body["sampling_params"] == NEUTRAL
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sent"), [("hi", [1, 104, 105]), ("\x01hi", [1, 104, 105]), ("\x01", [1])]
+)
+async def test_text_prompts_are_tokenised_with_one_bos(prompt: str, sent: list[int]) -> None:
+    async with Peer(result((-0.1, 97))) as peer:
+        answer = await sample(peer, input_ids=None, prompt=prompt)
+    assert peer.bodies[0]["input_ids"] == sent
+    assert answer.prompt_tokens == sent
+
+
+async def test_a_wrapper_put_around_the_private_name_is_called_and_sees_the_model() -> None:
+    seen: dict[str, Any] = {}
+    original = SGLangServer._tokens_and_logprobs_completion_wrapper
+
+    class Patched(SGLangServer):
+        pass
+
+    async def with_start(self: Any, **kwargs: Any) -> Any:
+        seen.update(kwargs)
+        return await original(self, **kwargs, logprob_start_len=len(kwargs["input_ids"]) - 1)
+
+    Patched._tokens_and_logprobs_completion_wrapper = with_start  # type: ignore[method-assign]
+    async with Peer(result((-0.1, 97))) as peer:
+        server = Patched(peer.config(server_type="sglang"))
+        await server.tokens_and_logprobs_completion(input_ids=[1, 2, 3])
+        await server.close()
+    assert seen["model"] == "m"
+    assert peer.bodies[0]["logprob_start_len"] == 2
+
+
+# The answer.
+
+
+async def test_an_object_is_one_completion_of_ids_and_floats() -> None:
+    async with Peer(result((-1, 97), (-0.25, 2), reason={"type": "stop", "matched": 2})) as peer:
+        answer = await sample(peer)
+    prompt_tokens, tokens, logprobs, reasons = answer
+    assert (prompt_tokens, tokens, logprobs, reasons) == (
+        [1, 2, 3],
+        [[97, 2]],
+        [[-1.0, -0.25]],
+        ["stop"],
+    )
+    assert [type(value) for value in logprobs[0]] == [float, float]
+    assert answer.weight_versions == [None]
+
+
+async def test_a_list_is_one_completion_per_entry_with_reasons_as_string_or_dict() -> None:
+    async with Peer(
+        [result((-0.1, 97), reason={"type": "length", "length": 1}), result(reason="abort")]
+    ) as peer:
+        answer = await sample(peer, n=2)
+    assert answer[1:] == ([[97], []], [[-0.1], []], ["length", "abort"])
+
+
+async def test_weight_versions_become_spans() -> None:
+    spans = [
+        {"version": "7", "start": 0, "end": 1},
+        {"version": "8", "start": 1, "end": 3},
+    ]
+    three = ((-0.1, 97), (-0.2, 98), (-0.3, 99))
+    async with Peer(
+        [
+            result(*three, weight_versions=spans, weight_version="8"),
+            result(*three, weight_version="8"),
+            result(weight_versions=[{"version": "8", "start": 0, "end": 0}]),
+        ]
+    ) as peer:
+        answer = await sample(peer, n=3)
+    assert answer.weight_versions == [[("7", 1), ("8", 2)], [("8", 3)], []]
+
+
+@pytest.mark.parametrize("flagged", [False, True])
+async def test_a_server_that_ignores_n_is_asked_n_times(flagged: bool) -> None:
+    async with Peer(result((-0.1, 97))) as peer:
+        server = SGLangServer(peer.config(server_type="sglang", n_kwarg_is_ignored=flagged))
+        for _ in range(2):
+            answer = await server.tokens_and_logprobs_completion(input_ids=[1], n=3)
+            assert answer.output_tokens == [[97]] * 3
+        await server.close()
+    sent = [body["sampling_params"]["n"] for body in peer.bodies]
+    assert sent == ([1, 1, 1] if flagged else [3, 1, 1]) + [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ([], "answered 0 completions, expected n = 1"),
+        ([result((-0.1, 97)), result((-0.1, 97))], "answered 2 completions, expected n = 1"),
+        ({"text": "x"}, "answered without meta_info"),
+        ([None], "answered without meta_info: None"),
+        ("text", "answered without meta_info: text"),
+        ({"meta_info": {"finish_reason": "stop"}}, f"{LABEL}: token logprobs None"),
+        ({"meta_info": {"output_token_logprobs": [[-0.1]]}}, r"expected \[\[logprob, token id"),
+        (result((None, 97)), f"{LABEL}: logprob None at token 0, expected a number"),
+        (result((-0.1, 97), ("-0.2", 98)), f"{LABEL}: logprob '-0.2' at token 1"),  # type: ignore[arg-type]
+        (result((-0.1, "97")), f"{LABEL}: '97' at token 0, expected a token id"),  # type: ignore[arg-type]
+        (
+            result((-0.1, 97), completion_tokens=2),
+            "logprobs for 1 tokens, completion_tokens says 2",
+        ),
+        (result((-0.1, 97), reason={"type": 5}), "finish_reason {'type': 5}"),
+        (
+            result((-0.1, 97), weight_versions=[{"version": "7", "start": 0, "end": 2}]),
+            "weight versions cover 2 tokens of 1",
+        ),
+        (result((-0.1, 97), weight_versions=[{"version": "7"}]), "unreadable weight_versions"),
+        (Reply(b"<html>busy</html>"), "not JSON"),
+    ],
+)
+async def test_what_cannot_be_trained_on_is_refused_with_its_place(
+    reply: Any, message: str
+) -> None:
+    async with Peer(reply) as peer:
+        with pytest.raises(EngineProtocolError, match=message):
+            await sample(peer)
+    assert len(peer.asked) == 1
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+async def test_logprobs_that_are_no_numbers_are_refused(value: str) -> None:
+    raw = (
+        b'{"meta_info": {"output_token_logprobs": [[-0.5, 97, null], [%s, 98, null]]}}'
+        % value.encode()
+    )
+    async with Peer(Reply(raw)) as peer:
+        with pytest.raises(
+            EngineProtocolError, match=r"not JSON|out of range|at token 1, expected a number"
+        ):
+            await sample(peer)
+
+
+# Prompt logprobs.
+
+
+def scored(top: list[Any] | None = None) -> dict[str, Any]:
+    own = [[None, 5, None], [-0.5, 6, None], [-1.5, 7, None]]
+    meta: dict[str, Any] = {"input_token_logprobs": own}
+    if top is not None:
+        meta["input_top_logprobs"] = top
+    return result((-0.1, 97), **meta)
+
+
+async def get_logprobs(peer: Peer, **kwargs: Any) -> Any:
+    server = SGLangServer(peer.config(server_type="sglang"))
+    try:
+        return await server.get_logprobs(input_ids=[5, 6, 7], **kwargs)
+    finally:
+        await server.close()
+
+
+async def test_prompt_logprobs_are_the_k_most_likely_tokens_of_each_position() -> None:
+    top = [
+        None,
+        [[-0.5, 6, None], [-2.0, 9, None]],
+        [[-1.5, 7, None], [-0.4, 8, None]],
+    ]
+    async with Peer(scored(top)) as peer:
+        answer = await get_logprobs(peer, top_k=2)
+    assert answer == {
+        "prompt_tokens": [5, 6, 7],
+        "prompt_topk_token_ids": [[], [6, 9], [8, 7]],
+        "prompt_topk_logprobs": [[], [-0.5, -2.0], [-0.4, -1.5]],
+    }
+    assert peer.bodies[0] == {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {**NEUTRAL, "n": 1, "temperature": 0.0, "max_new_tokens": 1},
+        "return_logprob": True,
+        "return_text_in_logprobs": False,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+    }
+
+
+async def test_prompt_logprobs_with_k_0_are_those_of_the_prompts_own_tokens() -> None:
+    async with Peer(scored()) as peer:
+        answer = await get_logprobs(peer, top_k=0)
+    assert answer["prompt_topk_token_ids"] == [[], [6], [7]]
+    assert answer["prompt_topk_logprobs"] == [[], [-0.5], [-1.5]]
+    assert peer.bodies[0]["top_logprobs_num"] == 0
+
+
+@pytest.mark.parametrize(
+    ("top", "message"),
+    [
+        ([None, [[-0.5, 6, None]]], "2 positions for 3 prompt tokens"),
+        (None, "0 positions for 3 prompt tokens"),
+        ([None, None, [[-0.5, 6, None]]], "position 1: token logprobs None"),
+        ([None, [[None, 6, None]], [[-0.5, 6, None]]], "position 1: logprob None at token 0"),
+    ],
+)
+async def test_prompt_logprobs_of_another_shape_are_refused(top: Any, message: str) -> None:
+    async with Peer(scored(top)) as peer:
+        with pytest.raises(EngineProtocolError, match=message):
+            await get_logprobs(peer)
+
+
+async def test_prompt_logprobs_of_another_prompt_are_refused() -> None:
+    async with Peer(scored([None, [], []])) as peer:
+        server = SGLangServer(peer.config(server_type="sglang"))
+        with pytest.raises(EngineProtocolError, match="for 3 tokens that are not the 2 sent"):
+            await server.get_logprobs(input_ids=[5, 6])
+        with pytest.raises(ValueError, match="top_k = -1, expected 0 or more"):
+            await server.get_logprobs(input_ids=[5, 6], top_k=-1)
+        await server.close()
+
+
+# Chat, health, construction.
+
+
+def chat_body(content: str) -> dict[str, Any]:
+    message = {"role": "assistant", "content": content}
+    return {"id": "c", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+
+
+async def test_health_is_asked_without_generating() -> None:
+    gets = {"/health": Reply({}, 200)}
+    async with Peer(chat_body("hi"), gets=gets) as peer:
+        server = SGLangServer(peer.config(server_type="sglang", health_check=True))
+        await server.chat_completion(messages=[{"role": "user", "content": "x"}])
+        await server.close()
+    assert peer.gotten == ["/health"]
+    assert len(peer.asked) == 1
+
+
+async def test_a_server_that_is_loading_is_not_up() -> None:
+    async with Peer(chat_body("hi"), gets={"/health": Reply(b"loading", 503)}) as peer:
+        config = peer.config(server_type="sglang", health_check=True, health_wait_s=0.02)
+        server = SGLangServer(config)
+        with pytest.raises(EngineUnavailable, match=r"/health answered 503: loading"):
+            await server.chat_completion(messages=[{"role": "user", "content": "x"}])
+        await server.close()
+    assert peer.asked == []
+
+
+def test_a_server_without_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'sglang' needs base_url"):
+        SGLangServer(APIServerConfig(server_type="sglang"))
+
+
+async def test_the_tokenizer_is_loaded_once_for_all_first_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names: list[str] = []
+    both_load = threading.Barrier(2)
+
+    def load(name: str) -> Characters:
+        names.append(name)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_load.wait(0.1)
+        return Characters()
+
+    monkeypatch.setattr(token_ids, "load_tokenizer", load)
+    config = APIServerConfig(base_url="http://h:1", server_type="sglang", tokenizer_name="t")
+    server = SGLangServer(config)
+    first, second = await asyncio.gather(
+        *(asyncio.to_thread(lambda: server.tokenizer) for _ in range(2))
+    )
+    assert first is second
+    assert names == ["t"]

@@ -8,81 +8,24 @@ same path as a real server's: gate, limiter, retry.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atroposlib.envs.server_handling.api_server import APIServer, TokenCompletions, WeightSpan
 from atroposlib.envs.server_handling.chat_template import as_dict
 from atroposlib.envs.server_handling.openai_routes import chat_completion_from, completion_from
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.scripted_answers import (
+    ByteTokenizer,
+    HarnessRequest,
+    Respond,
+    answer_from_hash,
+    answer_tokens,
+    made_up_logprobs,
+)
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.errors import EngineProtocolError, EngineRejected
-
-Respond = Callable[["HarnessRequest"], str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HarnessRequest:
-    """What a scripted answer may depend on."""
-
-    prompt: str
-    """The prompt as text."""
-    choice: int
-    """Which of the `n` completions."""
-    call: int
-    """How many requests came before this one."""
-    kwargs: Mapping[str, Any]
-    """The call's keywords."""
-
-
-class ByteTokenizer:
-    """UTF-8 bytes as tokens (id = byte + 3), with BOS, EOS and a chat template: a tokenizer that needs no files."""
-
-    pad_token_id = 0
-    bos_token_id = 1
-    eos_token_id = 2
-    all_special_ids = (0, 1, 2)
-    vocab_size = 259
-    bos_token = "<bos>"
-    eos_token = "<eos>"
-    pad_token = "<pad>"
-    chat_template = "<role>content<eos>"
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        tokens = [self.bos_token_id] if add_special_tokens else []
-        pieces = text.split(self.eos_token)
-        for i, piece in enumerate(pieces):
-            tokens += [byte + 3 for byte in piece.encode()]
-            if i < len(pieces) - 1:
-                tokens.append(self.eos_token_id)
-        return tokens
-
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        names = {0: self.pad_token, 1: self.bos_token, 2: self.eos_token}
-        parts: list[bytes] = []
-        for token in tokens:
-            if token >= 3:
-                parts.append(bytes([token - 3]))
-            elif not skip_special_tokens:
-                parts.append(names[token].encode())
-        return b"".join(parts).decode("utf-8", "replace")
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tokenize: bool = True,
-        add_generation_prompt: bool = False,
-        **options: Any,
-    ) -> str | list[int]:
-        text = "".join(
-            f"<{message['role']}>{message['content']}{self.eos_token}" for message in messages
-        )
-        if add_generation_prompt:
-            text += "<assistant>"
-        return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
 class ServerHarness(APIServer):
@@ -119,7 +62,7 @@ class ServerHarness(APIServer):
         cls, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> ServerHarness:
         """Return a harness that answers every prompt with a short text drawn from the prompt's hash."""
-        return cls(config, reasoning_config, respond=_answer_from_hash)
+        return cls(config, reasoning_config, respond=answer_from_hash)
 
     # Scripts.
 
@@ -212,10 +155,8 @@ class ServerHarness(APIServer):
         limit = int(kwargs.get("max_tokens") or kwargs.get("max_completion_tokens") or 2**31)
         all_tokens, all_logprobs, reasons = [], [], []
         for text in self._texts(prompt, call, kwargs):
-            tokens = self.tokenizer.encode(text, add_special_tokens=False)
-            tokens = [*tokens, self.tokenizer.eos_token_id]
-            reasons.append("stop" if len(tokens) <= limit else "length")
-            tokens = tokens[:limit]
+            tokens, reason = answer_tokens(self.tokenizer, text, limit=limit)
+            reasons.append(reason)
             all_tokens.append(tokens)
             all_logprobs.append(made_up_logprobs(prompt_tokens, tokens))
         spans: list[list[WeightSpan] | None] | None = None
@@ -231,16 +172,6 @@ class ServerHarness(APIServer):
             self.respond(HarnessRequest(prompt=prompt, choice=i, call=call, kwargs=kwargs))
             for i in range(_n(kwargs))
         ]
-
-
-def made_up_logprobs(prompt_tokens: Sequence[int], tokens: Sequence[int]) -> list[float]:
-    """Return negative numbers that depend on every token before them, so that a mix-up never goes unseen."""
-    state = hashlib.blake2b(repr(list(prompt_tokens)).encode(), digest_size=8)
-    logprobs = []
-    for token in tokens:
-        state.update(token.to_bytes(8, "little"))
-        logprobs.append(-(1 + int.from_bytes(state.digest()[:2], "little")) / 65536)
-    return logprobs
 
 
 def create_chat_completion(
@@ -290,6 +221,12 @@ def _n(kwargs: Mapping[str, Any]) -> int:
     return int(kwargs.get("n") or 1)
 
 
-def _answer_from_hash(request: HarnessRequest) -> str:
-    seed = f"{request.prompt}|{request.choice}".encode()
-    return f"answer {int.from_bytes(hashlib.blake2b(seed, digest_size=2).digest(), 'little')}"
+__all__ = [
+    "ByteTokenizer",
+    "HarnessRequest",
+    "Respond",
+    "ServerHarness",
+    "create_chat_completion",
+    "create_completion",
+    "made_up_logprobs",
+]

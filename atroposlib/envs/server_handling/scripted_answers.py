@@ -1,0 +1,187 @@
+"""What a scripted engine samples: a pure function of prompt, seed, choice and weight version.
+
+Every logprob depends on all tokens before it and on the version that sampled it, so a mix-up of sequences, turns or
+versions never goes unseen; scoring a sequence gives the logprobs that sampling it gave. Shared by `ServerHarness` and
+by the HTTP engine. It knows no time, no faults and no wire format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Respond = Callable[["HarnessRequest"], str]
+Spans = Sequence[tuple[str, int]]
+"""(weight version, number of consecutive sampled tokens) in sampling order."""
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_U64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessRequest:
+    """What a scripted answer may depend on."""
+
+    prompt: str
+    """The prompt as text."""
+    choice: int
+    """Which of the `n` completions."""
+    call: int
+    """How many requests came before this one."""
+    kwargs: Mapping[str, Any]
+    """The call's keywords."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens (id = byte + 3), with BOS, EOS and a chat template: a tokenizer that needs no files."""
+
+    pad_token_id = 0
+    bos_token_id = 1
+    eos_token_id = 2
+    all_special_ids = (0, 1, 2)
+    vocab_size = 259
+    bos_token = "<bos>"
+    eos_token = "<eos>"
+    pad_token = "<pad>"
+    chat_template = "<role>content<eos>"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        tokens = [self.bos_token_id] if add_special_tokens else []
+        pieces = text.split(self.eos_token)
+        for i, piece in enumerate(pieces):
+            tokens += [byte + 3 for byte in piece.encode()]
+            if i < len(pieces) - 1:
+                tokens.append(self.eos_token_id)
+        return tokens
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        names = {0: self.pad_token, 1: self.bos_token, 2: self.eos_token}
+        parts: list[bytes] = []
+        for token in tokens:
+            if token >= 3:
+                parts.append(_BYTES[token - 3])
+            elif not skip_special_tokens:
+                parts.append(names[token].encode())
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **options: Any,
+    ) -> str | list[int]:
+        text = "".join(
+            f"<{message['role']}>{message['content']}{self.eos_token}" for message in messages
+        )
+        if add_generation_prompt:
+            text += "<assistant>"
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+_BYTES = [bytes([value]) for value in range(256)]
+
+
+class Answer(NamedTuple):
+    """The tokens of one completion and why it ended: "stop" or "length"."""
+
+    tokens: list[int]
+    finish_reason: str
+
+
+def answer_tokens(tokenizer: Any, text: str, *, limit: int) -> Answer:
+    """Return a text's tokens with EOS, cut to `limit`."""
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    return Answer(tokens[:limit], "stop" if len(tokens) <= limit else "length")
+
+
+def answer_from_hash(request: HarnessRequest) -> str:
+    """Answer any prompt with a short text drawn from its hash."""
+    seed = f"{request.prompt}|{request.choice}".encode()
+    return f"answer {int.from_bytes(hashlib.blake2b(seed, digest_size=2).digest(), 'little')}"
+
+
+def made_up_logprobs(
+    prompt_tokens: Sequence[int], tokens: Sequence[int], *, spans: Spans | None = None
+) -> list[float]:
+    """Return numbers in [-1, 0) that depend on every token before them and on the version that sampled each.
+
+    They are multiples of 1/65536: exact in float32 and in JSON. Split anywhere, a sequence has the same logprobs:
+
+    >>> made_up_logprobs([5], [6, 7])[1:] == made_up_logprobs([5, 6], [7])
+    True
+    """
+    if not tokens:
+        return []
+    states = _prefix_states(prompt_tokens, tokens)
+    if spans is not None:
+        keys = [np.full(num_tokens, _key(version), np.uint64) for version, num_tokens in spans]
+        states = states ^ np.concatenate(keys)
+    scattered = _scatter(states) >> np.uint64(48)
+    logprobs: list[float] = (-(scattered.astype(np.float64) + 1.0) / 65536.0).tolist()
+    return logprobs
+
+
+def made_up_tokens(
+    prompt_tokens: Sequence[int],
+    *,
+    seed: int,
+    choice: int,
+    spans: Spans,
+    alphabet: Sequence[int],
+) -> list[int]:
+    """Return as many tokens of `alphabet` as the spans cover. Other versions say other things at the same place.
+
+    >>> tokens = made_up_tokens([5], seed=0, choice=0, spans=[("1", 4)], alphabet=range(3, 259))
+    >>> made_up_tokens([5], seed=0, choice=0, spans=[("1", 2), ("2", 2)], alphabet=range(3, 259))[:2] == tokens[:2]
+    True
+    """
+    start = _prefix_states((), prompt_tokens)[-1:] if len(prompt_tokens) else _ZERO
+    num_tokens = sum(length for _, length in spans)
+    places = np.arange(1, num_tokens + 1, dtype=np.uint64) * _MULTIPLIER
+    keys = [
+        np.full(length, _key(f"{version}|{seed}|{choice}"), np.uint64) for version, length in spans
+    ]
+    scattered = _scatter(places ^ start ^ (np.concatenate(keys) if keys else _ZERO[:0]))
+    picked = (scattered >> np.uint64(16)) % np.uint64(len(alphabet))
+    found: list[int] = np.asarray(alphabet, dtype=np.int64)[picked.astype(np.int64)].tolist()
+    return found
+
+
+def made_up_number(prompt_tokens: Sequence[int], *, seed: int, choice: int, below: int) -> int:
+    """Return a number in [0, below) that depends on the prompt, the seed and the choice."""
+    start = _prefix_states((), prompt_tokens)[-1:] if len(prompt_tokens) else _ZERO
+    mixed = _scatter(start ^ np.full(1, _key(f"number|{seed}|{choice}"), np.uint64))
+    return int(mixed[0]) % below
+
+
+_ZERO = np.zeros(1, np.uint64)
+_powers: _U64 = np.ones(1, np.uint64)
+
+
+def _prefix_states(prompt_tokens: Sequence[int], tokens: Sequence[int]) -> _U64:
+    """[T] a polynomial hash of everything up to and including each of `tokens`, modulo 2**64."""
+    global _powers
+    ids = np.fromiter((*prompt_tokens, *tokens), np.int64, len(prompt_tokens) + len(tokens))
+    while len(_powers) < len(ids):
+        # Twice as long at a time: powers[i] is the multiplier to the power of i.
+        _powers = np.concatenate([_powers, _powers * (_powers[-1:] * _MULTIPLIER)])
+    return np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * _powers[: len(ids)], dtype=np.uint64)[
+        len(prompt_tokens) :
+    ]
+
+
+def _scatter(values: _U64) -> _U64:
+    """Mix the bits of each value: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,509 @@
+"""The bodies of every protocol a scripted engine speaks: requests into `Ask`s, samples into answers.
+
+Shapes are those of vLLM 0.32 (OpenAI routes, `/inference/v1/generate`), SGLang's `/generate`, `trl vllm-serve` and the
+original's `/generate`. Pure. What real servers refuse is refused with their status and words; streaming is not offered.
+Samples may have fewer logprobs than tokens: one of the faults.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from atroposlib.envs.server_handling.scripted_answers import made_up_logprobs
+from atroposlib.envs.server_handling.scripted_engine.generation import Ask, Sample
+
+MAX_LOGPROBS = 20
+"""vLLM's --max-logprobs."""
+VLLM_DEFAULT_MAX_TOKENS = 16
+SGLANG_DEFAULT_MAX_TOKENS = 128
+TRL_DEFAULT_MAX_TOKENS = 16
+
+Body = dict[str, Any]
+
+
+class Refused(Exception):
+    """A request that is answered with an error body."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is served."""
+
+    name: str
+    tokenizer: Any
+    vocab_size: int
+    max_len: int
+    reports_spans: bool = True
+    weight_version: str = ""
+
+
+class Result(NamedTuple):
+    """One prompt and its completions."""
+
+    ask: Ask
+    samples: list[Sample]
+
+
+def error_body(message: str, *, status: int, param: str | None = None) -> Body:
+    """Return an error in the form of the OpenAI API."""
+    kind = {404: "NotFoundError", 429: "RateLimitError"}.get(
+        status, "BadRequestError" if status < 500 else "InternalServerError"
+    )
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+# Requests.
+
+
+def read_completions(body: Body, model: Model) -> list[Ask]:
+    """`/v1/completions`: a text, a list of ids, or lists of either."""
+    prompt = body.get("prompt")
+    if prompt is None or prompt == []:
+        raise Refused("You must pass at least one prompt")
+    if isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(prompt[0], int)):
+        prompt = [prompt]
+    return [_read_vllm(body, _to_tokens(one, model), model) for one in prompt]
+
+
+def read_chat(body: Body, model: Model) -> list[Ask]:
+    """`/v1/chat/completions`: without a limit, as long as the context allows."""
+    messages = body.get("messages")
+    if not messages:
+        raise Refused("You must pass at least one message")
+    continues = bool(body.get("continue_final_message"))
+    tokens = model.tokenizer.apply_chat_template(
+        messages,
+        tokenize=True,
+        add_generation_prompt=not continues and body.get("add_generation_prompt", True),
+        **({"tools": body["tools"]} if body.get("tools") else {}),
+    )
+    limits = {key: body.get(key) for key in ("max_completion_tokens", "max_tokens")}
+    limit = next((value for value in limits.values() if value is not None), None)
+    if limit is None:
+        limit = max(1, model.max_len - len(tokens))
+    logprobs = body.get("top_logprobs") if body.get("logprobs") else None
+    return [_read_vllm({**body, "max_tokens": limit, "logprobs": logprobs}, list(tokens), model)]
+
+
+def read_original(body: Body, model: Model) -> list[Ask]:
+    """The original's `/generate`: `{"prompt": {"prompt_token_ids": [...]}}` or text."""
+    prompt = body["prompt"]
+    tokens = prompt["prompt_token_ids"] if isinstance(prompt, dict) else _to_tokens(prompt, model)
+    return [_read_vllm({**body, "model": None}, tokens, model)]
+
+
+def read_scale_out(body: Body, model: Model) -> list[Ask]:
+    """vLLM's `/inference/v1/generate`."""
+    tokens = body.get("token_ids")
+    if not tokens:
+        raise Refused("token_ids: List should have at least 1 item", param="token_ids")
+    params = dict(body.get("sampling_params") or {})
+    return [_read_vllm({**params, "model": body.get("model")}, tokens, model)]
+
+
+def read_sglang(body: Body, model: Model) -> list[Ask]:
+    """SGLang's `/generate`: `input_ids` or `text`, one or several."""
+    params = body.get("sampling_params") or {}
+    prompts = body.get("input_ids")
+    if prompts is None:
+        prompts = body.get("text")
+    if not prompts:
+        raise Refused("Either text, input_ids or input_embeds should be provided.")
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        prompts = [prompts]
+    limit = params.get("max_new_tokens")
+    asks = []
+    for prompt in prompts:
+        tokens = _to_tokens(prompt, model)
+        _check_prompt(tokens, model)
+        asks.append(
+            _ask(params, tokens, SGLANG_DEFAULT_MAX_TOKENS if limit is None else int(limit))
+        )
+    return asks
+
+
+def read_trl(body: Body, model: Model) -> list[Ask]:
+    """`trl vllm-serve`'s `/generate/`: texts, or lists of ids in newer versions."""
+    prompts = body.get("prompts")
+    if not prompts:
+        raise Refused("prompts: Field required", status=422, param="prompts")
+    limit = int(body.get("max_tokens") or TRL_DEFAULT_MAX_TOKENS)
+    params = {**body, **(body.get("generation_kwargs") or {})}
+    return [_ask(params, _to_tokens(prompt, model), limit) for prompt in prompts]
+
+
+def _to_tokens(prompt: Any, model: Model) -> list[int]:
+    if isinstance(prompt, str):
+        tokens: list[int] = model.tokenizer.encode(prompt)
+        return tokens
+    return list(prompt)
+
+
+def _read_vllm(body: Body, tokens: list[int], model: Model) -> Ask:
+    name = body.get("model")
+    if name and name != model.name:
+        raise Refused(
+            f"The model `{name}` does not exist. Valid aliases: {model.name}.",
+            status=404,
+            param="model",
+        )
+    if body.get("stream"):
+        raise Refused("this engine does not stream", param="stream")
+    _check_prompt(tokens, model)
+    n, temperature = body.get("n"), body.get("temperature")
+    n = 1 if n is None else int(n)
+    if n < 1:
+        raise Refused(f"n must be at least 1, got {n}.")
+    if temperature is not None and temperature < 0:
+        raise Refused(
+            f"temperature must be non-negative, got {temperature}. (parameter=temperature, value={temperature})",
+            param="temperature",
+        )
+    if n > 1 and temperature == 0:
+        raise Refused(f"n must be 1 when using greedy sampling, got {n}.")
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = body.get(name)
+        if wanted is not None and int(wanted) > MAX_LOGPROBS:
+            raise Refused(
+                f"Requested sample logprobs of {wanted}, which is greater than max allowed:"
+                f" {MAX_LOGPROBS} (parameter={name}, value={wanted})",
+                param=name,
+            )
+    limit = body.get("max_tokens")
+    limit = VLLM_DEFAULT_MAX_TOKENS if limit is None else int(limit)
+    if limit < 1:
+        raise Refused(f"max_tokens must be at least 1, got {limit}.", param="max_tokens")
+    return _ask(body, tokens, min(limit, model.max_len - len(tokens)), n=n)
+
+
+def _check_prompt(tokens: list[int], model: Model) -> None:
+    if len(tokens) >= model.max_len:
+        raise Refused(
+            f"This model's maximum context length is {model.max_len} tokens. However, your prompt contains"
+            f" {len(tokens)} input tokens, which exceeds this limit even without any output tokens. Please reduce the"
+            f" length of the input prompt. (parameter=input_tokens, value={len(tokens)})",
+            param="input_tokens",
+        )
+    if tokens and not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < model.vocab_size)
+        raise Refused(f"Token id {wrong} is out of vocabulary")
+
+
+def _ask(params: Mapping[str, Any], tokens: list[int], limit: int, n: int | None = None) -> Ask:
+    stop = params.get("stop") or ()
+    seed = params.get("seed")
+    return Ask(
+        prompt_tokens=tokens,
+        n=int(params.get("n") or 1) if n is None else n,
+        max_tokens=limit,
+        seed=None if seed is None else int(seed),
+        greedy=params.get("temperature") == 0,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=frozenset(params.get("stop_token_ids") or ()),
+        ignore_eos=bool(params.get("ignore_eos")),
+    )
+
+
+# Answers.
+
+
+def write_completions(body: Body, results: Sequence[Result], model: Model) -> Body:
+    """Choices prompt-major; ids only where `return_token_ids` asks for them."""
+    choices: list[Body] = []
+    for ask, samples in results:
+        for sample in samples:
+            choice = {
+                "index": len(choices),
+                "text": sample.text,
+                "logprobs": _text_logprobs(sample, model)
+                if body.get("logprobs") is not None
+                else None,
+                "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason,
+                "token_ids": sample.tokens if body.get("return_token_ids") else None,
+                "prompt_logprobs": _prompt_logprobs(ask, body.get("prompt_logprobs"), model),
+                "prompt_token_ids": ask.prompt_tokens if body.get("return_token_ids") else None,
+            }
+            if model.reports_spans:
+                choice["weight_versions"] = [
+                    {"weight_version": version, "num_tokens": num} for version, num in sample.spans
+                ]
+            choices.append(choice)
+    return {**_envelope("cmpl", "text_completion", body, results, model), "choices": choices}
+
+
+def write_chat(body: Body, results: Sequence[Result], model: Model) -> Body:
+    """Prompt ids are at the top level here, unlike in completions."""
+    ((ask, samples),) = results
+    wants_ids = bool(body.get("return_token_ids"))
+    choices = [
+        {
+            "index": i,
+            "message": {"role": "assistant", "content": sample.text, "refusal": None},
+            "logprobs": {"content": _chat_logprobs(sample, model)}
+            if body.get("logprobs")
+            else None,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+            "token_ids": sample.tokens if wants_ids else None,
+        }
+        for i, sample in enumerate(samples)
+    ]
+    return {
+        **_envelope("chatcmpl", "chat.completion", body, results, model),
+        "choices": choices,
+        "prompt_logprobs": _prompt_logprobs(ask, body.get("prompt_logprobs"), model),
+        "prompt_token_ids": ask.prompt_tokens if wants_ids else None,
+    }
+
+
+def write_original(body: Body, results: Sequence[Result], model: Model) -> Body:
+    """Per sequence, per token, a list that holds one `{"<id>": logprob}`."""
+    ((ask, samples),) = results
+    answer: Body = {
+        "text": [sample.text for sample in samples],
+        "prompt": model.tokenizer.decode(ask.prompt_tokens),
+        "token_ids": [sample.tokens for sample in samples],
+        "logprobs": [
+            [
+                [{str(token): logprob}]
+                for token, logprob in zip(sample.tokens, sample.logprobs, strict=False)
+            ]
+            for sample in samples
+        ],
+        "finish_reasons": [sample.finish_reason for sample in samples],
+    }
+    if body.get("prompt_logprobs") is not None:
+        positions = _prompt_logprobs(ask, body["prompt_logprobs"], model) or []
+        answer["prompt_logprobs"] = [
+            None if entries is None else {key: entry["logprob"] for key, entry in entries.items()}
+            for entries in positions
+        ]
+    return answer
+
+
+def write_scale_out(body: Body, results: Sequence[Result], model: Model) -> Body:
+    """Ids and logprobs only, and the weight versions as `[start, end)`."""
+    ((ask, samples),) = results
+    params = body.get("sampling_params") or {}
+    choices = []
+    for i, sample in enumerate(samples):
+        spans, start = [], 0
+        for version, num in sample.spans:
+            spans.append({"version": version, "start": start, "end": start + num})
+            start += num
+        content = [
+            {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+            for token, logprob in zip(sample.tokens, sample.logprobs, strict=False)
+        ]
+        choices.append(
+            {
+                "index": i,
+                "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason,
+                "token_ids": sample.tokens,
+                "routed_experts": None,
+                "sampling_mask": None,
+                "weight_versions": spans,
+                "logprobs": {"content": content} if params.get("logprobs") is not None else None,
+            }
+        )
+    envelope = _envelope("", "", body, results, model)
+    return {
+        "request_id": body.get("request_id") or envelope["id"],
+        "model": model.name,
+        "created": 0,
+        "usage": envelope["usage"],
+        "prompt_logprobs": _prompt_logprobs(ask, params.get("prompt_logprobs"), model),
+        "prompt_token_ids": ask.prompt_tokens if body.get("return_token_ids") else None,
+        "output_mode": "tokens",
+        "choices": choices,
+    }
+
+
+def write_sglang(body: Body, results: Sequence[Result], model: Model) -> Body | list[Body]:
+    """One object for one completion, a list for several."""
+    wants_text = bool(body.get("return_text_in_logprobs"))
+    answers: list[Body] = []
+    for ask, samples in results:
+        for sample in samples:
+            reason: Body = {"type": sample.finish_reason}
+            if sample.finish_reason == "length":
+                reason["length"] = len(sample.tokens)
+            elif sample.finish_reason == "stop":
+                matched = sample.stop_reason
+                reason["matched"] = model.tokenizer.eos_token_id if matched is None else matched
+            meta: Body = {
+                "id": _id_of(body, len(answers)),
+                "finish_reason": reason,
+                "prompt_tokens": len(ask.prompt_tokens),
+                "weight_version": model.weight_version,
+                "completion_tokens": len(sample.tokens),
+                "cached_tokens": 0,
+                "e2e_latency": 0.0,
+            }
+            if body.get("return_logprob"):
+                start = body.get("logprob_start_len")
+                meta |= _sglang_logprobs(
+                    ask,
+                    sample,
+                    model,
+                    start=len(ask.prompt_tokens) if start is None or start < 0 else start,
+                    num_top=int(body.get("top_logprobs_num") or 0),
+                    wants_text=wants_text,
+                )
+            answers.append({"text": sample.text, "output_ids": sample.tokens, "meta_info": meta})
+    return answers[0] if len(answers) == 1 else answers
+
+
+def write_trl(body: Body, results: Sequence[Result], model: Model) -> Body:
+    """Completions prompt-major."""
+    samples = [sample for _, all_samples in results for sample in all_samples]
+    return {
+        "prompt_ids": [ask.prompt_tokens for ask, _ in results],
+        "completion_ids": [sample.tokens for sample in samples],
+        "logprobs": [sample.logprobs for sample in samples],
+    }
+
+
+def _envelope(prefix: str, kind: str, body: Body, results: Sequence[Result], model: Model) -> Body:
+    prompt = sum(len(ask.prompt_tokens) for ask, _ in results)
+    sampled = sum(len(sample.tokens) for _, samples in results for sample in samples)
+    return {
+        "id": f"{prefix}-{_id_of(body, 0)}",
+        "object": kind,
+        "created": 0,
+        "model": model.name,
+        "system_fingerprint": "scripted",
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        },
+    }
+
+
+def _id_of(body: Body, index: int) -> str:
+    """The same request has the same id: answers are the same to the last byte."""
+    return hashlib.blake2b(repr((body, index)).encode(), digest_size=8).hexdigest()
+
+
+_PIECES = ["<pad>", "<bos>", "<eos>", *(chr(i) if i < 128 else "" for i in range(256))]
+
+
+def _piece(token: int, model: Model) -> str:
+    """The text of a token; vLLM shows incomplete UTF-8 as nothing."""
+    if token < len(_PIECES) and model.vocab_size == len(_PIECES):
+        return _PIECES[token]
+    text: str = model.tokenizer.decode([token])
+    return "" if "\ufffd" in text else text
+
+
+def _text_logprobs(sample: Sample, model: Model) -> Body:
+    pieces = [_piece(token, model) for token in sample.tokens]
+    offsets, at = [], 0
+    for piece in pieces:
+        offsets.append(at)
+        at += len(piece)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": sample.logprobs,
+        "tokens": pieces,
+        "top_logprobs": [
+            {piece: logprob} for piece, logprob in zip(pieces, sample.logprobs, strict=False)
+        ],
+    }
+
+
+def _chat_logprobs(sample: Sample, model: Model) -> list[Body]:
+    content = []
+    for token, logprob in zip(sample.tokens, sample.logprobs, strict=False):
+        piece = _piece(token, model)
+        content.append(
+            {
+                "token": piece,
+                "logprob": logprob,
+                "bytes": list(piece.encode()),
+                "top_logprobs": [],
+            }
+        )
+    return content
+
+
+def _likelier(token: int, logprob: float, num_top: int, model: Model) -> list[tuple[int, float]]:
+    """Made-up ids that are more likely than `token`, best first."""
+    return [
+        ((token + 1 + i) % model.vocab_size, logprob * (i + 1) / (num_top + 1))
+        for i in range(num_top)
+    ]
+
+
+def _prompt_logprobs(ask: Ask, num_top: Any, model: Model) -> list[Body | None] | None:
+    """Per position the `num_top` likeliest ids and the prompt's own; None at the first."""
+    if num_top is None:
+        return None
+    tokens = ask.prompt_tokens
+    positions: list[Body | None] = [None]
+    own = made_up_logprobs(tokens[:1], tokens[1:], spans=[(model.weight_version, len(tokens) - 1)])
+    for token, logprob in zip(tokens[1:], own, strict=True):
+        ranked = [*_likelier(token, logprob, int(num_top), model), (token, logprob)]
+        positions.append(
+            {
+                str(other): {
+                    "logprob": value,
+                    "rank": rank,
+                    "decoded_token": _piece(other, model),
+                }
+                for rank, (other, value) in enumerate(ranked, 1)
+            }
+        )
+    return positions
+
+
+def _sglang_logprobs(
+    ask: Ask, sample: Sample, model: Model, *, start: int, num_top: int, wants_text: bool
+) -> Body:
+    def triple(logprob: float | None, token: int) -> list[Any]:
+        return [logprob, token, _piece(token, model) if wants_text else None]
+
+    prompt = ask.prompt_tokens
+    own: list[float | None] = [None]
+    own += made_up_logprobs(prompt[:1], prompt[1:], spans=[(model.weight_version, len(prompt) - 1)])
+    meta: Body = {
+        "input_token_logprobs": [
+            triple(value, token) for value, token in zip(own[start:], prompt[start:], strict=True)
+        ],
+        "output_token_logprobs": [
+            triple(value, token)
+            for value, token in zip(sample.logprobs, sample.tokens, strict=False)
+        ],
+    }
+    if num_top:
+
+        def top(values: Sequence[float | None], tokens: Sequence[int]) -> list[Any]:
+            return [
+                None
+                if value is None
+                else [triple(v, t) for t, v in _likelier(token, value, num_top, model)]
+                for value, token in zip(values, tokens, strict=True)
+            ]
+
+        meta["input_top_logprobs"] = top(own[start:], prompt[start:])
+        meta["output_top_logprobs"] = top(sample.logprobs, sample.tokens)
+    return meta

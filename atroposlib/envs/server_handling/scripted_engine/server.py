@@ -1,0 +1,532 @@
+"""A scripted engine as an HTTP server: vLLM's, SGLang's, TRL's and the original's routes, and faults on the wire.
+
+One process answers thousands of requests at a time: bodies that cannot change are kept as bytes. Tests start it in
+their own event loop, `python -m atroposlib.envs.server_handling.scripted_engine` in a process of its own. It checks no
+API keys and is for loopback only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import msgspec
+from aiohttp import web
+
+from atroposlib.envs.server_handling.scripted_answers import ByteTokenizer, Respond
+from atroposlib.envs.server_handling.scripted_engine import dialects
+from atroposlib.envs.server_handling.scripted_engine.dialects import Model, Refused, Result
+from atroposlib.envs.server_handling.scripted_engine.generation import (
+    Ask,
+    Generator,
+    Overloaded,
+    Paused,
+    Sample,
+)
+from atroposlib.envs.server_handling.scripted_engine.script import (
+    FAULT_HEADER,
+    Fault,
+    Schedule,
+    Script,
+)
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted: a client opens thousands at once."""
+NUM_KEPT_ANSWERS = 8192
+NUM_KEPT_REQUESTS = 10_000
+_CLEAN_UP_S = 1.0
+"""How long `stop` waits for handlers that it has cancelled."""
+
+
+@dataclass(slots=True)
+class Served:
+    """One request that asked for tokens, as the engine saw it."""
+
+    path: str
+    body: dict[str, Any]
+    fault: str | None = None
+    """Kind of the fault that it met."""
+    was_generated: bool = False
+    """Whether tokens were sampled, delivered or not."""
+
+
+class _Dialect(NamedTuple):
+    read: Callable[[dict[str, Any], Model], list[Ask]]
+    write: Callable[[dict[str, Any], Sequence[Result], Model], Any]
+
+
+_COMPLETIONS = _Dialect(dialects.read_completions, dialects.write_completions)
+_CHAT = _Dialect(dialects.read_chat, dialects.write_chat)
+_ORIGINAL = _Dialect(dialects.read_original, dialects.write_original)
+_SCALE_OUT = _Dialect(dialects.read_scale_out, dialects.write_scale_out)
+_SGLANG = _Dialect(dialects.read_sglang, dialects.write_sglang)
+_TRL = _Dialect(dialects.read_trl, dialects.write_trl)
+
+GENERATION_PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/generate",
+    "/generate/",
+    "/inference/v1/generate",
+)
+
+
+class _Reply(NamedTuple):
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class _Kept(NamedTuple):
+    request: dict[str, Any]
+    answer: bytes
+
+
+class ScriptedEngine:
+    """An engine with a made-up model. Open it with `async with`; `url` is its root, without `/v1`."""
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        model_name: str = "scripted",
+        tokenizer: Any = None,
+        respond: Respond | None = None,
+        weight_version: str = "default",
+        max_model_len: int = 32768,
+        vocab_size: int | None = None,
+        missing_paths: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self.tokenizer = tokenizer or ByteTokenizer()
+        self.model_name = model_name
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size or len_of(self.tokenizer)
+        self.host = host
+        self.port = port
+        """The one it listens on, once started; kept over `kill` and `start`."""
+        self.counts: Counter[str] = Counter()
+        """Requests by path, faults met by kind, and `status <number>` of every answer."""
+        self.served: deque[Served] = deque(maxlen=NUM_KEPT_REQUESTS)
+        """What was asked for tokens, oldest first."""
+        self._generator = Generator(
+            tokenizer=self.tokenizer,
+            script=script or Script(),
+            respond=respond,
+            weight_version=weight_version,
+        )
+        self._schedule = Schedule(self._generator.script, now_s=time.monotonic())
+        self._answers: OrderedDict[tuple[str, bytes], _Kept] = OrderedDict()
+        self._web: web.Server | None = None
+        self._listener: asyncio.Server | None = None
+        gets, posts = self._control_routes()
+        self._gets = {p: h for p, h in gets.items() if p not in missing_paths}
+        self._posts = {p: h for p, h in posts.items() if p not in missing_paths}
+        self._generation_paths = frozenset(GENERATION_PATHS) - set(missing_paths)
+
+    # Life.
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    async def start(self) -> None:
+        """Listen; raises OSError when the port is taken."""
+        # A client that goes away ends its generation, as in vLLM.
+        self._web = web.Server(self._handle, handler_cancellation=True, access_log=None)
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(
+            self._web, self.host, self.port, backlog=BACKLOG, reuse_address=True
+        )
+        self.port = self._listener.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Stop listening and break every connection, as a killed process does. `start` brings it back."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._web is not None:
+            for protocol in list(self._web.connections):
+                if protocol.transport is not None:
+                    protocol.transport.abort()
+            await self._web.shutdown(_CLEAN_UP_S)
+            self._web = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.stop()
+
+    # The script and the weights.
+
+    @property
+    def script(self) -> Script:
+        return self._generator.script
+
+    def set_script(self, script: Script) -> None:
+        """Behave so from now on; generations that go on keep the pace they began with."""
+        self._generator.script = script
+        self._schedule = Schedule(script, now_s=time.monotonic())
+        self._answers.clear()
+
+    @property
+    def weight_version(self) -> str:
+        return self._generator.weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: str) -> None:
+        self._generator.set_weight_version(version)
+        self._answers.clear()
+
+    @property
+    def num_running(self) -> int:
+        """Completions that are generated now."""
+        return self._generator.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that wait for a slot."""
+        return self._generator.num_waiting
+
+    # Requests.
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path
+        self.counts[path] += 1
+        payload = await request.content.read()
+        generates = path in self._generation_paths and request.method == "POST"
+        try:
+            fault = self._fault_for(request, generates=generates)
+            if fault is not None:
+                self.counts[fault.kind] += 1
+                if fault.kind in ("drop_before", "status") and generates:
+                    self.served.append(Served(path, _object(payload), fault.kind))
+                if fault.kind == "drop_before":
+                    return _dropped(request)
+                if fault.kind == "status":
+                    raise _failure(fault)
+            if generates:
+                reply = await self._generate(path, payload, fault)
+            else:
+                reply = await self._control(request, payload)
+        except Refused as e:
+            retry = {} if e.retry_after_s is None else {"Retry-After": f"{e.retry_after_s:g}"}
+            reply = _Reply(
+                e.status,
+                msgspec.json.encode(dialects.error_body(str(e), status=e.status, param=e.param)),
+                retry,
+            )
+            fault = None
+        self.counts[f"status {reply.status}"] += 1
+        if fault is not None:
+            return await _misdeliver(request, reply, fault)
+        return web.Response(
+            status=reply.status,
+            body=reply.body,
+            content_type="application/json",
+            headers=reply.headers,
+        )
+
+    def _fault_for(self, request: web.BaseRequest, *, generates: bool) -> Fault | None:
+        own = request.headers.get(FAULT_HEADER)
+        if own is not None:
+            try:
+                return msgspec.json.decode(own, type=Fault)
+            except msgspec.DecodeError as e:
+                raise Refused(f"{FAULT_HEADER}: {e}") from e
+        return self._schedule.next(request.path, generates=generates, now_s=time.monotonic())
+
+    async def _generate(self, path: str, payload: bytes, fault: Fault | None) -> _Reply:
+        kept = self._answers.get((path, payload)) if fault is None else None
+        if kept is not None and self._generator.is_answer_fixed:
+            self.served.append(Served(path, kept.request, None, True))
+            return _Reply(200, kept.answer, {})
+        body = _object(payload)
+        dialect = self._dialect(path, body)
+        asks = dialect.read(body, self._model())
+        served = Served(path, body, None if fault is None else fault.kind)
+        self.served.append(served)
+        version, is_fixed = self.weight_version, self._generator.is_answer_fixed
+        samples = await self._sample(asks, swaps_weights=served.fault == "swap_weights")
+        served.was_generated = True
+        if served.fault == "wrong_lengths":
+            samples[0][0].logprobs.pop()
+        results = [Result(ask, each) for ask, each in zip(asks, samples, strict=True)]
+        answer = msgspec.json.encode(dialect.write(body, results, self._model()))
+        if fault is None and is_fixed and version == self.weight_version:
+            self._answers[path, payload] = _Kept(body, answer)
+            if len(self._answers) > NUM_KEPT_ANSWERS:
+                self._answers.popitem(last=False)
+        return _Reply(200, answer, {})
+
+    async def _sample(self, asks: Sequence[Ask], *, swaps_weights: bool) -> list[list[Sample]]:
+        generate = self._generator.generate
+        try:
+            if len(asks) == 1:
+                samples = [await generate(asks[0], swaps_weights=swaps_weights)]
+            else:
+                samples = await asyncio.gather(
+                    *(generate(ask, swaps_weights=swaps_weights) for ask in asks)
+                )
+        except Overloaded:
+            raise Refused(
+                "too many requests wait", status=429, retry_after_s=self.script.retry_after_s
+            ) from None
+        except Paused:
+            raise Refused("generation is paused", status=503) from None
+        if swaps_weights:
+            self._answers.clear()
+        return samples
+
+    def _dialect(self, path: str, body: dict[str, Any]) -> _Dialect:
+        if path == "/v1/completions":
+            return _COMPLETIONS
+        if path == "/v1/chat/completions":
+            return _CHAT
+        if path == "/inference/v1/generate":
+            return _SCALE_OUT
+        # Three projects call their route so; their bodies have no key in common.
+        if "prompts" in body or path == "/generate/":
+            return _TRL
+        if "prompt" in body:
+            return _ORIGINAL
+        return _SGLANG
+
+    def _model(self) -> Model:
+        return Model(
+            name=self.model_name,
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            max_len=self.max_model_len,
+            reports_spans=self.script.reports_spans,
+            weight_version=self.weight_version,
+        )
+
+    # Everything but generation.
+
+    async def _control(self, request: web.BaseRequest, payload: bytes) -> _Reply:
+        path = request.path
+        found = (self._gets if request.method == "GET" else self._posts).get(path)
+        if found is None:
+            known = path in self._gets or path in self._posts or path in self._generation_paths
+            detail = "Method Not Allowed" if known else "Not Found"
+            return _Reply(405 if known else 404, msgspec.json.encode({"detail": detail}), {})
+        body = _object(payload) if payload else {}
+        answer = await found({**body, **request.query})
+        if isinstance(answer, bytes):
+            return _Reply(200, answer, {})
+        return _Reply(200, msgspec.json.encode(answer), {})
+
+    def _control_routes(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        def telling(value: Callable[[], Any]) -> Callable[[dict[str, Any]], Awaitable[Any]]:
+            async def tell(body: dict[str, Any]) -> Any:
+                return value()
+
+            return tell
+
+        version = telling(lambda: {"weight_version": self.weight_version})
+        gets = {
+            "/health": telling(lambda: b""),
+            "/ping": telling(lambda: b""),
+            "/health/": telling(lambda: {"status": "ok"}),
+            "/version": telling(lambda: {"version": "scripted"}),
+            "/v1/models": telling(self._models),
+            "/openapi.json": telling(self._openapi),
+            "/is_paused": telling(lambda: {"is_paused": self._generator.is_paused}),
+            "/weight_info": version,
+            "/weight_version": version,
+            "/get_weight_version": version,
+            "/model_info": telling(self._model_info),
+            "/get_model_info": telling(self._model_info),
+            "/load": telling(lambda: {"server_load": self.num_running + self.num_waiting}),
+            "/metrics": telling(self._metrics),
+            "/script": telling(self._show),
+        }
+        posts = {
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/collective_rpc": self._collective_rpc,
+            "/update_weight_version": self._update_weight_version,
+            "/reset_prefix_cache": telling(lambda: {"success": True}),
+            "/flush_cache": telling(lambda: b"Cache flushed.\n"),
+            "/pause_generation": self._pause_generation,
+            "/continue_generation": self._continue_generation,
+            "/update_weights_from_disk": self._update_weights_from_disk,
+            "/script": self._take_script,
+        }
+        return gets, posts
+
+    def _models(self) -> dict[str, Any]:
+        card = {
+            "id": self.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "scripted",
+            "root": self.model_name,
+            "parent": None,
+            "max_model_len": self.max_model_len,
+        }
+        return {"object": "list", "data": [card]}
+
+    def _openapi(self) -> dict[str, Any]:
+        return {"paths": dict.fromkeys([*self._gets, *self._posts, *self._generation_paths], {})}
+
+    def _model_info(self) -> dict[str, Any]:
+        return {
+            "model_path": self.model_name,
+            "tokenizer_path": self.model_name,
+            "is_generation": True,
+            "weight_version": self.weight_version,
+        }
+
+    def _metrics(self) -> bytes:
+        labels = f'{{engine="0",model_name="{self.model_name}"}}'
+        values = {
+            "vllm:num_requests_running": ("gauge", self.num_running),
+            "vllm:num_requests_waiting": ("gauge", self.num_waiting),
+            "vllm:prompt_tokens_total": ("counter", self._generator.num_prompt_tokens),
+            "vllm:generation_tokens_total": ("counter", self._generator.num_generated_tokens),
+        }
+        lines = [
+            f"# TYPE {name} {kind}\n{name}{labels} {float(value)}\n"
+            for name, (kind, value) in values.items()
+        ]
+        return "".join(lines).encode()
+
+    def _show(self) -> dict[str, Any]:
+        return {"script": msgspec.to_builtins(self.script), "counts": dict(self.counts)}
+
+    async def _take_script(self, body: dict[str, Any]) -> Any:
+        try:
+            self.set_script(msgspec.convert(body, Script))
+        except msgspec.ValidationError as e:
+            raise Refused(f"script: {e}") from e
+        return self._show()
+
+    async def _tokenize(self, body: dict[str, Any]) -> Any:
+        if body.get("messages") is not None:
+            tokens = dialects.read_chat({**body, "max_tokens": 1}, self._model())[0].prompt_tokens
+        else:
+            special = body.get("add_special_tokens", True)
+            tokens = self.tokenizer.encode(body.get("prompt", ""), add_special_tokens=special)
+        return {
+            "count": len(tokens),
+            "max_model_len": self.max_model_len,
+            "tokens": tokens,
+            "token_strs": None,
+        }
+
+    async def _detokenize(self, body: dict[str, Any]) -> Any:
+        return {"prompt": self.tokenizer.decode(body.get("tokens", []))}
+
+    async def _pause(self, body: dict[str, Any]) -> Any:
+        mode = body.get("mode", "abort")
+        if mode not in ("abort", "wait", "keep"):
+            raise Refused(
+                f"mode: Input should be 'abort', 'wait' or 'keep', got {mode!r}", param="query.mode"
+            )
+        await self._generator.pause(mode)
+        return {"status": "paused"}
+
+    async def _resume(self, body: dict[str, Any]) -> Any:
+        self._generator.resume()
+        return {"status": "resumed"}
+
+    async def _collective_rpc(self, body: dict[str, Any]) -> Any:
+        method = body.get("method")
+        if method is None:
+            raise Refused("Missing 'method' in request body")
+        if method != "reload_weights":
+            raise Refused(f"Call to collective_rpc method failed: no {method!r}", status=500)
+        self.weight_version = self._generator.next_version()
+        return {"results": [None]}
+
+    async def _update_weight_version(self, body: dict[str, Any]) -> Any:
+        version = body.get("new_version")
+        if version is None:
+            raise Refused("1 validation error: Field required", param="body.new_version")
+        self.weight_version = str(version)
+        return {"weight_version": self.weight_version}
+
+    async def _pause_generation(self, body: dict[str, Any]) -> Any:
+        # SGLang's modes: abort; retract and in_place both go on later.
+        await self._generator.pause("abort" if body.get("mode", "abort") == "abort" else "keep")
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    async def _continue_generation(self, body: dict[str, Any]) -> Any:
+        self._generator.resume()
+        return {"message": "Generation continued successfully.", "status": "ok"}
+
+    async def _update_weights_from_disk(self, body: dict[str, Any]) -> Any:
+        if body.get("model_path") is None:
+            raise Refused("model_path: Field required", status=422, param="model_path")
+        version = body.get("weight_version")
+        self.weight_version = self._generator.next_version() if version is None else str(version)
+        return {
+            "success": True,
+            "message": "Succeeded to update model weights.",
+            "num_paused_requests": self.num_running if self._generator.is_paused else 0,
+        }
+
+
+def len_of(tokenizer: Any) -> int:
+    """Ids a tokenizer has, added ones included where it counts them."""
+    return int(getattr(tokenizer, "vocab_size", 0) or len(tokenizer))
+
+
+def _object(payload: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(payload)
+    except msgspec.DecodeError as e:
+        raise Refused(f"JSON decode error: {e}") from e
+    if not isinstance(body, dict):
+        raise Refused("Request body must be a JSON object")
+    return body
+
+
+def _failure(fault: Fault) -> Refused:
+    return Refused(
+        f"scripted failure {fault.status}",
+        status=fault.status,
+        retry_after_s=fault.retry_after_s,
+    )
+
+
+def _dropped(request: web.BaseRequest) -> web.Response:
+    """Break the connection; what is returned goes nowhere."""
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response()
+
+
+async def _misdeliver(request: web.BaseRequest, reply: _Reply, fault: Fault) -> web.StreamResponse:
+    """Send an answer with its fault; those that are already in the body change nothing here."""
+    body = reply.body
+    if fault.kind == "drop_after":
+        return _dropped(request)
+    if fault.kind == "slow_first_byte":
+        await asyncio.sleep(fault.delay_s)
+    if fault.kind == "drop_in_body":
+        response = web.StreamResponse(
+            status=reply.status,
+            headers={"Content-Type": "application/json", "Content-Length": str(len(body))},
+        )
+        await response.prepare(request)
+        await response.write(body[: len(body) // 2])
+        if request.transport is not None:
+            request.transport.close()  # `abort` would throw away what was written
+        return response
+    if fault.kind == "cut_json":
+        body = body[: len(body) // 2]
+    return web.Response(
+        status=reply.status, body=body, content_type="application/json", headers=reply.headers
+    )

@@ -117,7 +117,6 @@ NOT_YET = {
     f"{SERVERS}.trl_vllm_server": "TrlVllmServer",
     f"{SERVERS}.managed_server_proxy": "create_app main",
     f"{SERVERS}.proxy_client": "ProxyManagedServer create_proxy_session",
-    f"{SERVERS}.tool_call_translator": "ToolCallTranslator VLLM_AVAILABLE",
     "example_trainer": "TrainingConfig train_legacy train_shared_vllm train_lora train_lora_restart parse_args"
     " config_from_args",
 }

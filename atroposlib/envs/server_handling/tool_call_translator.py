@@ -1,0 +1,198 @@
+"""Tool calls between the OpenAI form and the text that a model writes: `ToolCallTranslator`.
+
+Outwards the raw text of an answer becomes `tool_calls`; inwards an assistant message with `tool_calls` becomes the
+text that the model wrote, exactly where it was this translator that read them. Called by `ManagedServer` and the proxy;
+what is trained stays the raw text. How calls are written is in `tool_parsers`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from atroposlib.envs.server_handling.chat_template import as_dict
+from atroposlib.envs.server_handling.tool_parsers import STYLES, Call, Parsed, Style, style_named
+from atroposlib.envs.server_handling.tool_parsers.style import THINKING_ENDS
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionMessageToolCall
+
+VLLM_AVAILABLE = True
+"""Callers ask this before they offer tools. Always true: the parsers here need no vLLM."""
+
+MAX_REMEMBERED_CALLS = 4096
+
+
+class ModelOutput(NamedTuple):
+    """An answer in the OpenAI form."""
+
+    content: str | None
+    """The text outside the calls; the whole text if there are none."""
+    tool_calls: list[ChatCompletionMessageToolCall] | None
+    finish_reason: str
+    """ "tool_calls" or "stop"; that an answer was cut off is for the caller to know."""
+
+
+class ToolCallTranslator:
+    """Translates one conversation, or many: ids are unique.
+
+    Raises ConfigError for a `parser_name` that is unknown.
+    """
+
+    def __init__(self, tokenizer: Any, parser_name: str = "hermes") -> None:
+        self.tokenizer = tokenizer
+        self.parser_name = parser_name
+        self.style: Style = style_named(parser_name, tokenizer=tokenizer)
+        if self.style is STYLES["mistral"] and "[ARGS]" in _vocabulary(tokenizer):
+            self.style = STYLES["mistral_v11"]
+        self.call_id_to_raw_text: OrderedDict[str, str] = OrderedDict()
+        """The whole answer that each of the last `MAX_REMEMBERED_CALLS` calls stood in, without the end of turn."""
+        self._parsed: dict[str, Parsed] = {}
+
+    # Outwards.
+
+    def parse_model_output(
+        self,
+        raw_text: str,
+        tool_choice: Any = None,
+        tools: Sequence[Any] | None = None,
+    ) -> ModelOutput:
+        """Return (content, tool_calls, finish_reason) of an answer, decoded with or without special tokens.
+
+        Without `tools`, or with `tool_choice="none"`, nothing is a call.
+        """
+        if tool_choice == "none" or not tools:
+            return ModelOutput(raw_text, None, "stop")
+        text = self._without_end_of_turn(raw_text)
+        parsed = self.style.parse(text, [as_dict(tool) for tool in tools])
+        if not parsed.calls:
+            return ModelOutput(raw_text, None, "stop")
+        calls = [self._remember(call, text, parsed) for call in parsed.calls]
+        return ModelOutput(parsed.content or None, calls, "tool_calls")
+
+    def decode_with_tool_awareness(self, token_ids: Sequence[int], has_tools: bool = False) -> str:
+        """Decode an answer; with tools, special tokens are kept, for the marks of a call may be some."""
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=not has_tools)
+        return str(text)
+
+    # Inwards.
+
+    def convert_messages_for_template(self, messages: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return messages for a chat template: calls of the assistant become its text, the rest stays as it is."""
+        return [self._as_text(as_dict(message)) for message in messages]
+
+    def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Any]) -> str:
+        """Return the text of calls: the whole answer they were read from, else as the model would write them."""
+        calls = [_call_from(call) for call in tool_calls]
+        raw = self._exact(tool_calls, calls, content=None)
+        return self.style.render(calls) if raw is None else raw
+
+    def _as_text(self, message: dict[str, Any]) -> dict[str, Any]:
+        tool_calls = message.get("tool_calls")
+        if message.get("role") != "assistant" or not tool_calls:
+            return message
+        calls = [_call_from(call) for call in tool_calls]
+        content = _text_of(message.get("content"))
+        text = self._exact(tool_calls, calls, content=content)
+        if text is None:
+            text = "\n".join(part for part in (content, self.style.render(calls)) if part)
+        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        return {**rest, "content": text}
+
+    def _exact(
+        self, tool_calls: Sequence[Any], calls: Sequence[Call], *, content: str | None
+    ) -> str | None:
+        """Return the answer that holds exactly these calls and, if given, this content; None if there is none."""
+        if not tool_calls:
+            return None
+        first_id = str(as_dict(tool_calls[0]).get("id", ""))
+        parsed, raw = self._parsed.get(first_id), self.call_id_to_raw_text.get(first_id)
+        if parsed is None or raw is None or len(parsed.calls) != len(calls):
+            return None
+        if content and content.strip() != parsed.content.strip():
+            return None
+        if not all(map(_is_same, parsed.calls, calls)):
+            return None
+        self.call_id_to_raw_text.move_to_end(first_id)
+        return raw
+
+    # Memory.
+
+    def _remember(self, call: Call, text: str, parsed: Parsed) -> ChatCompletionMessageToolCall:
+        # Light imports: openai takes half a second.
+        from openai.types.chat.chat_completion_message_function_tool_call import (
+            ChatCompletionMessageFunctionToolCall,
+            Function,
+        )
+
+        call_id = call.id
+        if call_id is None or call_id in self.call_id_to_raw_text:
+            call_id = self.style.new_id()
+        self.call_id_to_raw_text[call_id] = text
+        self._parsed[call_id] = parsed
+        while len(self.call_id_to_raw_text) > MAX_REMEMBERED_CALLS:
+            forgotten, _ = self.call_id_to_raw_text.popitem(last=False)
+            self._parsed.pop(forgotten, None)
+        return ChatCompletionMessageFunctionToolCall(
+            id=call_id,
+            type="function",
+            function=Function(name=call.name, arguments=call.arguments),
+        )
+
+    def _without_end_of_turn(self, text: str) -> str:
+        """Cut the special tokens after an answer: a template writes them itself, and they are no part of a call."""
+        while True:
+            stripped = text.rstrip()
+            end = next((end for end in self._ends_of_turn if stripped.endswith(end)), None)
+            if end is None:
+                return text
+            text = stripped.removesuffix(end)
+
+    @functools.cached_property
+    def _ends_of_turn(self) -> tuple[str, ...]:
+        tokenizer = self.tokenizer
+        eos_token = str(getattr(tokenizer, "eos_token", None) or "")
+        if not self.style.markers:  # not ours: any special token may be a mark of a call
+            return (eos_token,) if eos_token else ()
+        # Llama 3 ends calls with <|eom_id|>, which is special only in the list of added tokens.
+        added = (getattr(tokenizer, "added_tokens_decoder", None) or {}).values()
+        special = {str(token) for token in added if getattr(token, "special", False)}
+        special.update(map(str, getattr(tokenizer, "all_special_tokens", None) or ()))
+        special.add(eos_token)
+        return tuple(sorted(special - {"", *self.style.markers, *THINKING_ENDS}))
+
+
+def _vocabulary(tokenizer: Any) -> Mapping[str, int]:
+    get_vocab = getattr(tokenizer, "get_vocab", None)
+    return get_vocab() if get_vocab is not None else {}
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of a message's content, a string or a list of parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in map(as_dict, content))
+    return content or ""
+
+
+def _call_from(tool_call: Any) -> Call:
+    """Read a call in the OpenAI form, with arguments as text or as an object."""
+    function = as_dict(as_dict(tool_call).get("function") or {})
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    return Call(str(function.get("name", "")), arguments.strip() or "{}")
+
+
+def _is_same(read: Call, given: Call) -> bool:
+    """Whether two calls say the same; agents may write the same JSON in another way."""
+    if read.name != given.name:
+        return False
+    if read.arguments == given.arguments:
+        return True
+    try:
+        return bool(json.loads(read.arguments) == json.loads(given.arguments))
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,58 @@
+"""Tool calls in the text of models: one `Style` per way of writing them, read and written without vLLM.
+
+A style is two pure functions, text -> calls with their places and calls -> text, and what one writes the other reads
+back. Text that is not a well-formed call stays text: nothing raises on what a model wrote, nothing is repaired.
+Called by `ToolCallTranslator` and `ToolEnv`; knows neither messages nor tokens.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from atroposlib.envs.server_handling.tool_parsers.borrowed import vllm_names, vllm_style
+from atroposlib.envs.server_handling.tool_parsers.json_styles import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_V11,
+)
+from atroposlib.envs.server_handling.tool_parsers.qwen_coder import QWEN3_CODER
+from atroposlib.envs.server_handling.tool_parsers.style import Call, Parsed, Style
+from atroposlib.errors import ConfigError
+
+__all__ = ["STYLES", "Call", "Parsed", "Style", "style_named"]
+
+STYLES: dict[str, Style] = {
+    **dict.fromkeys(["hermes", "qwen", "qwen25", "qwen2_5", "qwen3", "qwen3_json"], HERMES),
+    **dict.fromkeys(["llama3_json", "llama4_json", "llama3", "llama4"], LLAMA),
+    "mistral": MISTRAL,
+    "mistral_v11": MISTRAL_V11,
+    **dict.fromkeys(["qwen3_coder", "qwen3_xml"], QWEN3_CODER),
+    **dict.fromkeys(["deepseek_v3", "deepseek_r1", "deepseekv3"], DEEPSEEK_V3),
+    **dict.fromkeys(["deepseek_v31", "deepseek_v3_1", "deepseekv31"], DEEPSEEK_V31),
+}
+"""The names that vLLM and SGLang give to their parsers -> our styles."""
+
+
+def style_named(name: str, *, tokenizer: Any = None) -> Style:
+    """Return the style of a parser name; vLLM's parser where we have none and vLLM is installed.
+
+    Raises ConfigError for a name that neither knows.
+    """
+    wanted = name.strip().lower().replace("-", "_").replace(".", "_")
+    if wanted in STYLES:
+        return STYLES[wanted]
+    borrowed = vllm_names()
+    if name in borrowed:
+        return vllm_style(name, tokenizer)
+    known = sorted({*STYLES, *borrowed})
+    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
+    raise ConfigError(
+        f"there is no tool parser {name!r}"
+        + (f"; did you mean {near[0]!r}?" if near else ".")
+        + f" Known: {', '.join(known)}"
+        + ("" if borrowed else " (and more where vLLM is installed)")
+    )

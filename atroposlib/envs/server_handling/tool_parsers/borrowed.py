@@ -1,0 +1,61 @@
+"""Tool parsers of vLLM as styles, for the names that we have no parser for; only where vLLM is installed.
+
+They are foreign code that runs on what a model wrote: whatever they raise is logged, and the text stays text.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+from atroposlib.envs.server_handling.tool_parsers.json_styles import HERMES
+from atroposlib.envs.server_handling.tool_parsers.style import Call, Parsed, Style, Tools
+from atroposlib.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def vllm_names() -> list[str]:
+    """Return the parser names that vLLM knows; none without vLLM."""
+    manager = _manager()
+    return [] if manager is None else list(manager.list_registered())
+
+
+def _manager() -> Any:
+    try:
+        return importlib.import_module("vllm.tool_parsers.abstract_tool_parser").ToolParserManager
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "vllm":
+            raise
+        return None
+
+
+def vllm_style(name: str, tokenizer: Any) -> Style:
+    """Return one of `vllm_names()` as a style. It writes calls as Hermes does: vLLM's parsers only read.
+
+    Raises ConfigError if the parser refuses the tokenizer, as those do whose marks are tokens it does not have.
+    """
+    protocol = importlib.import_module("vllm.entrypoints.openai.chat_completion.protocol")
+    parser_cls = _manager().get_tool_parser(name)
+    try:
+        parser_cls(tokenizer)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"vLLM's tool parser {name!r} refuses the tokenizer: {error}") from error
+
+    def parse(text: str, tools: Tools = ()) -> Parsed:
+        try:
+            request = protocol.ChatCompletionRequest(
+                model="", messages=[{"role": "user", "content": ""}], tools=list(tools) or None
+            )
+            # Parsers keep the state of one answer, and some type arguments by the tools they are made with.
+            read = parser_cls(tokenizer, request.tools).extract_tool_calls(text, request)
+        except Exception:  # boundary: foreign code on a model's text
+            logger.exception("vLLM's tool parser %s failed; the text is taken as it is", name)
+            return Parsed(text, ())
+        if not read.tools_called or not read.tool_calls:
+            return Parsed(text, ())
+        calls = [Call(call.function.name, call.function.arguments) for call in read.tool_calls]
+        return Parsed((read.content or "").strip(), tuple(calls))
+
+    return Style(name=name, parse=parse, render=HERMES.render, markers=())

@@ -1,0 +1,285 @@
+"""The styles that write arguments as JSON: Hermes, Llama 3, Mistral and DeepSeek.
+
+Formats as in the chat templates of the models and the parsers that vLLM ships for them.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+
+from atroposlib.envs.server_handling.tool_parsers.json_text import (
+    Member,
+    arguments_of,
+    call_of,
+    read_object,
+    read_or_pass,
+    skip_space,
+    write_call,
+)
+from atroposlib.envs.server_handling.tool_parsers.style import (
+    Call,
+    Found,
+    Style,
+    Tools,
+    by_places,
+)
+
+_NAME = re.compile(r"[^\s`<>{}\[\]\"]+")
+"""A name that stands outside of JSON."""
+
+
+# Hermes and Qwen: <tool_call>{"name": ..., "arguments": ...}</tool_call>.
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+def _find_hermes(text: str, tools: Tools) -> list[Found]:
+    found = []
+    at = 0
+    while (start := text.find(_OPEN, at)) >= 0:
+        at = start + len(_OPEN)
+        read = read_object(text, skip_space(text, at))
+        if read is None:
+            continue
+        at = read.end
+        end = skip_space(text, at)
+        if text.startswith(_CLOSE, end):
+            end += len(_CLOSE)
+        elif not _CLOSE.startswith(text[end:]):  # the end mark itself may have been cut off
+            continue
+        else:
+            end = len(text)
+        call = call_of(read.members, needs_arguments=False)
+        if call is not None:
+            found.append(Found(start, end, (call,)))
+            at = end
+    return found
+
+
+def _render_hermes(calls: Sequence[Call]) -> str:
+    return "\n".join(f"{_OPEN}\n{write_call(call)}\n{_CLOSE}" for call in calls)
+
+
+HERMES = Style(
+    name="hermes", parse=by_places(_find_hermes), render=_render_hermes, markers=(_OPEN, _CLOSE)
+)
+
+
+# Llama 3: {"name": ..., "parameters": ...}, separated by semicolons.
+
+_PYTHON_TAG = "<|python_tag|>"
+
+
+def _find_llama(text: str, tools: Tools) -> list[Found]:
+    found: list[Found] = []
+    at = 0
+    while (brace := text.find("{", at)) >= 0:
+        read = read_or_pass(text, brace)
+        if isinstance(read, int):
+            at = read
+            continue
+        call = call_of(read.members, keys=("parameters", "arguments"), needs_arguments=True)
+        if call is not None:
+            before = text[at:brace].rstrip()
+            is_tagged = before.endswith(_PYTHON_TAG)
+            start = at + len(before) - len(_PYTHON_TAG) if is_tagged else brace
+            at = _after_semicolon(text, read.end)
+            found.append(Found(start, at, (call,)))
+        else:
+            at = read.end
+    return found
+
+
+def _after_semicolon(text: str, at: int) -> int:
+    separator = skip_space(text, at)
+    return separator + 1 if text.startswith(";", separator) else at
+
+
+def _render_llama(calls: Sequence[Call]) -> str:
+    return "; ".join(write_call(call, key="parameters") for call in calls)
+
+
+LLAMA = Style(
+    name="llama3_json", parse=by_places(_find_llama), render=_render_llama, markers=(_PYTHON_TAG,)
+)
+
+
+# Mistral: [TOOL_CALLS] and a list; from tokenizer version 11 on [TOOL_CALLS]name[ARGS]{...}.
+
+_TOOL_CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+def _find_mistral(text: str, tools: Tools) -> list[Found]:
+    found = []
+    at = 0
+    while (start := text.find(_TOOL_CALLS, at)) >= 0:
+        at = start + len(_TOOL_CALLS)
+        begin = skip_space(text, at)
+        read = _mistral_list(text, begin) or _mistral_named(text, begin)
+        if read is not None:
+            calls, at = read
+            found.append(Found(start, at, calls))
+    return found
+
+
+def _mistral_list(text: str, at: int) -> tuple[tuple[Call, ...], int] | None:
+    is_list = text.startswith("[", at)
+    at = skip_space(text, at + 1) if is_list else at
+    calls: list[Call] = []
+    while True:
+        read = read_object(text, at)
+        call = read and call_of(read.members, needs_arguments=False)
+        if read is None or call is None:
+            return None
+        calls.append(call)
+        if not is_list:
+            return tuple(calls), read.end
+        at = skip_space(text, read.end)
+        if text.startswith("]", at):
+            return tuple(calls), at + 1
+        if not text.startswith(",", at):
+            return None
+        at = skip_space(text, at + 1)
+
+
+def _mistral_named(text: str, at: int) -> tuple[tuple[Call, ...], int] | None:
+    name = _NAME.match(text, at)
+    if name is None:
+        return None
+    at = name.end()
+    own_id = None
+    if text.startswith(_CALL_ID, at):
+        own_id = _NAME.match(text, at + len(_CALL_ID))
+        if own_id is None:
+            return None
+        at = own_id.end()
+    if text.startswith(_ARGS, at):
+        at += len(_ARGS)
+    read = _arguments_at(text, at)
+    if read is None:
+        return None
+    arguments, end = read
+    return (Call(name[0], arguments, own_id[0] if own_id else None),), end
+
+
+def _arguments_at(text: str, at: int) -> tuple[str, int] | None:
+    """Return the arguments that stand at `at`, and where the text goes on."""
+    start = skip_space(text, at)
+    read = read_object(text, start)
+    if read is None:
+        return None
+    value = {key: member.value for key, member in read.members.items()}
+    arguments = arguments_of(Member(value, text[start : read.end]))
+    return None if arguments is None else (arguments, read.end)
+
+
+def _render_mistral(calls: Sequence[Call]) -> str:
+    return f"{_TOOL_CALLS}[{', '.join(map(write_call, calls))}]" if calls else ""
+
+
+def _render_mistral_v11(calls: Sequence[Call]) -> str:
+    return "".join(
+        f"{_TOOL_CALLS}{call.name}{_CALL_ID + call.id if call.id else ''}{_ARGS}{call.arguments}"
+        for call in calls
+    )
+
+
+def _mistral_id() -> str:
+    # Mistral's chat templates refuse ids that are not nine letters or digits.
+    return uuid.uuid4().hex[:9]
+
+
+MISTRAL = Style(
+    name="mistral",
+    parse=by_places(_find_mistral),
+    render=_render_mistral,
+    markers=(_TOOL_CALLS,),
+    new_id=_mistral_id,
+)
+MISTRAL_V11 = Style(
+    name="mistral_v11",
+    parse=by_places(_find_mistral),
+    render=_render_mistral_v11,
+    markers=(_TOOL_CALLS, _ARGS, _CALL_ID),
+    new_id=_mistral_id,
+)
+
+
+# DeepSeek: special tokens with full-width bars (U+FF5C) and low blocks (U+2581) for spaces.
+
+
+def _token(words: str) -> str:
+    return "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
+
+
+_CALLS_BEGIN, _CALLS_END = _token("tool calls begin"), _token("tool calls end")
+_CALL_BEGIN, _CALL_END = _token("tool call begin"), _token("tool call end")
+_SEPARATOR = _token("tool sep")
+_FENCED = re.compile(r"([^\s`<>{}\[\]\"]+)[ \t]*\n```json[ \t]*\n?")
+_FENCE = "```"
+
+
+def _find_deepseek(text: str, tools: Tools) -> list[Found]:
+    """Read both forms: V3 and R1 fence the arguments as a code block, V3.1 does not."""
+    found = []
+    at = 0
+    while (start := text.find(_CALL_BEGIN, at)) >= 0:
+        at = start + len(_CALL_BEGIN)
+        separator = text.find(_SEPARATOR, at)
+        if separator < 0:
+            break
+        fenced = _FENCED.match(text, separator + len(_SEPARATOR))
+        name = fenced[1] if fenced else text[at:separator].strip()
+        read = _arguments_at(text, fenced.end() if fenced else separator + len(_SEPARATOR))
+        if read is None or not _NAME.fullmatch(name):
+            continue
+        arguments, end = read
+        end = skip_space(text, end)
+        if fenced and text.startswith(_FENCE, end):
+            end = skip_space(text, end + len(_FENCE))
+        if text.startswith(_CALL_END, end):
+            end += len(_CALL_END)
+        elif end != len(text):
+            continue
+        at = end
+        found.append(_with_brackets(text, Found(start, end, (Call(name, arguments),))))
+    return found
+
+
+def _with_brackets(text: str, found: Found) -> Found:
+    """Count the tokens that bracket all calls as part of the first and the last."""
+    before = text[: found.start].rstrip()
+    start = len(before) - len(_CALLS_BEGIN) if before.endswith(_CALLS_BEGIN) else found.start
+    after = skip_space(text, found.end)
+    end = after + len(_CALLS_END) if text.startswith(_CALLS_END, after) else found.end
+    return found._replace(start=start, end=end)
+
+
+def _render_deepseek_v3(calls: Sequence[Call]) -> str:
+    parts = (
+        f"{_CALL_BEGIN}function{_SEPARATOR}{call.name}\n```json\n{call.arguments}\n```{_CALL_END}"
+        for call in calls
+    )
+    return _CALLS_BEGIN + "\n".join(parts) + _CALLS_END if calls else ""
+
+
+def _render_deepseek_v31(calls: Sequence[Call]) -> str:
+    parts = (f"{_CALL_BEGIN}{call.name}{_SEPARATOR}{call.arguments}{_CALL_END}" for call in calls)
+    return _CALLS_BEGIN + "".join(parts) + _CALLS_END if calls else ""
+
+
+_DEEPSEEK_MARKERS = (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEPARATOR)
+DEEPSEEK_V3 = Style(
+    name="deepseek_v3",
+    parse=by_places(_find_deepseek),
+    render=_render_deepseek_v3,
+    markers=_DEEPSEEK_MARKERS,
+)
+DEEPSEEK_V31 = Style(
+    name="deepseek_v31",
+    parse=by_places(_find_deepseek),
+    render=_render_deepseek_v31,
+    markers=_DEEPSEEK_MARKERS,
+)

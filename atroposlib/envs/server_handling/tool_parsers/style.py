@@ -1,0 +1,100 @@
+"""What every tool call style shares: its calls, its two functions, and the text around the calls.
+
+Owns two rules: calls inside a closed thinking block are not calls, and the text outside the calls is the content.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""Tool descriptions in the OpenAI form."""
+
+THINKING_ENDS = ("</think>", "[/THINK]")
+_THINKING_END = re.compile("|".join(map(re.escape, THINKING_ENDS)))
+
+
+class Call(NamedTuple):
+    """One call."""
+
+    name: str
+    arguments: str
+    """A JSON object as text, as the model wrote it wherever that is valid JSON."""
+    id: str | None = None
+    """Only where the model itself wrote one."""
+
+
+class Found(NamedTuple):
+    """Calls that stand together in a text."""
+
+    start: int
+    end: int
+    """Where they begin and end, with the marks around them."""
+    calls: tuple[Call, ...]
+
+
+class Parsed(NamedTuple):
+    """A text taken apart."""
+
+    content: str
+    """What is not a call; the whole text, unchanged, when there is no call."""
+    calls: tuple[Call, ...]
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """One way of writing tool calls."""
+
+    name: str
+    parse: Callable[[str, Tools], Parsed]
+    """Take a model's answer apart; the tools are needed by styles that write values without their types."""
+    render: Callable[[Sequence[Call]], str]
+    """Write calls as the model would."""
+    markers: tuple[str, ...]
+    """Texts that only an attempted call holds. Some tokenizers have them as special tokens."""
+    new_id: Callable[[], str] = _new_id
+    """Make an id for a call that has none."""
+
+
+def by_places(find: Callable[[str, Tools], list[Found]]) -> Callable[[str, Tools], Parsed]:
+    """Make a style's `parse` of a function that finds the well-formed calls of a text, in order.
+
+    >>> from atroposlib.envs.server_handling.tool_parsers import style_named
+    >>> style_named("hermes").parse('Hm. <tool_call>{"name": "now", "arguments": {}}</tool_call>', ())
+    Parsed(content='Hm.', calls=(Call(name='now', arguments='{}', id=None),))
+    """
+
+    def parse(text: str, tools: Tools) -> Parsed:
+        found = find(text, tools)
+        thinking_end = _end_of_thinking(text, found)
+        found = [one for one in found if one.start >= thinking_end]
+        if not found:
+            return Parsed(text, ())
+        pieces = []
+        at = 0
+        for one in found:
+            pieces.append(text[at : one.start].strip())
+            at = one.end
+        pieces.append(text[at:].strip())
+        content = "\n".join(piece for piece in pieces if piece)
+        return Parsed(content, tuple(call for one in found for call in one.calls))
+
+    return parse
+
+
+def _end_of_thinking(text: str, found: Sequence[Found]) -> int:
+    """Return where the last thinking block ends; an end mark inside a call is an argument's text."""
+    ends = [
+        match.end()
+        for match in _THINKING_END.finditer(text)
+        if not any(one.start <= match.start() < one.end for one in found)
+    ]
+    return ends[-1] if ends else 0

@@ -1,0 +1,402 @@
+"""Every style reads what it writes, and takes nothing for a call that is not one."""
+
+from __future__ import annotations
+
+import json
+import string
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atroposlib.envs.server_handling.tool_parsers import STYLES, Call, Style, style_named
+from atroposlib.errors import ConfigError
+
+DISTINCT = sorted({id(style): style for style in STYLES.values()}.values(), key=lambda s: s.name)
+JSON_STYLES = [style for style in DISTINCT if style.name != "qwen3_coder"]
+
+WEATHER = {"name": "weather", "arguments": '{"city": "Paris", "days": 2}'}
+ONE = (Call(**WEATHER),)
+
+# DeepSeek's tokens, spelled with their bars and blocks.
+DS = {
+    word: "<\uff5c" + word.replace(" ", "\u2581") + "\uff5c>"
+    for word in [
+        "tool calls begin",
+        "tool calls end",
+        "tool call begin",
+        "tool call end",
+        "tool sep",
+    ]
+}
+
+
+def deepseek(text: str) -> str:
+    for word, token in DS.items():
+        text = text.replace(f"<{word}>", token)
+    return text
+
+
+SAMPLED = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>',
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Paris", "days": 2}}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris", "days": 2}}]',
+    "mistral_v11": '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+    "deepseek_v3": deepseek(
+        "<tool calls begin><tool call begin>function<tool sep>weather\n```json\n"
+        '{"city": "Paris", "days": 2}\n```<tool call end><tool calls end>'
+    ),
+    "deepseek_v31": deepseek(
+        "<tool calls begin><tool call begin>weather<tool sep>"
+        '{"city": "Paris", "days": 2}<tool call end><tool calls end>'
+    ),
+}
+"""What models of each style write."""
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    }
+]
+
+every_style = pytest.mark.parametrize("style", DISTINCT, ids=lambda style: style.name)
+every_json_style = pytest.mark.parametrize("style", JSON_STYLES, ids=lambda style: style.name)
+
+
+def test_every_style_has_a_sample() -> None:
+    assert {style.name for style in DISTINCT} == set(SAMPLED)
+
+
+@every_style
+def test_what_models_of_a_style_write_is_a_call(style: Style) -> None:
+    assert style.parse(SAMPLED[style.name], TOOLS) == ("", ONE)
+
+
+@every_style
+def test_a_call_is_written_as_the_model_writes_it(style: Style) -> None:
+    assert style.render(ONE) == SAMPLED[style.name]
+
+
+@every_style
+def test_no_calls_are_no_text(style: Style) -> None:
+    assert style.render(()) == ""
+
+
+@every_style
+def test_text_before_and_after_a_call_is_the_content(style: Style) -> None:
+    text = f"Let me look.\n{SAMPLED[style.name]}\nDone."
+    assert style.parse(text, TOOLS) == ("Let me look.\nDone.", ONE)
+
+
+@every_style
+def test_several_calls_stay_in_order(style: Style) -> None:
+    calls = tuple(Call(f"f{i}", json.dumps({"n": f"v{i}"})) for i in range(3))
+    assert style.parse(style.render(calls), ()) == ("", calls)
+
+
+@every_style
+def test_calls_inside_closed_thinking_are_not_calls(style: Style) -> None:
+    thinking = f"<think>{SAMPLED[style.name]}</think>"
+    assert style.parse(f"{thinking} No.", TOOLS) == (f"{thinking} No.", ())
+    assert style.parse(f"{thinking}\n{SAMPLED[style.name]}", TOOLS) == (thinking, ONE)
+
+
+@every_style
+def test_a_call_without_arguments_has_an_empty_object(style: Style) -> None:
+    calls = (Call("now", "{}"),)
+    assert style.parse(style.render(calls), ()) == ("", calls)
+
+
+@every_style
+def test_text_without_a_call_is_returned_as_it_is(style: Style) -> None:
+    for text in ["", " plain \n", "{", "<tool_call>", "[TOOL_CALLS]", '{"name": "Bob"}', "```json"]:
+        assert style.parse(text, TOOLS) == (text, ())
+
+
+@every_style
+def test_a_call_that_was_cut_off_is_text(style: Style) -> None:
+    sample = SAMPLED[style.name]
+    cut = sample[: sample.index("2")]
+    assert style.parse(cut, TOOLS) == (cut, ())
+
+
+@every_json_style
+def test_strings_may_hold_the_marks_of_a_call(style: Style) -> None:
+    nasty = {"text": SAMPLED[style.name] + '</think> } ] ``` " \\ ;', "list": [{"a": {}}, []]}
+    calls = (Call("f", json.dumps(nasty)), Call("g", json.dumps(nasty, ensure_ascii=False)))
+    assert style.parse(style.render(calls), ()) == ("", calls)
+
+
+@every_json_style
+def test_arguments_are_the_text_that_was_written(style: Style) -> None:
+    calls = (Call("f", '{"b":1.50,\n  "a":"\\u00e9 \u00e9",  "c": [ ]}'),)
+    assert style.parse(style.render(calls), ()) == ("", calls)
+
+
+@every_json_style
+def test_raw_line_breaks_in_strings_become_json(style: Style) -> None:
+    text = SAMPLED[style.name].replace("Paris", "Par\nis")
+    (call,) = style.parse(text, ()).calls
+    assert json.loads(call.arguments) == {"city": "Par\nis", "days": 2}
+
+
+BAD_ARGUMENTS = ['{"city": Paris}', "{city}", "{'city': 1}", '{"a": 1,}', '{"a": NaN}', '{"a" 1}']
+
+
+@every_json_style
+@pytest.mark.parametrize("bad", BAD_ARGUMENTS)
+def test_malformed_json_is_text(style: Style, bad: str) -> None:
+    text = SAMPLED[style.name].replace('{"city": "Paris", "days": 2}', bad)
+    assert style.parse(text, ()) == (text, ())
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+@pytest.mark.parametrize("arguments", ["[1]", "3", "null", '"text"', '"[1]"', '"{\\"a\\": 1} 2"'])
+def test_arguments_that_are_no_object_make_no_call(name: str, arguments: str) -> None:
+    text = SAMPLED[name].replace('{"city": "Paris", "days": 2}', arguments)
+    assert style_named(name).parse(text, ()) == (text, ())
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+def test_arguments_may_be_an_object_in_a_string(name: str) -> None:
+    text = SAMPLED[name].replace('{"city": "Paris", "days": 2}', '"{\\"a\\": 1}"')
+    assert style_named(name).parse(text, ()).calls == (Call("weather", '{"a": 1}'),)
+
+
+def test_a_malformed_call_does_not_take_the_others_with_it() -> None:
+    good, bad = SAMPLED["hermes"], "<tool_call>{nope}</tool_call>"
+    assert style_named("hermes").parse(f"{bad}{good}", ()) == (bad, ONE)
+    assert style_named("hermes").parse(f"{good}\n{bad}", ()) == (bad, ONE)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "</tool", "\n</tool_call"])
+def test_hermes_needs_no_closing_tag_at_the_end(end: str) -> None:
+    text = SAMPLED["hermes"].removesuffix("\n</tool_call>") + end
+    assert style_named("hermes").parse(text, ()) == ("", ONE)
+    other = text + " and so on"
+    assert style_named("hermes").parse(other, ()) == (other, ())
+
+
+def test_hermes_objects_with_other_members_are_no_calls() -> None:
+    """Taking `parameters` for nothing would call the tool without its arguments."""
+    text = '<tool_call>{"name": "weather", "parameters": {"city": "Paris"}}</tool_call>'
+    assert style_named("hermes").parse(text, ()) == (text, ())
+
+
+def test_llama_knows_the_python_tag_and_both_names_of_the_arguments() -> None:
+    text = (
+        'Well.<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "arguments": {"a": 1}}'
+    )
+    assert style_named("llama3_json").parse(text, ()) == (
+        "Well.",
+        (Call("f", "{}"), Call("g", '{"a": 1}')),
+    )
+
+
+def test_llama_takes_no_other_json_for_a_call() -> None:
+    inner = '{"name": "f", "parameters": {}}'
+    for text in [
+        f'{{"answer": {inner}}}',
+        '{"name": "Bob", "parameters": {}, "age": 3}',
+        '{"name": 3, "parameters": {}}',
+        f'{{"answer": {inner}',
+    ]:
+        assert style_named("llama3_json").parse(text, ()) == (text, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {}}]', (Call("f", "{}"),)),
+        ('[TOOL_CALLS]{"name": "f"}', (Call("f", "{}"),)),
+        (
+            '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abc123def"}]',
+            (Call("f", "{}", "abc123def"),),
+        ),
+        ('[TOOL_CALLS]f{"a": 1}', (Call("f", '{"a": 1}'),)),
+        (
+            '[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}',
+            (Call("f", '{"a": 1}', "abc123def"), Call("g", "{}")),
+        ),
+    ],
+)
+def test_mistral_reads_all_its_generations(text: str, calls: tuple[Call, ...]) -> None:
+    assert style_named("mistral").parse(text, ()) == ("", calls)
+
+
+def test_mistral_lists_with_something_else_in_them_are_text() -> None:
+    text = '[TOOL_CALLS][{"name": "f", "arguments": {}}, 3]'
+    assert style_named("mistral").parse(text, ()) == (text, ())
+
+
+def test_deepseek_generations_are_read_by_one_another() -> None:
+    for name in ["deepseek_v3", "deepseek_v31"]:
+        for sample in ["deepseek_v3", "deepseek_v31"]:
+            assert style_named(name).parse(SAMPLED[sample], ()).calls == ONE
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "7", "7"),
+        ({}, "7", "7"),
+        ({"type": "integer"}, "7", 7),
+        ({"type": "integer"}, "7.5", "7.5"),
+        ({"type": "integer"}, "true", "true"),
+        ({"type": "number"}, "7.5", 7.5),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "yes", "yes"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": "array"}, '[1, "a"]', [1, "a"]),
+        ({"type": "object"}, '{"a": {"b": []}}', {"a": {"b": []}}),
+        ({"type": "object"}, "[1]", "[1]"),
+        ({"type": "object"}, "{broken", "{broken"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
+        ({"type": "string"}, "two\nlines </parameter> and <b>", "two\nlines </parameter> and <b>"),
+    ],
+)
+def test_qwen_coder_types_values_by_the_schema(schema: Any, text: str, value: Any) -> None:
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
+    sample = (
+        f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    )
+    (call,) = style_named("qwen3_coder").parse(sample, tools).calls
+    assert json.loads(call.arguments) == {"x": value}
+
+
+def test_qwen_coder_calls_may_lack_the_outer_tags() -> None:
+    text = "<function=f>\n<parameter=x>\n1\n</parameter>\n</function>"
+    assert style_named("qwen3_coder").parse(text, ()).calls == (Call("f", '{"x": "1"}'),)
+
+
+@pytest.mark.parametrize("name", ["mistral", "mistral_v11"])
+def test_mistral_ids_are_what_its_templates_accept(name: str) -> None:
+    made = style_named(name).new_id()
+    assert len(made) == 9
+    assert made.isalnum()
+
+
+# Names.
+
+
+def test_names_are_found_in_any_spelling() -> None:
+    assert style_named("Qwen2.5") is style_named("hermes")
+    assert style_named("deepseek-v3.1") is style_named("deepseek_v31")
+
+
+def test_unknown_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no tool parser 'hermse'; did you mean 'hermes'\? Known:"
+    ):
+        style_named("hermse")
+
+
+# Properties.
+
+names = st.text(string.ascii_letters + string.digits + "_-.", min_size=1, max_size=12)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def json_calls(draw: st.DrawFn) -> Call:
+    arguments = draw(st.dictionaries(st.text(), values, max_size=4))
+    text = json.dumps(
+        arguments, ensure_ascii=draw(st.booleans()), indent=draw(st.none() | st.just(1))
+    )
+    return Call(draw(names), text)
+
+
+@every_json_style
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(calls=st.lists(json_calls(), min_size=1, max_size=3))
+def test_what_is_written_is_read_back(style: Style, calls: list[Call]) -> None:
+    assert style.parse(style.render(calls), ()) == ("", tuple(calls))
+
+
+TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+}
+typed_values = (
+    st.text().filter(lambda text: "</parameter>" not in text)
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.booleans()
+    | st.lists(values, max_size=3)
+    | st.dictionaries(st.text(), values, max_size=3)
+)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(name=names, arguments=st.dictionaries(names, typed_values, max_size=4))
+def test_what_qwen_coder_writes_is_read_back_with_the_schema(name: str, arguments: Any) -> None:
+    properties = {key: {"type": TYPES[type(value)]} for key, value in arguments.items()}
+    tools = [{"function": {"name": name, "parameters": {"properties": properties}}}]
+    style = style_named("qwen3_coder")
+    call = Call(name, json.dumps(arguments, ensure_ascii=False))
+    assert style.parse(style.render([call, call]), tools) == ("", (call, call))
+
+
+fragments = st.sampled_from(
+    [
+        *DS.values(),
+        *SAMPLED.values(),
+        *[sample[: len(sample) // 2] for sample in SAMPLED.values()],
+        *[sample[len(sample) // 2 :] for sample in SAMPLED.values()],
+        *["<tool_call>", "</tool_call>", "<function=f>", "<parameter=x>", "</parameter>"],
+        *["</function>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<think>"],
+        *["</think>", "[/THINK]", "{", "}", "[", "]", '"', "\\", ";", ",", "\n", "name", "```json"],
+    ]
+)
+
+
+@every_style
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(parts=st.lists(fragments | st.text(max_size=8), max_size=12))
+def test_no_text_raises_and_every_call_is_whole(style: Style, parts: list[str]) -> None:
+    text = "".join(parts)
+    content, calls = style.parse(text, TOOLS)
+    if not calls:
+        assert content == text
+    for call in calls:
+        assert call.name
+        assert isinstance(json.loads(call.arguments), dict)
+
+
+@every_style
+@pytest.mark.parametrize(
+    "unit",
+    [
+        '{"a":',
+        '<tool_call>{"',
+        "<function=f><parameter=x></parameter>",
+        "[TOOL_CALLS][{",
+        "</think>",
+    ],
+)
+def test_long_nonsense_takes_no_long(style: Style, unit: str) -> None:
+    """Quadratic work on 100 kB would be felt; nesting too deep for JSON is text."""
+    text = unit * (100_000 // len(unit))
+    assert style.parse(text, TOOLS) == (text, ())

@@ -1,0 +1,642 @@
+"""The scripted engine over HTTP: real servers' shapes, repeatable answers, weight versions, pauses, and every fault."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from atroposlib.envs.server_handling.scripted_engine import (
+    FAULT_HEADER,
+    ByteTokenizer,
+    Fault,
+    Latency,
+    Script,
+    ScriptedEngine,
+    made_up_logprobs,
+    made_up_tokens,
+)
+from atroposlib.envs.server_handling.scripted_engine.generation import PRINTABLE
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPT = [10, 11, 12]
+ASK = {"prompt": PROMPT, "max_tokens": 4, "logprobs": 0, "return_token_ids": True}
+
+
+class Client:
+    """Plain HTTP: what the engine says, unparsed by our own servers."""
+
+    def __init__(self, engine: ScriptedEngine, session: aiohttp.ClientSession) -> None:
+        self.engine = engine
+        self._session = session
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self._session.get(self.engine.url + path) as response:
+            return response.status, _decoded(await response.read())
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        async with self._session.post(
+            self.engine.url + path, json=body, headers=headers
+        ) as response:
+            self.headers = response.headers
+            return response.status, _decoded(await response.read())
+
+    async def ask(self, **changes: Any) -> dict[str, Any]:
+        status, answer = await self.post("/v1/completions", {**ASK, **changes})
+        assert status == 200, answer
+        return answer
+
+
+def _decoded(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body
+
+
+@asynccontextmanager
+async def running(script: Script | None = None, **options: Any) -> AsyncIterator[Client]:
+    async with ScriptedEngine(script, **options) as engine, aiohttp.ClientSession() as session:
+        yield Client(engine, session)
+
+
+def expected(
+    *spans: tuple[str, int], choice: int = 0, seed: int = 0, prompt: list[int] | None = None
+) -> tuple[list[int], list[float]]:
+    prompt = PROMPT if prompt is None else prompt
+    tokens = made_up_tokens(prompt, seed=seed, choice=choice, spans=spans, alphabet=PRINTABLE)
+    return tokens, made_up_logprobs(prompt, tokens, spans=spans)
+
+
+# Answers.
+
+
+async def test_completions_have_vllms_fields_and_the_made_up_tokens() -> None:
+    async with running() as client:
+        answer = await client.ask(n=2, model="scripted")
+    assert answer["object"] == "text_completion"
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
+    for i, choice in enumerate(answer["choices"]):
+        tokens, logprobs = expected(("default", 4), choice=i)
+        pieces = [chr(token - 3) for token in tokens]
+        assert choice == {
+            "index": i,
+            "text": "".join(pieces),
+            "logprobs": {
+                "text_offset": [0, 1, 2, 3],
+                "token_logprobs": logprobs,
+                "tokens": pieces,
+                "top_logprobs": [{p: v} for p, v in zip(pieces, logprobs, strict=True)],
+            },
+            "finish_reason": "length",
+            "stop_reason": None,
+            "token_ids": tokens,
+            "prompt_logprobs": None,
+            "prompt_token_ids": PROMPT,
+            "weight_versions": [{"weight_version": "default", "num_tokens": 4}],
+        }
+
+
+async def test_keys_are_null_where_ids_and_logprobs_were_not_asked_for() -> None:
+    async with running(Script(reports_spans=False)) as client:
+        _, answer = await client.post("/v1/completions", {"prompt": "hi"})
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] is choice["prompt_token_ids"] is choice["logprobs"] is None
+    assert "weight_versions" not in choice
+    assert len(choice["text"]) == 16  # vLLM's default
+
+
+async def test_the_same_request_has_the_same_answer_to_the_last_byte() -> None:
+    async with running() as one, running() as other:
+        first, again = await one.ask(seed=3), await one.ask(seed=3)
+        elsewhere, otherwise = await other.ask(seed=3), await one.ask(seed=4)
+    assert first == again == elsewhere
+    assert first["choices"][0]["token_ids"] != otherwise["choices"][0]["token_ids"]
+    assert first["choices"][0]["token_ids"] == expected(("default", 4), seed=3)[0]
+
+
+async def test_the_scripts_seed_counts_where_the_request_has_none_and_none_counts_when_greedy() -> (
+    None
+):
+    async with running(Script(seed=5)) as client:
+        sampled = await client.ask()
+        greedy, again = await client.ask(temperature=0), await client.ask(temperature=0, seed=9)
+    assert sampled["choices"][0]["token_ids"] == expected(("default", 4), seed=5)[0]
+    assert greedy["choices"][0]["token_ids"] == again["choices"][0]["token_ids"]
+    assert greedy["choices"][0]["token_ids"] != sampled["choices"][0]["token_ids"]
+
+
+async def test_several_prompts_are_answered_prompt_major() -> None:
+    async with running() as client:
+        answer = await client.ask(prompt=[PROMPT, [20, 21]], n=2)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["token_ids"] for choice in answer["choices"]] == [
+        expected(("default", 4), choice=0)[0],
+        expected(("default", 4), choice=1)[0],
+        expected(("default", 4), choice=0, prompt=[20, 21])[0],
+        expected(("default", 4), choice=1, prompt=[20, 21])[0],
+    ]
+
+
+def test_scoring_a_sequence_gives_the_logprobs_that_sampling_it_gave() -> None:
+    tokens, logprobs = expected(("7", 3), ("8", 2))
+    assert all(-1 <= value < 0 for value in logprobs)
+    assert made_up_logprobs([*PROMPT, *tokens[:3]], tokens[3:], spans=[("8", 2)]) == logprobs[3:]
+    assert made_up_logprobs(PROMPT, tokens, spans=[("7", 5)])[3:] != logprobs[3:]
+    assert made_up_logprobs(PROMPT[::-1], tokens, spans=[("7", 3), ("8", 2)]) != logprobs
+
+
+async def test_chat_answers_have_prompt_ids_at_the_top_and_ids_in_the_choice() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = ByteTokenizer().apply_chat_template(messages, add_generation_prompt=True)
+    assert isinstance(prompt, list)
+    body = {"messages": messages, "n": 2, "max_tokens": 3, "logprobs": True, "top_logprobs": 0}
+    async with running() as client:
+        _, answer = await client.post("/v1/chat/completions", {**body, "return_token_ids": True})
+        _, tokenized = await client.post("/tokenize", {"messages": messages})
+    assert answer["prompt_token_ids"] == prompt == tokenized["tokens"]
+    for i, choice in enumerate(answer["choices"]):
+        tokens, logprobs = expected(("default", 3), choice=i, prompt=prompt)
+        assert choice["token_ids"] == tokens
+        assert choice["message"]["content"] == ByteTokenizer().decode(tokens)
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == logprobs
+
+
+async def test_scripted_answers_end_with_eos_and_limits_cut_them() -> None:
+    async with running(Script(answers=("yes", "no"))) as client:
+        answer = await client.ask(n=3)
+        cut = await client.ask(max_tokens=2)
+    tokens = [choice["token_ids"] for choice in answer["choices"]]
+    assert tokens == [
+        ByteTokenizer().encode(f"{text}<eos>", False) for text in ("yes", "no", "yes")
+    ]
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+    assert cut["choices"][0]["text"] == "ye"
+    assert cut["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_function_may_answer_in_process() -> None:
+    async with running(respond=lambda request: f"{request.prompt[:2]}{request.choice}") as client:
+        answer = await client.ask(prompt="ab", n=2)
+    assert [choice["text"] for choice in answer["choices"]] == ["<b0", "<b1"]
+
+
+async def test_drawn_lengths_stay_in_their_range_and_end_with_eos() -> None:
+    async with running(Script(lengths=(2, 6))) as client:
+        answer = await client.ask(n=40, max_tokens=5)
+    ended = [c["token_ids"] for c in answer["choices"] if c["finish_reason"] == "stop"]
+    cut = [c["token_ids"] for c in answer["choices"] if c["finish_reason"] == "length"]
+    assert {len(tokens) for tokens in ended} == {2, 3, 4, 5}
+    assert {tokens[-1] for tokens in ended} == {ByteTokenizer.eos_token_id}
+    assert {len(tokens) for tokens in cut} == {5}
+
+
+async def test_stop_strings_stay_out_of_the_text_and_in_the_ids() -> None:
+    async with running(Script(answers=("one two three",))) as client:
+        by_text = (await client.ask(max_tokens=99, stop=[" two"]))["choices"][0]
+        by_id = (await client.ask(max_tokens=99, stop_token_ids=[ord("n") + 3]))["choices"][0]
+    assert (by_text["text"], by_text["stop_reason"]) == ("one", " two")
+    assert ByteTokenizer().decode(by_text["token_ids"]) == "one two"
+    assert (by_id["text"], by_id["stop_reason"]) == ("on", ord("n") + 3)
+
+
+async def test_prompt_logprobs_hold_the_likeliest_ids_and_the_prompts_own() -> None:
+    async with running() as client:
+        answer = await client.ask(prompt_logprobs=2)
+    first, *rest = answer["choices"][0]["prompt_logprobs"]
+    assert first is None
+    own = made_up_logprobs(PROMPT[:1], PROMPT[1:], spans=[("default", 2)])
+    for token, logprob, entries in zip(PROMPT[1:], own, rest, strict=True):
+        assert entries[str(token)]["logprob"] == logprob
+        assert sorted(entry["rank"] for entry in entries.values()) == [1, 2, 3]
+        assert max(entry["logprob"] for entry in entries.values()) > logprob
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        ({"model": "nope"}, 404, "The model `nope` does not exist"),
+        ({"prompt": []}, 400, "at least one prompt"),
+        ({"prompt": [999]}, 400, "Token id 999 is out of vocabulary"),
+        ({"prompt": [5] * 64}, 400, "maximum context length is 64 tokens"),
+        ({"n": 0}, 400, "n must be at least 1, got 0"),
+        ({"n": 2, "temperature": 0}, 400, "greedy sampling, got 2"),
+        ({"temperature": -1}, 400, "temperature must be non-negative, got -1"),
+        ({"logprobs": 99}, 400, "greater than max allowed: 20"),
+        ({"stream": True}, 400, "does not stream"),
+    ],
+)
+async def test_bad_requests_are_refused_as_vllm_does(
+    change: dict[str, Any], status: int, words: str
+) -> None:
+    async with running(max_model_len=64) as client:
+        got, answer = await client.post("/v1/completions", {**ASK, **change})
+    assert got == status
+    assert words in answer["error"]["message"]
+    assert answer["error"]["code"] == status
+
+
+async def test_vllms_scale_out_route_tells_versions_as_ranges() -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "logprobs": 0, "n": 2}}
+    async with running(Script(faults=(Fault(kind="swap_weights"),))) as client:
+        _, answer = await client.post("/inference/v1/generate", body)
+    for i, choice in enumerate(answer["choices"]):
+        tokens, logprobs = expected(("default", 2), ("default.1", 2), choice=i)
+        assert choice["token_ids"] == tokens
+        assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == tokens
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == logprobs
+        assert choice["weight_versions"] == [
+            {"version": "default", "start": 0, "end": 2},
+            {"version": "default.1", "start": 2, "end": 4},
+        ]
+
+
+async def test_the_originals_generate_route() -> None:
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 0, "n": 2, "max_tokens": 3}
+    async with running() as client:
+        _, answer = await client.post("/generate", body)
+        _, scored = await client.post("/generate", {**body, "prompt_logprobs": 1})
+    for i, sequence in enumerate(answer["logprobs"]):
+        tokens, logprobs = expected(("default", 3), choice=i)
+        assert sequence == [[{str(t): v}] for t, v in zip(tokens, logprobs, strict=True)]
+    assert answer["finish_reasons"] == ["length", "length"]
+    assert scored["prompt_logprobs"][1]["11"] < 0
+
+
+async def test_sglangs_generate_route() -> None:
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 3},
+        "return_logprob": True,
+        "return_text_in_logprobs": False,
+    }
+    tokens, logprobs = expected(("7", 3))
+    async with running(weight_version="7") as client:
+        _, one = await client.post("/generate", body)
+        body["sampling_params"] = {"max_new_tokens": 3, "n": 2}
+        _, two = await client.post("/generate", body)
+        _, scored = await client.post(
+            "/generate", {**body, "logprob_start_len": 0, "top_logprobs_num": 2}
+        )
+    meta = one["meta_info"]
+    assert meta["output_token_logprobs"] == [
+        [v, t, None] for t, v in zip(tokens, logprobs, strict=True)
+    ]
+    assert meta["finish_reason"] == {"type": "length", "length": 3}
+    assert (meta["weight_version"], one["output_ids"]) == ("7", tokens)
+    assert [each["output_ids"] for each in two] == [
+        tokens,
+        expected(("7", 3), choice=1)[0],
+    ]
+    inputs = scored[0]["meta_info"]["input_token_logprobs"]
+    own = made_up_logprobs(PROMPT[:1], PROMPT[1:], spans=[("7", 2)])
+    assert inputs == [[v, t, None] for v, t in zip([None, *own], PROMPT, strict=True)]
+    assert [top and len(top) for top in scored[0]["meta_info"]["input_top_logprobs"]] == [
+        None,
+        2,
+        2,
+    ]
+
+
+async def test_trls_generate_route() -> None:
+    async with running() as client:
+        _, answer = await client.post(
+            "/generate/", {"prompts": ["a", "b"], "n": 2, "max_tokens": 3}
+        )
+        health = await client.get("/health/")
+    prompts = [ByteTokenizer().encode(text) for text in "ab"]
+    wanted = [expected(("default", 3), choice=i, prompt=p) for p in prompts for i in range(2)]
+    assert answer["prompt_ids"] == prompts
+    assert answer["completion_ids"] == [tokens for tokens, _ in wanted]
+    assert answer["logprobs"] == [logprobs for _, logprobs in wanted]
+    assert health == (200, {"status": "ok"})
+
+
+async def test_routes_that_a_server_lacks_are_404_and_not_in_its_description() -> None:
+    async with running(missing_paths=["/inference/v1/generate", "/weight_info"]) as client:
+        assert (await client.post("/inference/v1/generate", {}))[0] == 404
+        assert (await client.get("/weight_info"))[0] == 404
+        _, described = await client.get("/openapi.json")
+        assert (await client.get("/v1/completions"))[0] == 405
+        assert (await client.get("/v1/models"))[1]["data"][0]["id"] == "scripted"
+    assert "/v1/completions" in described["paths"]
+    assert "/inference/v1/generate" not in described["paths"]
+
+
+# Weights and pauses.
+
+
+async def test_weight_versions_are_told_and_set_as_by_vllm_and_sglang() -> None:
+    async with running(weight_version="7") as client:
+        assert await client.get("/weight_info") == (200, {"weight_version": "7"})
+        await client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {}})
+        assert (await client.get("/weight_info"))[1] == {"weight_version": "8"}
+        await client.post("/update_weight_version", {"new_version": "12"})
+        assert (await client.get("/get_weight_version"))[1] == {"weight_version": "12"}
+        assert (await client.post("/update_weight_version", {"weight_version": "1"}))[0] == 400
+        _, done = await client.post(
+            "/update_weights_from_disk", {"model_path": "x", "weight_version": "13"}
+        )
+        assert done["success"] is True
+        assert (await client.get("/model_info"))[1]["weight_version"] == "13"
+        assert (await client.post("/collective_rpc", {}))[0] == 400
+
+
+async def test_other_weights_sample_other_tokens() -> None:
+    async with running(weight_version="7") as client:
+        before = await client.ask()
+        client.engine.weight_version = "8"
+        after = await client.ask()
+    assert before["choices"][0]["token_ids"] == expected(("7", 4))[0]
+    assert after["choices"][0]["token_ids"] == expected(("8", 4))[0]
+
+
+async def test_weights_swapped_in_the_middle_split_every_running_sequence() -> None:
+    async with running(Script(latency=Latency(per_token_s=0.02)), weight_version="7") as client:
+        asked = asyncio.create_task(client.ask(n=2, max_tokens=10))
+        await _until(lambda: client.engine.num_running == 2)
+        await asyncio.sleep(0.07)
+        client.engine.weight_version = "8"
+        answer = await asked
+    first, second = answer["choices"][0]["weight_versions"]
+    assert (first["weight_version"], second["weight_version"]) == ("7", "8")
+    before = first["num_tokens"]
+    assert 2 <= before <= 8
+    assert before + second["num_tokens"] == 10
+    for i, choice in enumerate(answer["choices"]):
+        assert choice["token_ids"] == expected(("7", before), ("8", 10 - before), choice=i)[0]
+
+
+async def test_a_kept_pause_freezes_generations_and_holds_new_ones() -> None:
+    async with running(Script(latency=Latency(per_token_s=0.01)), weight_version="7") as client:
+        asked = asyncio.create_task(client.ask(max_tokens=10))
+        await _until(lambda: client.engine.num_running == 1)
+        assert (await client.post("/pause?mode=keep", {}))[1] == {"status": "paused"}
+        assert (await client.get("/is_paused"))[1] == {"is_paused": True}
+        held = asyncio.create_task(client.ask(max_tokens=1))
+        await asyncio.sleep(0.2)
+        assert not asked.done()
+        assert not held.done()
+        client.engine.weight_version = "8"
+        assert (await client.post("/resume", {}))[1] == {"status": "resumed"}
+        frozen, new = await asked, await held
+    spans = frozen["choices"][0]["weight_versions"]
+    assert [span["weight_version"] for span in spans][-1] == "8"
+    assert sum(span["num_tokens"] for span in spans) == 10
+    assert new["choices"][0]["token_ids"] == expected(("8", 1))[0]
+
+
+async def test_an_aborting_pause_ends_generations_with_what_they_have() -> None:
+    async with running(Script(latency=Latency(per_token_s=0.01))) as client:
+        asked = asyncio.create_task(client.ask(max_tokens=1000))
+        await _until(lambda: client.engine.num_running == 1)
+        await asyncio.sleep(0.05)
+        await client.post("/pause_generation", {"mode": "abort"})
+        (choice,) = (await asked)["choices"]
+        await client.post("/continue_generation", {})
+    assert choice["finish_reason"] == "abort"
+    assert 1 <= len(choice["token_ids"]) < 200
+    assert choice["token_ids"] == expected(("default", len(choice["token_ids"])))[0]
+
+
+async def test_a_waiting_pause_lets_generations_end() -> None:
+    async with running(Script(latency=Latency(per_token_s=0.01))) as client:
+        asked = asyncio.create_task(client.ask(max_tokens=5))
+        await _until(lambda: client.engine.num_running == 1)
+        await client.post("/pause?mode=wait", {})
+        assert client.engine.num_running == 0
+        assert (await asked)["choices"][0]["finish_reason"] == "length"
+        assert (await client.post("/pause?mode=bogus", {}))[0] == 400
+
+
+async def test_a_script_may_refuse_while_paused() -> None:
+    async with running(Script(while_paused="refuse")) as client:
+        await client.post("/pause?mode=keep", {})
+        assert (await client.post("/v1/completions", ASK))[0] == 503
+        await client.post("/resume", {})
+        await client.ask()
+
+
+# Speed and capacity.
+
+
+async def test_completions_beyond_the_slots_wait_in_line() -> None:
+    script = Script(num_slots=2, latency=Latency(first_token_s=0.05))
+    async with running(script) as client:
+        began = time.monotonic()
+        asked = [asyncio.create_task(client.ask(seed=i)) for i in range(6)]
+        await _until(lambda: client.engine.num_waiting == 4)
+        assert client.engine.num_running == 2
+        _, metrics = await client.get("/metrics")
+        assert b'vllm:num_requests_waiting{engine="0",model_name="scripted"} 4.0' in metrics
+        assert (await client.get("/load"))[1] == {"server_load": 6}
+        await asyncio.gather(*asked)
+        assert 0.15 <= time.monotonic() - began < 0.6
+        assert (client.engine.num_running, client.engine.num_waiting) == (0, 0)
+
+
+async def test_a_long_line_is_answered_429_with_the_time_to_wait() -> None:
+    script = Script(
+        num_slots=1, max_waiting=1, retry_after_s=2.5, latency=Latency(first_token_s=0.1)
+    )
+    async with running(script) as client:
+        asked = [asyncio.create_task(client.ask(seed=i)) for i in range(2)]
+        await _until(lambda: client.engine.num_waiting == 1)
+        assert (await client.post("/v1/completions", ASK))[0] == 429
+        assert client.headers["Retry-After"] == "2.5"
+        await asyncio.gather(*asked)
+
+
+async def test_a_client_that_goes_away_frees_its_slot() -> None:
+    script = Script(num_slots=1, latency=Latency(first_token_s=30))
+    async with running(script) as client:
+        asked = [asyncio.create_task(client.ask(seed=i)) for i in range(2)]
+        await _until(lambda: client.engine.num_waiting == 1)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await _until(lambda: client.engine.num_running + client.engine.num_waiting == 0)
+        assert [served.was_generated for served in client.engine.served] == [False, False]
+
+
+async def test_more_choices_than_slots_still_begin() -> None:
+    async with running(Script(num_slots=2)) as client:
+        assert len((await client.ask(n=5))["choices"]) == 5
+
+
+async def test_latency_spreads_as_the_seed_says() -> None:
+    async def durations() -> list[float]:
+        script = Script(latency=Latency(first_token_s=0.01, sigma=1.0), seed=1)
+        async with running(script) as client:
+            found = []
+            for i in range(5):
+                began = time.monotonic()
+                await client.ask(seed=i)
+                found.append(time.monotonic() - began)
+        return found
+
+    one, other = await durations(), await durations()
+    assert max(one) > 2 * min(one)
+    assert one == pytest.approx(other, abs=0.05)
+
+
+# Faults.
+
+
+async def test_a_status_comes_with_its_retry_after_and_as_often_as_asked() -> None:
+    fault = Fault(kind="status", status=429, retry_after_s=0.5, skip=1, times=2)
+    async with running(Script(faults=(fault,))) as client:
+        statuses = [(await client.post("/v1/completions", ASK))[0] for _ in range(4)]
+        assert statuses == [200, 429, 429, 200]
+        assert client.engine.counts["status"] == 2
+        assert (await client.get("/health"))[0] == 200
+    assert [served.was_generated for served in client.engine.served] == [True, False, False, True]
+
+
+async def test_health_may_fail_by_path() -> None:
+    async with running(Script(faults=(Fault(kind="status", path="/health"),))) as client:
+        assert (await client.get("/health"))[0] == 503
+        await client.ask()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "was_generated"),
+    [
+        ("drop_before", aiohttp.ServerDisconnectedError, False),
+        ("drop_after", aiohttp.ServerDisconnectedError, True),
+        ("drop_in_body", aiohttp.ClientPayloadError, True),
+    ],
+)
+async def test_dropped_connections(kind: Any, error: type[Exception], was_generated: bool) -> None:
+    async with running(Script(faults=(Fault(kind=kind, times=1),))) as client:
+        # A fresh connection: aiohttp repeats a request on its own only where it reused one.
+        with pytest.raises(error):
+            await client.ask()
+        assert [served.was_generated for served in client.engine.served] == [was_generated]
+        await client.ask()
+
+
+async def test_a_cut_body_is_whole_http_and_half_json() -> None:
+    async with running(Script(faults=(Fault(kind="cut_json", times=1),))) as client:
+        status, body = await client.post("/v1/completions", ASK)
+        whole = await client.ask()
+    assert status == 200
+    assert isinstance(body, bytes)
+    assert len(body) == len(json.dumps(whole, separators=(",", ":"))) // 2
+
+
+async def test_wrong_lengths_lack_one_logprob() -> None:
+    async with running(Script(faults=(Fault(kind="wrong_lengths", times=1),))) as client:
+        (choice,) = (await client.ask())["choices"]
+    assert len(choice["token_ids"]) == 4
+    assert len(choice["logprobs"]["token_logprobs"]) == 3
+
+
+async def test_a_slow_first_byte_comes_after_its_delay() -> None:
+    fault = Fault(kind="slow_first_byte", delay_s=0.1, times=1)
+    async with running(Script(faults=(fault,))) as client:
+        began = time.monotonic()
+        await client.ask()
+        assert time.monotonic() - began >= 0.1
+
+
+async def test_a_request_may_carry_its_own_fault() -> None:
+    async with running() as client:
+        status, _ = await client.post(
+            "/v1/completions", ASK, **{FAULT_HEADER: '{"kind": "status", "status": 500}'}
+        )
+        assert status == 500
+        status, answer = await client.post(
+            "/v1/completions", ASK, **{FAULT_HEADER: '{"kind": "bogus"}'}
+        )
+        assert status == 400
+        assert FAULT_HEADER in answer["error"]["message"]
+        await client.ask()
+
+
+async def test_chances_come_from_the_seed() -> None:
+    async def statuses(seed: int) -> list[int]:
+        fault = Fault(kind="status", chance=0.3)
+        async with running(Script(seed=seed, faults=(fault,))) as client:
+            return [(await client.post("/v1/completions", ASK))[0] for _ in range(40)]
+
+    first, again, other = await statuses(1), await statuses(1), await statuses(2)
+    assert first == again != other
+    assert 4 <= first.count(503) <= 20
+
+
+async def test_a_script_is_set_over_http_and_unknown_fields_are_refused() -> None:
+    async with running() as client:
+        storm = {"faults": [{"kind": "status", "status": 429, "for_s": 0.1}]}
+        status, shown = await client.post("/script", storm)
+        assert status == 200
+        assert shown["script"]["faults"][0]["status"] == 429
+        assert (await client.post("/v1/completions", ASK))[0] == 429
+        await asyncio.sleep(0.1)
+        await client.ask()
+        status, answer = await client.post("/script", {"fault": []})
+        assert status == 400
+        assert "unknown field `fault`" in answer["error"]["message"]
+        assert (await client.get("/script"))[1]["counts"]["status 429"] == 1
+
+
+async def test_a_killed_engine_breaks_what_runs_and_comes_back_at_its_address() -> None:
+    async with running(Script(latency=Latency(first_token_s=30))) as client:
+        asked = asyncio.create_task(client.ask())
+        await _until(lambda: client.engine.num_running == 1)
+        await client.engine.stop()
+        with pytest.raises(aiohttp.ServerDisconnectedError):
+            await asked
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await client.ask()
+        assert client.engine.num_running == 0
+        await client.engine.start()
+        client.engine.set_script(Script())
+        assert (await client.ask())["choices"][0]["token_ids"] == expected(("default", 4))[0]
+
+
+@pytest.mark.e2e
+def test_the_command_says_its_address_and_ends_at_a_signal() -> None:
+    with subprocess.Popen(
+        [
+            *(sys.executable, "-m", "atroposlib.envs.server_handling.scripted_engine"),
+            *("--port", "0", "--weight-version", "3", "--script", '{"answers": ["yes"]}'),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout is not None
+        address = re.fullmatch(
+            r"listening on (http://127\.0\.0\.1:\d+)\n", process.stdout.readline()
+        )
+        assert address is not None
+
+        async def ask() -> Any:
+            async with aiohttp.ClientSession() as session:
+                async with session.post(f"{address[1]}/v1/completions", json=ASK) as response:
+                    return await response.json()
+
+        (choice,) = asyncio.run(ask())["choices"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    assert choice["text"] == "yes"
+    assert choice["weight_versions"] == [{"weight_version": "3", "num_tokens": 4}]
+
+
+async def _until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - the engine tells nobody
+            await asyncio.sleep(0.001)

@@ -18,7 +18,7 @@ from atroposlib.envs.server_handling.api_server import (
     APIServer,
     TokenCompletions,
 )
-from atroposlib.envs.server_handling.chat_template import ChatTemplate, as_dict
+from atroposlib.envs.server_handling.chat_template import as_dict
 from atroposlib.envs.server_handling.http import EngineHttpRejected, HttpPeer, excerpt, strip_v1
 from atroposlib.envs.server_handling.openai_routes import (
     Request,
@@ -121,8 +121,10 @@ class TrlVllmServer(WithTokenizer, APIServer):
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
         request = read_request(kwargs, timeout_s=self.config.timeout)
-        messages, tools = request.body.pop("messages"), request.body.pop("tools", None)
-        text = await asyncio.to_thread(self._render, messages, tools)
+        options = dict(request.body.pop("chat_template_kwargs", {}))
+        if tools := request.body.pop("tools", None):
+            options["tools"] = tools
+        text = await asyncio.to_thread(self._render, request.body.pop("messages"), options)
         answers, usage = await self._complete(text, request)
         choices = [
             {
@@ -147,10 +149,14 @@ class TrlVllmServer(WithTokenizer, APIServer):
         ]
         return completion_from(self._envelope("text_completion", choices, usage))
 
-    def _render(self, messages: list[Any], tools: list[Any] | None) -> str:
+    def _render(self, messages: list[Any], options: dict[str, Any]) -> str:
         dicts = [as_dict(message) for message in messages]
-        prompt = ChatTemplate(self.tokenizer).render(dicts, tools=tools).prompt
-        return self._without_second_bos(prompt)
+        if dicts and dicts[-1].get("role") == "assistant":
+            options["continue_final_message"] = True
+        else:
+            options["add_generation_prompt"] = True
+        prompt = self.tokenizer.apply_chat_template(dicts, tokenize=False, **options)
+        return self._without_second_bos(str(prompt))
 
     def _without_second_bos(self, text: str) -> str:
         """Drop a BOS that the text spells out where the server's tokenizer adds one of its own."""

@@ -106,9 +106,13 @@ class Characters:
         messages: list[dict[str, Any]],
         tokenize: bool = True,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         tools: list[Any] | None = None,
+        **variables: Any,
     ) -> str:
         assert not tokenize
         lines = [f"tools={len(tools)}\n"] if tools else []
+        lines += [f"{name}={value}\n" for name, value in variables.items()]
         lines += [f"{message['role']}:{message['content']}\n" for message in messages]
-        return "\x01" + "".join(lines) + ("assistant:" if add_generation_prompt else "")
+        text = "\x01" + "".join(lines) + ("assistant:" if add_generation_prompt else "")
+        return text.removesuffix("\n") if continue_final_message else text

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -20,8 +20,12 @@ from pydantic import BaseModel
 
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 
+T = TypeVar("T")
+
 CONNECT_TIMEOUT_S = 10.0
 EXCERPT_CHARS = 400
+THREAD_FROM_BYTES = 256 * 1024
+"""Answers larger than this are read off the event loop: half a millisecond of work, several in a row are many."""
 TRANSIENT_4XX = frozenset({408, 425, 429})
 """Request timeout, too early, too many requests: the request itself is fine."""
 
@@ -108,6 +112,29 @@ class HttpPeer:
         query: Mapping[str, str] | None = None,
     ) -> Any:
         """POST a JSON body and return the decoded JSON answer."""
+        return await self.post(
+            path,
+            body,
+            read=msgspec.json.decode,
+            timeout_s=timeout_s,
+            headers=headers,
+            query=query,
+        )
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        read: Callable[[bytes], T],
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        query: Mapping[str, str] | None = None,
+    ) -> T:
+        """POST a JSON body and return what `read` makes of the answer.
+
+        `read` runs in a thread when the answer is large. A `msgspec.DecodeError` becomes `EngineProtocolError`.
+        """
         payload = msgspec.json.encode(body, enc_hook=_encode_model)
         all_headers = {"Content-Type": "application/json", **(headers or {})}
         status, answer, retry_after = await self._request(
@@ -123,10 +150,14 @@ class HttpPeer:
         if status >= 400:
             raise EngineHttpRejected(f"{where} answered {status}: {excerpt(answer)}", status=status)
         try:
-            return msgspec.json.decode(answer)
-        except msgspec.DecodeError as e:
+            if len(answer) < THREAD_FROM_BYTES:
+                return read(answer)
+            return await asyncio.to_thread(read, answer)
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            is_json = isinstance(e, msgspec.ValidationError)
+            what = "unexpected values" if is_json else "a body that is not JSON"
             raise EngineProtocolError(
-                f"{where} answered {status} with a body that is not JSON ({e}): {excerpt(answer)}"
+                f"{where} answered {status} with {what} ({e}): {excerpt(answer)}"
             ) from e
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:

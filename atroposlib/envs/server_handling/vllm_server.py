@@ -1,8 +1,8 @@
 """vLLM, or any engine that speaks its routes: completions with token ids and the logprob of each sampled token.
 
-Stock vLLM's `/v1/completions` is used: prompt as token ids, `logprobs: 0` (sampled tokens only) and
-`return_token_ids`. A server that cannot do that but offers the original's `/generate` is asked there instead.
-Nothing is padded or cut to fit: lengths that disagree raise `EngineProtocolError`.
+Asked, in this order: `/inference/v1/generate` where the server lists it (its answers say which weights sampled which
+token), stock `/v1/completions` with `return_token_ids`, the original's `/generate` where that is the only way. A route
+that was found not to work is not tried again. The bodies are those of `vllm_bodies.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from atroposlib.envs.server_handling.api_server import (
     TokenCompletions,
     WeightSpan,
 )
+from atroposlib.envs.server_handling.choices import run_together
 from atroposlib.envs.server_handling.http import EngineHttpRejected, strip_v1
 from atroposlib.envs.server_handling.openai_routes import (
     OpenAIRoutesServer,
@@ -28,20 +29,34 @@ from atroposlib.envs.server_handling.openai_routes import (
 )
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.errors import ConfigError, EngineProtocolError
+from atroposlib.envs.server_handling.vllm_bodies import (
+    DEFAULT_MAX_TOKENS,
+    NEUTRAL_SAMPLING,
+    NoTokenIds,
+    Sampled,
+    completions_of,
+    read_completions,
+    read_generated,
+    read_prompt_logprobs,
+    read_tokens,
+    rename_max_tokens,
+    split_completions,
+    tokens_request,
+)
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+
+__all__ = ["NEUTRAL_SAMPLING", "VLLMServer", "load_tokenizer"]
 
 logger = logging.getLogger(__name__)
 
-NEUTRAL_SAMPLING: dict[str, float] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
-"""Sent unless the caller says otherwise. vLLM fills what is missing from the model's generation_config.json
-(Qwen's cuts to the top 20 tokens, for example): samples would come from another distribution than the one
-whose logprobs are reported."""
+T = TypeVar("T")
+
+TOKENS_ROUTE = "/inference/v1/generate"
+"""Token ids in and out, with policy versions: vLLM 0.32 and later, started with `--enable-scale-out`."""
+ORIGINAL_ROUTE = "/generate"
+NO_SUCH_ROUTE = frozenset({404, 405})
+FORBIDDEN = 403
+"""What vLLM answers on routes that it was not started with."""
 
 
 def load_tokenizer(name: str) -> Any:
@@ -68,6 +83,12 @@ class VLLMServer(OpenAIRoutesServer):
             )
         root = strip_v1(config.base_url)
         super().__init__(config, reasoning_config, root=root, prefix="/v1", api_key=config.api_key)
+        self._listed: frozenset[str] | None = None
+        """Paths in the server's own description; None where it gives none."""
+        self._has_listed = False
+        self._listing = asyncio.Lock()  # the first requests of an environment all come at once
+        self._uses_tokens_route = True
+        """Until it is not listed, or refuses."""
         self._uses_generate = False
         """The server was found to have only the original's /generate route."""
         self._warned_about_max_tokens = False
@@ -87,21 +108,27 @@ class VLLMServer(OpenAIRoutesServer):
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokenCompletions:
         request = read_request(kwargs, timeout_s=self.config.timeout)
         prompt_tokens = await self._take_prompt(request.body)
-        body = rename_max_tokens(request.body)
+        body = {**NEUTRAL_SAMPLING, **rename_max_tokens(request.body)}
+        body.setdefault("logprobs", 0)
         if "max_tokens" not in body and not self._warned_about_max_tokens:
             self._warned_about_max_tokens = True
-            logger.warning("No max_tokens given: vLLM stops after 16 tokens then")
-        if not self._uses_generate:
+            logger.warning(
+                "No max_tokens given: vLLM stops after %d tokens then", DEFAULT_MAX_TOKENS
+            )
+        sampled = await self._sample_at_tokens_route(prompt_tokens, body, request)
+        if sampled is None and not self._uses_generate:
             try:
                 return await self._sample_at_completions(prompt_tokens, body, request)
-            except (EngineHttpRejected, _NoTokenIds) as e:
-                if isinstance(e, EngineHttpRejected) and e.status not in (404, 405):
+            except (EngineHttpRejected, NoTokenIds) as e:
+                if isinstance(e, EngineHttpRejected) and e.status not in NO_SUCH_ROUTE:
                     raise
-                if not await self._offers_generate():
+                if not await self._offers(ORIGINAL_ROUTE, unless_known=True):
                     raise
-                logger.info("%s: using /generate (%s)", self._label, e)
+                logger.info("%s: using %s (%s)", self._label, ORIGINAL_ROUTE, e)
                 self._uses_generate = True
-        return await self._sample_at_generate(prompt_tokens, body, request)
+        if sampled is None:
+            sampled = await self._sample_at_generate(prompt_tokens, request)
+        return completions_of(prompt_tokens, sampled)
 
     async def _take_prompt(self, body: dict[str, Any]) -> list[int]:
         """Remove the prompt from a body and return it as token ids, with at most one BOS."""
@@ -111,39 +138,127 @@ class VLLMServer(OpenAIRoutesServer):
         if token_ids is None:
             if text is None:
                 raise ValueError("tokens_and_logprobs_completion needs input_ids or prompt")
-            tokenizer = await asyncio.to_thread(lambda: self.tokenizer)
-            token_ids = tokenizer.encode(text)
-            bos = tokenizer.bos_token_id
-            if bos is not None and token_ids[:2] == [bos, bos]:
-                token_ids = token_ids[1:]
+            return await asyncio.to_thread(self._encode, text)
+        if type(token_ids) is list and set(map(type, token_ids)) <= {int}:
+            return token_ids
         return [int(token) for token in token_ids]
+
+    def _encode(self, text: str) -> list[int]:
+        token_ids = [int(token) for token in self.tokenizer.encode(text)]
+        bos = self.tokenizer.bos_token_id
+        return token_ids[1:] if bos is not None and token_ids[:2] == [bos, bos] else token_ids
+
+    async def _sample_at_tokens_route(
+        self, prompt_tokens: list[int], body: dict[str, Any], request: Request
+    ) -> list[Sampled] | None:
+        """Return completions with their policy versions; None where the server or the keywords do not allow it."""
+        if not self._uses_tokens_route:
+            return None
+        if not await self._offers(TOKENS_ROUTE, unless_known=False):
+            self._uses_tokens_route = False
+            return None
+        if tokens_request(prompt_tokens, body) is None:
+            return None
+
+        async def send(part: dict[str, Any]) -> list[Sampled]:
+            read = functools.partial(read_tokens, label=self._label)
+            asked = tokens_request(prompt_tokens, part) or {}
+            return await self._send(TOKENS_ROUTE, asked, request, read)
+
+        try:
+            return await self._sample(body, send)
+        except EngineHttpRejected as e:
+            if e.status != FORBIDDEN and e.status not in NO_SUCH_ROUTE:
+                raise
+            logger.info("%s: not using %s (%s)", self._label, TOKENS_ROUTE, e)
+            self._uses_tokens_route = False
+            return None
 
     async def _sample_at_completions(
         self, prompt_tokens: list[int], body: dict[str, Any], request: Request
     ) -> TokenCompletions:
-        body = {**NEUTRAL_SAMPLING, **body, "prompt": prompt_tokens, "return_token_ids": True}
-        body.setdefault("logprobs", 0)
+        async def send(part: dict[str, Any]) -> list[Sampled]:
+            read = functools.partial(
+                read_completions, prompt_tokens=prompt_tokens, label=self._label
+            )
+            return await self._send("/v1/completions", part, request, read)
+
         version = await self._ask_weight_version()
-        answer = await self._complete("/completions", body, request)
-        sampled = parse_completions(answer, prompt_tokens=prompt_tokens, label=self._label)
-        if any(spans is not None for spans in sampled.weight_versions):
+        asked = {**body, "prompt": prompt_tokens, "return_token_ids": True}
+        answer = completions_of(prompt_tokens, await self._sample(asked, send))
+        if any(spans is not None for spans in answer.weight_versions):
             self._asks_weight_info = False
         elif version is not None and version == await self._ask_weight_version():
-            sampled.weight_versions = [
-                [WeightSpan(version, len(tokens))] for tokens in sampled.output_tokens
+            answer.weight_versions = [
+                [WeightSpan(version, len(tokens))] for tokens in answer.output_tokens
             ]
+        return answer
+
+    async def _sample_at_generate(
+        self, prompt_tokens: list[int], request: Request
+    ) -> list[Sampled]:
+        body = {**rename_max_tokens(request.body), "prompt": {"prompt_token_ids": prompt_tokens}}
+        body.pop("model", None)
+        body.setdefault("logprobs", 0)
+        read = functools.partial(read_generated, label=self._label)
+        sampled = await self._send(ORIGINAL_ROUTE, body, request, read)
+        return self._checked_count(sampled, int(body.get("n", 1)))
+
+    async def _sample(self, body: dict[str, Any], send: Any) -> list[Sampled]:
+        """Return exactly `n` completions, in requests of bounded size, also from servers that ignore `n`."""
+        n = int(body.get("n", 1))
+        single = {**body, "n": 1}
+        if n > 1 and self._n_is_ignored:
+            parts = await run_together([send(single) for _ in range(n)])
+        else:
+            parts = await run_together([send(part) for part in split_completions(body)])
+            if n > 1 and len(parts) == 1 and len(parts[0]) == 1:
+                logger.warning(
+                    "%s ignores n (asked for %d choices, got 1); sending n requests from now on."
+                    " Set n_kwarg_is_ignored to start that way",
+                    self._label,
+                    n,
+                )
+                self._n_is_ignored = True
+                parts += await run_together([send(single) for _ in range(n - 1)])
+        return self._checked_count([each for part in parts for each in part], n)
+
+    def _checked_count(self, sampled: list[Sampled], n: int) -> list[Sampled]:
+        if len(sampled) != n:
+            raise EngineProtocolError(
+                f"{self._label} answered {len(sampled)} choices, expected n = {n}"
+            )
         return sampled
 
+    async def _send(
+        self, path: str, body: dict[str, Any], request: Request, read: Callable[[bytes], T]
+    ) -> T:
+        return await self._peer.post(
+            path,
+            body,
+            read=read,
+            timeout_s=request.timeout_s,
+            headers=request.headers,
+            query=request.query,
+        )
+
+    # What the server is.
+
     async def _ask_weight_version(self) -> str | None:
-        """Return the version that the server holds now; None where it keeps none.
+        """Return the version that the server holds now; None where it keeps none or does not say.
 
         vLLM 0.32 reports no versions on `/v1/completions`, so it is asked before and after. Where the two differ, which
         weights sampled which token cannot be known, and no version is claimed.
         """
         if not self._asks_weight_info:
             return None
-        status, body = await self._peer.get("/weight_info", timeout_s=HEALTH_TIMEOUT_S)
-        if status in (404, 405):  # not in development mode, or another server
+        try:
+            status, body = await self._peer.get("/weight_info", timeout_s=HEALTH_TIMEOUT_S)
+        except EngineUnavailable as e:
+            # What was sampled is worth more than its version; a server that is down fails the sampling itself.
+            logger.debug("%s: no weight version: %s", self._label, e)
+            return None
+        if status in NO_SUCH_ROUTE:  # not in development mode, or another server
             self._asks_weight_info = False
         if status != 200:
             return None
@@ -154,29 +269,23 @@ class VLLMServer(OpenAIRoutesServer):
                 f"{self._label}: unreadable answer of /weight_info: {body[:200]!r}"
             ) from e
 
-    async def _sample_at_generate(
-        self, prompt_tokens: list[int], body: dict[str, Any], request: Request
-    ) -> TokenCompletions:
-        body = {key: value for key, value in body.items() if key != "model"}
-        body["prompt"] = {"prompt_token_ids": prompt_tokens}
-        body.setdefault("logprobs", 0)
-        answer = await self._peer.post_json(
-            "/generate",
-            body,
-            timeout_s=request.timeout_s,
-            headers=request.headers,
-            query=request.query,
-        )
-        return parse_generate(answer, prompt_tokens=prompt_tokens, label=self._label)
+    async def _offers(self, path: str, *, unless_known: bool) -> bool:
+        """Say whether the server lists a route; `unless_known` where it lists none at all."""
+        if not self._has_listed:
+            async with self._listing:
+                if not self._has_listed:
+                    self._listed = await self._list_routes()
+                    self._has_listed = True
+        return unless_known if self._listed is None else path in self._listed
 
-    async def _offers_generate(self) -> bool:
+    async def _list_routes(self) -> frozenset[str] | None:
         status, body = await self._peer.get("/openapi.json", timeout_s=HEALTH_TIMEOUT_S)
         if status != 200:
-            return True  # no description to read: trying is the only way to find out
+            return None
         try:
-            return "/generate" in msgspec.json.decode(body).get("paths", {})
-        except (msgspec.DecodeError, AttributeError):
-            return False
+            return frozenset(_description.decode(body).paths)
+        except msgspec.DecodeError:
+            return None
 
     # Prompt logprobs.
 
@@ -184,146 +293,33 @@ class VLLMServer(OpenAIRoutesServer):
         request = read_request(kwargs, timeout_s=self.config.timeout)
         prompt_tokens = await self._take_prompt(request.body)
         body = rename_max_tokens(request.body)
-        num_top = max(1, int(body.pop("top_k", None) or body.pop("top_logprobs", None) or 1))
-        body.pop("top_logprobs", None)
+        wanted = [body.pop("top_k", None), body.pop("top_logprobs", None)]
+        num_top = next((max(0, int(k)) for k in wanted if k is not None), 1)
         body |= {"n": 1, "temperature": 0.0, "top_p": 1.0, "prompt_logprobs": num_top}
         body.setdefault("max_tokens", 1)
+        read = functools.partial(
+            read_prompt_logprobs, prompt_tokens=prompt_tokens, num_top=num_top, label=self._label
+        )
         if not self._uses_generate:
             try:
-                answer = await self._post(
-                    "/completions", {**body, "prompt": prompt_tokens}, request
-                )
-                positions = answer["choices"][0].get("prompt_logprobs")
-                return parse_prompt_logprobs(
-                    positions, prompt_tokens=prompt_tokens, num_top=num_top, label=self._label
-                )
+                asked = {**body, "prompt": prompt_tokens}
+                return await self._send("/v1/completions", asked, request, read)
             except EngineHttpRejected as e:
-                if e.status not in (404, 405) or not await self._offers_generate():
+                if e.status not in NO_SUCH_ROUTE:
+                    raise
+                if not await self._offers(ORIGINAL_ROUTE, unless_known=True):
                     raise
                 self._uses_generate = True
         body.pop("model", None)
-        body["prompt"] = {"prompt_token_ids": prompt_tokens}
-        answer = await self._peer.post_json("/generate", body, timeout_s=request.timeout_s)
-        positions = answer.get("prompt_logprobs") if isinstance(answer, dict) else None
-        if isinstance(positions, list) and len(positions) == 1 and isinstance(positions[0], list):
-            positions = positions[0]
-        return parse_prompt_logprobs(
-            positions, prompt_tokens=prompt_tokens, num_top=num_top, label=self._label
-        )
+        # The original's server takes 0 for "none".
+        body |= {"prompt": {"prompt_token_ids": prompt_tokens}, "prompt_logprobs": max(1, num_top)}
+        return await self._send(ORIGINAL_ROUTE, body, request, read)
 
 
-class _NoTokenIds(EngineProtocolError):
-    """The server answered /v1/completions without token ids: it does not know `return_token_ids`."""
+class _Description(msgspec.Struct):
+    """The part of an OpenAPI document that is read."""
+
+    paths: dict[str, msgspec.Raw]
 
 
-def rename_max_tokens(body: dict[str, Any]) -> dict[str, Any]:
-    """Give the token limit its name on the completion routes."""
-    for name in ("max_new_tokens", "max_completion_tokens"):
-        if name in body:
-            body = {**body, "max_tokens": body[name]}
-            del body[name]
-    return body
-
-
-def parse_completions(
-    answer: dict[str, Any], *, prompt_tokens: list[int], label: str
-) -> TokenCompletions:
-    """Read token ids and sampled-token logprobs out of a `/v1/completions` body."""
-    tokens: list[list[int]] = []
-    logprobs: list[list[float]] = []
-    spans: list[list[WeightSpan] | None] = []
-    for i, choice in enumerate(answer["choices"]):
-        where = f"{label}/completions: choices[{i}]"
-        token_ids = choice.get("token_ids")
-        if token_ids is None:
-            raise _NoTokenIds(
-                f"{where} has no token_ids; the server must support return_token_ids (vLLM >= 0.10.2)"
-            )
-        values = (choice.get("logprobs") or {}).get("token_logprobs")
-        if values is None:
-            raise EngineProtocolError(f"{where} has no logprobs.token_logprobs")
-        echoed = choice.get("prompt_token_ids") or prompt_tokens
-        if echoed != prompt_tokens:
-            raise EngineProtocolError(
-                f"{where} was sampled after {len(echoed)} prompt tokens that are not the {len(prompt_tokens)} sent"
-            )
-        tokens.append(token_ids)
-        logprobs.append(_checked(values, num_tokens=len(token_ids), where=where))
-        spans.append(_read_spans(choice.get("weight_versions"), len(token_ids), where=where))
-    finish_reasons = [choice.get("finish_reason") for choice in answer["choices"]]
-    return TokenCompletions(prompt_tokens, tokens, logprobs, finish_reasons, weight_versions=spans)
-
-
-def parse_generate(answer: Any, *, prompt_tokens: list[int], label: str) -> TokenCompletions:
-    """Read the original's `/generate` body: per sequence, per token, a list holding one `{"<id>": logprob}`."""
-    where = f"{label}/generate"
-    try:
-        sequences = answer["logprobs"]
-        finish_reasons = answer["finish_reasons"]
-        pairs = [[next(iter(token[0].items())) for token in sequence] for sequence in sequences]
-        tokens = [[int(token_id) for token_id, _ in sequence] for sequence in pairs]
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, StopIteration) as e:
-        raise EngineProtocolError(
-            f"{where} answered something else than logprobs and finish_reasons: {str(answer)[:400]}"
-        ) from e
-    if len(finish_reasons) != len(tokens):
-        raise EngineProtocolError(
-            f"{where} answered {len(finish_reasons)} finish reasons for {len(tokens)} sequences"
-        )
-    logprobs = [
-        _checked([value for _, value in sequence], num_tokens=len(sequence), where=where)
-        for sequence in pairs
-    ]
-    return TokenCompletions(prompt_tokens, tokens, logprobs, finish_reasons)
-
-
-def _checked(values: list[Any], *, num_tokens: int, where: str) -> list[float]:
-    if len(values) != num_tokens:
-        raise EngineProtocolError(f"{where}: {len(values)} logprobs for {num_tokens} token ids")
-    for position, value in enumerate(values):
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise EngineProtocolError(
-                f"{where}: logprob {value!r} at token {position}, expected a number"
-            )
-    return values
-
-
-def _read_spans(spans: Any, num_tokens: int, *, where: str) -> list[WeightSpan] | None:
-    if spans is None:
-        return None
-    try:
-        parsed = [WeightSpan(str(s["weight_version"]), int(s["num_tokens"])) for s in spans]
-    except (KeyError, TypeError, ValueError) as e:
-        raise EngineProtocolError(f"{where}: unreadable weight_versions {spans!r:.200}") from e
-    if (total := sum(span.num_tokens for span in parsed)) != num_tokens:
-        raise EngineProtocolError(f"{where}: weight_versions cover {total} tokens of {num_tokens}")
-    return parsed
-
-
-def parse_prompt_logprobs(
-    positions: Any, *, prompt_tokens: list[int], num_top: int, label: str
-) -> dict[str, Any]:
-    """Read vLLM's prompt logprobs: per position a map `id -> logprob` or `id -> {"logprob": ...}`, maps, or null."""
-    if not isinstance(positions, list) or len(positions) != len(prompt_tokens):
-        raise EngineProtocolError(
-            f"{label}: prompt_logprobs must have {len(prompt_tokens)} positions, got {str(positions)[:200]}"
-        )
-    top_ids: list[list[int]] = []
-    top_logprobs: list[list[float]] = []
-    for position in positions:
-        entries: dict[str, Any] = {}
-        for part in position if isinstance(position, list) else [position or {}]:
-            entries |= part
-        pairs = [
-            (int(token_id), float(v["logprob"] if isinstance(v, dict) else v))
-            for token_id, v in entries.items()
-        ]
-        # vLLM adds the prompt's own token to the k most likely ones.
-        pairs = sorted(pairs, key=lambda pair: -pair[1])[:num_top]
-        top_ids.append([token_id for token_id, _ in pairs])
-        top_logprobs.append([value for _, value in pairs])
-    return {
-        "prompt_tokens": prompt_tokens,
-        "prompt_topk_token_ids": top_ids,
-        "prompt_topk_logprobs": top_logprobs,
-    }
+_description = msgspec.json.Decoder(_Description)

@@ -1,0 +1,373 @@
+"""What vLLM's routes are asked and answer: pure functions between keywords, JSON bodies and token lists.
+
+Only the wanted fields of an answer are decoded, into typed structs, which checks them at C speed: `/v1/completions`
+costs no Python per token. Nothing is padded or cut to fit: lengths that disagree raise `EngineProtocolError`. Called
+by `vllm_server.py`, for large answers off the event loop; it knows no transport.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from atroposlib.envs.server_handling.api_server import TokenCompletions, WeightSpan
+from atroposlib.errors import EngineProtocolError
+
+NEUTRAL_SAMPLING: dict[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sent unless the caller says otherwise. vLLM fills what is missing from the model's generation_config.json
+(Qwen's cuts to the top 20 tokens, for example): samples would come from another distribution than the one
+whose logprobs are reported."""
+
+DEFAULT_MAX_TOKENS = 16
+"""Where `/v1/completions` stops if nothing is said; `/inference/v1/generate` would go on to the model's limit."""
+
+MAX_TOKENS_PER_ANSWER = 32768
+"""An answer that may hold more is asked for in several requests: one of 8 x 32768 tokens has 19 MB, whose decoding
+holds the interpreter's lock for 27 ms. vLLM turns `n` completions into `n` requests of its own anyway."""
+
+SAMPLING_FIELDS = frozenset(
+    {
+        *NEUTRAL_SAMPLING,
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "logprobs",
+        "max_tokens",
+        "min_tokens",
+        "n",
+        "presence_penalty",
+        "seed",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_token_ids",
+    }
+)
+"""Keywords that mean the same in `/v1/completions` and in `sampling_params` of `/inference/v1/generate` (vLLM 0.32)."""
+REQUEST_FIELDS = frozenset({"cache_salt", "model", "priority", "request_id"})
+"""Keywords that both routes read beside the sampling parameters."""
+
+
+class NoTokenIds(EngineProtocolError):
+    """The server answered /v1/completions without token ids: it does not know `return_token_ids`."""
+
+
+class Sampled(NamedTuple):
+    """One completion."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: Any
+    weight_versions: list[WeightSpan] | None
+
+
+class _Span(msgspec.Struct, gc=False):
+    """The local engine's `weight_version` and `num_tokens`, or vLLM's `version`, `start` and `end`."""
+
+    weight_version: str | int | None = None
+    num_tokens: int | None = None
+    version: str | int | None = None
+    start: int = 0
+    end: int | None = None
+
+    def read(self) -> WeightSpan:
+        version = self.version if self.weight_version is None else self.weight_version
+        count = self.num_tokens
+        if count is None and self.end is not None:
+            count = self.end - self.start
+        if version is None or count is None:
+            raise EngineProtocolError(f"a span of weight_versions has no version or end: {self}")
+        return WeightSpan(str(version), count)
+
+
+class _TopLogprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+_Position = dict[int, float | _TopLogprob]
+"""Logprobs by token id at one position."""
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    token_logprobs: list[float] | None = None
+
+
+class _CompletionChoice(msgspec.Struct, gc=False):
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: Any = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Completions(msgspec.Struct, gc=False):
+    choices: list[_CompletionChoice]
+
+
+class _TokenLogprob(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _TokenLogprobs(msgspec.Struct, gc=False):
+    content: list[_TokenLogprob] | None = None
+
+
+class _TokensChoice(msgspec.Struct, gc=False):
+    token_ids: list[int]
+    logprobs: _TokenLogprobs | None = None
+    finish_reason: Any = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Tokens(msgspec.Struct, gc=False):
+    choices: list[_TokensChoice]
+
+
+class _Generated(msgspec.Struct, gc=False):
+    logprobs: list[list[list[dict[int, float]]]]
+    finish_reasons: list[Any]
+
+
+class _PromptChoice(msgspec.Struct, gc=False):
+    prompt_logprobs: list[_Position | None] | None = None
+
+
+class _PromptLogprobs(msgspec.Struct, gc=False):
+    """Of `/v1/completions`, in the choice; of `/generate`, beside it and sometimes in a list of its own."""
+
+    choices: list[_PromptChoice] = []
+    prompt_logprobs: list[_Position | list[_Position | None] | None] | None = None
+
+
+_completions = msgspec.json.Decoder(_Completions)
+_tokens = msgspec.json.Decoder(_Tokens)
+_generated = msgspec.json.Decoder(_Generated)
+_prompt_logprobs = msgspec.json.Decoder(_PromptLogprobs)
+
+
+# Requests.
+
+
+def rename_max_tokens(body: dict[str, Any]) -> dict[str, Any]:
+    """Give the token limit its name on the completion routes."""
+    for name in ("max_new_tokens", "max_completion_tokens"):
+        if name in body:
+            body = {**body, "max_tokens": body[name]}
+            del body[name]
+    return body
+
+
+def split_completions(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Cut a request into several whose answers are small enough to decode at once.
+
+    A seed is counted on, as vLLM does for the completions of one request.
+
+    >>> [part["seed"] for part in split_completions({"n": 3, "max_tokens": 16000, "seed": 5})]
+    [5, 7]
+    """
+    n = int(body.get("n", 1))
+    size = max(1, MAX_TOKENS_PER_ANSWER // max(1, int(body.get("max_tokens", DEFAULT_MAX_TOKENS))))
+    if n <= size or body.get("use_beam_search"):
+        return [body]
+    parts = [{**body, "n": min(size, n - start)} for start in range(0, n, size)]
+    if body.get("seed") is not None:
+        for start, part in zip(range(0, n, size), parts, strict=True):
+            part["seed"] = body["seed"] + start
+    return parts
+
+
+def tokens_request(prompt_tokens: list[int], body: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the body of `/inference/v1/generate`; None if it cannot say what the keywords say."""
+    if not body.keys() <= SAMPLING_FIELDS | REQUEST_FIELDS:
+        return None
+    sampling = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
+    sampling.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
+    rest = {name: value for name, value in body.items() if name in REQUEST_FIELDS}
+    return {**rest, "token_ids": prompt_tokens, "sampling_params": sampling}
+
+
+# Answers.
+
+
+def read_completions(answer: bytes, *, prompt_tokens: list[int], label: str) -> list[Sampled]:
+    """Read token ids and sampled-token logprobs out of a `/v1/completions` body.
+
+    Raises `NoTokenIds` where the server does not know `return_token_ids`.
+    """
+    found = []
+    for i, choice in enumerate(_completions.decode(answer).choices):
+        where = f"{label}/completions: choices[{i}]"
+        if choice.token_ids is None:
+            raise NoTokenIds(
+                f"{where} has no token_ids; the server must support return_token_ids (vLLM >= 0.10.2)"
+            )
+        values = None if choice.logprobs is None else choice.logprobs.token_logprobs
+        if values is None:
+            raise EngineProtocolError(f"{where} has no logprobs.token_logprobs")
+        echoed = choice.prompt_token_ids or prompt_tokens
+        if echoed != prompt_tokens:
+            raise EngineProtocolError(
+                f"{where} was sampled after {len(echoed)} prompt tokens that are not the {len(prompt_tokens)} sent"
+            )
+        found.append(
+            _checked(
+                choice.token_ids, values, choice.finish_reason, choice.weight_versions, where=where
+            )
+        )
+    return found
+
+
+def read_tokens(answer: bytes, *, label: str) -> list[Sampled]:
+    """Read a `/inference/v1/generate` body: ids, their logprobs, and the policy versions they were sampled under."""
+    found = []
+    for i, choice in enumerate(_tokens.decode(answer).choices):
+        where = f"{label}/inference/v1/generate: choices[{i}]"
+        content = None if choice.logprobs is None else choice.logprobs.content
+        if content is None:
+            raise EngineProtocolError(f"{where} has no logprobs.content")
+        if choice.token_ids != [entry.token_id for entry in content]:
+            raise EngineProtocolError(
+                f"{where}: {len(content)} logprobs are not those of the {len(choice.token_ids)} token_ids"
+            )
+        values = [entry.logprob for entry in content]
+        found.append(
+            _checked(
+                choice.token_ids, values, choice.finish_reason, choice.weight_versions, where=where
+            )
+        )
+    return found
+
+
+def read_generated(answer: bytes, *, label: str) -> list[Sampled]:
+    """Read the original's `/generate` body: per sequence, per token, a list holding one `{"<id>": logprob}`."""
+    where = f"{label}/generate"
+    generated = _generated.decode(answer)
+    sequences, reasons = generated.logprobs, generated.finish_reasons
+    if len(reasons) != len(sequences):
+        raise EngineProtocolError(
+            f"{where} answered {len(reasons)} finish reasons for {len(sequences)} sequences"
+        )
+    found = []
+    for i, (sequence, reason) in enumerate(zip(sequences, reasons, strict=True)):
+        try:
+            pairs = [next(iter(token[0].items())) for token in sequence]
+        except (IndexError, StopIteration) as e:
+            raise EngineProtocolError(f"{where}: a token of logprobs[{i}] has no logprob") from e
+        tokens, values = [token for token, _ in pairs], [value for _, value in pairs]
+        found.append(_checked(tokens, values, reason, None, where=f"{where}: logprobs[{i}]"))
+    return found
+
+
+def _checked(
+    tokens: list[int],
+    logprobs: list[float],
+    finish_reason: Any,
+    spans: list[_Span] | None,
+    *,
+    where: str,
+) -> Sampled:
+    if len(logprobs) != len(tokens):
+        raise EngineProtocolError(f"{where}: {len(logprobs)} logprobs for {len(tokens)} token ids")
+    if not math.isfinite(sum(logprobs)):  # decoded as floats, so only an overflow can be wrong
+        position = next(i for i, value in enumerate(logprobs) if not math.isfinite(value))
+        raise EngineProtocolError(
+            f"{where}: logprob {logprobs[position]!r} at token {position}, expected a number"
+        )
+    if tokens and min(tokens) < 0:
+        raise EngineProtocolError(f"{where}: token id {min(tokens)} is negative")
+    return Sampled(tokens, logprobs, finish_reason, _read_spans(spans, len(tokens), where=where))
+
+
+def _read_spans(
+    spans: list[_Span] | None, num_tokens: int, *, where: str
+) -> list[WeightSpan] | None:
+    if spans is None:
+        return None
+    read = [span.read() for span in spans]
+    if (total := sum(span.num_tokens for span in read)) != num_tokens:
+        raise EngineProtocolError(f"{where}: weight_versions cover {total} tokens of {num_tokens}")
+    return read
+
+
+def completions_of(prompt_tokens: list[int], found: Sequence[Sampled]) -> TokenCompletions:
+    """Gather the completions of one prompt."""
+    return TokenCompletions(
+        prompt_tokens,
+        [each.tokens for each in found],
+        [each.logprobs for each in found],
+        [each.finish_reason for each in found],
+        weight_versions=[each.weight_versions for each in found],
+    )
+
+
+def read_prompt_logprobs(
+    answer: bytes, *, prompt_tokens: list[int], num_top: int, label: str
+) -> dict[str, Any]:
+    """Read the `num_top` most likely tokens at every position of a prompt; 0: the prompt's own token alone.
+
+    The first position has none. Accepts `id -> logprob` and `id -> {"logprob": ...}`.
+    """
+    body = _prompt_logprobs.decode(answer)
+    positions: list[Any] | None = body.prompt_logprobs
+    if body.choices:
+        positions = body.choices[0].prompt_logprobs
+    if positions is not None and len(positions) == 1 and isinstance(positions[0], list):
+        positions = positions[0]
+    if positions is None or len(positions) != len(prompt_tokens):
+        given = "nothing" if positions is None else f"{len(positions)} positions"
+        raise EngineProtocolError(
+            f"{label}: prompt_logprobs must have {len(prompt_tokens)} positions, got {given}"
+        )
+    top_ids: list[list[int]] = []
+    top_logprobs: list[list[float]] = []
+    for index, (own, position) in enumerate(zip(prompt_tokens, positions, strict=True)):
+        if isinstance(position, list):
+            position = {token: value for part in position for token, value in (part or {}).items()}
+        if not position:
+            if index:
+                raise EngineProtocolError(f"{label}: prompt_logprobs[{index}] is empty")
+            top_ids.append([])
+            top_logprobs.append([])
+            continue
+        pairs = _most_likely(position, own, num_top, where=f"{label}: prompt_logprobs[{index}]")
+        top_ids.append([token for token, _ in pairs])
+        top_logprobs.append([value for _, value in pairs])
+    return {
+        "prompt_tokens": prompt_tokens,
+        "prompt_topk_token_ids": top_ids,
+        "prompt_topk_logprobs": top_logprobs,
+    }
+
+
+def _most_likely(
+    position: _Position, own: int, num_top: int, *, where: str
+) -> list[tuple[int, float]]:
+    entries = {
+        token: value.logprob if isinstance(value, _TopLogprob) else value
+        for token, value in position.items()
+    }
+    if num_top == 0:
+        if own not in entries:
+            raise EngineProtocolError(f"{where} has no logprob of the prompt's token {own}")
+        return [(own, entries[own])]
+    if len(entries) < num_top:
+        raise EngineProtocolError(f"{where} has {len(entries)} tokens, asked for {num_top}")
+    # vLLM adds the prompt's own token to the k most likely ones.
+    return sorted(entries.items(), key=_likelier)[:num_top]
+
+
+def _likelier(entry: tuple[int, float]) -> float:
+    return -entry[1]

@@ -7,20 +7,33 @@ assistant text (`<think>` blocks, white space) cannot touch it. Pure apart from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel
 
 from atroposlib.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 Message = Mapping[str, Any]
 
-_COMPARED_KEYS = ("role", "name", "tool_calls", "tool_call_id")
+_COMPARED_KEYS = ("role", "name", "tool_call_id")
+_THINK_TAGS = ("<think>", "</think>")
+_OWN_THINK_BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
-def _mark(index: int) -> str:
-    return f"ATROPOSTURN{index}END"
+class TemplateOptions(NamedTuple):
+    """What a template is given besides the messages."""
+
+    tools: list[Any] | None = None
+    variables: Mapping[str, Any] = {}
+    """`chat_template_kwargs`, for example `enable_thinking`."""
 
 
 def as_dict(message: Any) -> dict[str, Any]:
@@ -30,130 +43,269 @@ def as_dict(message: Any) -> dict[str, Any]:
     return dict(message)
 
 
-def text_of(content: Any) -> str | None:
-    """Return the text of a message's content (a string or a list of parts); None when it is not only text."""
+def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return messages as dicts whose content is a string; text parts are joined.
+
+    Raises ValueError for images and other parts that are no text.
+    """
+    if not messages:
+        raise ValueError("messages is empty; a chat needs at least one message")
+    found = []
+    for i, given in enumerate(messages):
+        message = as_dict(given)
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{i}] has no role")
+        message["content"] = _text_of(message.get("content"), where=f"messages[{i}].content")
+        found.append(message)
+    return found
+
+
+def _text_of(content: Any, *, where: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    return None
+    if not isinstance(content, list):
+        raise ValueError(f"{where} is a {type(content).__name__}, expected text")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise ValueError(
+                f"{where}[{i}] is of type {kind!r}, and prompts of token ids carry text only;"
+                " describe it in words, or call server.chat_completion(), which keeps no tokens"
+            )
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def identity(message: Message) -> str:
-    """Return what two messages must share to be the same turn: role, content, name and tool calls."""
-    content = message.get("content")
-    text = text_of(content)
+    """Return what two messages must share to be the same turn: role, name, content, and tool calls but for their ids.
+
+    Tool calls are compared by meaning, because clients write their JSON anew.
+    """
     rest = {key: message[key] for key in _COMPARED_KEYS if message.get(key)}
-    return repr((rest, text if text is not None else content))
+    content = message.get("content") or ""
+    if calls := message.get("tool_calls"):
+        return repr((rest, content.strip(), [_call_identity(call) for call in calls]))
+    return repr((rest, content))
 
 
-class RenderedChat(NamedTuple):
-    """A conversation as text, in two renderings that a later turn is compared with."""
+def _call_identity(call: Any) -> tuple[str, str]:
+    function = _field(call, "function") or {}
+    arguments = _field(function, "arguments")
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments)
+    return str(_field(function, "name")), json.dumps(arguments, sort_keys=True, default=repr)
 
-    prompt: str
-    """Everything up to where the model starts writing."""
-    history: str
-    """The messages without the generation prompt; tracked turns are marks."""
+
+def call_ids(message: Message) -> tuple[str, ...]:
+    """Return the ids of a message's tool calls."""
+    return tuple(str(_field(call, "id")) for call in message.get("tool_calls") or ())
+
+
+def _field(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+@dataclass(slots=True)
+class _Facts:
+    """What is worth finding out once per tokenizer."""
+
+    size: int
+    special: frozenset[int]
+    anchor: str
+    """Text of a special token to put before a fragment that is tokenised, so that no space is put there; or ""."""
+    texts: dict[int, str] = field(default_factory=dict)
+    said: set[str] = field(default_factory=set)
+
+
+_FACTS: WeakKeyDictionary[Any, _Facts] = WeakKeyDictionary()
+
+
+def _facts_of(tokenizer: Any) -> _Facts:
+    size = len(tokenizer) if hasattr(type(tokenizer), "__len__") else 0
+    facts = _FACTS.get(tokenizer)
+    if facts is None or facts.size != size:
+        facts = _FACTS[tokenizer] = _find_facts(tokenizer, size)
+    return facts
+
+
+def _find_facts(tokenizer: Any, size: int) -> _Facts:
+    special = {int(token) for token in getattr(tokenizer, "all_special_ids", None) or ()}
+    # Llama 3's <|eot_id|> need not be among the named special tokens.
+    for token, added in (getattr(tokenizer, "added_tokens_decoder", None) or {}).items():
+        if getattr(added, "special", False):
+            special.add(int(token))
+    eos = getattr(tokenizer, "eos_token_id", None)
+    anchor = ""
+    if isinstance(eos, int):
+        special.add(eos)
+        text = str(tokenizer.decode([eos], skip_special_tokens=False))
+        anchored = list(tokenizer.encode(text + "a", add_special_tokens=False))
+        plain = list(tokenizer.encode("a", add_special_tokens=False))
+        # SentencePiece models write "a" at the start of a text as " a".
+        if anchored[:1] == [eos] and anchored[1:] != plain:
+            anchor = text
+    return _Facts(size=size, special=frozenset(special), anchor=anchor)
 
 
 class ChatTemplate:
-    """A tokenizer's chat template."""
+    """A tokenizer's chat template. `write_calls` turns tool calls into text, for templates that know none."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(
+        self, tokenizer: Any, *, write_calls: Callable[[Message], dict[str, Any]] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._write_calls = write_calls
+        self._facts = _facts_of(tokenizer)
+
+    # Text.
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[dict[str, Any]],
         *,
-        tracked: Set[int] = frozenset(),
-        tools: list[Any] | None = None,
-    ) -> RenderedChat:
-        """Render a conversation. `tracked` are the indexes of assistant turns to render as marks.
+        tracked: Mapping[int, str] | None = None,
+        options: TemplateOptions,
+    ) -> tuple[str, ...] | None:
+        """Return the text around tracked turns, up to where the model starts writing: [len(tracked) + 1].
 
-        If the last message is the assistant's, the model continues it: nothing is put behind it.
+        `tracked` maps the index of a turn to the end-of-turn text that was sampled with it. If the last message is
+        one to go on with (`is_opened`), its content is not part of the text. None: the template does not show each
+        tracked turn once, in order. Raises ConfigError when the template refuses the messages.
         """
-        marked: list[dict[str, Any]] = []
-        texts: dict[str, str] = {}
-        continues = bool(messages) and messages[-1].get("role") == "assistant"
-        for i, message in enumerate(messages):
-            text = text_of(message.get("content"))
-            is_assistant = message.get("role") == "assistant" and text is not None
-            is_continued = continues and i == len(messages) - 1
-            if is_assistant and (i in tracked or is_continued or "<think>" in (text or "")):
-                marked.append({**message, "content": _mark(i)})
-                if i not in tracked:
-                    texts[_mark(i)] = text or ""
-            else:
-                marked.append(dict(message))
-        if continues:
-            last = _mark(len(messages) - 1)
-            prompt = self._apply(marked, tools=tools, add_generation_prompt=False)
-            prompt = prompt[: prompt.rindex(last) + len(last)] if last in prompt else prompt
-            history = self._apply(marked[:-1], tools=tools, add_generation_prompt=False)
-        else:
-            prompt = self._apply(marked, tools=tools, add_generation_prompt=True)
-            history = self._apply(marked, tools=tools, add_generation_prompt=False)
-        for mark, text in texts.items():
-            prompt, history = prompt.replace(mark, text), history.replace(mark, text)
-        return RenderedChat(prompt, history)
-
-    def text_after(self, rendered: RenderedChat, *, earlier_history: str, turn: int) -> str | None:
-        """Return what follows the tracked turn at index `turn`; None if the template rewrote what came before it."""
-        mark = _mark(turn)
-        prompt = rendered.prompt
-        if not prompt.startswith(earlier_history) or prompt.count(mark) != 1:
+        tracked = tracked or {}
+        opened = is_opened(messages)
+        last = len(messages) - 1
+        at = {**tracked, last: ""} if opened else tracked
+        try:
+            pieces = self._cut(messages, at, options, add_generation_prompt=not opened)
+        except _Refused:
+            if not tracked:
+                raise
             return None
-        position = prompt.index(mark)
-        if position < len(earlier_history):
-            return None
-        return prompt[position + len(mark) :]
+        if not opened:
+            return pieces
+        if pieces is None:
+            if tracked:
+                return None
+            raise ConfigError("the chat template does not show the last message, of the assistant")
+        header = pieces[-2]
+        if messages[last]["content"].lstrip().startswith("<think>"):
+            # Templates of reasoning models open or skip a block of their own.
+            header = _OWN_THINK_BLOCK.sub("", header)
+        return (*pieces[:-2], header)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokenise text. With special tokens, a BOS that the text already spells out is not doubled."""
-        if not text:
-            return []
-        tokens = [
-            int(t) for t in self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def history(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tracked: Mapping[int, str],
+        options: TemplateOptions,
+    ) -> str | None:
+        """Return the text after the last tracked turn, without the words that let the model start writing."""
+        if not messages:
+            return ""
+        try:
+            pieces = self._cut(messages, tracked, options, add_generation_prompt=False)
+        except ConfigError:  # some templates refuse a history without a question
+            return None
+        return None if pieces is None else pieces[-1]
+
+    def _cut(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tracked: Mapping[int, str],
+        options: TemplateOptions,
+        *,
+        add_generation_prompt: bool,
+    ) -> tuple[str, ...] | None:
+        marks = _Marks.absent_from(messages)
+        given = [
+            None if i in tracked else self._for_template(message, marks)
+            for i, message in enumerate(messages)
         ]
-        bos = getattr(self._tokenizer, "bos_token_id", None)
-        if bos is not None and tokens[:2] == [bos, bos]:
-            tokens = tokens[1:]
-        return tokens
 
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        text = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
-        return str(text)
+        def cut(write: Callable[[dict[str, Any], str], dict[str, Any]]) -> list[str] | None:
+            written = [
+                ready if ready is not None else write(message, marks.turn(i))
+                for i, (message, ready) in enumerate(zip(messages, given, strict=True))
+            ]
+            text = self._apply(written, options, add_generation_prompt=add_generation_prompt)
+            return marks.cut(text, sorted(tracked))
 
-    def is_special(self, token: int) -> bool:
-        """Whether a token ends or begins a turn rather than being text."""
-        if token == getattr(self._tokenizer, "eos_token_id", None):
-            return True
-        return token in (getattr(self._tokenizer, "all_special_ids", None) or ())
+        try:
+            pieces = cut(_as_content)
+        except _Refused:
+            # Some templates allow the results of tool calls only after a message with calls.
+            called = [i for i in tracked if messages[i].get("tool_calls")]
+            if not called:
+                raise
+            pieces = cut(_as_name)
+            for i in called if pieces is not None else ():
+                assert pieces is not None
+                # What follows the name is the rest of the calls, which was sampled, up to the end of the turn.
+                place = sorted(tracked).index(i) + 1
+                _, end, rest = pieces[place].partition(tracked[i] or "\0")
+                if not end:
+                    return None
+                pieces[place] = end + rest
+        return None if pieces is None else tuple(map(marks.restore, pieces))
+
+    def _for_template(self, message: dict[str, Any], marks: _Marks) -> dict[str, Any]:
+        if message["role"] != "assistant":
+            return message
+        message = dict(message)
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [_plain(call) for call in calls]
+            if self._write_calls is not None and not self._mentions("tool_calls"):
+                message = self._write_calls(message)
+            else:
+                message["tool_calls"] = [_with_parsed(call) for call in message["tool_calls"]]
+        for tag in _THINK_TAGS:
+            message["content"] = message["content"].replace(tag, marks.tag(tag))
+        return message
+
+    def _mentions(self, word: str) -> bool:
+        return word in str(getattr(self._tokenizer, "chat_template", "") or "")
 
     def _apply(
         self,
         messages: list[dict[str, Any]],
+        options: TemplateOptions,
         *,
-        tools: list[Any] | None,
         add_generation_prompt: bool,
     ) -> str:
-        if not messages:
-            return ""
-        options: dict[str, Any] = {"tools": tools} if tools else {}
+        variables = dict(options.variables)
+        if options.tools:
+            variables["tools"] = options.tools
+            if not self._mentions("tools"):
+                self.say_once(
+                    "The chat template has no place for tools: the model does not see them"
+                )
         try:
             return str(
                 self._tokenizer.apply_chat_template(
                     messages,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
-                    **options,
+                    **variables,
                 )
             )
+        except TypeError:
+            # Templates of DeepSeek add arguments to text: they want JSON rather than an object.
+            as_json = [_with_json_arguments(message) for message in messages]
+            if as_json == messages:
+                raise
+            return self._apply(as_json, options, add_generation_prompt=add_generation_prompt)
         except ValueError as e:
             if getattr(self._tokenizer, "chat_template", "") is None:
                 raise ConfigError(
@@ -161,3 +313,160 @@ class ChatTemplate:
                     " set tokenizer.chat_template, or call completion() with a text prompt"
                 ) from e
             raise
+        except Exception as e:
+            if not _is_of_jinja(e):
+                raise
+            raise _Refused(f"the chat template refuses these messages: {e}") from e
+
+    # Tokens.
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokenise text. With special tokens, a BOS that the text already spells out is not doubled."""
+        if not text:
+            return []
+        tokens = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        bos = getattr(self._tokenizer, "bos_token_id", None)
+        if bos is not None and tokens[:2] == [bos, bos]:
+            del tokens[0]
+        return tokens
+
+    def join(self, tokens: Sequence[int], added: str) -> tuple[list[int], str]:
+        """Tokenise the text that follows `tokens`; the end of the turn is left out if it was sampled already."""
+        if not added:
+            return [], added
+        anchor = self._facts.anchor
+        added_tokens = list(self._tokenizer.encode(anchor + added, add_special_tokens=False))
+        if anchor:
+            del added_tokens[0]
+        if not self.ends_turn(tokens):
+            return added_tokens, added
+        end = self.text_of(tokens[-1])
+        before, found, after = added.partition(end)
+        # Some templates write a line break before the end of a turn.
+        if found and not before.strip() and tokens[-1] in added_tokens:
+            return added_tokens[added_tokens.index(tokens[-1]) + 1 :], after
+        return added_tokens, added
+
+    def ends_turn(self, tokens: Sequence[int]) -> bool:
+        """Whether the last token ends a turn rather than being text."""
+        return bool(tokens) and tokens[-1] in self._facts.special
+
+    def text_of(self, token: int) -> str:
+        """Return the text of one special token."""
+        texts = self._facts.texts
+        if token not in texts:
+            texts[token] = self.decode([token], skip_special_tokens=False)
+        return texts[token]
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return str(text)
+
+    def decode_both(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """Return the text with special tokens and the text without, the former without the token that ends the turn."""
+        body = tokens[:-1] if self.ends_turn(tokens) else tokens
+        text = self.decode(body, skip_special_tokens=False)
+        if self._facts.special.isdisjoint(body):
+            return text, text
+        return text, self.decode(body, skip_special_tokens=True)
+
+    def say_once(self, warning: str, *args: Any) -> None:
+        """Log a warning, once for every tokenizer."""
+        if warning not in self._facts.said:
+            self._facts.said.add(warning)
+            logger.warning(warning, *args)
+
+
+class _Refused(ConfigError):
+    """The template raised an error of its own."""
+
+
+def is_opened(messages: Sequence[Message]) -> bool:
+    """Whether the last message is one that the model goes on with, rather than one it answers."""
+    return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+
+
+class _Marks:
+    """Texts that stand for others while the template runs."""
+
+    def __init__(self, nonce: int) -> None:
+        self._base = f"ATROPOS{nonce}"
+
+    @classmethod
+    def absent_from(cls, messages: Sequence[Message]) -> _Marks:
+        """Return marks that no message contains."""
+        nonce = 0
+        while any(f"ATROPOS{nonce}" in _searched(message) for message in messages):
+            nonce += 1
+        return cls(nonce)
+
+    def turn(self, index: int) -> str:
+        return f"{self._base}TURN{index}END"
+
+    def tag(self, tag: str) -> str:
+        return f"{self._base}TAG{_THINK_TAGS.index(tag)}END"
+
+    def cut(self, text: str, turns: Sequence[int]) -> list[str] | None:
+        """Cut a text at the marks of turns; None unless each is there once, in order."""
+        pieces = []
+        for index in turns:
+            mark = self.turn(index)
+            piece, found, text = text.partition(mark)
+            if not found or mark in text:
+                return None
+            pieces.append(piece)
+        return [*pieces, text]
+
+    def restore(self, text: str) -> str:
+        if self._base in text:
+            for tag in _THINK_TAGS:
+                text = text.replace(self.tag(tag), tag)
+        return text
+
+
+def _searched(message: Message) -> str:
+    if message.keys() <= {"role", "content"}:
+        return str(message["content"])
+    return repr(message)
+
+
+def _as_content(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    return {"role": message["role"], "content": mark}
+
+
+def _as_name(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return _as_content(message, mark)
+    calls = [_with_parsed(_plain(call)) for call in message["tool_calls"]]
+    calls[0] = {**calls[0], "function": {"name": mark, "arguments": {}}}
+    return {"role": message["role"], "content": "", "tool_calls": calls}
+
+
+def _plain(call: Any) -> dict[str, Any]:
+    call = as_dict(call)
+    return {**call, "function": as_dict(call.get("function") or {})}
+
+
+def _with_parsed(call: dict[str, Any]) -> dict[str, Any]:
+    """Give arguments as an object, as templates expect them, rather than as JSON text."""
+    function = call["function"]
+    if isinstance(function.get("arguments"), str):
+        function = {**function, "arguments": _parsed(function["arguments"])}
+    return {**call, "function": function}
+
+
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] != "assistant" or not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"].get("arguments")
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def _is_of_jinja(error: Exception) -> bool:
+    # jinja2 comes with transformers; other tokenizers need none.
+    return any(cls.__module__.partition(".")[0] == "jinja2" for cls in type(error).__mro__)

@@ -13,26 +13,61 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.envs.server_handling.api_server import TokenCompletions
-from atroposlib.envs.server_handling.chat_template import ChatTemplate, as_dict, identity
+from atroposlib.envs.server_handling.chat_template import (
+    ChatTemplate,
+    TemplateOptions,
+    as_dict,
+    call_ids,
+    identity,
+    is_opened,
+    read_messages,
+)
 from atroposlib.envs.server_handling.openai_routes import chat_completion_from, completion_from
 from atroposlib.envs.server_handling.sequences import (
+    ChatPlace,
+    Match,
     PendingTurn,
+    SampledMessage,
     SampledTurn,
     SequenceNode,
     SequenceStore,
 )
+from atroposlib.envs.server_handling.tool_messages import ToolCall, completion_with_tool_calls
 from atroposlib.errors import ConfigError, EngineProtocolError
+
+if TYPE_CHECKING:
+    from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 
 logger = logging.getLogger(__name__)
 
 _OWN_KEYWORDS = frozenset(
-    {"messages", "prompt", "input_ids", "tools", "tool_choice", "logprobs", "top_logprobs", "model"}
+    {
+        "messages",
+        "prompt",
+        "input_ids",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "logprobs",
+        "top_logprobs",
+        "model",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
 )
 """Keywords of a chat call that the token request does not carry; logprobs are always asked for."""
+
+
+class Prompt(NamedTuple):
+    """What an engine is sent."""
+
+    text: str
+    tokens: list[int]
 
 
 class ManagedServer:
@@ -49,13 +84,13 @@ class ManagedServer:
         self.server = server
         self.track_tree = track_tree
         self.tool_parser = tool_parser
+        """Name of the form in which the model writes tool calls; None: they stay text."""
         # Sampled tokens are never rewritten, so `<think>` blocks survive whatever this says.
         self.preserve_think_blocks = preserve_think_blocks
         self.num_broken_prefixes = 0
         """Turns that repeated earlier ones but could not reuse their tokens, because the template rewrote the past."""
         self._given_tokenizer = tokenizer
         self._store = SequenceStore(keep_parents=track_tree)
-        self._warned_about_tools = False
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -71,7 +106,19 @@ class ManagedServer:
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer)
+        return ChatTemplate(
+            self.tokenizer, write_calls=self._write_calls if self.tool_parser else None
+        )
+
+    @functools.cached_property
+    def _translator(self) -> ToolCallTranslator:
+        from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
+
+        assert self.tool_parser is not None
+        return ToolCallTranslator(self.tokenizer, parser_name=self.tool_parser)
+
+    def _write_calls(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return self._translator.convert_messages_for_template([dict(message)])[0]
 
     # Calls.
 
@@ -79,39 +126,50 @@ class ManagedServer:
         """Sample the next message(s) of a conversation and return an `openai` `ChatCompletion`.
 
         After the first call of a session, `choices[i]` is `get_state()["nodes"][i]`; calls made at the same time
-        have their nodes in the order of the calls.
+        have their nodes in the order of the calls. A last message of the assistant is gone on with. With `tools`
+        and a `tool_parser`, calls are in `message.tool_calls`; the nodes hold what was sampled all the same.
         """
-        messages = [as_dict(message) for message in kwargs["messages"]]
-        if not messages:
-            raise ValueError("chat_completion needs at least one message")
-        tools = kwargs.get("tools")
-        if tools and not self._warned_about_tools:
-            self._warned_about_tools = True
-            logger.warning("Tool calls are shown to the model but not parsed out of its answers")
-        turn = self._prepare_chat(messages, tools)
+        messages = read_messages(kwargs["messages"])
+        kwargs, options = _take_options(kwargs)
+        turn = self._prepare_chat(messages, options)
+        if turn.is_broken:
+            self._count_broken(len(messages))
         turn, answer = await self._sample(turn, kwargs)
-        completions = self._read(answer, messages=messages)
+        continued = messages[-1]["content"] if is_opened(messages) else ""
+        tools = options.tools if self.tool_parser is not None else None
+        completions, replies = [], []
+        for sampled in self._read(answer):
+            reply, finish_reason = self._reply(sampled, continued, tools, kwargs.get("tool_choice"))
+            whole = {**reply, "content": continued + (reply["content"] or "")}
+            message = SampledMessage(
+                identity=identity(whole), content=whole["content"], call_ids=call_ids(reply)
+            )
+            completions.append(
+                dataclasses.replace(sampled, message=message, finish_reason=finish_reason)
+            )
+            replies.append(reply)
         self._store.commit(turn, completions)
-        return chat_completion_from(
+        has_calls = any("tool_calls" in reply for reply in replies)
+        build = completion_with_tool_calls if has_calls else chat_completion_from
+        return build(
             {
                 **self._envelope(turn, completions, "chat.completion"),
                 "choices": [
                     {
                         "index": i,
-                        "message": {"role": "assistant", "content": sampled.visible_text},
+                        "message": reply,
                         "finish_reason": sampled.finish_reason,
                         "logprobs": None,
                     }
-                    for i, sampled in enumerate(completions)
+                    for i, (sampled, reply) in enumerate(zip(completions, replies, strict=True))
                 ],
             }
         )
 
     async def completion(self, **kwargs: Any) -> Any:
         """Sample continuations of a text prompt and return an `openai` `Completion`."""
-        turn = self._prepare_text(kwargs["prompt"])
-        turn, answer = await self._sample(turn, kwargs)
-        completions = self._read(answer, messages=None)
+        turn, answer = await self._sample(self._prepare_text(kwargs["prompt"]), kwargs)
+        completions = self._read(answer)
         self._store.commit(turn, completions)
         return completion_from(
             {
@@ -132,19 +190,28 @@ class ManagedServer:
         """Return the top logprobs at every position of a prompt, given as `input_ids`, `prompt` or `messages`."""
         if kwargs.get("input_ids") is None:
             if kwargs.get("messages") is not None:
-                rendered = self._template.render([as_dict(m) for m in kwargs["messages"]])
-                tokens = self._template.encode(rendered.prompt, add_special_tokens=False)
+                kwargs, options = _take_options(kwargs)
+                messages = read_messages(kwargs["messages"])
+                tokens = self._chat_tokens(messages, options)
             elif kwargs.get("prompt") is not None:
                 tokens = self._template.encode(kwargs["prompt"], add_special_tokens=True)
             else:
                 raise ValueError("get_logprobs needs input_ids, prompt or messages")
             kwargs = {**kwargs, "input_ids": tokens}
-        kwargs.pop("messages", None)
+        for key in ("messages", "tools"):
+            kwargs.pop(key, None)
         result: dict[str, Any] = await self.server.get_logprobs(**kwargs)
         keys = ("prompt_tokens", "prompt_topk_token_ids", "prompt_topk_logprobs")
         if missing := [key for key in keys if key not in result]:
             raise EngineProtocolError(f"get_logprobs answered without {', '.join(missing)}")
         return {key: result[key] for key in keys}
+
+    def preview(self, **kwargs: Any) -> Prompt:
+        """Return the prompt that `chat_completion(**kwargs)` would send now, without sending it."""
+        messages = read_messages(kwargs["messages"])
+        _, options = _take_options(kwargs)
+        turn = self._prepare_chat(messages, options)
+        return Prompt(turn.full_text, turn.tokens)
 
     def get_state(self) -> dict[str, Any]:
         """Return `{"nodes": [SequenceNode]}`; with `track_tree`, `{"sequences": ..., "tree": ...}` by full text."""
@@ -160,46 +227,96 @@ class ManagedServer:
 
     # Prompts.
 
-    def _prepare_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> PendingTurn:
-        identities = [identity(message) for message in messages]
-        continues = messages[-1].get("role") == "assistant"
-        before = tuple(identities[:-1] if continues else identities)
-        match = self._store.find_messages(identities)
-        if match is not None and match.stage.messages is not None:
-            stage = match.stage
-            num_known = len(match.stage.messages)
-            rendered = self._template.render(messages, tracked=stage.tracked, tools=tools)
-            added = self._template.text_after(
-                rendered, earlier_history=stage.history, turn=num_known - 1
-            )
-            if added is not None:
-                added_tokens, added_text = self._join(match.tokens, added)
-                return PendingTurn(
-                    order=self._store.next_order(),
-                    tokens=match.tokens + added_tokens,
-                    full_text=stage.full_text + added_text,
-                    visible_text=stage.visible_text + added,
-                    parent=match,
-                    messages=before,
-                    tracked=stage.tracked,
-                    history=rendered.history,
-                )
-            self.num_broken_prefixes += 1
-            logger.warning(
-                "The chat template rewrites earlier turns, so a conversation of %d messages cannot reuse its"
-                " sampled tokens and begins a new sequence (%d so far in this session)",
-                len(messages),
-                self.num_broken_prefixes,
-            )
-        rendered = self._template.render(messages, tools=tools)
+    def _prepare_chat(
+        self, messages: list[dict[str, Any]], options: TemplateOptions
+    ) -> PendingTurn:
+        identities = tuple(identity(message) for message in messages)
+        if is_opened(messages):
+            *before, _ = identities
+            found = self._store.find_opened(before, messages[-1]["content"])
+            if found is not None:
+                return self._go_on(*found, place=found[0].stage.place)
+            identities = tuple(before)
+        match = self._store.find_messages(identities, [call_ids(message) for message in messages])
+        if match is not None:
+            turn = self._continue(match, messages, identities, options)
+            if turn is not None:
+                return turn
+        turn = self._begin(messages, identities, options)
+        return turn if match is None else dataclasses.replace(turn, is_broken=True)
+
+    def _count_broken(self, num_messages: int) -> None:
+        self.num_broken_prefixes += 1
+        self._template.say_once(
+            "The chat template rewrites earlier turns, so a conversation of %d messages cannot reuse its"
+            " sampled tokens and begins a new sequence; num_broken_prefixes of a session counts this",
+            num_messages,
+        )
+
+    def _begin(
+        self, messages: list[dict[str, Any]], before: tuple[str, ...], options: TemplateOptions
+    ) -> PendingTurn:
+        pieces = self._template.render(messages, options=options)
+        assert pieces is not None  # without tracked turns there is one piece
+        text = pieces[0] + _opening(messages)
         return PendingTurn(
             order=self._store.next_order(),
-            tokens=self._template.encode(rendered.prompt, add_special_tokens=False),
-            full_text=rendered.prompt,
-            visible_text=rendered.prompt,
-            parent=None,
-            messages=before,
-            history=rendered.history,
+            tokens=self._template.encode(text, add_special_tokens=False),
+            full_text=text,
+            visible_text=text,
+            place=ChatPlace(messages=before, tracked={}, pieces=pieces),
+        )
+
+    def _continue(
+        self,
+        match: Match,
+        messages: list[dict[str, Any]],
+        before: tuple[str, ...],
+        options: TemplateOptions,
+    ) -> PendingTurn | None:
+        """Prepare the turn after a sampled one; None if the template rewrites what came before."""
+        stage = match.stage
+        assert stage.place is not None
+        tracked = {**stage.place.tracked, len(stage.place.messages): stage.end}
+        pieces = self._template.render(messages, tracked=tracked, options=options)
+        if pieces is None:
+            return None
+        turns = list(tracked)
+        for i, (old, new) in enumerate(zip(stage.place.pieces, pieces[:-1], strict=True)):
+            if old == new:
+                continue
+            # The words right before a turn of the assistant may differ from those that let it be sampled.
+            earlier = {turn: tracked[turn] for turn in turns[:i]}
+            given = self._template.history(messages[: turns[i]], tracked=earlier, options=options)
+            if given is None or not (old.startswith(given) and new.startswith(given)):
+                return None
+        place = ChatPlace(messages=before, tracked=tracked, pieces=pieces)
+        kept = match.tokens(stage.num_tokens)
+        return self._after(match, kept, pieces[-1] + _opening(messages), place=place)
+
+    def _go_on(self, match: Match, added: str, *, place: ChatPlace | None) -> PendingTurn:
+        """Prepare sampling from within a turn, or the end of a text: without the token that ended it."""
+        kept = match.tokens(match.stage.num_tokens)
+        if match.stage.end:
+            del kept[-1]
+        return self._after(match, kept, added, place=place)
+
+    def _after(
+        self, match: Match, kept: list[int], added: str, *, place: ChatPlace | None
+    ) -> PendingTurn:
+        stage = match.stage
+        full_text = stage.full_text
+        if len(kept) < stage.num_tokens:
+            full_text = full_text.removesuffix(stage.end)
+        added_tokens, added_text = self._template.join(kept, added)
+        return PendingTurn(
+            order=self._store.next_order(),
+            tokens=kept + added_tokens,
+            full_text=full_text + added_text,
+            visible_text=stage.visible_text + added,
+            parent=match,
+            num_kept=len(kept),
+            place=place,
         )
 
     def _prepare_text(self, prompt: str) -> PendingTurn:
@@ -210,25 +327,20 @@ class ManagedServer:
                 tokens=self._template.encode(prompt, add_special_tokens=True),
                 full_text=prompt,
                 visible_text=prompt,
-                parent=None,
             )
         match, added = found
-        added_tokens, added_text = self._join(match.tokens, added)
-        return PendingTurn(
-            order=self._store.next_order(),
-            tokens=match.tokens + added_tokens,
-            full_text=match.stage.full_text + added_text,
-            visible_text=prompt,
-            parent=match,
-        )
+        if not added:
+            return self._go_on(match, added, place=None)
+        kept = match.tokens(match.stage.num_tokens)
+        return dataclasses.replace(self._after(match, kept, added, place=None), visible_text=prompt)
 
-    def _join(self, tokens: Sequence[int], added: str) -> tuple[list[int], str]:
-        """Tokenise the text that follows `tokens`, without the end-of-turn token if that was sampled already."""
-        added_tokens = self._template.encode(added, add_special_tokens=False)
-        if tokens and added_tokens[:1] == [tokens[-1]] and self._template.is_special(tokens[-1]):
-            sampled_end = self._template.decode([tokens[-1]], skip_special_tokens=False)
-            return added_tokens[1:], added.removeprefix(sampled_end)
-        return added_tokens, added
+    def _chat_tokens(self, messages: list[dict[str, Any]], options: TemplateOptions) -> list[int]:
+        """Return a conversation as tokens: as they were sampled, if it was sampled here."""
+        match = self._store.find_messages([identity(message) for message in messages])
+        place = None if match is None else match.stage.place
+        if match is not None and place is not None and len(place.messages) == len(messages) - 1:
+            return match.tokens(match.stage.num_tokens)
+        return self._prepare_chat(messages, options).tokens
 
     # Answers.
 
@@ -237,7 +349,7 @@ class ManagedServer:
     ) -> tuple[PendingTurn, TokenCompletions]:
         request = {key: value for key, value in kwargs.items() if key not in _OWN_KEYWORDS}
         if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
-            logger.debug("Prompt of %d tokens: %.500s", len(turn.tokens), turn.full_text)
+            logger.info("Prompt of %d tokens: %.500s", len(turn.tokens), turn.full_text)
         raw = await self.server.tokens_and_logprobs_completion(
             input_ids=turn.tokens, prompt=turn.full_text, **request
         )
@@ -257,12 +369,7 @@ class ManagedServer:
             )
         return turn, answer
 
-    def _read(
-        self, answer: TokenCompletions, *, messages: list[dict[str, Any]] | None
-    ) -> list[SampledTurn]:
-        continued = ""
-        if messages is not None and messages[-1].get("role") == "assistant":
-            continued = messages[-1].get("content") or ""
+    def _read(self, answer: TokenCompletions) -> list[SampledTurn]:
         turns = []
         for tokens, logprobs, finish_reason, spans in zip(
             answer.output_tokens,
@@ -271,20 +378,38 @@ class ManagedServer:
             answer.weight_versions,
             strict=True,
         ):
-            visible = self._template.decode(tokens, skip_special_tokens=True)
-            message = {"role": "assistant", "content": continued + visible}
+            text, visible_text = self._template.decode_both(tokens)
+            ended = self._template.ends_turn(tokens)
+            end = self._template.text_of(tokens[-1]) if ended else ""
             turns.append(
                 SampledTurn(
-                    tokens=list(tokens),
-                    logprobs=list(logprobs),
-                    full_text=self._template.decode(tokens, skip_special_tokens=False),
-                    visible_text=visible,
-                    message=identity(message) if messages is not None else None,
+                    tokens=tokens,
+                    logprobs=logprobs,
+                    full_text=text + end,
+                    visible_text=visible_text,
+                    end=end,
                     finish_reason=_reason(finish_reason),
                     weight_versions=spans,
                 )
             )
         return turns
+
+    def _reply(
+        self, sampled: SampledTurn, continued: str, tools: list[Any] | None, tool_choice: Any
+    ) -> tuple[dict[str, Any], str | None]:
+        """Return the message that a caller sees, and why it ended."""
+        reply = {"role": "assistant", "content": sampled.visible_text}
+        if not tools or tool_choice == "none":
+            return reply, sampled.finish_reason
+        raw_text = continued + sampled.full_text.removesuffix(sampled.end)
+        content, calls, _ = self._translator.parse_model_output(
+            raw_text, tool_choice=tool_choice, tools=tools
+        )
+        if not calls:
+            return reply, sampled.finish_reason
+        content = (content or "").removeprefix(continued) or None
+        reason = "length" if sampled.finish_reason == "length" else "tool_calls"
+        return {**reply, "content": content, "tool_calls": list(map(ToolCall.of, calls))}, reason
 
     def _envelope(
         self, turn: PendingTurn, completions: Sequence[SampledTurn], kind: str
@@ -301,6 +426,21 @@ class ManagedServer:
                 "total_tokens": len(turn.tokens) + num_sampled,
             },
         }
+
+
+def _opening(messages: Sequence[Mapping[str, Any]]) -> str:
+    return str(messages[-1]["content"]) if is_opened(messages) else ""
+
+
+def _take_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], TemplateOptions]:
+    """Take what the template needs out of a call's keywords."""
+    variables = kwargs.get("chat_template_kwargs") or {}
+    extra_body = kwargs.get("extra_body")
+    if isinstance(extra_body, Mapping):
+        variables = {**variables, **(extra_body.get("chat_template_kwargs") or {})}
+        rest = {key: value for key, value in extra_body.items() if key not in _OWN_KEYWORDS}
+        kwargs = {**kwargs, "extra_body": rest}
+    return kwargs, TemplateOptions(kwargs.get("tools") or None, variables)
 
 
 def _reason(finish_reason: Any) -> str | None:
@@ -370,7 +510,13 @@ class _Creator:
         self._create = create
 
     async def create(self, **kwargs: Any) -> Any:
-        return await self._create(**kwargs)
+        # The openai package writes "not given" as an object that is neither None nor true.
+        given = {
+            key: value
+            for key, value in kwargs.items()
+            if type(value).__name__ not in ("NotGiven", "Omit")
+        }
+        return await self._create(**given)
 
 
 class _Chat:
@@ -386,6 +532,10 @@ class ManagedServerAdapter:
         self.base_url = base_url
         self.chat = _Chat(managed.chat_completion)
         self.completions = _Creator(managed.completion)
+
+    def with_options(self, **options: Any) -> ManagedServerAdapter:
+        """Return this client: how often and how long to try is the server's configuration."""
+        return self
 
     def post(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("a managed server has no other routes")

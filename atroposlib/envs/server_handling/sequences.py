@@ -36,19 +36,51 @@ class SequenceNode(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPlace:
+    """Where a sampled turn stands in its conversation."""
+
+    messages: tuple[str, ...]
+    """Identity of each message before the sampled one."""
+    tracked: dict[int, str]
+    """Index of each earlier turn sampled here -> the end-of-turn text that was sampled with it, "" if cut off."""
+    pieces: tuple[str, ...]
+    """[len(tracked) + 1] what the template wrote around those turns, up to the sampled one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledMessage:
+    """What a caller sees of a sampled chat turn."""
+
+    identity: str
+    content: str
+    """Text of the message, with what it was begun with."""
+    call_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """A point of a node where a later turn may go on: the end of a sampled turn."""
 
     num_tokens: int
+    end: str
+    """Text of the end-of-turn token that was sampled last; "" if the turn was cut off."""
     full_text: str
     visible_text: str
     """The text as a caller sees it, who never gets special tokens to see."""
-    messages: tuple[str, ...] | None
-    """Identity of each message up to and including the sampled one; None for text completions."""
-    tracked: frozenset[int]
-    """Indexes of the messages that were sampled here."""
-    history: str
-    """The template's rendering of the messages before the sampled one."""
+    place: ChatPlace | None
+    message: SampledMessage | None
+    """Both None for text completions."""
+
+    def begins(self, messages: Sequence[str]) -> bool:
+        """Whether the chat up to and including this turn begins `messages`."""
+        if self.place is None or self.message is None:
+            return False
+        num_before = len(self.place.messages)
+        return (
+            len(messages) > num_before
+            and messages[num_before] == self.message.identity
+            and tuple(messages[:num_before]) == self.place.messages
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +97,8 @@ class Match:
     tracked: _Tracked
     stage: Stage
 
-    @property
-    def tokens(self) -> list[int]:
-        return self.tracked.node.tokens[: self.stage.num_tokens]
+    def tokens(self, num_kept: int) -> list[int]:
+        return self.tracked.node.tokens[:num_kept]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +110,13 @@ class PendingTurn:
     tokens: list[int]
     full_text: str
     visible_text: str
-    parent: Match | None
-    messages: tuple[str, ...] | None = None
-    """Identity of the messages before the one to be sampled."""
-    tracked: frozenset[int] = frozenset()
-    history: str = ""
+    parent: Match | None = None
+    num_kept: int = 0
+    """Tokens of the parent's node that this prompt begins with."""
+    place: ChatPlace | None = None
+    """None for text completions."""
+    is_broken: bool = False
+    """The prompt repeats a sampled turn, but not its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +127,10 @@ class SampledTurn:
     logprobs: list[float]
     full_text: str
     visible_text: str
-    message: str | None = None
-    """Identity of the sampled message; None for text completions."""
+    end: str = ""
+    """Text of the last token if that ends the turn."""
+    message: SampledMessage | None = None
+    """None for text completions."""
     finish_reason: str | None
     weight_versions: list[WeightSpan] | None = None
 
@@ -105,7 +140,7 @@ class SequenceStore:
     """The nodes of one session, in the order of the calls that began them, whichever was answered first."""
 
     keep_parents: bool = False
-    """Add every turn as a node of its own instead of growing the node it continues."""
+    """Add every turn as a node of its own, trained on that turn only, instead of growing the node it continues."""
     _tracked: list[_Tracked] = field(default_factory=list)
     _num_calls: int = 0
 
@@ -121,30 +156,54 @@ class SequenceStore:
         self._num_calls += 1
         return self._num_calls
 
-    def find_messages(self, messages: Sequence[str]) -> Match | None:
-        """Return the longest stage whose messages begin `messages`."""
+    def find_messages(
+        self, messages: Sequence[str], call_ids: Sequence[tuple[str, ...]] = ()
+    ) -> Match | None:
+        """Return the longest stage whose messages begin `messages`.
+
+        `call_ids`, one per message, decide between turns that made the same tool calls.
+        """
+
+        def rank(match: Match) -> tuple[int, bool, bool]:
+            assert match.stage.place is not None
+            assert match.stage.message is not None
+            index = len(match.stage.place.messages)
+            same_ids = index < len(call_ids) and call_ids[index] == match.stage.message.call_ids
+            return index, same_ids, _is_last(match)
+
+        return max(
+            (match for match in self._stages() if match.stage.begins(messages)),
+            key=rank,
+            default=None,
+        )
+
+    def find_opened(self, before: Sequence[str], content: str) -> tuple[Match, str] | None:
+        """Return the longest turn sampled after `before` whose text begins `content`, and the rest of `content`."""
+        before = tuple(before)
         best: Match | None = None
+        best_rank = (-1, False)
         for match in self._stages():
-            prefix = match.stage.messages
-            if prefix is None or tuple(messages[: len(prefix)]) != prefix:
+            place, message = match.stage.place, match.stage.message
+            if place is None or message is None or message.call_ids or place.messages != before:
                 continue
-            if best is None or self._rank(match, len(prefix)) > self._rank(
-                best, len(best.stage.messages or ())
-            ):
-                best = match
-        return best
+            is_begun = message.content != "" and content.startswith(message.content)
+            if is_begun or message.content == content:
+                rank = (len(message.content), _is_last(match))
+                if rank > best_rank:
+                    best, best_rank = match, rank
+        return None if best is None else (best, content[best_rank[0] :])
 
     def find_text(self, prompt: str) -> tuple[Match, str] | None:
         """Return the longest stage whose text begins `prompt`, and the rest of the prompt."""
         best: Match | None = None
-        best_length = 0
+        best_rank = (-1, False)
         for match in self._stages():
             for text in (match.stage.full_text, match.stage.visible_text):
-                if prompt.startswith(text) and (
-                    best is None or self._rank(match, len(text)) > self._rank(best, best_length)
-                ):
-                    best, best_length = match, len(text)
-        return None if best is None else (best, prompt[best_length:])
+                if prompt.startswith(text):
+                    rank = (len(text), _is_last(match))
+                    if rank > best_rank:
+                        best, best_rank = match, rank
+        return None if best is None else (best, prompt[best_rank[0] :])
 
     def commit(self, turn: PendingTurn, completions: Sequence[SampledTurn]) -> None:
         """Add a sampled turn: the first completion grows the node that was continued, the others become nodes.
@@ -155,7 +214,7 @@ class SequenceStore:
         parent = turn.parent
         if parent is not None and not self.keep_parents:
             at = next((i for i, t in enumerate(self._tracked) if t is parent.tracked), None)
-            if at is not None and parent.stage is parent.tracked.stages[-1]:
+            if at is not None and turn.num_kept == len(parent.tracked.node.tokens):
                 self._tracked[at] = replace(grown.pop(0), order=parent.tracked.order)
         place = bisect_right(self._tracked, turn.order, key=lambda tracked: tracked.order)
         self._tracked[place:place] = grown
@@ -165,13 +224,7 @@ class SequenceStore:
             for stage in tracked.stages:
                 yield Match(tracked=tracked, stage=stage)
 
-    @staticmethod
-    def _rank(match: Match, length: int) -> tuple[int, bool]:
-        # Of equally long prefixes the end of a node is preferred: going on there grows it instead of branching off.
-        return length, match.stage is match.tracked.stages[-1]
-
-    @staticmethod
-    def _grow(turn: PendingTurn, sampled: SampledTurn) -> _Tracked:
+    def _grow(self, turn: PendingTurn, sampled: SampledTurn) -> _Tracked:
         if len(sampled.tokens) != len(sampled.logprobs):
             raise EngineProtocolError(
                 f"{len(sampled.logprobs)} logprobs for {len(sampled.tokens)} sampled tokens"
@@ -181,12 +234,12 @@ class SequenceStore:
         spans: list[dict[str, Any]] | None = []
         stages: tuple[Stage, ...] = ()
         if turn.parent is not None:
-            node, end = turn.parent.tracked.node, turn.parent.stage.num_tokens
-            labels, logprobs = node.masked_tokens[:end], node.logprobs[:end]
-            known = (node.metadata or {}).get("weight_versions")
-            spans = None if known is None else [span for span in known if span["start"] < end]
-            all_stages = turn.parent.tracked.stages
-            stages = all_stages[: all_stages.index(turn.parent.stage) + 1]
+            kept = turn.num_kept
+            stages = tuple(s for s in turn.parent.tracked.stages if s.num_tokens <= kept)
+            if not self.keep_parents:
+                node = turn.parent.tracked.node
+                labels, logprobs = node.masked_tokens[:kept], node.logprobs[:kept]
+                spans = _spans_before((node.metadata or {}).get("weight_versions"), end=kept)
         num_given = len(turn.tokens) - len(labels)
         labels = [*labels, *[IGNORE_INDEX] * num_given, *sampled.tokens]
         logprobs = [*logprobs, *[MASKED_LOGPROB] * num_given, *sampled.logprobs]
@@ -194,7 +247,8 @@ class SequenceStore:
         new_spans = place_spans(sampled.weight_versions, start=len(turn.tokens))
         spans = None if spans is None or new_spans is None else [*spans, *new_spans]
         full_text = turn.full_text + sampled.full_text
-        node = SequenceNode(
+        # Validation would visit every token.
+        node = SequenceNode.model_construct(
             full_text=full_text,
             tokens=tokens,
             masked_tokens=labels,
@@ -207,15 +261,28 @@ class SequenceStore:
         )
         stage = Stage(
             num_tokens=len(tokens),
+            end=sampled.end,
             full_text=full_text,
             visible_text=turn.visible_text + sampled.visible_text,
-            messages=(*turn.messages, sampled.message)
-            if turn.messages is not None and sampled.message is not None
-            else None,
-            tracked=turn.tracked | ({len(turn.messages)} if turn.messages is not None else set()),
-            history=turn.history,
+            place=turn.place,
+            message=sampled.message,
         )
         return _Tracked(order=turn.order, node=node, stages=(*stages, stage))
+
+
+def _is_last(match: Match) -> bool:
+    # Of equally long prefixes the end of a node is preferred: going on there grows it instead of branching off.
+    return match.stage is match.tracked.stages[-1]
+
+
+def _spans_before(spans: list[dict[str, Any]] | None, *, end: int) -> list[dict[str, Any]] | None:
+    if spans is None:
+        return None
+    return [
+        {**span, "num_tokens": min(span["num_tokens"], end - span["start"])}
+        for span in spans
+        if span["start"] < end
+    ]
 
 
 def place_spans(spans: Sequence[WeightSpan] | None, *, start: int) -> list[dict[str, Any]] | None:
@@ -236,10 +303,16 @@ def place_spans(spans: Sequence[WeightSpan] | None, *, start: int) -> list[dict[
 
 
 def oldest_version(spans: Sequence[dict[str, Any]] | None) -> int | None:
-    """Return the smallest numeric policy version of the spans; None when there is none.
+    """Return the smallest policy version of the spans; None when one of them is unknown or there is none.
 
-    >>> oldest_version([{"weight_version": "12"}, {"weight_version": "9"}, {"weight_version": "default"}])
+    Engines call the weights they were started with by a name ("default"): those may be older than any number.
+
+    >>> oldest_version([{"weight_version": "12"}, {"weight_version": "9"}])
     9
+    >>> oldest_version([{"weight_version": "12"}, {"weight_version": "default"}]) is None
+    True
     """
     versions = [span["weight_version"] for span in spans or ()]
-    return min((int(version) for version in versions if version.isdecimal()), default=None)
+    if not versions or not all(version.isdecimal() for version in versions):
+        return None
+    return min(int(version) for version in versions)

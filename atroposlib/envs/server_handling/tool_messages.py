@@ -1,0 +1,67 @@
+"""Chat completions whose tool calls are read as dicts and as objects alike.
+
+`call["function"]["name"]` and `call.function.name` both work, `json.dumps(call)` and `completion.model_dump()` too:
+authors of environments use the former, agents written for the `openai` package the latter. Called by `ManagedServer`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+
+class ToolCall(dict[str, Any]):
+    """A part of a tool call: a dict whose items are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"a tool call has no {name!r}; it has {', '.join(self)}") from None
+
+    @classmethod
+    def of(cls, call: Any) -> ToolCall:
+        """Wrap a call given as a mapping or as an object of the `openai` package."""
+        values = dict(call) if isinstance(call, Mapping) else call.model_dump(exclude_none=True)
+        return cls({**values, "function": cls(values["function"])})
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        """Return plain dicts, as the objects of the `openai` package do."""
+        return {
+            key: value.model_dump() if isinstance(value, ToolCall) else value
+            for key, value in self.items()
+        }
+
+    def to_dict(self, **options: Any) -> dict[str, Any]:
+        return self.model_dump()
+
+
+def completion_with_tool_calls(body: dict[str, Any]) -> Any:
+    """Build a `ChatCompletion` from a body whose messages may have `tool_calls` that are `ToolCall`s."""
+    completion_type, choice_type, message_type = _types()
+    choices = [
+        choice_type.construct(**{**choice, "message": message_type.construct(**choice["message"])})
+        for choice in body["choices"]
+    ]
+    completion = completion_type.construct(**{**body, "choices": []})
+    completion.choices = choices
+    return completion
+
+
+@functools.cache
+def _types() -> tuple[Any, Any, Any]:
+    # `openai` takes about a second to import. Its own types warn when they write calls that are dicts.
+    from openai.types.chat import ChatCompletion, ChatCompletionMessage
+    from openai.types.chat.chat_completion import Choice
+
+    class CalledMessage(ChatCompletionMessage):
+        tool_calls: list[Any] | None = None
+
+    class CalledChoice(Choice):
+        message: CalledMessage
+
+    class CalledCompletion(ChatCompletion):
+        choices: list[CalledChoice]  # type: ignore[assignment]
+
+    return CalledCompletion, CalledChoice, CalledMessage

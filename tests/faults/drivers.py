@@ -192,6 +192,15 @@ def has_group_ended(pgid: int) -> bool:
     return False
 
 
+def is_alive(pid: int) -> bool:
+    """Does the process exist, and is not a zombie that its new parent has yet to collect?"""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
 async def eventually(
     condition: Callable[[], bool], *, timeout_s: float, what: str, interval_s: float = 0.02
 ) -> float:

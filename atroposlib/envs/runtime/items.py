@@ -26,21 +26,41 @@ class Work:
 
     item: Any
     num_failures: int = 0
+    is_settled: bool = False
+    """The present attempt has been counted."""
 
 
-class Failures:
-    """Counts failures and decides when they end the run."""
+class Outcomes:
+    """Counts what became of every item, and decides when failures end the run."""
 
     def __init__(self, *, max_consecutive: int) -> None:
         self._max_consecutive = max_consecutive
         self._consecutive: Counter[str] = Counter()
+        self.num_begun = 0
+        """Items, not attempts; one that is tried again is not counted again."""
+        self.num_with_groups = 0
+        self.num_without_groups = 0
+        """Items whose worker returned nothing: the author's own way to skip one."""
+        self.num_put_back = 0
+        """Attempts that ended because the engine was away; they cost the item nothing."""
         self.by_type: Counter[str] = Counter()
         """Every failed attempt."""
         self.given_up: Counter[str] = Counter()
         """Items dropped after their last attempt."""
 
-    def succeeded(self) -> None:
+    @property
+    def num_unfinished(self) -> int:
+        """Items in flight or waiting for another attempt."""
+        ended = self.num_with_groups + self.num_without_groups + self.given_up.total()
+        return self.num_begun - ended
+
+    def succeeded(self, *, gave_groups: bool) -> None:
+        """Count an item that came to its end."""
         self._consecutive.clear()
+        if gave_groups:
+            self.num_with_groups += 1
+        else:
+            self.num_without_groups += 1
 
     def failed(self, error: BaseException) -> None:
         """Count `error`; raise EnvError when its type has failed too often in a row."""
@@ -51,6 +71,20 @@ class Failures:
             raise EnvError(
                 f"{self._consecutive[kind]} items in a row failed with {kind}: {error}"
             ) from error
+
+    def summary(self) -> str:
+        """One line in which every item that was begun is in exactly one place."""
+        return (
+            f"{self.num_begun} items begun: {self.num_with_groups} gave groups, "
+            f"{self.num_without_groups} gave none, {self.given_up.total()} given up "
+            f"({_listed(self.given_up)}), {self.num_unfinished} unfinished; "
+            f"failed attempts: {_listed(self.by_type)}; "
+            f"put back for an absent engine: {self.num_put_back}"
+        )
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
 
 
 def cause_of(error: BaseException) -> BaseException:

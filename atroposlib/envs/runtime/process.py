@@ -14,7 +14,7 @@ from typing import Any
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.runtime.capacity import max_workers
-from atroposlib.envs.runtime.items import Failures, Work, cause_of, close, collect_timed
+from atroposlib.envs.runtime.items import Outcomes, Work, cause_of, close, collect_timed
 from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.envs.runtime.outbox import GroupLog, Outbox
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
@@ -82,7 +82,7 @@ async def _fill(env: BaseEnv, log: GroupLog) -> None:
         per_node=env.config.max_num_workers_per_node,
         num_servers=len(env.server.servers),
     )
-    failures = Failures(max_consecutive=env.config.max_consecutive_failures)
+    outcomes = Outcomes(max_consecutive=env.config.max_consecutive_failures)
     num_empty = 0
     retries: deque[Work] = deque()
     running: deque[tuple[Work, asyncio.Task[Any]]] = deque()
@@ -93,6 +93,7 @@ async def _fill(env: BaseEnv, log: GroupLog) -> None:
                 work = await _next_work(env, retries)
                 has_more = work is not None
                 if work is not None:
+                    outcomes.num_begun += work.num_failures == 0
                     task = asyncio.create_task(collect_timed(env, work.item))
                     running.append((work, task))
             if not running:
@@ -102,10 +103,10 @@ async def _fill(env: BaseEnv, log: GroupLog) -> None:
             try:
                 groups, backlog = await task
             except Exception as raised:  # noqa: BLE001 - boundary: one item
-                has_more = _keep(work, cause_of(raised), env, failures, retries) or has_more
+                has_more = _keep(work, cause_of(raised), env, outcomes, retries) or has_more
                 continue
             env.backlog.extend(backlog)
-            failures.succeeded()
+            outcomes.succeeded(gave_groups=bool(groups))
             if groups:
                 written = log.num_groups
                 await env.handle_send_to_api(
@@ -122,6 +123,7 @@ async def _fill(env: BaseEnv, log: GroupLog) -> None:
         for _, task in running:
             task.cancel()
         await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+        logger.info("%s", outcomes.summary())
 
 
 async def _next_work(env: BaseEnv, retries: deque[Work]) -> Work | None:
@@ -134,7 +136,7 @@ async def _next_work(env: BaseEnv, retries: deque[Work]) -> Work | None:
 
 
 def _keep(
-    work: Work, error: BaseException, env: BaseEnv, failures: Failures, retries: deque[Work]
+    work: Work, error: BaseException, env: BaseEnv, outcomes: Outcomes, retries: deque[Work]
 ) -> bool:
     """Count a failure and queue the item again; True when it will be tried again.
 
@@ -143,10 +145,10 @@ def _keep(
     if isinstance(error, EngineUnavailable):
         raise error
     logger.error("item failed: %s: %s", type(error).__name__, error, exc_info=error)
-    failures.failed(error)
+    outcomes.failed(error)
     work.num_failures += 1
     if work.num_failures >= env.config.max_item_attempts:
-        failures.given_up[type(error).__name__] += 1
+        outcomes.given_up[type(error).__name__] += 1
         logger.error("item given up after %d attempts", work.num_failures)
         return False
     retries.append(work)

@@ -35,7 +35,7 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.env_config import EvalHandlingEnum
 from atroposlib.envs.runtime import spool
 from atroposlib.envs.runtime.capacity import Load, max_workers, num_to_start
-from atroposlib.envs.runtime.items import Failures, Work, cause_of, close, collect_timed
+from atroposlib.envs.runtime.items import Outcomes, Work, cause_of, close, collect_timed
 from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.envs.runtime.outbox import MAX_RETRY_AFTER_S, Backoff, GroupLog, Outbox
 from atroposlib.envs.runtime.pace import Pace
@@ -107,7 +107,7 @@ class _Server:
         self._retries: deque[Work] = deque()
         self._work: dict[str, Work] = {}
         """What each of `running_items` is, with its failures so far."""
-        self._failures = Failures(max_consecutive=env.config.max_consecutive_failures)
+        self._outcomes = Outcomes(max_consecutive=env.config.max_consecutive_failures)
         self._status: EnvStatus | None = None
         """The newest; None until the hub has told one for the present registration."""
         self._num_polls = 0
@@ -155,6 +155,7 @@ class _Server:
             if self._log is not None:
                 self._log.close()
             logger.info("%s", self._outbox.summary())
+            logger.info("%s", self._outcomes.summary())
         if self._error is not None:
             raise self._error
         return self._outbox
@@ -178,7 +179,7 @@ class _Server:
             await self._disconnect()
 
     async def _drain(self) -> None:
-        """Let items in flight finish; those that take too long go back to `backlog` and are counted in the log.
+        """Let items in flight finish; those that do not, or were to be tried again, go to `backlog` and into the log.
 
         Without an engine none of them can, as when everything is stopped at once.
         """
@@ -198,6 +199,7 @@ class _Server:
             )
             items -= done
         unfinished = [entry["item"] for entry in self._env.running_items.values()]
+        unfinished += [work.item for work in self._retries]
         if unfinished:
             self._env.backlog[:0] = unfinished
             logger.warning("%d items were not finished", len(unfinished))
@@ -595,21 +597,32 @@ class _Server:
         if self._retries:
             return self._retries.popleft()
         if self._env.backlog:
-            return Work(item=self._env.backlog.pop(0))
+            return self._begin(self._env.backlog.pop(0))
         try:
             item = await self._env.get_next_item()
         except Exception as error:  # noqa: BLE001 - the author's code; counted, and it may end the run
             self._log_failure("get_next_item", error)
-            self._failures.failed(error)
+            self._outcomes.failed(error)
             return None
-        return None if item is None else Work(item=item)
+        return None if item is None else self._begin(item)
+
+    def _begin(self, item: Any) -> Work:
+        self._outcomes.num_begun += 1
+        return Work(item=item)
 
     async def _work_on(self, key: str, work: Work) -> None:
         """Run one item through the environment's `handle_env`; a failure of an override is the item's."""
+        work.is_settled = False
         try:
-            await self._env.handle_env(key)
+            groups = await self._env.handle_env(key)
         except Exception as raised:  # noqa: BLE001 - boundary: one item
-            self._item_failed(work, cause_of(raised))
+            if work.is_settled:  # its groups are handed over: asking again would give them twice
+                self._log_failure("handle_env after the item's end", cause_of(raised))
+            else:
+                self._item_failed(work, cause_of(raised))
+            return
+        if not work.is_settled:  # an override that does not call the default
+            self._item_succeeded(work, gave_groups=bool(groups))
 
     def _ended(self, key: str, task: asyncio.Task[Any]) -> None:
         """Forget an item, also one that was cancelled before it began."""
@@ -628,26 +641,32 @@ class _Server:
         work = self._work.get(key) or Work(item=entry["item"])
         try:
             groups, backlog = await collect_timed(env, work.item)
-            env.backlog.extend(backlog)
             if groups:
                 await env.handle_send_to_api(groups, work.item)
                 env.last_completed_item = groups
+            env.backlog.extend(backlog)  # not before: a group that is refused is asked for again
         except Exception as raised:  # noqa: BLE001 - boundary: one item
             self._item_failed(work, cause_of(raised))
             return None
         finally:
             env.running_items.pop(key, None)
             self._wake.set()
-        self._failures.succeeded()
-        self._engine_answered()
+        self._item_succeeded(work, gave_groups=bool(groups))
         return groups
 
+    def _item_succeeded(self, work: Work, *, gave_groups: bool) -> None:
+        work.is_settled = True
+        self._outcomes.succeeded(gave_groups=gave_groups)
+        self._engine_answered()
+
     def _item_failed(self, work: Work, error: BaseException) -> None:
+        work.is_settled = True
         if isinstance(error, EngineUnavailable) or (
             # It spent its time waiting for an engine: no fault of the item.
             isinstance(error, TimeoutError) and not self._has_healthy_engine()
         ):
             self._retries.append(work)
+            self._outcomes.num_put_back += 1
             self._engine_away(error)
             return
         self._log_failure("item", error)
@@ -655,12 +674,12 @@ class _Server:
         if work.num_failures < self._env.config.max_item_attempts:
             self._retries.append(work)
         else:
-            self._failures.given_up[type(error).__name__] += 1
+            self._outcomes.given_up[type(error).__name__] += 1
             logger.error(
                 "item given up after %d attempts: %s", work.num_failures, type(error).__name__
             )
         try:
-            self._failures.failed(error)
+            self._outcomes.failed(error)
         except Exception as fatal:  # noqa: BLE001 - kept and raised again by run()
             self._error = self._error or fatal
             self._stop.set()
@@ -670,7 +689,7 @@ class _Server:
 
     def _log_failure(self, what: str, error: BaseException) -> None:
         """Log the first failure of each type with its traceback, later ones in one line."""
-        is_first = self._failures.by_type[type(error).__name__] == 0
+        is_first = self._outcomes.by_type[type(error).__name__] == 0
         logger.error(
             "%s failed: %s: %s",
             what,

@@ -1,0 +1,471 @@
+"""Two environments, a hub, an engine and a trainer under a schedule of faults: no group lost, none trained twice.
+
+Every fault of `FAULTS` comes alone, then pairs of those that strike different parts come at once, until the time is
+over; meanwhile a quarter of the environments' items go wrong in ways of their own (`faulty_env.py`). Then everything is
+mended, the environments are stopped, the trainer learns from what is left, and the account must close.
+
+The ten-minute variant: pytest -m slow tests/faults/test_environment_schedule.py -s
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.client import HubClient
+from atroposlib.scored_data import Strictness, check_group
+from tests.faults.drivers import (
+    BATCH_SIZE,
+    HubProcess,
+    assert_balanced,
+    children,
+    eventually,
+    has_group_ended,
+    hub_process,
+    is_alive,
+    kill_group,
+)
+from tests.faults.faulty_env import MARK, kind_of
+from tests.faults.proxy import Proxy, Toxics
+from tests.faults.scripted_engine import ScriptedEngine, answer_tokens
+from tests.processes import ROOT, Process
+
+pytestmark = pytest.mark.e2e
+
+GROUP_SIZE = 4
+MAX_QUEUED = 3 * BATCH_SIZE
+"""Of the hub, in sequences; the environments want to be twice as far ahead."""
+RECOVERY_S = 90.0
+"""Generous: the machine may be slow. What is asserted are counts."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One environment process and what it left behind."""
+
+    run: str
+    process: Process
+    groups: Path
+
+    def log(self) -> str:
+        return self.process.log()
+
+    def accepted(self) -> list[str]:
+        """The prompts of the groups that the environment accepted, from its JSONL file."""
+        if not self.groups.exists():
+            return []
+        rows = [json.loads(line) for line in self.groups.read_text().splitlines()]
+        return [name_in(row["tokens"][0]) for row in rows]
+
+
+def name_in(tokens: list[int]) -> str:
+    text = bytes(token - 3 for token in tokens if token >= 3)
+    return text.partition(b";")[0].decode()
+
+
+@dataclass(slots=True)
+class Stage:
+    """Everything that runs."""
+
+    directory: Path
+    hub: HubProcess
+    proxy: Proxy
+    engine: ScriptedEngine
+    rng: random.Random
+    trainer: Process | None = None
+    members: dict[str, Member] = field(default_factory=dict)
+    """Environments that run, by name."""
+    left: list[Member] = field(default_factory=list)
+    """Those that have ended, after a check of how."""
+    struck: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.directory / "checkpoint.json"
+
+    @property
+    def drain(self) -> Path:
+        return self.directory / "drain"
+
+    @property
+    def committed(self) -> dict[str, Any]:
+        if not self.checkpoint.exists():
+            return {"step": 0, "groups": []}
+        saved: dict[str, Any] = json.loads(self.checkpoint.read_text())
+        return saved
+
+    def start_trainer(self) -> None:
+        self.trainer = Process(
+            "trainer",
+            [
+                *("-m", "tests.faults.journal_trainer", self.proxy.url),
+                *(str(self.checkpoint), str(self.drain), "0.15"),
+            ],
+            log_path=self.directory / "trainer.log",
+        )
+
+    def start_environment(self, name: str) -> None:
+        number = sum(each.run.startswith(name) for each in self.left)
+        folder = self.directory / name
+        folder.mkdir(exist_ok=True)
+        process = Process(
+            f"environment {name}",
+            [
+                str(ROOT / "tests" / "faults" / "faulty_env.py"),
+                "serve",
+                f"--env.run={name}{number}",
+                f"--env.wandb_name={name}",
+                f"--env.rollout_server_url={self.proxy.url}",
+                f"--env.data_path_to_save_groups={folder / 'groups.jsonl'}",
+                "--env.max_batches_offpolicy=6",
+                f"--openai.base_url={self.engine.url}",
+            ],
+            log_path=folder / f"{number}.log",
+        )
+        groups = folder / ("groups.jsonl" if number == 0 else f"groups_{number}.jsonl")
+        self.members[name] = Member(f"{name}{number}", process, groups)
+
+    async def stop_environment(self, name: str, *, code: int, times: int = 1) -> None:
+        """Send SIGTERM, a second time after a moment if so told, and check how the process ends."""
+        member = self.members.pop(name)
+        self.left.append(member)
+        popen = member.process.popen
+        assert popen.poll() is None, member.log()[-4000:]
+        descendants = children(popen.pid)
+        popen.send_signal(signal.SIGTERM)
+        if times == 2:
+            await asyncio.sleep(1.0)
+            popen.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(member.process.wait, RECOVERY_S) == code, member.log()[
+            -4000:
+        ]
+        assert has_group_ended(popen.pid), f"{member.run} left processes of its group behind"
+        survivors = [pid for pid in descendants if is_alive(pid)]
+        assert survivors == [], f"{member.run} left {survivors} behind"
+
+    def check(self) -> None:
+        """Fail with the log of whatever has ended by itself."""
+        assert self.trainer is not None
+        assert self.trainer.popen.poll() is None, self.trainer.log()[-4000:]
+        for member in self.members.values():
+            assert member.process.popen.poll() is None, member.log()[-6000:]
+
+    async def progress(self, why: str) -> float:
+        """Wait until the trainer has written a checkpoint with later groups; return the seconds it took."""
+        step = self.committed["step"]
+
+        def has_moved() -> bool:
+            self.check()
+            return bool(self.committed["step"] > step)
+
+        return await eventually(
+            has_moved, timeout_s=RECOVERY_S, what=f"a checkpoint after {why}", interval_s=0.1
+        )
+
+    def close(self) -> None:
+        everyone = [*self.members.values(), *self.left]
+        for process in [self.trainer, *(each.process for each in everyone)]:
+            if process is not None:
+                kill_group(process.popen.pid)
+                process.popen.wait()
+
+
+@asynccontextmanager
+async def stage(directory: Path, *, seed: int) -> AsyncIterator[Stage]:
+    flags = ("--max-queued-sequences", str(MAX_QUEUED), "--max-deliveries", "100")
+    with hub_process(directory, *flags) as hub:
+        async with ScriptedEngine(seed=seed) as engine, Proxy(hub.port, seed=seed) as proxy:
+            running = Stage(directory, hub, proxy, engine, random.Random(seed))
+            try:
+                running.start_trainer()
+                for name in ("a", "b"):
+                    running.start_environment(name)
+                await running.progress("the start")
+                yield running
+            finally:
+                running.close()
+
+
+# Faults. Each strikes, and mends what it broke.
+
+
+async def kill_hub(on: Stage) -> None:
+    await asyncio.to_thread(on.hub.kill)
+    await asyncio.sleep(on.rng.random())
+    await asyncio.to_thread(on.hub.start)
+
+
+async def take_hub_away(on: Stage) -> None:
+    await asyncio.to_thread(on.hub.kill)
+    await asyncio.sleep(10)
+    await asyncio.to_thread(on.hub.start)
+
+
+async def cut_network(on: Stage) -> None:
+    for _ in range(8):
+        await on.proxy.cut()
+        await asyncio.sleep(0.4 * on.rng.random())
+        await on.proxy.heal()
+        await asyncio.sleep(0.4 * on.rng.random())
+
+
+async def spoil_network(on: Stage) -> None:
+    on.proxy.toxics = Toxics(reset_chance=0.05, slice_bytes=500, latency_s=0.01)
+    await asyncio.sleep(4)
+    await on.proxy.heal()
+
+
+async def silence_network(on: Stage) -> None:
+    on.proxy.toxics = Toxics(is_blackhole=True)
+    await asyncio.sleep(4)
+    await on.proxy.heal()
+
+
+async def fill_hub(on: Stage) -> None:
+    """The trainer hangs until the hub has told an environment that it is full."""
+    assert on.trainer is not None
+    before = sum(each.log().count("429") for each in on.members.values())
+    on.trainer.popen.send_signal(signal.SIGSTOP)
+    try:
+        await eventually(
+            lambda: sum(each.log().count("429") for each in on.members.values()) > before,
+            timeout_s=RECOVERY_S,
+            what="the hub says that it is full",
+            interval_s=0.1,
+        )
+        await asyncio.sleep(1)
+    finally:
+        on.trainer.popen.send_signal(signal.SIGCONT)
+
+
+async def kill_trainer(on: Stage) -> None:
+    assert on.trainer is not None
+    on.trainer.popen.kill()
+    on.trainer.popen.wait()
+    await asyncio.sleep(on.rng.random())
+    on.start_trainer()
+
+
+async def spoil_engine(on: Stage) -> None:
+    on.engine.error_chance, on.engine.drop_chance = 0.3, 0.3
+    await asyncio.sleep(4)
+    on.engine.error_chance = on.engine.drop_chance = 0.0
+
+
+async def take_engine_away(on: Stage) -> None:
+    await on.engine.stop()
+    await asyncio.sleep(4)
+    await on.engine.start()
+
+
+async def freeze_environment(on: Stage) -> None:
+    member = on.members[on.rng.choice(sorted(on.members))]
+    os.killpg(member.process.popen.pid, signal.SIGSTOP)
+    await asyncio.sleep(4)
+    os.killpg(member.process.popen.pid, signal.SIGCONT)
+
+
+async def replace_environment(on: Stage) -> None:
+    name = on.rng.choice(sorted(on.members))
+    await on.stop_environment(name, code=0)
+    on.start_environment(name)
+
+
+async def replace_environment_while_the_hub_is_away(on: Stage) -> None:
+    """Its groups go to a file, which is an error of that run, and its replacement sends them."""
+    name = on.rng.choice(sorted(on.members))
+    await on.proxy.cut()
+    await asyncio.sleep(1)
+    held = on.members[name]
+    await on.stop_environment(name, code=1, times=2)
+    assert "groups could not be delivered" in held.log(), held.log()[-4000:]
+    await on.proxy.heal()
+    on.start_environment(name)
+
+
+Fault = Callable[[Stage], Awaitable[None]]
+
+FAULTS: dict[Fault, set[str]] = {
+    kill_hub: {"hub"},
+    take_hub_away: {"hub"},
+    cut_network: {"network"},
+    spoil_network: {"network"},
+    silence_network: {"network"},
+    fill_hub: {"hub", "network", "trainer", "engine", "environment"},
+    kill_trainer: {"trainer"},
+    spoil_engine: {"engine"},
+    take_engine_away: {"engine"},
+    freeze_environment: {"environment"},
+    replace_environment: {"hub", "network", "engine", "environment"},
+    replace_environment_while_the_hub_is_away: {
+        *("hub", "network", "trainer", "engine", "environment"),
+    },
+}
+"""And what must be left alone meanwhile."""
+
+
+def schedule(rng: random.Random) -> list[list[Fault]]:
+    """Every fault once, and as many pairs."""
+    alone = [[fault] for fault in FAULTS]
+    pairs = [[a, b] for a in FAULTS for b in FAULTS if not FAULTS[a] & FAULTS[b]]
+    rng.shuffle(alone)
+    return alone + rng.sample(pairs, len(FAULTS))
+
+
+# The account
+
+
+def closing_counts(log: str) -> dict[str, Any]:
+    """What an environment said at its end: groups, items, and the author's own record."""
+    groups = re.findall(
+        r"(\d+) groups accepted, (\d+) stored by the hub, (\d+) held; dropped: (.*)", log
+    )
+    items = re.findall(
+        r"(\d+) items begun: (\d+) gave groups, (\d+) gave none, (\d+) given up \((.*)\),"
+        r" (\d+) unfinished; failed attempts: (.*); put back",
+        log,
+    )
+    authors = re.findall(MARK + "(.*)", log)
+    assert len(groups) == len(items) == len(authors) == 1, log[-4000:]
+    accepted, stored, held, dropped = groups[0]
+    begun, with_groups, without, given_up, given_up_as, unfinished, failed = items[0]
+    return {
+        "accepted": int(accepted),
+        "stored": int(stored),
+        "held": int(held),
+        "dropped": counted(dropped),
+        "begun": int(begun),
+        "with groups": int(with_groups),
+        "without": int(without),
+        "given up": int(given_up),
+        "given up as": counted(given_up_as),
+        "unfinished": int(unfinished),
+        "failed": counted(failed),
+        "author": json.loads(authors[0]),
+    }
+
+
+def counted(listed: str) -> Counter[str]:
+    """Read `ValueError 3, TimeoutError 1`, or `none`."""
+    if listed == "none":
+        return Counter()
+    pairs = [entry.rpartition(" ") for entry in listed.split(", ")]
+    return Counter({name: int(number) for name, _, number in pairs})
+
+
+def check_skips(member: Member) -> dict[str, Any]:
+    """Every item and every group of one environment is in one place, with its reason."""
+    counts, author = closing_counts(member.log()), None
+    author = Counter(counts["author"])
+    names = member.accepted()
+    assert counts["accepted"] == len(names) == len(set(names)), member.run
+    ended = counts["with groups"] + counts["without"] + counts["given up"]
+    assert counts["begun"] == ended + counts["unfinished"], counts
+    assert counts["with groups"] == counts["accepted"] + counts["dropped"]["equal_scores"], counts
+    assert counts["without"] == author["gave none"], counts
+    assert counts["dropped"]["equal_scores"] == author["equal"], counts
+    assert counts["dropped"]["malformed"] == author["malformed"], counts
+    assert set(counts["dropped"]) <= {"equal_scores", "malformed"}, counts
+    assert counts["failed"]["RuntimeError"] == author["raised"], counts
+    assert counts["failed"]["GroupError"] == author["malformed"], counts
+    assert set(counts["failed"]) <= {"RuntimeError", "GroupError", "TimeoutError"}, counts
+    assert counts["given up"] == counts["given up as"].total(), counts
+    kinds = Counter(kind_of(int(name.partition("/")[2])) for name in names)
+    assert not kinds["raises always"] + kinds["gives none"] + kinds["scores are equal"], kinds
+    return counts
+
+
+async def fill_up(url: str, num_groups: int) -> list[str]:
+    """Send so many groups that everything queued fits whole batches; return their names."""
+    names = []
+    async with HubClient(url) as hub:
+        for number in range(-num_groups % (BATCH_SIZE // GROUP_SIZE)):
+            name = f"filler/{number}"
+            prompt = [1, *(byte + 3 for byte in f"{name};".encode())]
+            answers = [answer_tokens(prompt, choice) for choice in range(GROUP_SIZE)]
+            group = {
+                "tokens": [prompt + answer for answer in answers],
+                "masks": [[-100] * len(prompt) + answer for answer in answers],
+                "scores": [float(choice) for choice in range(GROUP_SIZE)],
+                "inference_logprobs": [
+                    [1.0] * len(prompt) + [-token / 256 for token in answer] for answer in answers
+                ],
+                "group_id": name,
+            }
+            await hub.send([check_group(group, strictness=Strictness.MEANING)])
+            names.append(name)
+    return names
+
+
+@pytest.mark.parametrize(
+    "duration_s",
+    [
+        pytest.param(160.0, marks=pytest.mark.timeout(900)),
+        pytest.param(600.0, marks=[pytest.mark.slow, pytest.mark.timeout(2400)]),
+    ],
+)
+async def test_no_group_is_lost_or_trained_twice_under_a_schedule_of_faults(
+    duration_s: float, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    slowest_s = 0.0
+    async with stage(tmp_path, seed=4) as on:
+        while time.monotonic() - began < duration_s:
+            for faults in schedule(on.rng):
+                if time.monotonic() - began >= duration_s and all(
+                    on.struck[fault.__name__] for fault in FAULTS
+                ):
+                    break
+                names = [fault.__name__ for fault in faults]
+                async with asyncio.TaskGroup() as striking:
+                    for fault in faults:
+                        striking.create_task(fault(on))
+                on.struck.update(names)
+                slowest_s = max(slowest_s, await on.progress(" and ".join(names)))
+
+        for name in list(on.members):
+            await on.stop_environment(name, code=0)
+        accepted = [name for member in on.left for name in member.accepted()]
+        accepted += await fill_up(on.hub.url, len(accepted))
+        on.drain.touch()
+        await eventually(
+            lambda: len(on.committed["groups"]) >= len(accepted),
+            timeout_s=RECOVERY_S,
+            what=f"{len(accepted)} groups committed, not {len(on.committed['groups'])}",
+            interval_s=0.2,
+        )
+        ledger = on.hub.get("/ledger")
+        committed = Counter(on.committed["groups"])
+    twice = {name: count for name, count in committed.items() if count > 1}
+    assert twice == {}, f"trained twice: {twice}"
+    assert set(committed) == set(accepted)
+    assert_balanced(ledger)
+    assert (ledger["produced"], ledger["trained"]) == (len(accepted), len(accepted)), ledger
+    assert ledger["rejected"] == {}, ledger
+    counts = [check_skips(member) for member in on.left]
+    # What one had to leave in a file, its replacement has sent.
+    assert sum(each["stored"] for each in counts) == sum(each["accepted"] for each in counts)
+    given_up = sum((each["given up as"] for each in counts), Counter())
+    print(
+        f"{sum(on.struck.values())} faults in {time.monotonic() - began:.0f} s, slowest recovery"
+        f" {slowest_s:.1f} s; {len(on.left)} environment processes, {len(accepted)} groups accepted,"
+        f" all committed once in {on.committed['step']} steps; ledger duplicates"
+        f" {ledger['duplicates']}; items: {sum(each['begun'] for each in counts)} begun,"
+        f" {sum(each['without'] for each in counts)} gave none, given up {dict(given_up)},"
+        f" {sum(each['unfinished'] for each in counts)} unfinished; engine {dict(on.engine.counts)}"
+    )
+    assert given_up["RuntimeError"] > 0
+    assert len(accepted) > 2 * duration_s, "too little load to show anything"

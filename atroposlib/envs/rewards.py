@@ -6,9 +6,11 @@ it costs one `RewardFailure` - never the environment, and never a score of zero 
     async with RewardWorkers(num_workers=2, preload=("math_verify",)) as workers:
         outcome = await workers.run(score_answer, gold, completion, timeout_s=10)
 
-Functions travel by name and arguments and results as JSON; nothing is pickled. A worker is this
-module as a process of its own session, with a memory limit, speaking JSON lines over a pipe. It keeps
-accidents in; it is not a sandbox for hostile code.
+Functions travel by name, arguments and results as JSON; nothing is pickled. A worker is this module as a process of
+its own session, speaking JSON lines over a pipe. On Linux it is two: a child, which calls the function under a memory
+limit, and its keeper. Processes that come of a call, daemons included, become the keeper's; it ends them all when the
+child dies or the parent's end of the pipe is closed, for whatever reason. This keeps accidents in; it is not a
+sandbox for hostile code.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ import ctypes
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import resource
+import select
 import signal
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +36,8 @@ from types import ModuleType, TracebackType
 from typing import IO, Any, Literal, Self, TypeAlias
 
 from atroposlib.errors import EnvError
+
+logger = logging.getLogger(__name__)
 
 JsonValue: TypeAlias = Any
 """None, bool, int, float, str, or lists and string-keyed dicts of these."""
@@ -40,8 +47,14 @@ FailureReason: TypeAlias = Literal["timeout", "exception", "memory", "crash", "o
 _TAIL_BYTES = 4000
 _STARTUP_TIMEOUT_S = 120.0
 """For starting Python and importing the preloaded modules, on a busy machine."""
+_END_TIMEOUT_S = 10.0
+"""For a worker to end with all it started; a kill takes milliseconds unless the machine is stuck."""
+_MAX_CHILDREN = 16
+"""A worker with more children after a call is replaced: the scoring code leaves them behind."""
+_IS_LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
+_PR_SET_CHILD_SUBREAPER = 36
+"""Both from linux/prctl.h."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +84,18 @@ class RewardWorkers:
     ) -> None:
         """Describe the pool.
 
-        `memory_limit_mb` bounds each worker's address space in MiB (None: no limit).
-        `max_output_bytes` bounds one result's JSON. `preload` names modules that every worker
-        imports when it starts, so that slow imports are not counted against a call's deadline.
+        `memory_limit_mb` bounds the address space of each worker, and of each process it starts, in MiB (None: no
+        limit). `max_output_bytes` bounds one result's JSON. `preload` names modules that every worker imports when it
+        starts, so that slow imports are not counted against a call's deadline.
         """
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: at least one worker is needed")
         self._workers = [
             _Worker(memory_limit_mb, max_output_bytes, tuple(preload)) for _ in range(num_workers)
         ]
+        self.num_calls = 0
+        self.failures: Counter[FailureReason] = Counter()
+        """Calls that gave no value, by reason."""
         self._idle: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
@@ -97,14 +113,33 @@ class RewardWorkers:
         request = json.dumps({**_address(function), "args": args}).encode() + b"\n"
         worker = await self._idle.get()
         try:
-            return await worker.call(request, timeout_s)
+            outcome = await worker.call(request, timeout_s)
         finally:
             self._idle.put_nowait(worker)
+        self.num_calls += 1
+        if isinstance(outcome, RewardFailure):
+            self._count(outcome)
+        return outcome
+
+    def _count(self, failure: RewardFailure) -> None:
+        """Log the first failure of each reason, and every hundredth, where somebody sees it."""
+        self.failures[failure.reason] += 1
+        count = self.failures[failure.reason]
+        level = logging.WARNING if count == 1 or count % 100 == 0 else logging.DEBUG
+        logger.log(
+            level, "no score (%s, %d so far): %s", failure.reason, count, failure.detail[-1000:]
+        )
+
+    def summary(self) -> str:
+        """One line: calls, and those that gave no value by reason."""
+        reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(self.failures.items()))
+        return f"{self.num_calls} scoring calls; failed: {reasons or 'none'}"
 
     async def close(self) -> None:
-        """Kill every worker."""
-        for worker in self._workers:
-            await worker.kill()
+        """Kill every worker and what it started."""
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
+        if self.num_calls:
+            logger.info("%s", self.summary())
 
     async def __aenter__(self) -> Self:
         return self
@@ -139,8 +174,7 @@ class _Worker:
 
     async def call(self, request: bytes, timeout_s: float) -> JsonValue | RewardFailure:
         try:
-            async with asyncio.timeout(_STARTUP_TIMEOUT_S):
-                await self._ensure_started()
+            await self._ensure_started()
             async with asyncio.timeout(timeout_s):
                 reply = await self._exchange(request)
         except TimeoutError:
@@ -149,10 +183,11 @@ class _Worker:
         except BaseException:
             await self.kill()
             raise
-        if isinstance(reply, RewardFailure):
+        if isinstance(reply, RewardFailure) or "is_worn" in reply:
             await self.kill()
-            return reply
         match reply:
+            case RewardFailure():
+                return reply
             case {"value": value}:
                 return value
             case {"unusable": detail}:
@@ -176,10 +211,15 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
         )
         self._drain = asyncio.create_task(self._keep_stderr_tail(self._process))
-        ready = await self._read(self._process)
+        try:
+            async with asyncio.timeout(_STARTUP_TIMEOUT_S):
+                ready = await self._read(self._process)
+        except TimeoutError as error:
+            raise EnvError(
+                f"a reward worker did not start within {_STARTUP_TIMEOUT_S:g} s"
+            ) from error
         if isinstance(ready, RewardFailure) or "unusable" in ready:
             detail = ready.detail if isinstance(ready, RewardFailure) else ready["unusable"]
-            await self.kill()
             raise EnvError(f"a reward worker did not start: {detail}")
 
     async def _exchange(self, request: bytes) -> dict[str, Any] | RewardFailure:
@@ -204,7 +244,10 @@ class _Worker:
                 await self._drain
             tail = self._stderr_tail.decode(errors="replace")
             return RewardFailure(reason="crash", detail=f"exit status {status}. {tail}".strip())
-        reply: dict[str, Any] = json.loads(line)
+        try:
+            reply: dict[str, Any] = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            return RewardFailure(reason="output", detail=f"the result cannot be read: {error}")
         return reply
 
     async def _keep_stderr_tail(self, process: asyncio.subprocess.Process) -> None:
@@ -216,18 +259,28 @@ class _Worker:
     async def kill(self) -> None:
         """Kill the process with everything it started, and wait for it."""
         process, self._process = self._process, None
-        if process is not None:
-            # Its session outlives a dead leader, so the group is signalled whether or not it is dead.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-            # Break the pipe's transport here rather than when the loop collects it.
-            if process.stdin is not None:
-                process.stdin.close()
         drain, self._drain = self._drain, None
+        if process is None:
+            return
+        # Before anything is awaited: the keeper ends them all when the pipe is closed, even if nobody waits for that.
+        if process.stdin is not None and not process.stdin.is_closing():
+            process.stdin.transport.abort()
+        if not _IS_LINUX:
+            _kill_group(process.pid)
+        try:
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            logger.error("reward worker %d does not end; killing it alone", process.pid)
+            _kill_group(process.pid)
         if drain is not None:
             drain.cancel()
             await asyncio.gather(drain, return_exceptions=True)
+
+
+def _kill_group(pgid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pgid, signal.SIGKILL)
 
 
 def _address(function: Callable[..., JsonValue] | str) -> dict[str, str | None]:
@@ -254,10 +307,86 @@ def _address(function: Callable[..., JsonValue] | str) -> dict[str, str | None]:
 # The worker's side
 
 
+def _work(settings: dict[str, Any]) -> None:
+    """Be a worker; on Linux as the keeper of a child that does the work."""
+    if not _IS_LINUX:
+        _serve(settings)
+        return
+    keeper = os.getpid()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == keeper:  # else it died before the line above
+            _serve(settings)
+    else:
+        _keep(child)
+
+
+def _keep(child: int) -> None:
+    """Wait until the child dies or the parent closes its end of the pipe, then end all that came of the child."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 1)  # the child's end of file is the end of the child
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    poll = select.poll()
+    poll.register(0, 0)  # requests are the child's; a hang-up is reported without being asked for
+    poll.register(woken, select.POLLIN)
+    status = _collect(child)
+    while status is None:
+        if any(fd == 0 for fd, _ in poll.poll()):
+            break
+        os.read(woken, 4096)
+        status = _collect(child)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(
+            child, signal.SIGKILL
+        )  # at once: those that fork faster than they can be listed, too
+    while (left := _children()) or status is None:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        ended, code = os.waitpid(-1, 0)
+        status = code if ended == child else status
+    signal.set_wakeup_fd(-1)
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _collect(child: int) -> int | None:
+    """Collect what has died; return the child's status if it is among them."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                status = ended[1]
+    return status
+
+
+def _children() -> list[int]:
+    """Return this process's children, dead ones that nobody has collected included."""
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/children") as file:
+                found += map(int, file.read().split())
+        except (
+            FileNotFoundError
+        ):  # a thread that has just ended, or a kernel that keeps no such list
+            continue
+    return found
+
+
 def _serve(settings: dict[str, Any]) -> None:
     """Answer requests until the parent closes the pipe."""
     requests, replies = _take_the_pipes()
-    _die_with_the_parent()
     if settings["memory_limit_mb"] is not None:
         limit = settings["memory_limit_mb"] << 20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -268,14 +397,14 @@ def _serve(settings: dict[str, Any]) -> None:
         _reply(replies, {"unusable": _describe(error)})
         return
     _reply(replies, {"ready": True})
+    server = os.getpid()
     for line in requests:
-        _reply(replies, _answer(json.loads(line), max_output_bytes=settings["max_output_bytes"]))
-
-
-def _die_with_the_parent() -> None:
-    """A call that hangs must not outlive a parent that was killed; Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        reply = _answer(json.loads(line), max_output_bytes=settings["max_output_bytes"])
+        if os.getpid() != server:
+            os._exit(0)  # a fork of the scoring code that came back as if it were the worker
+        if _IS_LINUX and len(_children()) > _MAX_CHILDREN:
+            reply["is_worn"] = True
+        _reply(replies, reply)
 
 
 def _take_the_pipes() -> tuple[IO[bytes], IO[bytes]]:
@@ -343,4 +472,4 @@ def _describe(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    _serve(json.loads(sys.argv[1]))
+    _work(json.loads(sys.argv[1]))

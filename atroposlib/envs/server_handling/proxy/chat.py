@@ -1,0 +1,176 @@
+"""OpenAI's chat completions: `POST .../v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from atroposlib.envs.server_handling.proxy import sse
+from atroposlib.envs.server_handling.proxy.errors import invalid
+from atroposlib.envs.server_handling.proxy.turn import (
+    MAX_CHOICES,
+    Answer,
+    Ask,
+    Body,
+    Choice,
+    read_messages,
+)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class Sampling(Body):
+    """How to sample; shared with text completions. None means not given."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = None
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = Field(default=None, ge=0)
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    split: Literal["train", "eval"] = "train"
+    """Ours: which budget of the engine the request counts against."""
+
+    def sampling(self) -> dict[str, Any]:
+        """Return what was given, under the engine's names."""
+        given = {name: getattr(self, name) for name in _ENGINE_NAMES}
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            given["response_format"] = self.response_format
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def shows_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+_ENGINE_NAMES = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+
+
+class ChatBody(Sampling):
+    """A request for a chat completion."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+def read(body: ChatBody) -> Ask:
+    """Translate a request. Raises ProxyError for what cannot be answered as asked."""
+    if body.functions:
+        raise invalid("functions are deprecated; describe them as tools", param="functions")
+    if body.top_logprobs:
+        raise invalid(
+            "top_logprobs: only the logprobs of sampled tokens are known", param="top_logprobs"
+        )
+    sampling = body.sampling()
+    if body.max_completion_tokens is not None:
+        sampling["max_tokens"] = body.max_completion_tokens
+    return Ask(
+        messages=read_messages(body.messages),
+        tools=body.tools or None,
+        tool_choice=body.tool_choice,
+        sampling=sampling,
+        n=body.n or 1,
+        split=body.split,
+        wants_logprobs=bool(body.logprobs),
+    )
+
+
+def write(answer: Answer) -> dict[str, Any]:
+    """Return the response body."""
+    return {
+        **_head(answer, "chat.completion"),
+        "choices": [
+            {
+                "index": i,
+                "message": choice.message(),
+                "logprobs": _logprobs(choice),
+                "finish_reason": choice.finish_reason,
+            }
+            for i, choice in enumerate(answer.choices)
+        ],
+        "usage": usage(answer),
+    }
+
+
+def stream(answer: Answer, *, shows_usage: bool) -> Iterator[bytes]:
+    """Return the response as events: a chunk per choice, its finish reason, perhaps usage, `[DONE]`."""
+    head = _head(answer, "chat.completion.chunk")
+    for i, choice in enumerate(answer.choices):
+        delta = choice.message()
+        if choice.tool_calls:
+            delta["tool_calls"] = [{"index": k, **call} for k, call in enumerate(choice.tool_calls)]
+        chunk = {"index": i, "delta": delta, "logprobs": _logprobs(choice), "finish_reason": None}
+        yield sse.event({**head, "choices": [chunk]})
+        last = {"index": i, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
+        yield sse.event({**head, "choices": [last]})
+    if shows_usage:
+        yield sse.event({**head, "choices": [], "usage": usage(answer)})
+    yield sse.DONE
+
+
+def usage(answer: Answer) -> dict[str, int]:
+    """Return OpenAI's token counts."""
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }
+
+
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{answer.id}",
+        "object": kind,
+        "created": answer.created,
+        "model": answer.model,
+    }
+
+
+def _logprobs(choice: Choice) -> dict[str, Any] | None:
+    if choice.logprobs is None:
+        return None
+    content = [
+        {
+            "token": token.text,
+            "logprob": token.logprob,
+            "bytes": list(token.text.encode()),
+            "top_logprobs": [],
+        }
+        for token in choice.logprobs
+    ]
+    return {"content": content, "refusal": None}

@@ -1,0 +1,75 @@
+"""OpenAI's text completions: `POST .../v1/completions`. The prompt is text; a prompt that goes on where an earlier
+one and its answer ended continues that sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from atroposlib.envs.server_handling.proxy import sse
+from atroposlib.envs.server_handling.proxy.chat import Sampling, usage
+from atroposlib.envs.server_handling.proxy.errors import invalid
+from atroposlib.envs.server_handling.proxy.turn import Answer
+
+
+class CompletionBody(Sampling):
+    """A request for a text completion."""
+
+    prompt: str | list[Any]
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    logprobs: int | None = None
+
+
+def read_prompt(body: CompletionBody) -> str:
+    """Return the prompt. Raises ProxyError for what cannot be answered as asked."""
+    if body.echo or body.suffix or (body.best_of or 1) > (body.n or 1):
+        raise invalid("echo, suffix and best_of are not supported", param="prompt")
+    if (body.logprobs or 0) > 1:
+        raise invalid("logprobs: only those of sampled tokens are known", param="logprobs")
+    if isinstance(body.prompt, str):
+        return body.prompt
+    if len(body.prompt) == 1 and isinstance(body.prompt[0], str):
+        return body.prompt[0]
+    raise invalid("prompt must be one text; send several as requests of their own", param="prompt")
+
+
+def write(answer: Answer) -> dict[str, Any]:
+    """Return the response body."""
+    choices = []
+    for i, choice in enumerate(answer.choices):
+        logprobs = None
+        if choice.logprobs is not None:
+            logprobs = {
+                "tokens": [token.text for token in choice.logprobs],
+                "token_logprobs": [token.logprob for token in choice.logprobs],
+                "top_logprobs": None,
+                "text_offset": [],
+            }
+        choices.append(
+            {
+                "index": i,
+                "text": choice.content or "",
+                "logprobs": logprobs,
+                "finish_reason": choice.finish_reason,
+            }
+        )
+    return {
+        "id": f"cmpl-{answer.id}",
+        "object": "text_completion",
+        "created": answer.created,
+        "model": answer.model,
+        "choices": choices,
+        "usage": usage(answer),
+    }
+
+
+def stream(answer: Answer, *, shows_usage: bool) -> Iterator[bytes]:
+    """Return the response as events."""
+    whole = write(answer)
+    counts = whole.pop("usage")
+    yield sse.event(whole)
+    if shows_usage:
+        yield sse.event({**whole, "choices": [], "usage": counts})
+    yield sse.DONE

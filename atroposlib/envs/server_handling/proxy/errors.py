@@ -1,0 +1,109 @@
+"""Every failure as an HTTP status and an error body that SDKs understand.
+
+`error_for` decides once for all routes: what the client can change is 400, an engine that may recover is 503 (SDKs
+retry it), one that answered nonsense is 502. Agents look for `context_length_exceeded` to shorten their history.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from jinja2 import TemplateError
+from pydantic import ValidationError
+
+from atroposlib.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
+
+_TOO_LONG = re.compile(
+    r"maximum context length|model's context length|maximum model length|max_model_len"
+    r"|maximum input length|fit into the model|context window",
+    re.IGNORECASE,
+)
+"""How vLLM, SGLang and the local engine say that a prompt is too long."""
+
+_OWN_FAULTS = frozenset({401, 403, 404, 405})
+"""Refusals of an engine that concern the proxy's key, model name or route, not the agent's request."""
+
+
+class ProxyError(Exception):
+    """A request that is not answered."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.code = code
+        self.param = param
+
+    def openai_body(self) -> dict[str, Any]:
+        error = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code or self.status,
+        }
+        return {"error": error}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        kinds = {
+            401: "authentication_error",
+            403: "permission_error",
+            404: "not_found_error",
+            413: "request_too_large",
+            429: "rate_limit_error",
+            503: "overloaded_error",
+        }
+        kind = kinds.get(self.status, "api_error" if self.status >= 500 else self.type)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ProxyError:
+    """Return a 400."""
+    return ProxyError(400, message, param=param, code=code)
+
+
+def too_long(message: str) -> ProxyError:
+    """Return the 400 that agents take as "shorten the conversation"."""
+    return invalid(message, param="messages", code="context_length_exceeded")
+
+
+def error_for(error: Exception) -> ProxyError | None:
+    """Return what a client is told about an error; None for a bug of ours."""
+    if isinstance(error, ProxyError):
+        return error
+    if isinstance(error, ValidationError):
+        return _unreadable(error)
+    if isinstance(error, TemplateError):
+        return invalid(f"the chat template refuses these messages: {error}", param="messages")
+    if isinstance(error, EngineRejected):
+        if _TOO_LONG.search(str(error)):
+            return too_long(str(error))
+        status = 502 if getattr(error, "status", 400) in _OWN_FAULTS else 400
+        kind = "engine_error" if status == 502 else "invalid_request_error"
+        return ProxyError(status, str(error), type=kind, code="engine_rejected")
+    if isinstance(error, EngineUnavailable):
+        return ProxyError(503, str(error), type="engine_error", code="engine_unavailable")
+    if isinstance(error, EngineError):
+        return ProxyError(502, str(error), type="engine_error", code="engine_protocol_error")
+    if isinstance(error, NotImplementedError):
+        return ProxyError(501, str(error), code="not_supported")
+    if isinstance(error, ConfigError):
+        return invalid(str(error))
+    return None
+
+
+def _unreadable(error: ValidationError) -> ProxyError:
+    fault = error.errors()[0]
+    path = ""
+    for part in fault["loc"]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return invalid(f"{path or 'body'}: {fault['msg']}", param=path or None)

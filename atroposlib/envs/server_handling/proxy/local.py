@@ -1,0 +1,64 @@
+"""Serve an application on this machine's loopback, from within the running event loop and without touching signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+_SHUTDOWN_S = 1
+"""How long requests that are being answered may take at the end."""
+
+
+class LocalServer(uvicorn.Server):
+    """uvicorn that leaves the process's signal handlers alone and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    def stop(self) -> None:
+        """End serving; requests that are being answered get a moment."""
+        self.should_exit = True
+
+
+@asynccontextmanager
+async def serve_locally(app: ASGIApp) -> AsyncIterator[str]:
+    """Serve `app` on a free port of 127.0.0.1 and yield its URL, without a slash at the end."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    server = LocalServer(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    ready = asyncio.create_task(server.ready.wait())
+    try:
+        await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+            raise RuntimeError("the local server ended before it listened")
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        ready.cancel()
+        server.stop()
+        await asyncio.gather(ready, return_exceptions=True)
+        await serving
+        listener.close()

@@ -1,0 +1,158 @@
+"""Anthropic's Messages API: `POST .../v1/messages` and `.../count_tokens`.
+
+Blocks become messages: tool results are messages of their own before the user's text, thinking is dropped, images and
+documents are refused. Unlike there, answers are never constrained, so `tool_choice` "any" is as "auto".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from atroposlib.envs.server_handling.proxy import sse
+from atroposlib.envs.server_handling.proxy.errors import invalid
+from atroposlib.envs.server_handling.proxy.turn import (
+    Answer,
+    Ask,
+    Body,
+    read_messages,
+    text_content,
+    tool_call,
+)
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesBody(Body):
+    """A request for a message."""
+
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+
+
+def read(body: MessagesBody) -> Ask:
+    """Translate a request. Raises ProxyError for what cannot be answered as asked."""
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": text_content(body.system, where="system")})
+    for i, message in enumerate(body.messages):
+        messages += _messages_of(message, f"messages[{i}]")
+    sampling = {
+        "max_tokens": body.max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stop": body.stop_sequences or None,
+    }
+    choice = (body.tool_choice or {}).get("type")
+    return Ask(
+        messages=read_messages(messages),
+        tools=[_tool(tool, i) for i, tool in enumerate(body.tools or [])] or None,
+        tool_choice="none" if choice == "none" else None,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+    )
+
+
+def _messages_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(content, list):
+        return [{"role": role, "content": content}]
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for i, block in enumerate(content):
+        at = f"{where}.content[{i}]"
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        try:
+            if kind == "tool_use":
+                calls.append(tool_call(block["id"], block["name"], block["input"]))
+            elif kind == "tool_result":
+                text = text_content(block.get("content"), where=f"{at}.content")
+                call_id = block["tool_use_id"]
+                results.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            elif kind not in ("thinking", "redacted_thinking"):
+                texts.append(text_content([block], where=at))
+        except KeyError as e:
+            raise invalid(f"{at}: {e.args[0]} is missing", param=at) from e
+    if role == "assistant":
+        said: dict[str, Any] = {"role": role, "content": "".join(texts)}
+        return [{**said, "tool_calls": calls} if calls else said]
+    return results + ([{"role": role, "content": "".join(texts)}] if texts else [])
+
+
+def _tool(tool: Mapping[str, Any], index: int) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
+        raise invalid(f"tools[{index}]: only custom tools can be offered", param=f"tools[{index}]")
+    function: dict[str, Any] = {"name": tool["name"], "parameters": tool.get("input_schema") or {}}
+    if tool.get("description"):
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def write(answer: Answer) -> dict[str, Any]:
+    """Return the response body."""
+    choice = answer.choices[0]
+    blocks: list[dict[str, Any]] = []
+    if choice.content or not choice.tool_calls:
+        blocks.append({"type": "text", "text": choice.content or ""})
+    for call in choice.tool_calls:
+        function = call["function"]
+        blocks.append(
+            {
+                "type": "tool_use",
+                "id": call["id"],
+                "name": function["name"],
+                "input": json.loads(function["arguments"] or "{}"),
+            }
+        )
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+        "content": blocks,
+        "stop_reason": _STOP_REASONS[choice.finish_reason],
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "output_tokens": answer.completion_tokens,
+        },
+    }
+
+
+def stream(answer: Answer) -> Iterator[bytes]:
+    """Return the response as events."""
+    for fields in _events(write(answer)):
+        yield sse.event(fields, name=fields["type"])
+
+
+def _events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    counts = whole["usage"]
+    begun = {**whole, "content": [], "stop_reason": None}
+    begun["usage"] = {**counts, "output_tokens": 0}
+    yield {"type": "message_start", "message": begun}
+    blocks: Sequence[dict[str, Any]] = whole["content"]
+    for index, block in enumerate(blocks):
+        if block["type"] == "text":
+            empty = {**block, "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
+        else:
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield {"type": "content_block_start", "index": index, "content_block": empty}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    ending = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield {"type": "message_delta", "delta": ending, "usage": counts}
+    yield {"type": "message_stop"}

@@ -1,0 +1,411 @@
+"""Sessions: one conversation state (`ManagedServer`) per agent, reached by an identifier that cannot be guessed.
+
+`Sessions` opens, finds, expires and closes them; time comes from its clock. `Session` asks the engine and keeps the
+token sequences. Invariant: what `nodes` returns is what the engine sampled; an answer whose client went away before it
+was there is cancelled, not kept. The HTTP side is `managed_server_proxy`; `AgentEnv` uses `Sessions` directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel
+
+from atroposlib.envs.server_handling.api_server import TokenCompletions
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.proxy.errors import ProxyError, invalid, too_long
+from atroposlib.envs.server_handling.proxy.turn import Answer, Ask, Choice, TokenLogprob
+from atroposlib.envs.server_handling.sequences import SequenceNode
+from atroposlib.errors import EngineError
+
+T = TypeVar("T")
+
+DEFAULT_TOOL_PARSER = "hermes"
+_NUM_REMEMBERED = 10_000
+"""Expired sessions whose clients are told so; older ones are merely unknown."""
+
+_ANSWERS: ContextVar[list[TokenCompletions] | None] = ContextVar("_ANSWERS", default=None)
+"""What the engine answered within the current call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """What one proxy allows."""
+
+    max_sessions: int = 10_000
+    max_nodes: int = 1_000
+    """Token sequences of one session."""
+    max_body_bytes: int = 32 * 2**20
+    idle_s: float = 3600.0
+    """A session that was not used for this long is gone, with its sequences."""
+    life_s: float = 24 * 3600.0
+    """A session is gone this long after it was opened, used or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """What whoever opens a session decides, and the agent cannot change."""
+
+    tool_parser: str | None = DEFAULT_TOOL_PARSER
+    track_tree: bool = False
+    base_url: str | None = None
+    """Which engine; None: the freest."""
+    max_tokens: int = 1024
+    """Of one answer, where the agent does not say."""
+    max_context_tokens: int | None = None
+    """Prompt and answer together; a longer prompt is refused as too long. None: whatever the engine takes."""
+    sampling: Mapping[str, Any] | None = None
+    """Replaces what the agent asks for, such as {"temperature": 1.0}."""
+    split: str | None = None
+    """Budget of the engine: train or eval; None: what the request says."""
+
+
+class Rendered(NamedTuple):
+    """A prompt as the engine would see it."""
+
+    text: str
+    tokens: list[int]
+
+
+class _Engine:
+    """A session's view of its server: keeps requests within the context and notes the answers of each call."""
+
+    def __init__(self, server: Any, *, max_context_tokens: int | None) -> None:
+        self._server = server
+        self._max_context_tokens = max_context_tokens
+
+    @property
+    def config(self) -> Any:
+        return self._server.config
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._server.tokenizer
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokenCompletions:
+        limit = self._max_context_tokens
+        if limit is not None:
+            num_prompt = len(kwargs["input_ids"])
+            if num_prompt >= limit:
+                raise too_long(
+                    f"This model's maximum context length is {limit} tokens. However, your messages resulted in"
+                    f" {num_prompt} tokens. Please reduce the length of the messages."
+                )
+            kwargs["max_tokens"] = min(kwargs["max_tokens"], limit - num_prompt)
+        answer = TokenCompletions.of(await self._server.tokens_and_logprobs_completion(**kwargs))
+        noted = _ANSWERS.get()
+        if noted is not None:
+            noted.append(answer)
+        return answer
+
+
+class Session:
+    """One agent's conversations."""
+
+    def __init__(
+        self,
+        managed: Any,
+        *,
+        uuid: str,
+        options: SessionOptions,
+        limits: SessionLimits,
+        model_name: str,
+        clock: Callable[[], float],
+        close: Callable[[], Awaitable[Any]],
+    ) -> None:
+        self.uuid = uuid
+        self.options = options
+        self.model_name = model_name
+        self.managed = managed
+        self.opened_at = self.used_at = clock()
+        self.created_at = time.time()
+        self.closed_by: ProxyError | None = None
+        """Why it takes no more requests."""
+        self.responses: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
+        """Conversations by the id of the response that ended them."""
+        self.engine_errors: list[EngineError] = []
+        """Failures of the engine that the agent was told."""
+        self.last_messages: list[dict[str, Any]] = []
+        """The conversation of the latest answer, that answer included."""
+        self._clock = clock
+        self._limits = limits
+        self._close = close
+        self._calls: set[asyncio.Task[Any]] = set()
+        self.base_url = getattr(managed.server.config, "base_url", None)
+        if isinstance(managed, ManagedServer):
+            managed.server = _Engine(managed.server, max_context_tokens=options.max_context_tokens)
+
+    @property
+    def num_calls(self) -> int:
+        """Requests that are being answered."""
+        return len(self._calls)
+
+    def nodes(self) -> list[SequenceNode]:
+        """Return the token sequences so far."""
+        state = self.managed.get_state()
+        if "nodes" in state:
+            return list(state["nodes"])
+        return list(state["sequences"].values())
+
+    async def ask(self, ask: Ask) -> Answer:
+        """Sample the next message(s)."""
+        kwargs: dict[str, Any] = {"messages": ask.messages}
+        if ask.tools:
+            kwargs |= {"tools": ask.tools, "tool_choice": ask.tool_choice}
+        answer = await self._sample(self.managed.chat_completion, ask, kwargs)
+        self.last_messages = [*ask.messages, answer.choices[0].message()]
+        return answer
+
+    async def complete(self, prompt: str, ask: Ask) -> Answer:
+        """Sample text that follows a prompt."""
+        return await self._sample(self.managed.completion, ask, {"prompt": prompt})
+
+    def render(self, ask: Ask) -> Rendered:
+        """Return the prompt that `ask` would send, without sending it."""
+        if not isinstance(self.managed, ManagedServer):
+            raise NotImplementedError("an API without token ids does not show its prompts")
+        prompt = self.managed.preview(messages=ask.messages, tools=ask.tools)
+        return Rendered(prompt.text, prompt.tokens)
+
+    async def run(self, call: Coroutine[Any, Any, T], *, gone: Awaitable[Any] | None = None) -> T:
+        """Await a call of this session; cancel it when the session closes, or when `gone` says that nobody waits."""
+        task = asyncio.ensure_future(call)
+        watch = None if gone is None else asyncio.ensure_future(gone)
+        self._calls.add(task)
+        try:
+            await asyncio.wait(
+                {task} if watch is None else {task, watch}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not task.done():
+                raise ProxyError(499, "the client went away", code="client_gone")
+            if task.cancelled():
+                raise self.closed_by or ProxyError(503, "the proxy is shutting down")
+            return task.result()
+        except EngineError as e:
+            self.engine_errors.append(e)
+            raise
+        finally:
+            self.used_at = self._clock()
+            self._calls.discard(task)
+            waits = [wait for wait in (task, watch) if wait is not None]
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def close(self, reason: ProxyError) -> None:
+        """Cancel what is running and forget the sequences; lists obtained earlier stay valid."""
+        if self.closed_by is None:
+            self.closed_by = reason
+            for call in self._calls:
+                call.cancel()
+            await self._close()
+
+    async def _sample(
+        self, send: Callable[..., Awaitable[Any]], ask: Ask, kwargs: dict[str, Any]
+    ) -> Answer:
+        num_nodes = len(self.nodes())
+        if num_nodes >= self._limits.max_nodes:
+            raise invalid(
+                f"this session has {num_nodes} sequences, which is all it may have",
+                code="too_many_sequences",
+            )
+        if "response_format" in ask.sampling and not self._can_constrain():
+            raise invalid(
+                "response_format: this engine cannot constrain its answers; describe the format in the messages",
+                param="response_format",
+            )
+        options = self.options
+        kwargs |= {"max_tokens": options.max_tokens, "temperature": 1.0, "n": ask.n}
+        kwargs |= {**ask.sampling, **(options.sampling or {}), "split": options.split or ask.split}
+        answers: list[TokenCompletions] = []
+        token = _ANSWERS.set(answers)
+        try:
+            completion = await send(**kwargs)
+        finally:
+            _ANSWERS.reset(token)
+        return self._read(completion, answers, wants_logprobs=ask.wants_logprobs)
+
+    def _can_constrain(self) -> bool:
+        # The routes of vLLM take it; engines with those routes that cannot do it refuse with 400.
+        return getattr(self.managed.server.config, "server_type", None) in ("vllm", "openai")
+
+    def _read(
+        self, completion: Any, answers: Sequence[TokenCompletions], *, wants_logprobs: bool
+    ) -> Answer:
+        choices = []
+        for i, choice in enumerate(completion.choices):
+            message = getattr(choice, "message", None)
+            content = choice.text if message is None else message.content
+            calls = [] if message is None else getattr(message, "tool_calls", None) or []
+            logprobs = None
+            if wants_logprobs and answers:
+                logprobs = self._logprobs(answers[0], i)
+            choices.append(
+                Choice(
+                    content=content,
+                    tool_calls=[_plain_call(call) for call in calls],
+                    finish_reason=_finish_reason(choice.finish_reason),
+                    logprobs=logprobs,
+                )
+            )
+        usage = completion.usage
+        return Answer(
+            id=uuid.uuid4().hex,
+            created=int(time.time()),
+            model=self.model_name,
+            choices=choices,
+            prompt_tokens=usage.prompt_tokens if usage else 0,
+            completion_tokens=usage.completion_tokens if usage else 0,
+        )
+
+    def _logprobs(self, answer: TokenCompletions, index: int) -> list[TokenLogprob]:
+        decode = self.managed.tokenizer.decode
+        return [
+            TokenLogprob(text=decode([token]), logprob=logprob)
+            for token, logprob in zip(
+                answer.output_tokens[index], answer.output_logprobs[index], strict=True
+            )
+        ]
+
+
+class Sessions:
+    """All sessions of one proxy."""
+
+    def __init__(
+        self,
+        manager: Any,
+        tokenizer: Any,
+        *,
+        model_name: str,
+        limits: SessionLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.manager = manager
+        """Where the engines of new sessions come from; earlier sessions keep theirs."""
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.limits = limits or SessionLimits()
+        self._clock = clock
+        self._by_uuid: dict[str, Session] = {}
+        self._expired: OrderedDict[str, str] = OrderedDict()
+
+    async def open(self, options: SessionOptions | None = None) -> Session:
+        """Open a session on an engine. Raises ProxyError when there are too many, or no such engine."""
+        options = options or SessionOptions()
+        await self.expire()
+        if len(self._by_uuid) >= self.limits.max_sessions:
+            raise ProxyError(
+                429, f"{len(self._by_uuid)} sessions are open", code="too_many_sessions"
+            )
+        if options.base_url is not None:
+            self._check_engine(options.base_url)
+        stack = AsyncExitStack()
+        managed = await stack.enter_async_context(
+            self.manager.managed_server(
+                tokenizer=self.tokenizer,
+                base_url=options.base_url,
+                tool_call_parser=options.tool_parser,
+                track_tree=options.track_tree,
+            )
+        )
+        session = Session(
+            managed,
+            uuid=str(uuid.uuid4()),
+            options=options,
+            limits=self.limits,
+            model_name=self.model_name,
+            clock=self._clock,
+            close=stack.aclose,
+        )
+        self._by_uuid[session.uuid] = session
+        return session
+
+    async def get(self, uuid: str) -> Session:
+        """Return an open session and note that it is used. Raises ProxyError: 404, or 410 for an expired one."""
+        await self.expire()
+        session = self._by_uuid.get(uuid)
+        if session is None:
+            raise self._absence(uuid)
+        session.used_at = self._clock()
+        return session
+
+    async def close(self, uuid: str) -> None:
+        """Close a session. Raises ProxyError when there is none."""
+        session = self._by_uuid.pop(uuid, None)
+        if session is None:
+            raise self._absence(uuid)
+        await session.close(ProxyError(404, f"session {uuid} was closed", code="session_not_found"))
+
+    async def close_all(self) -> None:
+        """Close every session."""
+        for session in self.open_sessions():
+            await self.close(session.uuid)
+
+    async def expire(self) -> None:
+        """Close the sessions whose time is over."""
+        now = self._clock()
+        for session in list(self._by_uuid.values()):
+            reason = self._overdue(session, now)
+            if reason is not None:
+                del self._by_uuid[session.uuid]
+                self._expired[session.uuid] = reason
+                while len(self._expired) > _NUM_REMEMBERED:
+                    self._expired.popitem(last=False)
+                await session.close(self._absence(session.uuid))
+
+    def open_sessions(self) -> list[Session]:
+        return list(self._by_uuid.values())
+
+    def idle_s(self, session: Session) -> float:
+        """Seconds since a session was last used."""
+        return self._clock() - session.used_at
+
+    def _overdue(self, session: Session, now: float) -> str | None:
+        if now - session.opened_at >= self.limits.life_s:
+            return f"was open for {self.limits.life_s:g} s"
+        if not session.num_calls and now - session.used_at >= self.limits.idle_s:
+            return f"was not used for {self.limits.idle_s:g} s"
+        return None
+
+    def _absence(self, uuid: str) -> ProxyError:
+        reason = self._expired.get(uuid)
+        if reason is not None:
+            return ProxyError(
+                410,
+                f"session {uuid} {reason} and has expired; open another",
+                code="session_expired",
+            )
+        return ProxyError(404, f"there is no session {uuid!r:.80}", code="session_not_found")
+
+    def _check_engine(self, base_url: str) -> None:
+        known = [str(getattr(s.config, "base_url", "") or "") for s in self.manager.servers]
+        if base_url.rstrip("/") not in [url.rstrip("/") for url in known]:
+            raise ProxyError(
+                404, f"no server at {base_url!r}; there are: {', '.join(known)}", param="base_url"
+            )
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    """Return a tool call, an object of the openai package or a dict, as plain JSON."""
+    plain = call.model_dump() if isinstance(call, BaseModel) else dict(call)
+    function = plain["function"]
+    return {
+        "id": plain["id"],
+        "type": "function",
+        "function": {"name": function["name"], "arguments": function["arguments"]},
+    }
+
+
+def _finish_reason(reason: Any) -> str:
+    if reason in ("stop", "length", "tool_calls"):
+        return str(reason)
+    # An engine that was interrupted ("abort") did not finish the answer.
+    return "length" if reason == "abort" else "stop"

@@ -1,0 +1,21 @@
+"""Server-sent events. An answer is streamed once it is whole: clients get the form they asked for, no earlier start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+DONE = b"data: [DONE]\n\n"
+"""Ends a stream of OpenAI's chat and text completions."""
+
+
+def event(data: Mapping[str, Any], *, name: str | None = None) -> bytes:
+    """Return one event with a JSON payload.
+
+    >>> event({"a": 1}, name="start")
+    b'event: start\\ndata: {"a":1}\\n\\n'
+    """
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"

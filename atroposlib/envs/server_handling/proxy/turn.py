@@ -1,0 +1,155 @@
+"""What all dialects come down to: an `Ask` (messages, tools, sampling) and an `Answer` (choices, token counts)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from atroposlib.envs.server_handling.proxy.errors import invalid
+
+MAX_CHOICES = 128
+"""`n` of one request, as at OpenAI."""
+
+_KEPT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+class Body(BaseModel):
+    """A request body; fields that are not named are ignored, as at OpenAI."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request for the next message."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    """In the form of chat completions."""
+    tool_choice: Any = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Only what the client gave: max_tokens, temperature, stop, ..."""
+    n: int = 1
+    split: str = "train"
+    wants_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """One sampled token."""
+
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One sampled message."""
+
+    content: str | None
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """`{"id", "type", "function": {"name", "arguments"}}`, arguments as a string."""
+    finish_reason: str
+    """stop, length or tool_calls."""
+    logprobs: list[TokenLogprob] | None = None
+
+    def message(self) -> dict[str, Any]:
+        """Return it as a message of chat completions."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """All choices of one request."""
+
+    id: str
+    """Hexadecimal, unique; dialects put their prefix before it."""
+    created: int
+    """Unix seconds."""
+    model: str
+    choices: list[Choice]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def read_messages(raw: Sequence[Mapping[str, Any]], *, param: str = "messages") -> list[Any]:
+    """Return chat messages with text as contents and only what a chat template may look at.
+
+    What clients add to their history (refusal, annotations, null fields, names of assistants) is left out: a turn
+    that was sampled here must be recognised when it comes back.
+    """
+    if not raw:
+        raise invalid(f"{param} must hold at least one message", param=param)
+    return [_read_message(message, f"{param}[{i}]") for i, message in enumerate(raw)]
+
+
+def _read_message(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = raw.get("role")
+    if role not in _ROLES:
+        known = ", ".join(sorted(_ROLES))
+        raise invalid(f"{where}.role is {role!r}; known roles: {known}", param=f"{where}.role")
+    message = {key: raw[key] for key in _KEPT if raw.get(key) is not None}
+    if role == "developer":
+        message["role"] = "system"
+    if role == "assistant":
+        message.pop("name", None)
+    message["content"] = text_content(raw.get("content"), where=f"{where}.content")
+    if "tool_calls" in message:
+        message["tool_calls"] = _read_calls(message["tool_calls"], f"{where}.tool_calls")
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    return message
+
+
+def text_content(content: Any, *, where: str) -> str:
+    """Return the text of a content: a string, null, or a list of text parts of any dialect."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(f"{where} must be a string, null or a list of parts", param=where)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind == "refusal" and isinstance(part.get("refusal"), str):
+            texts.append(part["refusal"])
+        else:
+            raise invalid(
+                f"{where}[{i}] is a part of type {kind!r}; this endpoint takes text only",
+                param=f"{where}[{i}]",
+            )
+    return "".join(texts)
+
+
+def _read_calls(raw: Any, where: str) -> list[dict[str, Any]]:
+    try:
+        return [
+            tool_call(call["id"], call["function"]["name"], call["function"]["arguments"])
+            for call in raw
+        ]
+    except (KeyError, TypeError, AttributeError) as e:
+        raise invalid(
+            f"{where} must be a list of {{id, type, function: {{name, arguments}}}}", param=where
+        ) from e
+
+
+def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a call in the form of chat completions; arguments become a JSON string."""
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }

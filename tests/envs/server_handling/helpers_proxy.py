@@ -1,0 +1,119 @@
+"""A proxy over a scripted engine, and a client that calls it in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from atroposlib.envs.server_handling.managed_server_proxy import create_app
+from atroposlib.envs.server_handling.proxy.sessions import SessionLimits
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_harness import (
+    ByteTokenizer,
+    HarnessRequest,
+    ServerHarness,
+)
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.scored_data import IGNORE_INDEX
+
+ENGINE_URL = "http://127.0.0.1:9/v1"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def call_text(city: str) -> str:
+    """What a Hermes model writes to call `weather`."""
+    call = json.dumps({"name": "weather", "arguments": {"city": city}})
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def weather_agent(request: HarnessRequest) -> str:
+    """Call the tool, then answer with what it said."""
+    turn = request.prompt.count("<assistant>")
+    return f"Let me look.\n{call_text('Oslo')}" if turn == 1 else f"It is {turn} degrees."
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Proxy:
+    """The application, its engine, and a client."""
+
+    def __init__(
+        self,
+        respond: Callable[[HarnessRequest], str] = lambda request: "hello",
+        *,
+        token: str | None = None,
+        limits: SessionLimits | None = None,
+    ) -> None:
+        config = APIServerConfig(model_name="tiny", base_url=ENGINE_URL, server_type="vllm")
+        self.engine = ServerHarness(config, respond=respond, weight_version="7")
+        self.manager = ServerManager([config])
+        self.manager.servers = [self.engine]
+        self.clock = Clock()
+        self.tokenizer = ByteTokenizer()
+        self.app = create_app(
+            self.manager,
+            self.tokenizer,
+            "tiny",
+            token=token,
+            limits=limits,
+            clock=self.clock,
+        )
+        self.sessions = self.app.state.sessions
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=self.app), base_url="http://proxy"
+        )
+
+    async def __aenter__(self) -> Proxy:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.client.aclose()
+        await self.sessions.close_all()
+
+    async def open(self, **body: Any) -> str:
+        """Open a session and return its uuid."""
+        answer = await self.client.post("/sessions/create", json=body)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["uuid"])
+
+    async def post(self, path: str, body: Any, **options: Any) -> Any:
+        """Return the answer's JSON, which must be a success."""
+        answer = await self.client.post(path, json=body, **options)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def nodes(self, uuid: str) -> list[dict[str, Any]]:
+        answer = await self.client.get(f"/{uuid}/nodes")
+        assert answer.status_code == 200, answer.text
+        nodes: list[dict[str, Any]] = answer.json()["nodes"]
+        return nodes
+
+
+def trained_text(node: dict[str, Any]) -> str:
+    """Return what is trained of a node, as text."""
+    trained = [token for token in node["masked_tokens"] if token != IGNORE_INDEX]
+    return ByteTokenizer().decode(trained)
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Return the JSON payloads of server-sent events, `[DONE]` left out."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]

@@ -1,0 +1,533 @@
+"""The proxy's endpoints: shapes, errors, sessions, limits, tokens, who may do what."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from helpers_proxy import ENGINE_URL, WEATHER, Proxy, events_of, trained_text, weather_agent
+
+from atroposlib.envs.server_handling.http import EngineHttpRejected
+from atroposlib.envs.server_handling.managed_server_proxy import main
+from atroposlib.envs.server_handling.proxy.sessions import SessionLimits
+from atroposlib.errors import EngineProtocolError, EngineUnavailable
+from atroposlib.scored_data import IGNORE_INDEX
+
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def chat_url(uuid: str) -> str:
+    return f"/{uuid}/v1/chat/completions"
+
+
+async def test_health_models_and_servers_describe_the_proxy() -> None:
+    async with Proxy() as proxy:
+        await proxy.open()
+        assert (await proxy.client.get("/health")).json() == {
+            "status": "ok",
+            "model": "tiny",
+            "sessions": 1,
+            "servers": 1,
+            "healthy_servers": 1,
+        }
+        models = (await proxy.client.get("/v1/models")).json()
+        assert models["object"] == "list"
+        assert [(m["id"], m["owned_by"]) for m in models["data"]] == [("tiny", "atropos")]
+        assert (await proxy.client.get("/servers")).json()["servers"] == [
+            {
+                "index": 0,
+                "base_url": ENGINE_URL,
+                "healthy": True,
+                "model_name": "tiny",
+                "server_type": "vllm",
+            }
+        ]
+
+
+async def test_session_is_created_listed_and_deleted() -> None:
+    async with Proxy() as proxy:
+        created = await proxy.post("/sessions/create", {})
+        assert set(created) == {"uuid", "model_name", "tool_parser", "base_url", "created_at"}
+        assert (created["model_name"], created["tool_parser"]) == ("tiny", "hermes")
+        assert created["base_url"] == ENGINE_URL
+        uuid = created["uuid"]
+        await proxy.post(chat_url(uuid), HELLO)
+        (entry,) = (await proxy.client.get("/sessions")).json()["sessions"]
+        assert entry["uuid"] == uuid
+        assert entry["num_nodes"] == 1
+        assert abs(entry["last_accessed"] - entry["created_at"]) < 5
+        deleted = await proxy.client.delete(f"/{uuid}")
+        assert deleted.json() == {"status": "deleted", "uuid": uuid}
+        for answer in (
+            await proxy.client.get(f"/{uuid}/nodes"),
+            await proxy.client.delete(f"/{uuid}"),
+            await proxy.client.post(chat_url(uuid), json=HELLO),
+        ):
+            assert answer.status_code == 404
+            assert set(answer.json()["error"]) >= {"message", "type", "code"}
+        assert (await proxy.client.get("/sessions")).json() == {"sessions": []}
+
+
+async def test_unknown_engine_is_404_and_a_known_one_is_used() -> None:
+    async with Proxy() as proxy:
+        assert await proxy.open(base_url=ENGINE_URL + "/")
+        refused = await proxy.client.post("/sessions/create", json={"base_url": "http://nowhere"})
+        assert refused.status_code == 404
+        assert ENGINE_URL in refused.json()["error"]["message"]
+
+
+async def test_chat_answers_in_openais_shape_with_usage() -> None:
+    async with Proxy(lambda request: "ab"[request.choice]) as proxy:
+        uuid = await proxy.open()
+        answer = await proxy.post(chat_url(uuid), {**HELLO, "n": 2, "model": "gpt-4"})
+        assert answer["id"].startswith("chatcmpl-")
+        assert answer["object"] == "chat.completion"
+        assert answer["model"] == "tiny"
+        assert answer["choices"] == [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": "ab"[i]},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+            for i in range(2)
+        ]
+        num_prompt = len("<user>hi") + 1 + len("<assistant>")
+        assert answer["usage"] == {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": 4,
+            "total_tokens": num_prompt + 4,
+        }
+        assert [trained_text(node) for node in await proxy.nodes(uuid)] == ["a<eos>", "b<eos>"]
+
+
+async def test_what_the_agent_asks_for_reaches_the_engine_and_the_rest_is_ignored() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+        asked = {
+            "top_p": 0.5,
+            "seed": 3,
+            "stop": ["x"],
+            "max_completion_tokens": 4,
+            "frequency_penalty": 0.1,
+        }
+        ignored = {"user": "me", "store": True, "service_tier": "auto", "reasoning_effort": "low"}
+        formats = {"response_format": {"type": "text"}, "parallel_tool_calls": False}
+        await proxy.post(chat_url(uuid), {**HELLO, **asked, **ignored, **formats})
+        (sent,) = proxy.engine.requests
+        expected = {**asked, "max_tokens": 4, "temperature": 1.0, "n": 1, "model": "tiny"}
+        del expected["max_completion_tokens"]
+        assert set(sent) - set(expected) == {"input_ids", "prompt"}
+        assert {name: sent[name] for name in expected} == expected
+        await proxy.post(chat_url(uuid), HELLO)
+        assert proxy.engine.requests[1]["max_tokens"] == 1024
+
+
+async def test_content_parts_and_developer_messages_are_read_as_text() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        messages = [
+            {"role": "developer", "content": "be kind"},
+            {"role": "user", "content": parts},
+        ]
+        await proxy.post(chat_url(uuid), {"messages": messages})
+        assert proxy.engine.requests[0]["prompt"] == (
+            "<system>be kind<eos><user>ab<eos><assistant>"
+        )
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
+        ({**HELLO, "n": 0}, "n"),
+        ({**HELLO, "temperature": "hot"}, "temperature"),
+        ({**HELLO, "top_logprobs": 5, "logprobs": True}, "top_logprobs"),
+        ({**HELLO, "functions": [{"name": "f"}]}, "functions"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            "messages[0].tool_calls",
+        ),
+    ],
+)
+async def test_requests_that_cannot_be_answered_are_400_and_name_the_field(
+    body: dict[str, Any], param: str
+) -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+        answer = await proxy.client.post(chat_url(uuid), json=body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["param"] == param
+        assert proxy.engine.requests == []
+        assert await proxy.nodes(uuid) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"[1]", b'{"messages": [', b"\xff\xfe"])
+async def test_bodies_that_are_no_json_object_are_400(content: bytes) -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+        answer = await proxy.client.post(chat_url(uuid), content=content)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"]
+
+
+async def test_response_format_is_refused_where_the_engine_cannot_do_it() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+        asked = {**HELLO, "response_format": {"type": "json_object"}}
+        await proxy.post(chat_url(uuid), asked)  # vLLM's routes take it
+        assert proxy.engine.requests[0]["response_format"] == {"type": "json_object"}
+        proxy.engine.config = proxy.engine.config.model_copy(update={"server_type": "sglang"})
+        refused = await proxy.client.post(chat_url(uuid), json=asked)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "response_format"
+
+
+async def test_logprobs_are_those_of_the_node() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+        answer = await proxy.post(chat_url(uuid), {**HELLO, "logprobs": True})
+        (node,) = await proxy.nodes(uuid)
+        shown = answer["choices"][0]["logprobs"]["content"]
+        assert [entry["token"] for entry in shown] == [*"hello", "<eos>"]
+        assert [entry["logprob"] for entry in shown] == node["logprobs"][-6:]
+        assert shown[0]["bytes"] == [ord("h")]
+
+
+async def test_tools_over_several_turns_train_exactly_what_was_sampled() -> None:
+    async with Proxy(weather_agent) as proxy:
+        uuid = await proxy.open()
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Weather in Oslo?"}]
+        first = await proxy.post(chat_url(uuid), {"messages": messages, "tools": [WEATHER]})
+        (choice,) = first["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        assert call["type"] == "function"
+        assert call["function"]["name"] == "weather"
+        assert call["function"]["arguments"] == '{"city": "Oslo"}'
+        said = {**choice["message"], "refusal": None, "annotations": [], "audio": None}
+        messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "2 C"}]
+        second = await proxy.post(chat_url(uuid), {"messages": messages, "tools": [WEATHER]})
+        assert second["choices"][0]["message"]["content"] == "It is 2 degrees."
+        (node,) = await proxy.nodes(uuid)
+        sampled = weather_agent_texts()
+        assert trained_text(node) == "".join(f"{text}<eos>" for text in sampled)
+        sent = [request["input_ids"] for request in proxy.engine.requests]
+        assert all(ids == node["tokens"][: len(ids)] for ids in sent)
+        assert node["metadata"]["policy_version"] == 7
+        masked = [label == IGNORE_INDEX for label in node["masked_tokens"]]
+        assert [logprob == 1.0 for logprob in node["logprobs"]] == masked
+
+
+def weather_agent_texts() -> list[str]:
+    from helpers_proxy import call_text
+
+    return [f"Let me look.\n{call_text('Oslo')}", "It is 2 degrees."]
+
+
+async def test_tool_choice_none_leaves_the_text_alone() -> None:
+    async with Proxy(weather_agent) as proxy:
+        uuid = await proxy.open()
+        body = {**HELLO, "tools": [WEATHER], "tool_choice": "none"}
+        (choice,) = (await proxy.post(chat_url(uuid), body))["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert "tool_calls" not in choice["message"]
+
+
+async def test_stream_has_chunks_tool_call_deltas_usage_and_an_end() -> None:
+    async with Proxy(weather_agent) as proxy:
+        uuid = await proxy.open()
+        body = {**HELLO, "tools": [WEATHER], "stream": True}
+        answer = await proxy.client.post(
+            chat_url(uuid), json={**body, "stream_options": {"include_usage": True}}
+        )
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.text.endswith("data: [DONE]\n\n")
+        first, last, counts = events_of(answer.text)
+        assert first["object"] == "chat.completion.chunk"
+        delta = first["choices"][0]["delta"]
+        assert delta["role"] == "assistant"
+        assert delta["content"].startswith("Let me look.")
+        assert delta["tool_calls"][0]["index"] == 0
+        assert delta["tool_calls"][0]["function"]["name"] == "weather"
+        assert last["choices"][0]["finish_reason"] == "tool_calls"
+        assert last["choices"][0]["delta"] == {}
+        assert counts["choices"] == []
+        assert counts["usage"]["total_tokens"] > 0
+        assert len(await proxy.nodes(uuid)) == 1
+
+
+async def test_render_shows_the_prompt_and_makes_no_node() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+        url = f"/{uuid}/v1/chat/completions/render"
+        fresh = await proxy.post(url, HELLO)
+        assert fresh["prompt_text"] == "<user>hi<eos><assistant>"
+        assert fresh["token_ids"] == proxy.tokenizer.encode(fresh["prompt_text"], False)
+        assert fresh["num_tokens"] == len(fresh["token_ids"])
+        assert await proxy.nodes(uuid) == []
+        await proxy.post(chat_url(uuid), HELLO)
+        (node,) = await proxy.nodes(uuid)
+        more = [
+            *HELLO["messages"],
+            {"role": "assistant", "content": "hello"},
+            {"role": "user", "content": "so"},
+        ]
+        rendered = await proxy.post(url, {"messages": more})
+        assert rendered["token_ids"][: len(node["tokens"])] == node["tokens"]
+        await proxy.post(chat_url(uuid), {"messages": more})
+        assert proxy.engine.requests[-1]["input_ids"] == rendered["token_ids"]
+        assert proxy.engine.requests[-1]["prompt"] == rendered["prompt_text"]
+
+
+async def test_text_completions_continue_their_sequence() -> None:
+    async with Proxy(lambda request: "bc") as proxy:
+        uuid = await proxy.open()
+        url = f"/{uuid}/v1/completions"
+        first = await proxy.post(url, {"prompt": "a", "max_tokens": 2, "logprobs": 0})
+        assert first["object"] == "text_completion"
+        assert first["choices"][0]["text"] == "bc"
+        assert first["choices"][0]["finish_reason"] == "length"
+        assert first["choices"][0]["logprobs"]["tokens"] == ["b", "c"]
+        await proxy.post(url, {"prompt": ["abcd"], "max_tokens": 2})
+        (node,) = await proxy.nodes(uuid)
+        assert trained_text(node) == "bcbc"
+        for bad in ({"prompt": [1, 2]}, {"prompt": ["a", "b"]}, {"prompt": "a", "echo": True}):
+            assert (await proxy.client.post(url, json=bad)).status_code == 400
+        streamed = await proxy.client.post(url, json={"prompt": "z", "stream": True})
+        (event,) = events_of(streamed.text)
+        assert event["choices"][0]["text"] == "bc"
+
+
+async def test_key_selects_the_session_for_agents_that_cannot_change_the_path() -> None:
+    async with Proxy(token="let-me-in") as proxy:
+        created = await proxy.client.post(
+            "/sessions/create", json={}, headers={"Authorization": "Bearer let-me-in"}
+        )
+        uuid = created.json()["uuid"]
+        for headers in ({"Authorization": f"Bearer {uuid}"}, {"x-api-key": uuid}):
+            await proxy.post("/v1/chat/completions", HELLO, headers=headers)
+        assert len(await proxy.nodes(uuid)) == 2
+        for headers in ({}, {"Authorization": "Bearer let-me-in"}):
+            refused = await proxy.client.post("/v1/chat/completions", json=HELLO, headers=headers)
+            assert refused.status_code == 401
+        stray = {"Authorization": "Bearer 00000000-0000-4000-8000-000000000000"}
+        refused = await proxy.client.post("/v1/chat/completions", json=HELLO, headers=stray)
+        assert refused.status_code == 404
+
+
+async def test_control_needs_the_token_and_the_session_its_uuid() -> None:
+    async with Proxy(token="let-me-in") as proxy:
+        for method, path in (
+            ("POST", "/sessions/create"),
+            ("GET", "/sessions"),
+            ("GET", "/servers"),
+            ("POST", "/setup"),
+        ):
+            for headers in ({}, {"Authorization": "Bearer wrong"}):
+                answer = await proxy.client.request(method, path, headers=headers)
+                assert answer.status_code == 401, path
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        headers = {"Authorization": "Bearer let-me-in"}
+        assert (await proxy.client.get("/sessions", headers=headers)).status_code == 200
+        created = await proxy.client.post("/sessions/create", json={}, headers=headers)
+        uuid = created.json()["uuid"]
+        await proxy.post(chat_url(uuid), HELLO)
+        assert len(await proxy.nodes(uuid)) == 1
+        assert (await proxy.client.get("/health")).status_code == 200
+
+
+async def test_web_pages_get_no_answer() -> None:
+    async with Proxy() as proxy:
+        headers = {"Origin": "https://example.org"}
+        answer = await proxy.client.post("/sessions/create", json={}, headers=headers)
+        assert answer.status_code == 403
+        assert not any(name.startswith("access-control") for name in answer.headers)
+        assert proxy.sessions.open_sessions() == []
+
+
+async def test_idle_and_old_sessions_expire_with_410() -> None:
+    async with Proxy(limits=SessionLimits(idle_s=60, life_s=100)) as proxy:
+        idle, busy = await proxy.open(), await proxy.open()
+        proxy.clock.now += 59
+        await proxy.post(chat_url(busy), HELLO)
+        proxy.clock.now += 2
+        gone = await proxy.client.post(chat_url(idle), json=HELLO)
+        assert gone.status_code == 410
+        assert gone.json()["error"]["code"] == "session_expired"
+        assert "60 s" in gone.json()["error"]["message"]
+        await proxy.post(chat_url(busy), HELLO)
+        assert (await proxy.client.get("/health")).json()["sessions"] == 1
+        proxy.clock.now += 39
+        gone = await proxy.client.get(f"/{busy}/nodes")
+        assert gone.status_code == 410
+        assert "100 s" in gone.json()["error"]["message"]
+        assert (await proxy.client.delete(f"/{busy}")).status_code == 410
+        assert proxy.engine.num_assigned["train"] == 0
+
+
+async def test_session_that_is_answered_is_not_idle() -> None:
+    async with Proxy(limits=SessionLimits(idle_s=60)) as proxy:
+        uuid = await proxy.open()
+        asked, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(**kwargs: Any) -> Any:
+            asked.set()
+            await go_on.wait()
+            return await answer(**kwargs)
+
+        answer = proxy.engine._tokens_and_logprobs_completion_wrapper
+        proxy.engine._tokens_and_logprobs_completion_wrapper = slow  # type: ignore[method-assign]
+        call = asyncio.create_task(proxy.post(chat_url(uuid), HELLO))
+        await asked.wait()
+        proxy.clock.now += 600
+        await proxy.sessions.expire()
+        go_on.set()
+        await call
+        proxy.clock.now += 59
+        assert len(await proxy.nodes(uuid)) == 1
+
+
+async def test_deleting_a_session_cancels_what_the_engine_is_doing_for_it() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+        asked, cancelled = asyncio.Event(), asyncio.Event()
+
+        async def endless(**kwargs: Any) -> Any:
+            asked.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        proxy.engine._tokens_and_logprobs_completion_wrapper = endless  # type: ignore[method-assign]
+        call = asyncio.create_task(proxy.client.post(chat_url(uuid), json=HELLO))
+        await asked.wait()
+        assert (await proxy.client.delete(f"/{uuid}")).status_code == 200
+        assert (await call).status_code == 404
+        assert cancelled.is_set()
+
+
+async def test_limits_of_sessions_sequences_and_bodies_are_kept() -> None:
+    limits = SessionLimits(max_sessions=2, max_nodes=2, max_body_bytes=1000)
+    async with Proxy(limits=limits) as proxy:
+        uuid = await proxy.open()
+        await proxy.open()
+        refused = await proxy.client.post("/sessions/create", json={})
+        assert refused.status_code == 429
+        await proxy.post(chat_url(uuid), {**HELLO, "n": 2})
+        refused = await proxy.client.post(chat_url(uuid), json=HELLO)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "too_many_sequences"
+        long = {"messages": [{"role": "user", "content": "x" * 1000}]}
+        assert (await proxy.client.post(chat_url(uuid), json=long)).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (EngineUnavailable("engine is down"), 503, "engine_unavailable"),
+        (ConnectionResetError("reset"), 503, "engine_unavailable"),
+        (EngineProtocolError("half an answer"), 502, "engine_protocol_error"),
+        (EngineHttpRejected("no such model", status=404), 502, "engine_rejected"),
+        (EngineHttpRejected("bad seed", status=400), 400, "engine_rejected"),
+        (
+            EngineHttpRejected("This model's maximum context length is 8 tokens", status=400),
+            400,
+            "context_length_exceeded",
+        ),
+        (RuntimeError("a bug"), 500, "internal_error"),
+    ],
+)
+async def test_failures_of_the_engine_have_a_status_and_a_reason(
+    error: Exception, status: int, code: str
+) -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+        proxy.engine.fail(error, times=3)
+        answer = await proxy.client.post(chat_url(uuid), json=HELLO)
+        assert answer.status_code == status
+        assert answer.json()["error"]["code"] == code
+        assert str(error) in answer.json()["error"]["message"]
+        assert await proxy.nodes(uuid) == []
+
+
+async def test_context_of_a_session_is_kept_and_a_longer_prompt_is_too_long() -> None:
+    async with Proxy(lambda request: "x" * 100) as proxy:
+        uuid = await proxy.open(max_context_tokens=40, max_tokens=50)
+        answer = await proxy.post(chat_url(uuid), HELLO)
+        assert answer["usage"]["total_tokens"] == 40
+        assert answer["choices"][0]["finish_reason"] == "length"
+        long = {"messages": [{"role": "user", "content": "x" * 40}]}
+        refused = await proxy.client.post(chat_url(uuid), json=long)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert "maximum context length is 40 tokens" in refused.json()["error"]["message"]
+
+
+async def test_sampling_of_the_session_replaces_the_agents() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open(sampling={"temperature": 0.7, "top_p": 1.0}, split="eval")
+        await proxy.post(chat_url(uuid), {**HELLO, "temperature": 0, "top_p": 0.1, "seed": 5})
+        (sent,) = proxy.engine.requests
+        assert (sent["temperature"], sent["top_p"], sent["seed"]) == (0.7, 1.0, 5)
+        assert len(proxy.engine.eval_request_timings) == 1
+
+
+async def test_setup_replaces_the_engines_for_new_sessions() -> None:
+    async with Proxy() as proxy:
+        before = await proxy.open()
+        body = {"model_name": "other", "servers": [{"base_url": "http://127.0.0.1:8/v1"}]}
+        answer = await proxy.post("/setup", body)
+        assert answer == {"status": "ok", "servers": 1, "model_name": "other"}
+        (server,) = (await proxy.client.get("/servers")).json()["servers"]
+        assert (server["base_url"], server["server_type"]) == ("http://127.0.0.1:8/v1", "vllm")
+        assert (await proxy.post("/sessions/create", {}))["model_name"] == "other"
+        await proxy.post(chat_url(before), HELLO)
+        assert len(proxy.engine.requests) == 1
+        assert (await proxy.client.post("/setup", json={"model_name": "x"})).status_code == 400
+
+
+async def test_tree_sessions_keep_every_turn_as_a_node() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open(track_tree=True)
+        await proxy.post(chat_url(uuid), HELLO)
+        more = [
+            *HELLO["messages"],
+            {"role": "assistant", "content": "hello"},
+            {"role": "user", "content": "so"},
+        ]
+        await proxy.post(chat_url(uuid), {"messages": more})
+        assert len(await proxy.nodes(uuid)) == 2
+
+
+async def test_unknown_routes_are_json_too() -> None:
+    async with Proxy() as proxy:
+        answer = await proxy.client.get("/v1/embeddings/x/y")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "unknown_route"
+        answer = await proxy.client.get("/sessions/create")
+        assert answer.status_code == 405
+
+
+def test_open_address_without_a_token_is_refused(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ATROPOS_PROXY_TOKEN", raising=False)
+    path = tmp_path / "proxy.json"
+    path.write_text('{"model_name": "m", "servers": [{"base_url": "http://127.0.0.1:9/v1"}]}')
+    assert main(["--config", str(path), "--host", "0.0.0.0"]) == 2
+    told = capsys.readouterr().err
+    assert "ATROPOS_PROXY_TOKEN" in told
+    assert "--insecure" in told

@@ -9,9 +9,9 @@ ignored.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -122,6 +122,37 @@ class StatusQuery(EnvIdentifier):
     seen_policy: Int64 | None = None
     env_uid: Annotated[str, Field(max_length=128)] | None = None
     """Refuse to answer for another process that was given the same id."""
+
+
+class ScoredData(BaseModel):
+    """A group as it is on the wire, for callers that check or describe one; the hub decodes groups without it."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    """Each message has a `role` and a `content`."""
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = None
+    distill_token_ids: list[list[list[int]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _have_role_and_content(
+        cls, conversations: list[list[dict[str, Any]]] | None
+    ) -> list[list[dict[str, Any]]] | None:
+        for i, conversation in enumerate(conversations or ()):
+            for j, message in enumerate(conversation):
+                if missing := {"role", "content"} - message.keys():
+                    raise ValueError(f"[{i}][{j}] has no {' and no '.join(sorted(missing))}")
+        return conversations
 
 
 class Acknowledgement(BaseModel):

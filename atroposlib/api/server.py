@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import time
@@ -37,6 +38,7 @@ from atroposlib.api.coordinator import (
     UnknownBatch,
     UnknownEnvironment,
 )
+from atroposlib.api.environments import MIN_ENV_WEIGHT as MIN_ENV_WEIGHT
 from atroposlib.api.environments import TooManyEnvironments
 from atroposlib.api.hub import DEFAULT_RUN, Hub, TooManyRuns
 from atroposlib.api.limits import HubLimits, Ladder, RequestBodies
@@ -71,6 +73,8 @@ from atroposlib.api.schemas import (
     WaitForTrainer,
     WandbInfo,
 )
+from atroposlib.api.schemas import Registration as Registration
+from atroposlib.api.schemas import ScoredData as ScoredData
 from atroposlib.api.security import Access, TokenSet
 from atroposlib.api.stores.base import StoreBroken, StoreFull
 from atroposlib.api.stores.memory import MemoryStore
@@ -437,6 +441,20 @@ def create_app(
         return Acknowledgement()
 
     return app
+
+
+# The names that importers of the original know them by.
+Info = HubInfo
+Status = HubStatus
+
+
+class GZipRequestMiddleware(RequestBodies):
+    """Inflates request bodies, for other applications: under one limit, whatever their paths."""
+
+    def __init__(self, app: ASGIApp, limits: HubLimits | None = None) -> None:
+        limits = limits or HubLimits()
+        same = dataclasses.replace(limits, max_control_body_bytes=limits.max_body_bytes)
+        super().__init__(app, same)
 
 
 def stop_waiting(app: FastAPI) -> None:

@@ -107,15 +107,11 @@ NAMES = {
 
 
 NOT_YET = {
-    "atroposlib.api.server": "MIN_ENV_WEIGHT Registration ScoredData Status Info GZipRequestMiddleware",
     "atroposlib.cli.view_run": "main",
     "atroposlib.cli.view_run_multimodal": "main",
     "atroposlib.cli.sft": "main",
     "atroposlib.cli.dpo": "main",
     "atroposlib.cli.inference_node_wandb_watcher": "main",
-    f"{SERVERS}.sglang_server": "SGLangServer",
-    f"{SERVERS}.trl_vllm_server": "TrlVllmServer",
-    f"{SERVERS}.managed_server_proxy": "create_app main",
     f"{SERVERS}.proxy_client": "ProxyManagedServer create_proxy_session",
     "example_trainer": "TrainingConfig train_legacy train_shared_vllm train_lora train_lora_restart parse_args"
     " config_from_args",

@@ -165,6 +165,11 @@ class HttpPeer:
         status, body, _ = await self._request("GET", path, timeout_s=timeout_s)
         return status, body
 
+    async def delete(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+        """DELETE a path and return status and body, whatever the status is."""
+        status, body, _ = await self._request("DELETE", path, timeout_s=timeout_s)
+        return status, body
+
     async def _request(
         self, method: str, path: str, *, timeout_s: float, **options: Any
     ) -> tuple[int, bytes, str | None]:

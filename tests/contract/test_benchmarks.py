@@ -151,3 +151,24 @@ def test_the_payload_masks_the_prompt_and_only_the_prompt() -> None:
         assert all(value <= 0 for value in logprobs[10:])
         assert min(tokens) >= 10
         assert max(tokens) < 128256
+
+
+@pytest.mark.e2e
+def test_a_quick_run_compares_requests_with_bare_ones() -> None:
+    run = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "benchmarks/inference.py"), "--concurrency", "20"),
+            *("--per-worker", "1", "--tokens", "16", "--latency", "0.05", "--repeats", "1"),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    (rows,) = tables_of(run.stdout).values()
+    names = [f"{name}, 16" for name in ("bare aiohttp", "token calls", "managed chats")]
+    assert [row["requests, tokens"] for row in rows] == names
+    assert rows[0]["times bare"] == "1.00"
+    assert all(float(row["CPU us per request"]) > 50 for row in rows)
+    assert all(0.05 < float(row["wall s"]) < 5 for row in rows)

@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="scripted", help="name of the model")
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--max-model-len", type=int, default=32768)
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="PATH", help="a route to answer 404 on"
+    )
     parser.add_argument("--script", default="{}", help="behaviour, as JSON")
     args = parser.parse_args(argv)
     try:
@@ -56,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model_name=args.model,
         weight_version=args.weight_version,
         max_model_len=args.max_model_len,
+        missing_paths=args.without,
         host=args.host,
         port=args.port,
     )

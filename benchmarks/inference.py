@@ -1,0 +1,241 @@
+"""What does a request through `ServerManager` cost beside a bare aiohttp request, with thousands of them in flight?
+
+`PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/inference.py` starts a scripted engine as a process and keeps
+`--concurrency` requests in flight from this one, in turn as bare aiohttp (encode, POST, read, decode the JSON), as
+`ServerManager.tokens_and_logprobs_completion` and as managed chats. CPU is that of this process, all its threads;
+answers and pace are the same for all. The engine's answers come spread over time, the requests begin all at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+import msgspec
+
+from atroposlib.envs.server_handling.scripted_engine import ByteTokenizer, Latency, Script
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.server_handling.vllm_server import NEUTRAL_SAMPLING
+from benchmarks._env_process import Probe
+
+MODEL = "scripted"
+QUESTION = "Which group of sequences is cut into the next batch, and why? Question "
+SIGMA = 0.3
+"""Answers take a median time; one standard deviation is this factor."""
+
+Ask = Callable[[int], Awaitable[int]]
+"""Ask question i and return how many tokens came back."""
+
+
+class Row(NamedTuple):
+    cpu_s: float
+    wall_s: float
+    late_ms: list[float]
+
+
+@contextmanager
+def running_engine(script: Script, *, without: Sequence[str] = ()) -> Iterator[str]:
+    """Run a scripted engine as a process for the length of the block and give its address."""
+    argv = ["--script", msgspec.json.encode(script).decode()]
+    for path in without:
+        argv += ["--without", path]
+    with subprocess.Popen(
+        [sys.executable, "-m", "atroposlib.envs.server_handling.scripted_engine", *argv],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"listening on (\S+)", line)
+        if found is None:
+            raise RuntimeError(f"the engine said {line!r} and ended with {process.wait()}")
+        try:
+            yield found[1]
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def messages_of(i: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{QUESTION}{i}"}]
+
+
+def prompt_of(i: int) -> list[int]:
+    tokens = ByteTokenizer().apply_chat_template(messages_of(i), add_generation_prompt=True)
+    assert isinstance(tokens, list)
+    return tokens
+
+
+@asynccontextmanager
+async def bare(url: str, prompts: list[list[int]], num_tokens: int) -> AsyncIterator[Ask]:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def ask(i: int) -> int:
+            body = {
+                **NEUTRAL_SAMPLING,
+                "model": MODEL,
+                "prompt": prompts[i],
+                "max_tokens": num_tokens,
+                "logprobs": 0,
+                "return_token_ids": True,
+            }
+            async with session.post(
+                f"{url}/v1/completions",
+                data=msgspec.json.encode(body),
+                headers={"Content-Type": "application/json"},
+            ) as response:
+                answer = msgspec.json.decode(await response.read())
+            return len(answer["choices"][0]["token_ids"])
+
+        yield ask
+
+
+@asynccontextmanager
+async def open_manager(url: str, concurrency: int) -> AsyncIterator[ServerManager]:
+    config = APIServerConfig(
+        base_url=f"{url}/v1",
+        server_type="vllm",
+        model_name=MODEL,
+        num_max_requests_at_once=concurrency,
+    )
+    manager = ServerManager([config])
+    try:
+        yield manager
+    finally:
+        await manager.close()
+
+
+@asynccontextmanager
+async def token_calls(
+    manager: ServerManager, prompts: list[list[int]], num_tokens: int
+) -> AsyncIterator[Ask]:
+    async def ask(i: int) -> int:
+        answer = await manager.tokens_and_logprobs_completion(
+            input_ids=prompts[i], max_tokens=num_tokens
+        )
+        return len(answer.output_tokens[0])
+
+    yield ask
+
+
+@asynccontextmanager
+async def managed_chats(manager: ServerManager, num_tokens: int) -> AsyncIterator[Ask]:
+    tokenizer = ByteTokenizer()
+
+    async def ask(i: int) -> int:
+        async with manager.managed_server(tokenizer=tokenizer) as managed:
+            await managed.chat_completion(messages=messages_of(i), max_tokens=num_tokens)
+            (node,) = managed.get_state()["nodes"]
+        return sum(label != -100 for label in node.masked_tokens)
+
+    yield ask
+
+
+async def measure(ask: Ask, *, concurrency: int, per_worker: int, num_tokens: int) -> Row:
+    """Keep `concurrency` requests in flight; every worker asks `per_worker` times."""
+
+    async def work(worker: int) -> None:
+        for _ in range(per_worker):
+            num = await ask(worker)
+            if num != num_tokens:
+                raise RuntimeError(f"{num} tokens instead of {num_tokens}")
+
+    probe = Probe(Path(os.devnull))
+    probe.switch()
+    ticking = asyncio.create_task(probe.run())
+    await asyncio.sleep(0.05)
+    probe.late_ms.clear()
+    began_s, cpu_s = time.perf_counter(), time.process_time()
+    async with asyncio.TaskGroup() as group:
+        for worker in range(concurrency):
+            group.create_task(work(worker))
+    cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - began_s
+    await asyncio.sleep(0.02)
+    ticking.cancel()
+    await asyncio.gather(ticking, return_exceptions=True)
+    return Row(cpu_s, wall_s, probe.late_ms)
+
+
+def report(name: str, rows: list[Row], bare_rows: list[Row], num_requests: int) -> None:
+    cpu = statistics.median(row.cpu_s for row in rows)
+    ratio = statistics.median(
+        row.cpu_s / other.cpu_s for row, other in zip(rows, bare_rows, strict=True)
+    )
+    late = [value for row in rows for value in row.late_ms]
+    cells = [
+        name,
+        f"{1e6 * cpu / num_requests:.0f}",
+        f"{ratio:.2f}",
+        f"{statistics.median(row.wall_s for row in rows):.1f}",
+        f"{statistics.quantiles(late, n=100)[98]:.1f}",
+        f"{statistics.median(max(row.late_ms) for row in rows):.1f}",
+    ]
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+async def compare(args: argparse.Namespace, url: str, num_tokens: int) -> None:
+    prompts = [prompt_of(i) for i in range(args.concurrency)]
+    async with contextlib.AsyncExitStack() as stack:
+        manager = await stack.enter_async_context(open_manager(url, args.concurrency))
+        kinds: dict[str, contextlib.AbstractAsyncContextManager[Ask]] = {
+            "bare aiohttp": bare(url, prompts, num_tokens),
+            "token calls": token_calls(manager, prompts, num_tokens),
+            "managed chats": managed_chats(manager, num_tokens),
+        }
+        kinds = {name: kind for name, kind in kinds.items() if args.only in ("", name)}
+        asks = {name: await stack.enter_async_context(kind) for name, kind in kinds.items()}
+        rows: dict[str, list[Row]] = {name: [] for name in asks}
+        for repeat in range(args.repeats + 1):
+            for name, ask in asks.items():
+                row = await measure(
+                    ask,
+                    concurrency=args.concurrency,
+                    per_worker=args.per_worker,
+                    num_tokens=num_tokens,
+                )
+                if repeat > 0:  # the first one opens connections and fills the engine's memory
+                    rows[name].append(row)
+        first = next(iter(rows.values()))
+        for name, found in rows.items():
+            report(f"{name}, {num_tokens}", found, first, args.concurrency * args.per_worker)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--concurrency", type=int, default=2000)
+    parser.add_argument("--per-worker", type=int, default=2, help="requests of each worker")
+    parser.add_argument("--tokens", default="128,512", help="lengths of the completions")
+    parser.add_argument("--latency", type=float, default=3.0, help="median seconds of an answer")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="one of the kinds, for a profiler")
+    args = parser.parse_args()
+    script = Script(latency=Latency(first_token_s=args.latency, sigma=SIGMA))
+    print(
+        f"\n### {args.concurrency} requests in flight, answers after {args.latency:g} s,"
+        f" median of {args.repeats}\n"
+    )
+    columns = (
+        "requests, tokens | CPU us per request | times bare | wall s | late p99 ms | late max ms"
+    )
+    print(f"| {columns} |\n" + "|---" * 6 + "|")
+    # The route that stock vLLM has without further flags, for all three.
+    with running_engine(script, without=["/inference/v1/generate", "/generate"]) as url:
+        for num_tokens in args.tokens.split(","):
+            asyncio.run(compare(args, url, int(num_tokens)))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,9 +7,10 @@ reports them. Only text prompts need the tokenizer.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
+
+import msgspec
 
 from atroposlib.envs.server_handling.api_server import TokenCompletions, WeightSpan
 from atroposlib.envs.server_handling.choices import run_together
@@ -24,10 +25,8 @@ from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.token_ids import (
     WithTokenizer,
     check_count,
-    check_logprobs,
+    check_sampled,
     check_spans,
-    check_token_ids,
-    encode_prompt,
 )
 from atroposlib.errors import ConfigError, EngineProtocolError
 
@@ -80,6 +79,45 @@ _ALWAYS_ASKED = frozenset({"model", "messages", "logprobs", "top_logprobs"})
 """Keywords of a call that `/generate` has no field for: it serves one model and always returns logprobs."""
 
 
+class _Pair(msgspec.Struct, array_like=True, gc=False):
+    """`[logprob, token id, text]`; the text is skipped."""
+
+    logprob: float
+    token: int
+
+
+class _PromptPair(msgspec.Struct, array_like=True, gc=False):
+    logprob: float | None
+    token: int
+
+
+class _FinishReason(msgspec.Struct, gc=False):
+    type: str
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: str | int
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct, gc=False):
+    output_token_logprobs: list[_Pair]
+    finish_reason: str | _FinishReason | None = None
+    completion_tokens: int | None = None
+    weight_version: str | int | None = None
+    weight_versions: list[_Span] | None = None
+    input_token_logprobs: list[_PromptPair] = []
+    input_top_logprobs: list[list[_Pair] | None] | None = None
+
+
+class _Result(msgspec.Struct, gc=False):
+    meta_info: _Meta
+
+
+_results = msgspec.json.Decoder(_Result | list[_Result])
+
+
 class SGLangServer(WithTokenizer, OpenAIRoutesServer):
     """An SGLang engine; `base_url` may end in `/v1` or not."""
 
@@ -97,16 +135,6 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
     async def _find_fault(self) -> str | None:
         return await self._ask("/health", accept_4xx=False)
 
-    async def _take_prompt(self, body: dict[str, Any]) -> list[int]:
-        """Remove the prompt from a body and return it as token ids."""
-        text = body.pop("prompt", None)
-        token_ids = body.pop("input_ids", None)
-        if token_ids is not None:
-            return [int(token) for token in token_ids]
-        if text is None:
-            raise ValueError("an SGLang request needs input_ids or prompt")
-        return await asyncio.to_thread(lambda: encode_prompt(self.tokenizer, text))
-
     # Sampling.
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokenCompletions:
@@ -117,9 +145,9 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
             self._warned_about_max_tokens = True
             logger.warning("No max_tokens given: SGLang stops after 128 tokens then")
         results = await self._generate(body, request)
-        return parse_generate(results, prompt_tokens=prompt_tokens, label=self._label)
+        return completions_of(prompt_tokens, results, where=f"{self._label}/generate")
 
-    async def _generate(self, body: dict[str, Any], request: Request) -> list[dict[str, Any]]:
+    async def _generate(self, body: dict[str, Any], request: Request) -> list[_Result]:
         """Return `n` results, also from servers that ignore `n`."""
         n = int(body["sampling_params"].get("n", 1))
         results = [] if n > 1 and self._n_is_ignored else await self._post_generate(body, request)
@@ -139,21 +167,15 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
         check_count(results, n=n, what="completions", where=f"{self._label}/generate")
         return results
 
-    async def _post_generate(self, body: dict[str, Any], request: Request) -> list[dict[str, Any]]:
-        answer = await self._peer.post_json(
+    async def _post_generate(self, body: dict[str, Any], request: Request) -> list[_Result]:
+        return await self._peer.post(
             "/generate",
             body,
+            read=read_results,
             timeout_s=request.timeout_s,
             headers=request.headers,
             query=request.query,
         )
-        results = answer if isinstance(answer, list) else [answer]
-        for result in results:
-            if not isinstance(result, dict) or not isinstance(result.get("meta_info"), dict):
-                raise EngineProtocolError(
-                    f"{self._label}/generate answered without meta_info: {str(result)[:400]}"
-                )
-        return results
 
     # Prompt logprobs.
 
@@ -170,8 +192,8 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
         body["sampling_params"].setdefault("max_new_tokens", 1)
         body |= {"logprob_start_len": 0, "top_logprobs_num": num_top}
         results = await self._generate(body, request)
-        return parse_prompt_logprobs(
-            results[0]["meta_info"],
+        return prompt_logprobs_of(
+            results[0].meta_info,
             prompt_tokens=prompt_tokens,
             num_top=num_top,
             where=f"{self._label}/generate",
@@ -198,103 +220,87 @@ def generate_body(prompt_tokens: list[int], keywords: dict[str, Any]) -> dict[st
     }
 
 
-def parse_generate(
-    results: list[dict[str, Any]], *, prompt_tokens: list[int], label: str
+def read_results(answer: bytes) -> list[_Result]:
+    """Decode an answer of `/generate`, an object or a list of them; a null logprob is a `ValidationError`."""
+    results = _results.decode(answer)
+    return results if isinstance(results, list) else [results]
+
+
+def completions_of(
+    prompt_tokens: list[int], results: list[_Result], *, where: str
 ) -> TokenCompletions:
-    """Read token ids, their logprobs, finish reasons and policy versions out of `/generate` results."""
+    """Gather token ids, their logprobs, finish reasons and policy versions of the completions of one prompt."""
     tokens: list[list[int]] = []
     logprobs: list[list[float]] = []
-    finish_reasons: list[str | None] = []
+    finish_reasons: list[Any] = []
     spans: list[list[WeightSpan] | None] = []
     for i, result in enumerate(results):
-        meta = result["meta_info"]
-        where = f"{label}/generate: result {i}"
-        values, token_ids = _columns(meta.get("output_token_logprobs"), where=where)
-        token_ids = check_token_ids(token_ids, where=where)
-        num_said = meta.get("completion_tokens", len(token_ids))
-        if num_said != len(token_ids):
+        meta = result.meta_info
+        here = f"{where}: result {i}"
+        token_ids = [pair.token for pair in meta.output_token_logprobs]
+        values = [pair.logprob for pair in meta.output_token_logprobs]
+        check_sampled(token_ids, values, where=here)
+        if meta.completion_tokens not in (None, len(token_ids)):
             raise EngineProtocolError(
-                f"{where}: logprobs for {len(token_ids)} tokens, completion_tokens says {num_said}"
+                f"{here}: logprobs for {len(token_ids)} tokens, completion_tokens says"
+                f" {meta.completion_tokens}"
             )
         tokens.append(token_ids)
-        logprobs.append(check_logprobs(values, num_tokens=len(token_ids), where=where))
-        finish_reasons.append(_finish_reason(meta, where=where))
-        spans.append(_weight_spans(meta, num_tokens=len(token_ids), where=where))
+        logprobs.append(values)
+        reason = meta.finish_reason
+        finish_reasons.append(reason.type if isinstance(reason, _FinishReason) else reason)
+        spans.append(_weight_spans(meta, num_tokens=len(token_ids), where=here))
     return TokenCompletions(prompt_tokens, tokens, logprobs, finish_reasons, weight_versions=spans)
 
 
-def _columns(entries: Any, *, where: str) -> tuple[list[Any], list[Any]]:
-    """Split `[[logprob, token id, text or null], ...]` into logprobs and ids."""
-    try:
-        return [entry[0] for entry in entries], [entry[1] for entry in entries]
-    except (TypeError, IndexError, KeyError) as e:
-        raise EngineProtocolError(
-            f"{where}: token logprobs {str(entries)[:200]}, expected [[logprob, token id, text], ...]"
-        ) from e
-
-
-def _finish_reason(meta: dict[str, Any], *, where: str) -> str | None:
-    reason = meta.get("finish_reason")
-    if isinstance(reason, dict):
-        reason = reason.get("type")
-    if reason is not None and not isinstance(reason, str):
-        raise EngineProtocolError(f"{where}: finish_reason {meta['finish_reason']!r:.200}")
-    return reason
-
-
-def _weight_spans(meta: dict[str, Any], *, num_tokens: int, where: str) -> list[WeightSpan] | None:
-    """Read `weight_versions` (`[{"version", "start", "end"}]`), else the one `weight_version` of older servers.
+def _weight_spans(meta: _Meta, *, num_tokens: int, where: str) -> list[WeightSpan] | None:
+    """Return the spans of `weight_versions`, else the one `weight_version` of older servers for all tokens.
 
     The one version is that at the end of the request; older servers let requests finish before weights change.
     """
-    versions = meta.get("weight_versions")
-    if versions is None:
-        if meta.get("weight_version") is None:
-            return None
-        versions = [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]
-    try:
-        spans = [WeightSpan(str(v["version"]), int(v["end"]) - int(v["start"])) for v in versions]
-    except (KeyError, TypeError, ValueError) as e:
-        raise EngineProtocolError(f"{where}: unreadable weight_versions {versions!r:.200}") from e
+    if meta.weight_versions is not None:
+        spans = [WeightSpan(str(s.version), s.end - s.start) for s in meta.weight_versions]
+    elif meta.weight_version is not None:
+        spans = [WeightSpan(str(meta.weight_version), num_tokens)]
+    else:
+        return None
     return check_spans(spans, num_tokens=num_tokens, where=where)
 
 
-def parse_prompt_logprobs(
-    meta: dict[str, Any], *, prompt_tokens: list[int], num_top: int, where: str
+def prompt_logprobs_of(
+    meta: _Meta, *, prompt_tokens: list[int], num_top: int, where: str
 ) -> dict[str, Any]:
-    """Read the logprobs at every position of the prompt; the first position has none.
+    """Return the logprobs at every position of the prompt; the first position has none.
 
     `num_top` 0 gives the prompt's own token at each position, otherwise the `num_top` most likely ones.
     """
-    where = f"{where}: prompt logprobs"
-    own_values, own_ids = _columns(meta.get("input_token_logprobs"), where=where)
-    if own_ids != prompt_tokens:
+    own = meta.input_token_logprobs
+    if [pair.token for pair in own] != prompt_tokens:
         raise EngineProtocolError(
-            f"{where} are for {len(own_ids)} tokens that are not the {len(prompt_tokens)} sent"
+            f"{where}: prompt logprobs for {len(own)} tokens that are not the {len(prompt_tokens)} sent"
         )
-    positions: list[Any]
+    positions: list[list[_PromptPair]] | list[list[_Pair] | None] = [[pair] for pair in own]
     if num_top:
-        positions = meta.get("input_top_logprobs") or []
+        positions = meta.input_top_logprobs or []
         if len(positions) != len(prompt_tokens):
             raise EngineProtocolError(
-                f"{where}: {len(positions)} positions for {len(prompt_tokens)} prompt tokens"
+                f"{where}: top logprobs at {len(positions)} positions, expected {len(prompt_tokens)}"
             )
-    else:
-        positions = [[pair] for pair in zip(own_values, own_ids, strict=True)]
-    top_ids: list[list[int]] = [[]]
-    top_logprobs: list[list[float]] = [[]]
-    for i, position in enumerate(positions[1:], start=1):
-        here = f"{where}, position {i}"
-        values, ids = _columns(position, where=here)
-        order = sorted(
-            range(len(ids)),
-            key=check_logprobs(values, num_tokens=len(ids), where=here).__getitem__,
-            reverse=True,
-        )[: num_top or 1]
-        top_ids.append(check_token_ids([ids[j] for j in order], where=here))
-        top_logprobs.append([float(values[j]) for j in order])
+    top_ids: list[list[int]] = []
+    top_logprobs: list[list[float]] = []
+    for i, position in enumerate(positions):
+        # The first token of a prompt follows nothing.
+        pairs = [(p.logprob, p.token) for p in position or () if i and p.logprob is not None]
+        if i and len(pairs) < max(num_top, 1):
+            raise EngineProtocolError(
+                f"{where}: {len(pairs)} logprobs at position {i} of the prompt,"
+                f" expected {max(num_top, 1)}"
+            )
+        pairs = sorted(pairs, key=lambda pair: -pair[0])[: max(num_top, 1)]
+        top_ids.append([token for _, token in pairs])
+        top_logprobs.append([logprob for logprob, _ in pairs])
     return {
         "prompt_tokens": prompt_tokens,
-        "prompt_topk_token_ids": top_ids[: len(prompt_tokens)],
-        "prompt_topk_logprobs": top_logprobs[: len(prompt_tokens)],
+        "prompt_topk_token_ids": top_ids,
+        "prompt_topk_logprobs": top_logprobs,
     }

@@ -8,10 +8,13 @@ after are then compared with those sent. Tool calls are not parsed, and the serv
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 import uuid
 from typing import Any, NamedTuple
+
+import msgspec
 
 from atroposlib.envs.server_handling.api_server import (
     HEALTH_TIMEOUT_S,
@@ -28,13 +31,7 @@ from atroposlib.envs.server_handling.openai_routes import (
 )
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.token_ids import (
-    WithTokenizer,
-    check_count,
-    check_logprobs,
-    check_token_ids,
-    encode_prompt,
-)
+from atroposlib.envs.server_handling.token_ids import WithTokenizer, check_count, check_sampled
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
 
 logger = logging.getLogger(__name__)
@@ -75,6 +72,16 @@ GENERATION_KWARGS = frozenset(
     }
 )
 """vLLM sampling parameters that newer servers take in `generation_kwargs`; older ones ignore that field."""
+
+
+class _Answer(msgspec.Struct, gc=False):
+    completion_ids: list[list[int]]
+    prompt_ids: list[list[int]] | None = None
+    logprobs: list[list[float | list[float]]] | None = None
+    logprob_token_ids: list[list[list[int]]] | None = None
+
+
+_answer = msgspec.json.Decoder(_Answer)
 
 
 class Sampled(NamedTuple):
@@ -217,14 +224,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
         if not self._gives_logprobs:
             raise self._no_logprobs()
         request = read_request(kwargs, timeout_s=self.config.timeout)
-        text, given = request.body.pop("prompt", None), request.body.pop("input_ids", None)
-        if given is None and text is None:
-            raise ValueError("tokens_and_logprobs_completion needs input_ids or prompt")
-        prompt_tokens = (
-            [int(token) for token in given]
-            if given is not None
-            else await asyncio.to_thread(lambda: encode_prompt(self.tokenizer, text))
-        )
+        prompt_tokens = await self._take_prompt(request.body)
         sampled = await self._generate_after(prompt_tokens, request)
         if sampled.logprobs is None:
             self._gives_logprobs = False
@@ -269,14 +269,14 @@ class TrlVllmServer(WithTokenizer, APIServer):
 
     async def _generate(self, prompt: str | list[int], request: Request) -> Sampled:
         body = self._body(prompt, request)
-        answer = await self._peer.post_json(
+        return await self._peer.post(
             "/generate/",
             body,
+            read=functools.partial(read_answer, n=int(body["n"]), where=f"{self._label}/generate/"),
             timeout_s=request.timeout_s,
             headers=request.headers,
             query=request.query,
         )
-        return parse_generate(answer, n=int(body["n"]), where=f"{self._label}/generate/")
 
     def _body(self, prompt: str | list[int], request: Request) -> dict[str, Any]:
         body: dict[str, Any] = {"prompts": [prompt], **DEFAULTS}
@@ -296,55 +296,44 @@ class TrlVllmServer(WithTokenizer, APIServer):
         return body
 
 
-def parse_generate(answer: Any, *, n: int, where: str) -> Sampled:
-    """Read `completion_ids` and, from servers that have them, `prompt_ids` and `logprobs`.
+def read_answer(raw: bytes, *, n: int, where: str) -> Sampled:
+    """Decode `completion_ids` and, from servers that have them, `prompt_ids` and `logprobs`.
 
     Logprobs come as one number per token, or as a list per token whose ids `logprob_token_ids` gives: the sampled one
-    is looked up there.
+    is looked up there. A null among them, which is a NaN, is a `ValidationError`.
     """
-    if not isinstance(answer, dict) or not isinstance(answer.get("completion_ids"), list):
-        raise EngineProtocolError(
-            f"{where} answered without a list of completion_ids: {str(answer)[:400]}"
-        )
-    completions = answer["completion_ids"]
-    check_count(completions, n=n, what="completions", where=where)
-    token_ids = [
-        check_token_ids(ids, where=f"{where}: completion_ids[{i}]")
-        for i, ids in enumerate(completions)
-    ]
-    prompts = answer.get("prompt_ids")
-    prompt_ids = None
-    if prompts is not None:
-        if not isinstance(prompts, list) or len(prompts) != 1:
-            raise EngineProtocolError(
-                f"{where}: prompt_ids {str(prompts)[:200]}, expected one list"
-            )
-        prompt_ids = check_token_ids(prompts[0], where=f"{where}: prompt_ids[0]")
-    if answer.get("logprobs") is None:
-        return Sampled(prompt_ids, token_ids, None)
-    rows = answer["logprobs"]
-    if not isinstance(rows, list):
-        raise EngineProtocolError(f"{where}: logprobs {str(rows)[:200]}, expected one list per n")
-    check_count(rows, n=n, what="lists of logprobs", where=where)
-    top_ids = answer.get("logprob_token_ids") or [None] * n
+    answer = _answer.decode(raw)
+    check_count(answer.completion_ids, n=n, what="completions", where=where)
+    if answer.prompt_ids is not None:
+        check_count(answer.prompt_ids, n=1, what="prompts", where=where)
+    prompt_ids = None if answer.prompt_ids is None else answer.prompt_ids[0]
+    if answer.logprobs is None:
+        return Sampled(prompt_ids, answer.completion_ids, None)
+    check_count(answer.logprobs, n=n, what="lists of logprobs", where=where)
+    top_ids = answer.logprob_token_ids or [[]] * n
+    check_count(top_ids, n=n, what="lists of logprob_token_ids", where=where)
     logprobs = []
-    for i, row in enumerate(rows):
+    for i, token_ids in enumerate(answer.completion_ids):
         here = f"{where}: logprobs[{i}]"
-        values = _of_sampled(row, top_ids[i], token_ids[i], where=here)
-        logprobs.append(check_logprobs(values, num_tokens=len(token_ids[i]), where=here))
-    return Sampled(prompt_ids, token_ids, logprobs)
+        values = _of_sampled(answer.logprobs[i], top_ids[i], token_ids, where=here)
+        check_sampled(token_ids, values, where=here)
+        logprobs.append(values)
+    return Sampled(prompt_ids, answer.completion_ids, logprobs)
 
 
-def _of_sampled(row: Any, top_ids: Any, token_ids: list[int], *, where: str) -> Any:
+def _of_sampled(
+    row: list[float | list[float]], top_ids: list[list[int]], token_ids: list[int], *, where: str
+) -> list[float]:
     """Return the sampled tokens' logprobs out of a row of numbers, or of lists with the ids they belong to."""
-    if not isinstance(row, list) or not any(isinstance(entry, list) for entry in row):
-        return row
+    numbers = [entry for entry in row if not isinstance(entry, list)]
+    if len(numbers) == len(row):
+        return numbers
     try:
         return [
-            values[ids.index(token)]
+            values[ids.index(token)]  # type: ignore[index]
             for values, ids, token in zip(row, top_ids, token_ids, strict=True)
         ]
-    except (TypeError, ValueError, IndexError, AttributeError) as e:
+    except (TypeError, ValueError, IndexError) as e:
         raise EngineProtocolError(
             f"{where}: the logprobs of the sampled tokens cannot be found by logprob_token_ids ({e})"
         ) from e

@@ -22,7 +22,7 @@ NEUTRAL = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
-LABEL = r"/generate: result 0"
+PAIRS = r"\$.meta_info.output_token_logprobs"
 
 
 def result(*pairs: tuple[float | None, int], reason: Any = "stop", **meta: Any) -> dict[str, Any]:
@@ -183,24 +183,30 @@ async def test_a_server_that_ignores_n_is_asked_n_times(flagged: bool) -> None:
     [
         ([], "answered 0 completions, expected n = 1"),
         ([result((-0.1, 97)), result((-0.1, 97))], "answered 2 completions, expected n = 1"),
-        ({"text": "x"}, "answered without meta_info"),
-        ([None], "answered without meta_info: None"),
-        ("text", "answered without meta_info: text"),
-        ({"meta_info": {"finish_reason": "stop"}}, f"{LABEL}: token logprobs None"),
-        ({"meta_info": {"output_token_logprobs": [[-0.1]]}}, r"expected \[\[logprob, token id"),
-        (result((None, 97)), f"{LABEL}: logprob None at token 0, expected a number"),
-        (result((-0.1, 97), ("-0.2", 98)), f"{LABEL}: logprob '-0.2' at token 1"),  # type: ignore[arg-type]
-        (result((-0.1, "97")), f"{LABEL}: '97' at token 0, expected a token id"),  # type: ignore[arg-type]
+        ({"text": "x"}, "missing required field `meta_info`"),
+        ([None], r"Expected `object`, got `null` - at `\$\[0\]`"),
+        ("text", "Expected `object | array`, got `str`".replace("|", r"\|")),
+        ({"meta_info": {"finish_reason": "stop"}}, "required field `output_token_logprobs`"),
+        (
+            {"meta_info": {"output_token_logprobs": [[-0.1]]}},
+            r"at `\$.meta_info.output_token_logprobs\[0\]`",
+        ),
+        (result((None, 97)), rf"Expected `float`, got `null` - at `{PAIRS}\[0\]\[0\]`"),
+        (result((-0.1, 97), ("-0.2", 98)), rf"got `str` - at `{PAIRS}\[1\]\[0\]`"),  # type: ignore[arg-type]
+        (result((-0.1, "97")), rf"Expected `int`, got `str` - at `{PAIRS}\[0\]\[1\]`"),  # type: ignore[arg-type]
         (
             result((-0.1, 97), completion_tokens=2),
             "logprobs for 1 tokens, completion_tokens says 2",
         ),
-        (result((-0.1, 97), reason={"type": 5}), "finish_reason {'type': 5}"),
+        (
+            result((-0.1, 97), reason={"type": 5}),
+            r"got `int` - at `\$.meta_info.finish_reason.type`",
+        ),
         (
             result((-0.1, 97), weight_versions=[{"version": "7", "start": 0, "end": 2}]),
             "weight versions cover 2 tokens of 1",
         ),
-        (result((-0.1, 97), weight_versions=[{"version": "7"}]), "unreadable weight_versions"),
+        (result((-0.1, 97), weight_versions=[{"version": "7"}]), "missing required field `start`"),
         (Reply(b"<html>busy</html>"), "not JSON"),
     ],
 )
@@ -279,10 +285,13 @@ async def test_prompt_logprobs_with_k_0_are_those_of_the_prompts_own_tokens() ->
 @pytest.mark.parametrize(
     ("top", "message"),
     [
-        ([None, [[-0.5, 6, None]]], "2 positions for 3 prompt tokens"),
-        (None, "0 positions for 3 prompt tokens"),
-        ([None, None, [[-0.5, 6, None]]], "position 1: token logprobs None"),
-        ([None, [[None, 6, None]], [[-0.5, 6, None]]], "position 1: logprob None at token 0"),
+        ([None, [[-0.5, 6, None]]], "top logprobs at 2 positions, expected 3"),
+        (None, "top logprobs at 0 positions, expected 3"),
+        ([None, None, [[-0.5, 6, None]]], "0 logprobs at position 1 of the prompt, expected 1"),
+        (
+            [None, [[None, 6, None]], [[-0.5, 6, None]]],
+            r"got `null` - at `\$.meta_info.input_top_logprobs\[1\]\[0\]\[0\]`",
+        ),
     ],
 )
 async def test_prompt_logprobs_of_another_shape_are_refused(top: Any, message: str) -> None:

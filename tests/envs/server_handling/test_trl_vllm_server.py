@@ -221,14 +221,17 @@ async def test_servers_without_logprobs_say_so_and_are_asked_once() -> None:
     ("reply", "message"),
     [
         (with_logprobs(completion_ids=[ids("a")]), "answered 1 completions, expected n = 2"),
-        (with_logprobs(completion_ids=[["a"], [98]]), r"completion_ids\[0\]: 'a' at token 0"),
-        (with_logprobs(completion_ids=[None, [98]]), "expected a list of token ids"),
+        (
+            with_logprobs(completion_ids=[["a"], [98]]),
+            r"Expected `int`, got `str` - at `\$.completion_ids\[0\]\[0\]`",
+        ),
+        (with_logprobs(completion_ids=[None, [98]]), r"got `null` - at `\$.completion_ids\[0\]`"),
         (with_logprobs(logprobs=[[-0.1, -1.0]]), "1 lists of logprobs, expected n = 2"),
-        (with_logprobs(logprobs=5), "logprobs 5, expected one list per n"),
+        (with_logprobs(logprobs=5), r"got `int` - at `\$.logprobs`"),
         (with_logprobs(logprobs=[[-0.1], [-0.2]]), r"logprobs\[0\]: 1 logprobs for 2 token ids"),
         (
             with_logprobs(logprobs=[[-0.1, None], [-0.2]]),
-            r"logprobs\[0\]: logprob None at token 1, expected a number",
+            r"Expected `float .*`, got `null` - at `\$.logprobs\[0\]\[1\]`",
         ),
         (with_logprobs(logprobs=[[[-0.1], [-1.0]], [[-0.2]]]), "cannot be found by logprob_token"),
         (
@@ -237,10 +240,10 @@ async def test_servers_without_logprobs_say_so_and_are_asked_once() -> None:
             ),
             "cannot be found by logprob_token_ids",
         ),
-        (with_logprobs(prompt_ids=[[1], [104]]), "prompt_ids .*, expected one list"),
+        (with_logprobs(prompt_ids=[[1], [104]]), "answered 2 prompts, expected n = 1"),
         (with_logprobs(prompt_ids=None), "after 0 prompt tokens that are not the 2 sent"),
-        ({"message": "?"}, "without a list of completion_ids: {'message'"),
-        ([], r"without a list of completion_ids: \[\]"),
+        ({"message": "?"}, "missing required field `completion_ids`"),
+        ([], "Expected `object`, got `array`"),
         (Reply(b"Traceback"), "not JSON"),
     ],
 )

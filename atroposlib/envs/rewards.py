@@ -226,6 +226,7 @@ class _Worker:
         process = self._process
         assert process is not None
         assert process.stdin is not None
+        self._stderr_tail = b""
         process.stdin.write(request)
         # A worker that died between two calls shows itself as an end of file in the read below.
         with contextlib.suppress(ConnectionError):

@@ -1,6 +1,6 @@
 """An inference server in the test's own event loop: stock vLLM's routes, bodies that are a function of the prompt.
 
-Its faults are switched on and off by the test: answers of 503, connections dropped in the middle, a port that does not
+Its faults are switched on and off by the test: answers of 5xx, connections dropped in the middle, a port that does not
 listen. It samples nothing: `ANSWER_TOKENS` bytes per choice, which the tests recognise again.
 """
 
@@ -31,7 +31,7 @@ class ScriptedEngine:
         self.port = free_port()
         self.delay_s = delay_s
         self.error_chance = 0.0
-        """That a request is answered 503, or its health check."""
+        """That a request is answered 5xx, or a health check 503."""
         self.drop_chance = 0.0
         """That a connection is broken: before the answer, or in the middle of it."""
         self.counts: Counter[str] = Counter()
@@ -73,7 +73,7 @@ class ScriptedEngine:
         await asyncio.sleep(self.delay_s * (0.5 + self._rng.random()))
         if self._rng.random() < self.error_chance:
             self.counts["refused"] += 1
-            return web.Response(status=503, text="scripted failure")
+            return web.Response(status=self._rng.choice((500, 502, 503)), text="scripted failure")
         if self._rng.random() < self.drop_chance:
             return await self._drop(request)
         self.counts["answered"] += 1

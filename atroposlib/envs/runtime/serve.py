@@ -35,6 +35,7 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.env_config import EvalHandlingEnum
 from atroposlib.envs.runtime import spool
 from atroposlib.envs.runtime.capacity import Load, max_workers, num_to_start
+from atroposlib.envs.runtime.exits import contained
 from atroposlib.envs.runtime.items import Outcomes, Work, cause_of, close, collect_timed
 from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.envs.runtime.outbox import MAX_RETRY_AFTER_S, Backoff, GroupLog, Outbox
@@ -145,7 +146,7 @@ class _Server:
         if self._env.config.use_wandb:
             require_wandb(self._env)  # say so now, not after the model has been waited for
         try:
-            with _signals(self._stop, self._hurry):
+            with _signals(self._stop, self._hurry), contained():
                 async with HubClient(self._env.config.rollout_server_url) as self._hub:
                     await self._run_connected()
         finally:

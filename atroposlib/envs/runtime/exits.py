@@ -1,0 +1,74 @@
+"""Turn `sys.exit()` in an environment's code into a failure of the item it belongs to.
+
+Raised in any task, SystemExit and KeyboardInterrupt stop the event loop at once: nothing is delivered and nothing is
+told to the hub. While `contained()` lasts, every task of the loop raises `ExitRaised` in their place. Only `serve.py`
+uses it, which takes Ctrl-C as a signal; elsewhere both mean what they say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from atroposlib.errors import EnvError
+
+
+class ExitRaised(EnvError):
+    """The environment's code raised SystemExit or KeyboardInterrupt."""
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Contain the exits of every task that the running loop makes in this block."""
+    loop = asyncio.get_running_loop()
+    before = loop.get_task_factory()
+
+    def make_task(
+        loop: asyncio.AbstractEventLoop, work: Any, /, **options: Any
+    ) -> asyncio.Future[Any]:
+        wrapped = _Contained(work)
+        if before is not None:
+            return before(loop, wrapped, **options)
+        return asyncio.Task(wrapped, loop=loop, **options)
+
+    loop.set_task_factory(make_task)
+    try:
+        yield
+    finally:
+        loop.set_task_factory(before)
+
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A coroutine that raises `ExitRaised` where the one in it would stop the loop.
+
+    Not an `async def` around it: a task that is cancelled before its first step would leave the inner one unawaited.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._work = work
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._work.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._work.throw, *error)
+
+    def close(self) -> None:
+        self._work.close()
+
+    def __await__(self) -> Any:
+        return self._work.__await__()
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self._work, "__name__", type(self._work).__name__)
+
+    def _step(self, step: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return step(*args)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise ExitRaised(
+                f"{type(error).__name__}: {error} was raised by the environment's code"
+            ) from error

@@ -14,6 +14,15 @@ def split_n(n: int, *, at_most: int) -> list[int]:
     return [min(at_most, n - start) for start in range(0, n, at_most)]
 
 
+def with_seed(body: dict[str, Any], offset: int, *, name: str = "seed") -> dict[str, Any]:
+    """Return a body for the completion at `offset` of several: equal seeds would give equal completions.
+
+    >>> with_seed({"seed": 5, "n": 1}, 2)
+    {'seed': 7, 'n': 1}
+    """
+    return body if body.get(name) is None else {**body, name: body[name] + offset}
+
+
 async def run_together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run calls concurrently and return their results in order; the first failure cancels the rest and is raised."""
     if len(calls) == 1:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atroposlib.envs.server_handling.api_server import HEALTH_TIMEOUT_S, APIServer
-from atroposlib.envs.server_handling.choices import merge_bodies, run_together
+from atroposlib.envs.server_handling.choices import merge_bodies, run_together, with_seed
 from atroposlib.envs.server_handling.http import (
     TRANSIENT_4XX,
     EngineHttpRejected,
@@ -151,8 +151,7 @@ class OpenAIRoutesServer(APIServer):
             )
             self._n_is_ignored = True
             parts = [whole]
-        num_missing = n - len(parts)
-        singles = [self._post(path, single, request) for _ in range(num_missing)]
+        singles = [self._post(path, with_seed(single, i), request) for i in range(len(parts), n)]
         for part in await run_together(singles):
             self._check_number(part, 1, n=1)
             parts.append(part)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from atroposlib.envs.server_handling.api_server import TokenCompletions, WeightSpan
-from atroposlib.envs.server_handling.choices import run_together
+from atroposlib.envs.server_handling.choices import run_together, split_n, with_seed
 from atroposlib.envs.server_handling.http import strip_v1
 from atroposlib.envs.server_handling.openai_routes import (
     OpenAIRoutesServer,
@@ -44,6 +44,13 @@ NEUTRAL_SAMPLING: dict[str, float] = {
 }
 """Sent unless the caller says otherwise. The server fills in what is missing from its own defaults, which may come from
 the model: samples would be from another distribution than the one whose logprobs are reported."""
+
+DEFAULT_MAX_TOKENS = 128
+"""Where SGLang stops if nothing is said."""
+
+MAX_TOKENS_PER_ANSWER = 65536
+"""An answer that may hold more is asked for in parts: 8 x 32768 tokens are 13 MB, whose decoding holds the
+interpreter's lock for 40 ms."""
 
 SAMPLING_NAMES = {
     "max_tokens": "max_new_tokens",
@@ -143,29 +150,44 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
         body = generate_body(prompt_tokens, request.body)
         if "max_new_tokens" not in body["sampling_params"] and not self._warned_about_max_tokens:
             self._warned_about_max_tokens = True
-            logger.warning("No max_tokens given: SGLang stops after 128 tokens then")
+            logger.warning(
+                "No max_tokens given: SGLang stops after %d tokens then", DEFAULT_MAX_TOKENS
+            )
         results = await self._generate(body, request)
         return completions_of(prompt_tokens, results, where=f"{self._label}/generate")
 
     async def _generate(self, body: dict[str, Any], request: Request) -> list[_Result]:
-        """Return `n` results, also from servers that ignore `n`."""
-        n = int(body["sampling_params"].get("n", 1))
-        results = [] if n > 1 and self._n_is_ignored else await self._post_generate(body, request)
-        if n > 1 and len(results) == 1 and not self._n_is_ignored:
+        """Return `n` results, also from servers that ignore `n`; large answers are asked for in parts."""
+        sampling = body["sampling_params"]
+        n = int(sampling.get("n", 1))
+        limit = int(sampling.get("max_new_tokens", DEFAULT_MAX_TOKENS))
+        at_most = 1 if self._n_is_ignored else max(1, MAX_TOKENS_PER_ANSWER // max(1, limit))
+        sizes = split_n(n, at_most=at_most)
+        results = await self._generate_parts(body, request, sizes)
+        if len(results) == len(sizes) < n:
             logger.warning(
                 "%s ignores n (asked for %d, got 1); sending n requests from now on."
                 " Set n_kwarg_is_ignored to start that way",
                 self._label,
-                n,
+                sizes[0],
             )
             self._n_is_ignored = True
-        if n > 1 and self._n_is_ignored:
-            single = {**body, "sampling_params": {**body["sampling_params"], "n": 1}}
-            num_missing = n - len(results)
-            calls = [self._post_generate(single, request) for _ in range(num_missing)]
-            results += [result for part in await run_together(calls) for result in part]
+            missing = [1] * (n - len(results))
+            results += await self._generate_parts(body, request, missing, first_seed=n)
         check_count(results, n=n, what="completions", where=f"{self._label}/generate")
         return results
+
+    async def _generate_parts(
+        self, body: dict[str, Any], request: Request, sizes: list[int], *, first_seed: int = 0
+    ) -> list[_Result]:
+        calls = []
+        for size in sizes:
+            sampling = with_seed(body["sampling_params"], first_seed, name="sampling_seed")
+            if size != sampling.get("n", 1):
+                sampling = {**sampling, "n": size}
+            calls.append(self._post_generate({**body, "sampling_params": sampling}, request))
+            first_seed += size
+        return [result for results in await run_together(calls) for result in results]
 
     async def _post_generate(self, body: dict[str, Any], request: Request) -> list[_Result]:
         return await self._peer.post(

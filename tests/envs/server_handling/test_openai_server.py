@@ -210,6 +210,12 @@ async def test_n_requests_are_merged_in_order_and_their_tokens_added_up() -> Non
     assert [body["n"] for body in peer.bodies] == [3, 1, 1]
 
 
+async def test_requests_for_one_choice_each_have_seeds_of_their_own() -> None:
+    async with Peer(chat("a")) as peer:
+        await ask(peer, n=3, seed=5)
+    assert sorted((body["n"], body["seed"]) for body in peer.bodies) == [(1, 6), (1, 7), (3, 5)]
+
+
 # The two names of the token limit.
 
 

@@ -178,6 +178,26 @@ async def test_a_server_that_ignores_n_is_asked_n_times(flagged: bool) -> None:
     assert sent == ([1, 1, 1] if flagged else [3, 1, 1]) + [1, 1, 1]
 
 
+async def test_large_answers_are_asked_for_in_parts_with_seeds_of_their_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = result((-0.1, 97))
+    async with Peer([one, one], [one], one) as peer:
+        answer = await sample(peer, n=3, max_tokens=32768, seed=5)
+        assert len(answer.output_tokens) == 3
+        assert not caplog.records
+        peer.asked.clear()
+        peer.replies = [Reply(one)]
+        answer = await sample(peer, n=4, max_tokens=32768, seed=5)  # n is ignored
+        assert len(answer.output_tokens) == 4
+        assert "ignores n (asked for 2, got 1)" in caplog.text
+    seeds = [
+        (body["sampling_params"]["n"], body["sampling_params"]["sampling_seed"])
+        for body in peer.bodies
+    ]
+    assert sorted(seeds, reverse=True) == [(2, 7), (2, 5), (1, 10), (1, 9)]
+
+
 @pytest.mark.parametrize(
     ("reply", "message"),
     [

@@ -97,6 +97,8 @@ class MicroBatch:
     positions: Positions
     version_S: Tensor
     """int64 policy version that sampled the sequence; -1 when unknown."""
+    is_filler: bool = False
+    """Computed only so that every process computes as many; without weight, and not counted."""
 
     @property
     def num_trained(self) -> int:
@@ -230,6 +232,13 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
         scores=np.concatenate([group.scores for group in groups] or [np.zeros(0)]),
         versions=np.array([row.version for row in all_rows], dtype=np.int64),
     )
+
+
+def without_weight(micro_batch: MicroBatch) -> MicroBatch:
+    """Return the same micro-batch with weights of 0: its forward and backward pass change nothing."""
+    weights_N = torch.zeros_like(micro_batch.positions.weights_N)
+    positions = dataclasses.replace(micro_batch.positions, weights_N=weights_N)
+    return dataclasses.replace(micro_batch, positions=positions, is_filler=True)
 
 
 # Groups -> rows.

@@ -74,7 +74,12 @@ class LogprobGap:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def compare_older(self, batch: Batch, version: int) -> None:
-        """Compare each version other than `version` that is used for the first time, while its weights are on disk."""
+        """Compare each version other than `version` that is used for the first time, while its weights are on disk.
+
+        One process only: weights from disk cannot stand in for those that are split.
+        """
+        if self._policy.world.size > 1:
+            return
         rows = [row for row in batch.rows if not row.is_supervised]
         for older in {row.version for row in rows} - self._seen - {version, UNKNOWN_VERSION}:
             self._seen.add(older)
@@ -93,6 +98,7 @@ class LogprobGap:
 
     def settle(self, version: int) -> GapReport:
         """Return the step's report and begin the next; LogprobGapError if the current version is off by too much."""
+        world = self._policy.world
         current, unknown, older = (
             torch.cat(found) if found else torch.zeros(0)
             for found in (self._current, self._unknown, self._older)
@@ -100,16 +106,18 @@ class LogprobGap:
         self._current, self._unknown, self._older = [], [], []
         self._warn(UNKNOWN_VERSION, unknown)
         self._warn(version, current)
-        if self._limit is not None and current.numel() and current.max().item() > self._limit:
+        largest = world.max(torch.tensor([_largest(current), _largest(older)])).tolist()
+        if self._limit is not None and largest[0] > self._limit:
             raise LogprobGapError(
                 f"sampled logprobs of policy version {version} differ from the trainer's own by up to "
-                f"{current.max().item():.3g} nats (--max_logprob_gap {self._limit:g}): the engine does not sample from "
+                f"{largest[0]:.3g} nats (--max_logprob_gap {self._limit:g}): the engine does not sample from "
                 "the published weights, or reports processed logprobs (--logprobs_mode processed)"
             )
-        compared = torch.cat([current, older])
-        if not compared.numel():
+        compared = torch.cat([current, older]).double()
+        total, count = world.sum(torch.tensor([compared.sum().item(), compared.numel()])).tolist()
+        if not count:
             return GapReport(maximum=None, mean=None)
-        return GapReport(maximum=compared.max().item(), mean=compared.mean().item())
+        return GapReport(maximum=max(largest), mean=total / count)
 
     def _warn(self, version: int, gap: Tensor) -> None:
         if version in self._warned or not gap.numel() or gap.max().item() <= WARN_ABOVE:
@@ -126,6 +134,10 @@ class LogprobGap:
             gap.max().item(),
             gap.mean().item(),
         )
+
+
+def _largest(gaps: Tensor) -> float:
+    return gaps.max().item() if gaps.numel() else 0.0
 
 
 def _gap(micro_batch: MicroBatch, logprobs_N: Tensor) -> Tensor:

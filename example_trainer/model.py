@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from atroposlib.errors import ConfigError
 from example_trainer.config import TrainerConfig
 from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
+from example_trainer.parallel import ALONE, World, full_weights, is_sharded
 
 
 class PolicyOutput(NamedTuple):
@@ -101,6 +101,7 @@ class Policy:
     dtype: torch.dtype
     module: nn.Module
     """`PolicyModule` over `model`; what several processes shard."""
+    world: World = ALONE
 
     def logprobs(
         self, micro_batch: MicroBatch, *, parameters: dict[str, Tensor] | None = None
@@ -110,9 +111,8 @@ class Policy:
         `parameters` stand in for the model's own, by name, for this one call. Right padding needs no attention mask: a
         causal model never looks to the right.
         """
-        with torch.autocast(
-            self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32
-        ):
+        mixed = self.dtype != torch.float32 and not is_sharded(self.module)  # FSDP casts by itself
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=mixed):
             if parameters is None:
                 return self.module(micro_batch)  # type: ignore[no-any-return]
             named = {f"causal.{name}": value for name, value in parameters.items()}
@@ -124,14 +124,26 @@ class Policy:
         return sum(int(p.numel()) for p in self.model.parameters()) * int(self.dtype.itemsize)
 
     def save(self, target: Path) -> None:
-        """Write weights, config and tokenizer to `target`, replacing it, all at once."""
-        write_directory(target, self._write)
+        """Write weights, config and tokenizer to `target`, replacing it, all at once; every process must call it."""
+        directory = fresh_directory(target) if self.world.is_main else Path()
+        try:
+            self.write(directory)
+            if self.world.is_main:
+                finish_directory(directory, target)
+        finally:
+            if self.world.is_main:
+                shutil.rmtree(directory, ignore_errors=True)
+        self.world.barrier()
 
-    def _write(self, directory: Path) -> None:
+    def write(self, directory: Path) -> None:
+        """Let the first process write weights, config and tokenizer into `directory`; every process must call it."""
+        state = full_weights(self.model, module=self.module)
+        if not self.world.is_main:
+            return
         converted: dict[int, Tensor] = {}  # tied parameters stay tied
         weights = {
             name: converted.setdefault(value.data_ptr(), value.detach().to(self.dtype))
-            for name, value in self.model.state_dict().items()
+            for name, value in state.items()
             if value.is_floating_point()
         }
         self.model.save_pretrained(directory, state_dict=weights)
@@ -151,9 +163,13 @@ def check_model_path(name: str) -> None:
         )
 
 
-def load_policy(config: TrainerConfig) -> Policy:
-    """Load model and tokenizer for training; ConfigError names the path when they cannot be loaded."""
-    device = choose_device(config)
+def load_policy(config: TrainerConfig, world: World | None = None) -> Policy:
+    """Load model and tokenizer for training, split over the processes of `world`.
+
+    ConfigError names the path when they cannot be loaded.
+    """
+    device = choose_device(config) if world is None else world.device
+    world = world or ALONE
     dtype = choose_dtype(config, device)
     name = config.model_name
     check_model_path(name)
@@ -177,9 +193,22 @@ def load_policy(config: TrainerConfig) -> Policy:
         # transformers 5.x renamed it on the way; the old name warns there, the new one is missing before.
         newer = getattr(model, "activation_checkpointing_enable", None)
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    module = PolicyModule(model)
+    if world.size > 1:
+        world.shard(module, transformer_layers(model), dtype)
     return Policy(
-        model=model, tokenizer=tokenizer, device=device, dtype=dtype, module=PolicyModule(model)
+        model=model, tokenizer=tokenizer, device=device, dtype=dtype, module=module, world=world
     )
+
+
+def transformer_layers(model: Any) -> list[nn.Module]:
+    """Return the blocks of the decoder, the units that are split over processes one by one."""
+    layers = getattr(base_model(model).get_decoder(), "layers", None)
+    if layers is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no `layers`: it cannot be trained by several processes"
+        )
+    return list(layers)
 
 
 def choose_device(config: TrainerConfig) -> torch.device:
@@ -196,27 +225,27 @@ def choose_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
-def write_directory(target: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a directory and put it at `target` complete; an earlier one stays until then.
+def fresh_directory(target: Path) -> Path:
+    """Return an empty directory beside `target`, to be filled and given to `finish_directory`, or removed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    fresh.chmod(0o755)
+    return fresh
+
+
+def finish_directory(fresh: Path, target: Path) -> None:
+    """Put a filled directory at `target`, durably; an earlier one stays until then.
 
     A reader sees the old directory, for an instant none, or the new one, never a part of either.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        fresh.chmod(0o755)
-        write(fresh)
-        for path in fresh.rglob("*"):
-            if path.is_file():
-                _fsync(path)
-        old = fresh.with_name(fresh.name + ".old")
-        with contextlib.suppress(FileNotFoundError):
-            target.rename(old)
-        fresh.rename(target)
-        _fsync(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+    for path in [*fresh.rglob("*"), fresh]:
+        _fsync(path)
+    old = fresh.with_name(fresh.name + ".old")
+    with contextlib.suppress(FileNotFoundError):
+        target.rename(old)
+    fresh.rename(target)
+    _fsync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _fsync(path: Path) -> None:

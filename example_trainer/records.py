@@ -6,13 +6,16 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from atroposlib.errors import ConfigError, require
 from example_trainer.config import TrainerConfig
+from example_trainer.data import UNKNOWN_VERSION, Batch
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +36,21 @@ _WANDB_NAMES = {
 class MetricsLog:
     """Appends one JSON object per step to a file, complete at every moment; a context manager."""
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, *, start: int = 0, is_main: bool = True) -> None:
+        """Begin a file, or go on with the lines of the first `start` steps; only the first process writes."""
         self.path: Path = config.metrics_path or config.save_path / "metrics.jsonl"
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--metrics_path {self.path}: {error.strerror}") from error
         self.wandb_project, self.wandb_group = "", ""
         self._run: Any = None
+        self._file: TextIO | None = None
+        if not is_main:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            kept = _lines_until(self.path, start) if start else []
+            self._file = self.path.open("w", encoding="utf-8")
+            self._file.writelines(kept)
+        except OSError as error:
+            raise ConfigError(f"--metrics_path {self.path}: {error.strerror}") from error
         if config.use_wandb and not config.wandb_project:
             logger.warning("wandb is off: --use_wandb needs --wandb_project")
         elif config.use_wandb:
@@ -55,6 +64,8 @@ class MetricsLog:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one step's metrics; None and non-finite numbers are written as null."""
+        if self._file is None:
+            return
         clean = {name: _finite(value) for name, value in record.items()}
         self._file.write(json.dumps(clean) + "\n")
         self._file.flush()
@@ -73,9 +84,71 @@ class MetricsLog:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._run is not None:
             self._run.finish(exit_code=0 if exc_type is None else 1)
+
+
+class Clock:
+    """Times of one step, in seconds."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._cpu_started = time.process_time()
+        self._phases: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._phases[name] = time.perf_counter() - started
+
+    def read(self) -> dict[str, float]:
+        """Return each phase, the whole step (`wall_s`) and this process's CPU time in it (`cpu_s`)."""
+        totals = {
+            "wall_s": time.perf_counter() - self._started,
+            "cpu_s": time.process_time() - self._cpu_started,
+        }
+        return {name: round(value, 6) for name, value in (self._phases | totals).items()}
+
+
+def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
+    """Return the metrics of the data; staleness is counted in steps, over sequences of known version."""
+    staleness = version - batch.versions[batch.versions != UNKNOWN_VERSION]
+    known = bool(len(staleness))
+    return {
+        "reward_mean": float(batch.scores.mean()),
+        "reward_std": float(batch.scores.std()),
+        "num_groups": batch.num_groups,
+        "num_sequences": batch.num_sequences,
+        "num_trained_tokens": batch.num_trained_tokens,
+        "num_skipped_zero_advantage": batch.num_skipped_zero_advantage,
+        "num_skipped_untrained": batch.num_skipped_untrained,
+        "num_skipped_too_long": batch.num_skipped_too_long,
+        "staleness_mean": float(staleness.mean()) if known else None,
+        "staleness_max": int(staleness.max()) if known else None,
+    }
+
+
+def progress_line(record: dict[str, Any], num_steps: int) -> str:
+    def show(name: str) -> str:
+        value = record[name]
+        return "-" if value is None else f"{value:.3g}"
+
+    return (
+        f"step {record['step']}/{num_steps} reward {record['reward_mean']:.3f} loss {show('loss')} "
+        f"grad norm {show('grad_norm')} staleness {show('staleness_mean')} "
+        f"logprob gap {show('logprob_gap_max')} in {record['wall_s']:.2f} s"
+    )
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """Return the whole lines of steps up to `step`; those after it are taken again."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
 
 
 def _finite(value: Any) -> Any:

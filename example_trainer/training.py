@@ -2,92 +2,167 @@
 
 A policy version is the number of steps behind its weights; version 0 is the initial model. One batch is leased per
 step, so that nothing waits here and goes stale, and acknowledged once the weights contain it: a batch whose trainer
-died is trained by the next one. Left out so far: resuming, several processes, LoRA.
+died is trained by the next one. A run that goes on from a checkpoint is sent again what was trained after it.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import time
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from atroposlib.client import (
-    LeasedBatch,
-    LeaseExpired,
-    TrainerClient,
-    TrainerNotRegistered,
-    TrainerRegistration,
-)
-from atroposlib.errors import AtroposError, HubRejected, HubUnavailable
+from atroposlib.client import TrainerClient
+from atroposlib.errors import AtroposError
 from example_trainer.bridges import make_bridge
+from example_trainer.checkpointing import Checkpoints
 from example_trainer.config import TrainerConfig
-from example_trainer.data import UNKNOWN_VERSION, Batch, DataOptions, MicroBatch, make_batch
+from example_trainer.data import Batch, DataOptions, MicroBatch, make_batch
+from example_trainer.feed import Feed, Follower, Leader
 from example_trainer.gap import GapReport, LogprobGap
 from example_trainer.loss import LossShare, policy_loss
-from example_trainer.model import Policy, load_policy
+from example_trainer.model import Policy, choose_device, load_policy
 from example_trainer.objective import Objective
-from example_trainer.records import MetricsLog
+from example_trainer.parallel import World, processes, sync_gradients, whole
+from example_trainer.records import Clock, MetricsLog, describe_batch, progress_line
 from example_trainer.weights import WeightsDirectory
 
 logger = logging.getLogger(__name__)
 
-BATCH_WAIT_S = 5.0
-"""How long the hub may hold one request for a batch."""
-MAX_BACKOFF_S = 5.0
-
 
 def train(config: TrainerConfig) -> None:
-    """Train for `config.num_steps` steps and leave the model in `<save_path>/final_model`.
+    """Train until `config.num_steps` steps are behind the model and leave it in `<save_path>/final_model`.
 
+    SIGTERM or Ctrl-C: the step under way is finished and saved, and the function returns; a second signal ends at once.
     Raises ConfigError for a model, device or path that cannot be used, EngineError when weights cannot be handed over
     or engine and trainer disagree, GroupError for groups that cannot be trained on, HubError when the hub refuses.
     """
     set_up_torch(config)
-    policy = load_policy(config)
-    reference = load_policy(config) if config.kl_coef else None
-    optimizer = make_optimizer(policy, config)
     with ExitStack() as stack:
-        log = stack.enter_context(MetricsLog(config))
+        world = stack.enter_context(processes(choose_device(config)))
+        policy = load_policy(config, world)
+        reference = load_policy(config, world) if config.kl_coef else None
+        optimizer = make_optimizer(policy, config)
+        saved = Checkpoints(save_path=config.save_path, world=world, keep_last=config.keep_last)
+        start = resume(config, saved, policy, optimizer)
+        log = stack.enter_context(MetricsLog(config, start=start, is_main=world.is_main))
         weights = stack.enter_context(WeightsDirectory(config, policy))
-        bridge = stack.enter_context(closing(make_bridge(config, initial_model=weights.save(0))))
-        hub = stack.enter_context(TrainerClient(config.hub_url, token=config.hub_token))
+        bridge = stack.enter_context(closing(make_bridge(config, weights)))
+        bridge.start(policy, start)
+        is_stopping = stack.enter_context(stop_on_signals())
+        feed = stack.enter_context(make_feed(config, log, world, is_stopping))
+        feed.begin(step=start)
         options = data_options(config)
         gap = LogprobGap(policy, weights, options, limit=config.max_logprob_gap)
-        bridge.start()
-        run = Run(hub, config, log)
-        run.register(step=0, published=0)
-        for step in range(config.num_steps):
+        version = saved_version = start
+        for step in range(start, config.num_steps):
             clock = Clock()
             with clock.phase("batch_wait_s"):
-                leased = run.next_batch(step)
+                groups = feed.next_groups(step)
+            if groups is None:
+                break
             version = step + 1
             with clock.phase("train_s"):
-                with hub.holding(leased):
-                    batch = make_batch(leased.groups, options)
+                with feed.training():
+                    batch = make_batch(groups, options)
                     result = take_step(policy, optimizer, batch, config, step, gap, reference)
-                run.acknowledge(leased, step=version)
+                feed.acknowledge(step=version)
             with clock.phase("publish_s"):
                 if is_publish_due(version, config):
-                    bridge.publish(weights.save(version), version)
-                    run.announce(version)
+                    bridge.publish(policy, version)
+                    feed.announce(version)
+            with clock.phase("save_s"):
                 if config.checkpoint_interval and version % config.checkpoint_interval == 0:
-                    policy.save(config.save_path / f"step_{version}")
-                    hub.checkpoint(version, config.save_path / f"step_{version}")
+                    save_checkpoint(saved, policy, optimizer, version, feed)
+                    saved_version = version
             record = describe_batch(batch, step) | describe_result(result, batch)
-            record |= {"num_lost_leases": run.num_lost_leases} | clock.read()
-            record |= {"step": version, "queue_size": hub.status().queue_size}
+            record |= {"num_lost_leases": feed.num_lost_leases} | clock.read()
+            record |= {"step": version, "queue_size": feed.queue_size()}
             log.write(record)
-            logger.info(progress_line(record, config.num_steps))
+            if world.is_main:
+                logger.info(progress_line(record, config.num_steps))
+        is_finished = version == config.num_steps
+        if version != saved_version and (config.checkpoint_interval or not is_finished):
+            save_checkpoint(saved, policy, optimizer, version, feed)
+            saved_version = version
+        if not is_finished:
+            logger.info("stopped after step %d; --resume goes on from there", version)
+            return
         policy.save(config.save_path / "final_model")
-        hub.checkpoint(config.num_steps, config.save_path / "final_model")
+        if version != saved_version:
+            feed.checkpointed(version, config.save_path / "final_model")
+
+
+def save_checkpoint(
+    saved: Checkpoints,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    version: int,
+    feed: Feed,
+) -> None:
+    """Save, tell the hub that it may forget what is in the checkpoint, and only then remove older ones."""
+    path = saved.save(policy, optimizer, version)
+    feed.checkpointed(version, path)
+    saved.remove_old()
+
+
+def resume(
+    config: TrainerConfig, saved: Checkpoints, policy: Policy, optimizer: torch.optim.Optimizer
+) -> int:
+    """Load the checkpoint that the configuration asks for and return its step; 0 without one."""
+    directory = config.resume_from
+    if directory is None and config.resume:
+        newest = saved.world.broadcast(str((saved.steps() or [0])[-1]).encode())
+        step = int(newest or b"0")
+        directory = saved.directory(step) if step else None
+    if directory is None:
+        return 0
+    step = saved.load(directory, policy, optimizer)
+    logger.info("going on from %s", directory)
+    return step
+
+
+@contextmanager
+def make_feed(
+    config: TrainerConfig, log: MetricsLog, world: World, is_stopping: Callable[[], bool]
+) -> Iterator[Feed]:
+    if not world.is_main:
+        yield Follower(world)
+        return
+    with TrainerClient(config.hub_url, token=config.hub_token) as hub:
+        yield Leader(hub, config, log, world, is_stopping=is_stopping)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """Yield a question: was this process asked to stop? The first signal is noted, the second unwinds at once."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set  # signals belong to the main thread
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise SystemExit(128 + number)
+        asked.set()
+        logger.info("asked to stop: finishing the step under way")
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, note) for number in numbers]
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +196,13 @@ def take_step(
     gap.compare_older(batch, step)
     objective = objective_of(config)
     totals = torch.zeros(len(LossShare._fields), dtype=torch.float64, device=policy.device)
-    for cpu_micro_batch in batch.micro_batches:
+    micro_batches = policy.world.share(batch.micro_batches)
+    for index, cpu_micro_batch in enumerate(micro_batches):
         micro_batch = cpu_micro_batch.to(policy.device)
+        sync_gradients(policy.module, now=index == len(micro_batches) - 1)
         own = policy.logprobs(micro_batch)
-        gap.observe(micro_batch, own.logprobs_N, step)
+        if not micro_batch.is_filler:
+            gap.observe(micro_batch, own.logprobs_N, step)
         share = policy_loss(
             objective,
             micro_batch.positions,
@@ -133,10 +211,12 @@ def take_step(
             ref_logprobs_N=reference_logprobs(reference, micro_batch),
             teacher_logprobs_own_NK=own.teacher_NK,
         )
-        share.loss.backward()
-        totals += torch.stack([value.detach() for value in share])
+        (share.loss * policy.world.size).backward()  # FSDP takes the mean over the processes
+        if not micro_batch.is_filler:
+            totals += torch.stack([value.detach() for value in share])
     report = gap.settle(step)
     grad_norm = update_weights(policy, optimizer, config, step) if batch.micro_batches else None
+    totals = policy.world.sum(totals)
     sums = dict(zip(LossShare._fields, totals.tolist(), strict=True))
     return StepResult(
         lr=lr,
@@ -159,7 +239,8 @@ def update_weights(
     policy: Policy, optimizer: torch.optim.Optimizer, config: TrainerConfig, step: int
 ) -> float:
     """Clip the gradient, apply it, clear it; return its norm before clipping."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.max_grad_norm)
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    norm = whole(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
     if not torch.isfinite(norm):
         raise AtroposError(
             f"step {step + 1}: the gradient is not finite, so the weights were left as they are; "
@@ -168,132 +249,6 @@ def update_weights(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return float(norm)
-
-
-class Run:
-    """This trainer's run at the hub: registration, batches, announcements; patient while the hub is away."""
-
-    def __init__(self, hub: TrainerClient, config: TrainerConfig, log: MetricsLog) -> None:
-        self._hub = hub
-        self._config = config
-        self._log = log
-        self._published = 0
-        self.num_lost_leases = 0
-        """Batches that were not ours any more when they had been trained."""
-
-    def register(self, *, step: int, published: int) -> None:
-        """Begin the run at `step`, or begin it again at a hub that has forgotten it."""
-        config = self._config
-        logger.info("registering at %s", config.hub_url)
-        reply = self._hub.register(
-            TrainerRegistration(
-                wandb_group=self._log.wandb_group,
-                wandb_project=self._log.wandb_project,
-                batch_size=config.sequences_per_step,
-                max_token_len=config.seq_len,
-                checkpoint_dir=str(config.save_path),
-                save_checkpoint_interval=config.checkpoint_interval or config.num_steps,
-                starting_step=step,
-                num_steps=config.num_steps,
-            ),
-            resume_step=step,  # leases of an earlier trainer end here
-        )
-        if reply.replayed or reply.forgotten_steps:
-            logger.warning(
-                "the hub holds an earlier run: %d groups that were trained on after step %d come again, and %d steps"
-                " are no longer held; run-api --fresh begins anew",
-                reply.replayed or 0,
-                step,
-                reply.forgotten_steps or 0,
-            )
-        self.announce(published)
-
-    def announce(self, version: int) -> None:
-        """Tell the hub which policy version the engines serve."""
-        self._published = version
-        self._hub.publish_policy(version)
-
-    def next_batch(self, step: int) -> LeasedBatch:
-        """Lease the next batch, however long it takes; the one poller of `/batch`, and the owner of its retries."""
-        backoff_s = 0.2
-        while True:
-            try:
-                batch = self._hub.lease_batch(wait_s=BATCH_WAIT_S, ttl_s=self._config.lease_s)
-            except TrainerNotRegistered:
-                logger.warning("the hub has forgotten this run; registering again at step %d", step)
-                self.register(step=step, published=self._published)
-                continue
-            except HubUnavailable as error:
-                if backoff_s == 0.2:
-                    logger.warning("the hub is away, waiting for it: %s", error)
-                time.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-                continue
-            if backoff_s > 0.2:
-                logger.info("the hub is back")
-                backoff_s = 0.2
-            if batch is not None:
-                return batch
-
-    def acknowledge(self, batch: LeasedBatch, *, step: int) -> None:
-        """Tell the hub that the weights contain the batch as `step`; waits for a hub that restarts."""
-        try:
-            self._hub.ack(batch, step=step)
-        except LeaseExpired as error:
-            self.num_lost_leases += 1
-            logger.warning(
-                "step %d: the lease had ended before the step did, so the hub may hand these groups out again and they "
-                "may be trained twice; give a longer --lease_s if steps take that long (%s)",
-                step,
-                error,
-            )
-        except HubRejected as error:
-            if error.status != 404:
-                raise
-            logger.warning(
-                "step %d: the hub has forgotten the batch it was made of (%s)", step, error
-            )
-
-
-class Clock:
-    """Times of one step, in seconds."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._cpu_started = time.process_time()
-        self._phases: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._phases[name] = time.perf_counter() - started
-
-    def read(self) -> dict[str, float]:
-        """Return each phase, the whole step (`wall_s`) and this process's CPU time in it (`cpu_s`)."""
-        totals = {
-            "wall_s": time.perf_counter() - self._started,
-            "cpu_s": time.process_time() - self._cpu_started,
-        }
-        return {name: round(value, 6) for name, value in (self._phases | totals).items()}
-
-
-def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
-    """Return the metrics of the data; staleness is counted in steps, over sequences of known version."""
-    staleness = version - batch.versions[batch.versions != UNKNOWN_VERSION]
-    known = bool(len(staleness))
-    return {
-        "reward_mean": float(batch.scores.mean()),
-        "reward_std": float(batch.scores.std()),
-        "num_groups": batch.num_groups,
-        "num_sequences": batch.num_sequences,
-        "num_trained_tokens": batch.num_trained_tokens,
-        "num_skipped_zero_advantage": batch.num_skipped_zero_advantage,
-        "num_skipped_untrained": batch.num_skipped_untrained,
-        "num_skipped_too_long": batch.num_skipped_too_long,
-        "staleness_mean": float(staleness.mean()) if known else None,
-        "staleness_max": int(staleness.max()) if known else None,
-    }
 
 
 def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
@@ -314,18 +269,6 @@ def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
         "logprob_gap_max": result.gap.maximum,
         "logprob_gap_mean": result.gap.mean,
     }
-
-
-def progress_line(record: dict[str, Any], num_steps: int) -> str:
-    def show(name: str) -> str:
-        value = record[name]
-        return "-" if value is None else f"{value:.3g}"
-
-    return (
-        f"step {record['step']}/{num_steps} reward {record['reward_mean']:.3f} loss {show('loss')} "
-        f"grad norm {show('grad_norm')} staleness {show('staleness_mean')} "
-        f"logprob gap {show('logprob_gap_max')} in {record['wall_s']:.2f} s"
-    )
 
 
 def is_publish_due(version: int, config: TrainerConfig) -> bool:

@@ -25,8 +25,10 @@ class WeightsDirectory:
 
     def __init__(self, config: TrainerConfig, policy: Policy) -> None:
         self._policy = policy
-        self._temporary = config.weights_dir is None
-        if config.weights_dir is not None:
+        self._temporary = config.weights_dir is None and policy.world.is_main
+        if not policy.world.is_main:
+            self.path = Path()
+        elif config.weights_dir is not None:
             self.path = config.weights_dir
         elif _has_room(_SHARED_MEMORY, (KEEP + 1) * policy.num_bytes):
             self.path = Path(tempfile.mkdtemp(prefix="atropos-weights-", dir=_SHARED_MEMORY))
@@ -35,8 +37,13 @@ class WeightsDirectory:
         self._versions: list[int] = []
 
     def save(self, version: int) -> Path:
-        """Write the policy's weights as `version`, remove versions beyond the last two, return the directory."""
+        """Write the policy's weights as `version`, remove versions beyond the last two, return the directory.
+
+        Every process must call it; the first writes.
+        """
         self._policy.save(self.directory(version))
+        if not self._policy.world.is_main:
+            return self.directory(version)
         self._versions.append(version)
         while len(self._versions) > KEEP:
             shutil.rmtree(self.directory(self._versions.pop(0)))

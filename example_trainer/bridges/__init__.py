@@ -12,42 +12,76 @@ from typing import Protocol
 from example_trainer.bridges.reload import ReloadBridge
 from example_trainer.bridges.restart import RestartBridge
 from example_trainer.config import TrainerConfig
-from example_trainer.model import choose_device, choose_dtype
+from example_trainer.model import Policy, choose_device, choose_dtype
 from example_trainer.vllm_process import (
     EngineProcess,
     local_engine_command,
     vllm_command,
     vllm_environment,
 )
+from example_trainer.weights import WeightsDirectory
 
 
 class WeightBridge(Protocol):
-    """Brings checkpoints to engines. Every method raises EngineError when the engines are not as it promises."""
+    """Brings the weights of a policy to engines; every process calls it, the first talks to the engines.
+
+    Every method raises EngineError when the engines are not as it promises.
+    """
 
     name: str
 
-    def start(self) -> None:
-        """Return when every engine serves the initial model as version 0."""
+    def start(self, policy: Policy, version: int) -> None:
+        """Return when every engine serves the policy as `version`."""
 
-    def publish(self, checkpoint_dir: Path, version: int) -> None:
-        """Return when every engine samples from `checkpoint_dir` and says so."""
+    def publish(self, policy: Policy, version: int) -> None:
+        """Return when every engine samples from the policy's weights and says so."""
 
     def close(self) -> None:
         """Stop what `start` started, and nothing else; harmless when repeated."""
 
 
-def make_bridge(config: TrainerConfig, *, initial_model: Path) -> WeightBridge:
-    """Build the bridge that the configuration names; `initial_model` is version 0."""
+class CheckpointEngines(Protocol):
+    """Engines that take weights from a directory."""
+
+    name: str
+
+    def start(self, checkpoint_dir: Path, version: int) -> None: ...
+
+    def publish(self, checkpoint_dir: Path, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class CheckpointBridge:
+    """A `WeightBridge` that writes each version to the weights directory and has engines load it from there."""
+
+    def __init__(self, weights: WeightsDirectory, engines: CheckpointEngines) -> None:
+        self.name = engines.name
+        self._weights = weights
+        self._engines = engines
+
+    def start(self, policy: Policy, version: int) -> None:
+        path = self._weights.save(version)
+        if policy.world.is_main:
+            self._engines.start(path, version)
+
+    def publish(self, policy: Policy, version: int) -> None:
+        path = self._weights.save(version)
+        if policy.world.is_main:
+            self._engines.publish(path, version)
+
+    def close(self) -> None:
+        self._engines.close()
+
+
+def make_bridge(config: TrainerConfig, weights: WeightsDirectory) -> WeightBridge:
+    """Build the bridge that the configuration names."""
+    engines: CheckpointEngines
     if config.bridge == "reload":
-        return ReloadBridge(
-            urls=config.engine_urls,
-            initial_model=initial_model,
-            timeout_s=config.engine_timeout_s,
-        )
-    return RestartBridge(
-        start_engine=lambda model, version: make_engine(config, model),
-        initial_model=initial_model,
-    )
+        engines = ReloadBridge(urls=config.engine_urls, timeout_s=config.engine_timeout_s)
+    else:
+        engines = RestartBridge(start_engine=lambda model, version: make_engine(config, model))
+    return CheckpointBridge(weights, engines)
 
 
 def make_engine(config: TrainerConfig, model: Path) -> EngineProcess:

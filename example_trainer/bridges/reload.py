@@ -39,27 +39,24 @@ class _NoSuchRoute(EngineRejected):
 
 
 class ReloadBridge:
-    """A `WeightBridge` over engines that run already; `urls` are their addresses without `/v1`."""
+    """`CheckpointEngines` that run already; `urls` are their addresses without `/v1`."""
 
     name = "reload"
 
-    def __init__(
-        self, *, urls: Sequence[str], initial_model: Path, timeout_s: float = 600.0
-    ) -> None:
+    def __init__(self, *, urls: Sequence[str], timeout_s: float = 600.0) -> None:
         self._urls = list(urls)
-        self._initial_model = initial_model
         self._timeout_s = timeout_s
         self._without_version: set[str] = set()
         """Engines that lack /update_weight_version, told about once."""
         self._http = httpx.Client(timeout=httpx.Timeout(timeout_s, connect=5.0), trust_env=False)
 
-    def start(self) -> None:
-        """Wait until every engine is healthy and load the initial model as version 0.
+    def start(self, checkpoint_dir: Path, version: int) -> None:
+        """Wait until every engine is healthy and load the initial weights.
 
         Loading it also repairs an engine that still holds the weights of an earlier run.
         """
         self._for_each_engine(lambda url: self._call("GET", url, "/health"))
-        self.publish(self._initial_model, 0)
+        self.publish(checkpoint_dir, version)
 
     def publish(self, checkpoint_dir: Path, version: int) -> None:
         """Load `checkpoint_dir`, a directory that the engines can read, into every engine at once.

@@ -22,22 +22,16 @@ CONTROL_TIMEOUT_S = 30.0
 
 
 class RestartBridge:
-    """A `WeightBridge` that owns its engine.
+    """`CheckpointEngines`: one engine, owned.
 
     `start_engine(model, version)` returns the engine for that model directory, started or not; the bridge
-    starts it if need be, waits until it is healthy and stops it. `initial_model` is what version 0 is.
+    starts it if need be, waits until it is healthy and stops it.
     """
 
     name = "restart"
 
-    def __init__(
-        self,
-        *,
-        start_engine: Callable[[Path, int], EngineProcess],
-        initial_model: Path | str,
-    ) -> None:
+    def __init__(self, *, start_engine: Callable[[Path, int], EngineProcess]) -> None:
         self._start_engine = start_engine
-        self._initial_model = Path(initial_model)
         self._engine: EngineProcess | None = None
 
     @property
@@ -45,9 +39,9 @@ class RestartBridge:
         """The running engine; None before `start` and after `close`."""
         return self._engine
 
-    def start(self) -> None:
-        """Start the engine on the initial model, as version 0."""
-        self._replace_engine(self._initial_model, 0)
+    def start(self, checkpoint_dir: Path, version: int) -> None:
+        """Start the engine on the initial weights."""
+        self._replace_engine(checkpoint_dir, version)
 
     def publish(self, checkpoint_dir: Path, version: int) -> None:
         """Replace the engine by one on `checkpoint_dir`; raise `EngineError` if that does not come up.

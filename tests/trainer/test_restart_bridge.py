@@ -61,8 +61,8 @@ def test_each_publish_replaces_the_engine_and_names_the_version(
     engines: Engines, checkpoint: Path, tmp_path: Path
 ) -> None:
     engines.options = ["--versions", str(tmp_path / "versions")]
-    bridge = RestartBridge(start_engine=engines, initial_model="org/base")
-    bridge.start()
+    bridge = RestartBridge(start_engine=engines)
+    bridge.start(Path("org/base"), 0)
     assert engines.served_model() == "org/base"
     bridge.publish(checkpoint, 1)
     assert engines.served_model() == str(checkpoint)
@@ -74,8 +74,8 @@ def test_each_publish_replaces_the_engine_and_names_the_version(
 
 
 def test_engine_without_versions_is_used_all_the_same(engines: Engines, checkpoint: Path) -> None:
-    bridge = RestartBridge(start_engine=engines, initial_model="base")
-    bridge.start()
+    bridge = RestartBridge(start_engine=engines)
+    bridge.start(Path("base"), 0)
     bridge.publish(checkpoint, 1)
     assert engines.served_model() == str(checkpoint)
     bridge.close()
@@ -83,9 +83,9 @@ def test_engine_without_versions_is_used_all_the_same(engines: Engines, checkpoi
 
 def test_refused_version_is_an_error(engines: Engines) -> None:
     engines.options = ["--versions", "refuse"]
-    bridge = RestartBridge(start_engine=engines, initial_model="base")
+    bridge = RestartBridge(start_engine=engines)
     with pytest.raises(EngineError, match="answered 400.*new_version is missing"):
-        bridge.start()
+        bridge.start(Path("base"), 0)
     bridge.close()
     assert engines.made[0].pid is None
 
@@ -93,8 +93,8 @@ def test_refused_version_is_an_error(engines: Engines) -> None:
 def test_checkpoint_without_a_model_leaves_the_old_engine_running(
     engines: Engines, tmp_path: Path
 ) -> None:
-    bridge = RestartBridge(start_engine=engines, initial_model="base")
-    bridge.start()
+    bridge = RestartBridge(start_engine=engines)
+    bridge.start(Path("base"), 0)
     with pytest.raises(EngineError, match="holds no config.json"):
         bridge.publish(tmp_path / "nothing", 1)
     assert engines.served_model() == "base"
@@ -104,8 +104,8 @@ def test_checkpoint_without_a_model_leaves_the_old_engine_running(
 def test_engine_that_does_not_come_back_is_an_error_with_its_log(
     engines: Engines, checkpoint: Path
 ) -> None:
-    bridge = RestartBridge(start_engine=engines, initial_model="base")
-    bridge.start()
+    bridge = RestartBridge(start_engine=engines)
+    bridge.start(Path("base"), 0)
     engines.options = ["--die", "out of memory"]
     with pytest.raises(EngineError, match="out of memory"):
         bridge.publish(checkpoint, 1)
@@ -118,7 +118,7 @@ def test_engine_that_is_already_started_is_taken_as_it_is(engines: Engines) -> N
         engine.start()
         return engine
 
-    bridge = RestartBridge(start_engine=started, initial_model="base")
-    bridge.start()
+    bridge = RestartBridge(start_engine=started)
+    bridge.start(Path("base"), 0)
     assert engines.served_model() == "base"
     bridge.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from example_trainer.bridges import make_bridge, make_engine
 from example_trainer.config import TrainerConfig
+from example_trainer.weights import WeightsDirectory
 
 
 def command_of(**settings: Any) -> list[str]:
@@ -38,6 +39,6 @@ def test_vllm_runs_in_its_own_python_and_keeps_the_models_name() -> None:
 def test_the_flag_chooses_the_bridge() -> None:
     for name in ("restart", "reload"):
         config = TrainerConfig(model_name="m", bridge=name)  # type: ignore[arg-type]
-        bridge = make_bridge(config, initial_model=Path("/weights/version_0"))
+        bridge = make_bridge(config, cast(WeightsDirectory, None))
         assert bridge.name == name
         bridge.close()

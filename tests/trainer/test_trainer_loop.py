@@ -125,6 +125,7 @@ def test_a_run_trains_publishes_saves_and_records(
         "final_model",
         "metrics.jsonl",
         "step_2",
+        "step_3",
     ]
     assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["version_2", "version_3"]
     final = load_policy(config_for(config.save_path / "final_model", tmp_path))
@@ -161,7 +162,7 @@ def test_a_checkpoint_lets_the_hub_forget_what_was_trained_before_it(
         train(config)
         with TrainerClient(hub_url) as hub:
             resumed = hub.register(registration_of(config), resume_step=0, resume="requeue")
-    assert told == [(2, config.save_path / "step_2"), (3, config.save_path / "final_model")]
+    assert told == [(2, config.save_path / "step_2"), (3, config.save_path / "step_3")]
     assert resumed.requeued == 0  # nothing is held any more
 
 

@@ -1,0 +1,209 @@
+"""Checkpoints from which a run continues exactly: `step_<N>/` is a model that engines can load, `training/` the rest.
+
+    step_12/config.json, model.safetensors, tokenizer.json, ...
+    step_12/training/state.json       step and random states
+    step_12/training/*.safetensors    float32 master weights and optimizer state, one file per process
+
+Guarantee: a directory with this name is complete; the previous one stays until it is. What one layout of processes
+wrote, any other reads. Nothing is pickled. Called by `training.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+from atroposlib.errors import ConfigError
+from example_trainer.model import Policy, finish_directory, fresh_directory
+from example_trainer.parallel import World
+
+FORMAT = 1
+_STEP = re.compile(r"step_(\d+)$")
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+"""Not strict: the second name of a tied parameter is not stored. What is missing in a file raises all the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """The checkpoints of one run, in `save_path`."""
+
+    save_path: Path
+    world: World
+    keep_last: int | None = None
+    """How many to keep; None: all."""
+
+    def save(self, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> Path:
+        """Write the state after `step` steps, remove what is not to be kept, return the directory.
+
+        Every process must call it.
+        """
+        target = self.directory(step)
+        with self._written_by_all(target) as directory:
+            policy.write(directory)
+            training = directory / "training"
+            _save_tensors(training, _tensors(policy, optimizer), world=self.world)
+            if self.world.is_main:
+                state = {"format": FORMAT, "step": step, "random": _random_states()}
+                (training / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        return target
+
+    def remove_old(self) -> None:
+        """Remove all but the last `keep_last` checkpoints; call it once the hub has been told of the newest."""
+        if self.keep_last is None or not self.world.is_main:
+            return
+        for step in self.steps()[: -self.keep_last]:
+            shutil.rmtree(self.directory(step), ignore_errors=True)
+
+    def steps(self) -> list[int]:
+        """Return the steps that can be resumed from, ascending."""
+        if not self.save_path.is_dir():
+            return []
+        found = [_STEP.match(path.name) for path in self.save_path.iterdir()]
+        steps = sorted(int(match[1]) for match in found if match)
+        return [s for s in steps if (self.directory(s) / "training/state.json").is_file()]
+
+    def directory(self, step: int) -> Path:
+        return self.save_path / f"step_{step}"
+
+    def load(self, directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
+        """Put the saved state into model and optimizer and return its step; ConfigError names what does not fit."""
+        training = directory / "training"
+        try:
+            state = json.loads((training / "state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{directory} cannot be resumed from: {training / 'state.json'} {error}"
+            ) from error
+        if state.get("format") != FORMAT:
+            raise ConfigError(
+                f"{directory} has checkpoint format {state.get('format')}, this trainer reads {FORMAT}"
+            )
+        tensors = _tensors(policy, optimizer)
+        try:
+            _load_tensors(training, tensors, world=self.world)
+        except (RuntimeError, ValueError, KeyError, checkpoint.CheckpointException) as error:
+            raise ConfigError(
+                f"{directory} is of another model or optimizer than configured: {str(error)[:400]}"
+            ) from error
+        model, optimizer_state = _split(tensors)
+        set_state_dict(
+            policy.model,
+            optimizer,
+            model_state_dict=model,
+            optim_state_dict=optimizer_state,
+            options=_FLAT,
+        )
+        _restore_random_states(state["random"])
+        return int(state["step"])
+
+    @contextmanager
+    def _written_by_all(self, target: Path) -> Iterator[Path]:
+        name = str(fresh_directory(target)).encode() if self.world.is_main else None
+        directory = Path((self.world.broadcast(name) or b"").decode())
+        try:
+            yield directory
+            self.world.barrier()
+            if self.world.is_main:
+                finish_directory(directory, target)
+        finally:
+            if self.world.is_main:
+                shutil.rmtree(directory, ignore_errors=True)
+        self.world.barrier()
+
+
+def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return model and optimizer state as one flat dict; every value is a tensor or a number."""
+    model, optimizer_state = get_state_dict(policy.model, optimizer, options=_FLAT)
+    tied = set(model) & _second_names(policy.model)
+    both = {f"model.{name}": value for name, value in model.items() if name not in tied}
+    return both | {f"optimizer.{name}": value for name, value in optimizer_state.items()}
+
+
+def _second_names(model: nn.Module) -> set[str]:
+    """Return the names of parameters that are tied to one named before."""
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return every - {name for name, _ in model.named_parameters()}
+
+
+def _split(tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for name, value in tensors.items():
+        kind, _, rest = name.partition(".")
+        parts[kind == "optimizer"][rest] = value
+    return parts
+
+
+def _only_tensors(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """Leave out settings such as learning rates: they come from the configuration, and only tensors are stored."""
+    return {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+
+
+def _save_tensors(directory: Path, tensors: dict[str, Any], *, world: World) -> None:
+    with _without_warnings():
+        checkpoint.save(
+            _only_tensors(tensors),
+            storage_writer=checkpoint.HuggingFaceStorageWriter(
+                str(directory), save_distributed=True
+            ),
+            no_dist=world.size == 1,
+        )
+
+
+def _load_tensors(directory: Path, tensors: dict[str, Any], *, world: World) -> None:
+    stored = _only_tensors(tensors)
+    with _without_warnings():
+        checkpoint.load(
+            stored,
+            storage_reader=checkpoint.HuggingFaceStorageReader(str(directory)),
+            no_dist=world.size == 1,
+        )
+    tensors.update(stored)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """torch warns of a single process, which is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
+        yield
+
+
+def _random_states() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "python": [version, list(internal), gauss],
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state().tolist()
+    return states
+
+
+def _restore_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))

@@ -1,0 +1,221 @@
+"""Where batches come from: the hub for the first process, the first process for all others.
+
+`Leader` is this trainer's run at the hub: registration, leases, acknowledgements, announcements; patient while the hub
+is away. `Follower` takes the same calls and does as the leader does. The leader is the one poller of `/batch` and the
+owner of its retries. Called by `training.py` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+from atroposlib.client import (
+    LeasedBatch,
+    LeaseExpired,
+    TrainerClient,
+    TrainerNotRegistered,
+    TrainerRegistration,
+)
+from atroposlib.errors import HubRejected, HubUnavailable
+from atroposlib.scored_data import ScoredGroup, Strictness
+from atroposlib.wire import join_packed, pack_group, split_packed, unpack_group
+from example_trainer.config import TrainerConfig
+from example_trainer.parallel import World
+from example_trainer.records import MetricsLog
+
+logger = logging.getLogger(__name__)
+
+BATCH_WAIT_S = 5.0
+"""How long the hub may hold one request for a batch."""
+MAX_BACKOFF_S = 5.0
+
+
+class Feed(Protocol):
+    """One batch after the other; every process makes the same calls."""
+
+    num_lost_leases: int
+
+    def begin(self, *, step: int) -> None:
+        """Register the run at `step`, whose weights the engines serve."""
+
+    def next_groups(self, step: int) -> list[ScoredGroup] | None:
+        """Return the groups of the next step, however long it takes; None when the run is to stop."""
+
+    def training(self) -> AbstractContextManager[None]:
+        """Hold the batch while its step is computed."""
+
+    def acknowledge(self, *, step: int) -> None:
+        """Say that the weights contain the batch, as `step`."""
+
+    def announce(self, version: int) -> None:
+        """Say which policy version the engines serve."""
+
+    def checkpointed(self, step: int, path: Path) -> None:
+        """Say that what was trained up to `step` is safe in a checkpoint."""
+
+    def queue_size(self) -> int | None:
+        """Return how many groups wait at the hub."""
+
+
+class Follower:
+    """The feed of every process but the first."""
+
+    num_lost_leases = 0
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def begin(self, *, step: int) -> None: ...
+
+    def next_groups(self, step: int) -> list[ScoredGroup] | None:
+        data = self._world.broadcast(None)
+        return None if data is None else _unpacked(data)
+
+    def training(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def acknowledge(self, *, step: int) -> None: ...
+
+    def announce(self, version: int) -> None: ...
+
+    def checkpointed(self, step: int, path: Path) -> None: ...
+
+    def queue_size(self) -> int | None:
+        return None
+
+
+class Leader:
+    """The feed of the first process."""
+
+    def __init__(
+        self,
+        hub: TrainerClient,
+        config: TrainerConfig,
+        log: MetricsLog,
+        world: World,
+        *,
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        self._hub = hub
+        self._config = config
+        self._log = log
+        self._world = world
+        self._is_stopping = is_stopping
+        self._published = 0
+        self._leased: LeasedBatch | None = None
+        self.num_lost_leases = 0
+        """Batches that were not ours any more when they had been trained."""
+
+    def begin(self, *, step: int) -> None:
+        self._register(step=step)
+        self.announce(step)
+
+    def announce(self, version: int) -> None:
+        self._published = version
+        self._hub.publish_policy(version)
+
+    def next_groups(self, step: int) -> list[ScoredGroup] | None:
+        self._leased = None
+        while self._leased is None and not self._is_stopping():
+            self._leased = self._lease(step)
+        if self._leased is None:
+            self._world.broadcast(None)
+            return None
+        groups = list(self._leased.groups)
+        if self._world.size > 1:
+            self._world.broadcast(_packed(groups))
+        return groups
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        assert self._leased is not None
+        with self._hub.holding(self._leased):
+            yield
+
+    def acknowledge(self, *, step: int) -> None:
+        """Waits for a hub that restarts; a lease that ended is counted and told, a forgotten batch told."""
+        assert self._leased is not None
+        try:
+            self._hub.ack(self._leased, step=step)
+        except LeaseExpired as error:
+            self.num_lost_leases += 1
+            logger.warning(
+                "step %d: the lease had ended before the step did, so the hub may hand these groups out again and they "
+                "may be trained twice; give a longer --lease_s if steps take that long (%s)",
+                step,
+                error,
+            )
+        except HubRejected as error:
+            if error.status != 404:
+                raise
+            logger.warning(
+                "step %d: the hub has forgotten the batch it was made of (%s)", step, error
+            )
+
+    def checkpointed(self, step: int, path: Path) -> None:
+        self._hub.checkpoint(step, path)
+
+    def queue_size(self) -> int | None:
+        return self._hub.status().queue_size
+
+    def _register(self, *, step: int) -> None:
+        """Begin the run at `step`, or begin it again at a hub that has forgotten it."""
+        config = self._config
+        logger.info("registering at %s", config.hub_url)
+        reply = self._hub.register(
+            TrainerRegistration(
+                wandb_group=self._log.wandb_group,
+                wandb_project=self._log.wandb_project,
+                batch_size=config.sequences_per_step,
+                max_token_len=config.seq_len,
+                checkpoint_dir=str(config.save_path),
+                save_checkpoint_interval=config.checkpoint_interval or config.num_steps,
+                starting_step=step,
+                num_steps=config.num_steps,
+            ),
+            resume_step=step,  # leases of an earlier trainer end here
+        )
+        if reply.replayed or reply.forgotten_steps:
+            logger.warning(
+                "the hub holds an earlier run: %d groups that were trained on after step %d come again, and %d steps"
+                " are no longer held; run-api --fresh begins anew",
+                reply.replayed or 0,
+                step,
+                reply.forgotten_steps or 0,
+            )
+
+    def _lease(self, step: int) -> LeasedBatch | None:
+        """Ask once for the next batch, patiently; None when there is none yet or the run is to stop."""
+        backoff_s = 0.2
+        while not self._is_stopping():
+            try:
+                batch = self._hub.lease_batch(wait_s=BATCH_WAIT_S, ttl_s=self._config.lease_s)
+            except TrainerNotRegistered:
+                logger.warning("the hub has forgotten this run; registering again at step %d", step)
+                self._register(step=step)
+                self.announce(self._published)
+                continue
+            except HubUnavailable as error:
+                if backoff_s == 0.2:
+                    logger.warning("the hub is away, waiting for it: %s", error)
+                time.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                continue
+            if backoff_s > 0.2:
+                logger.info("the hub is back")
+            return batch
+        return None
+
+
+def _packed(groups: list[ScoredGroup]) -> bytes:
+    return join_packed([pack_group(group) for group in groups])
+
+
+def _unpacked(data: bytes) -> list[ScoredGroup]:
+    blobs = split_packed(data).blobs
+    return [unpack_group(blob, strictness=Strictness.MEANING) for blob in blobs]

@@ -1,0 +1,146 @@
+"""Several trainer processes as one: started by torchrun, each with a shard of weights and optimizer (FSDP2).
+
+The first process alone talks to the hub and the engines; what it decides reaches the others through `broadcast`, so
+that all take the same step. Every process sees the whole batch and computes its share of the micro-batches. With one
+process everything here does nothing. Called by `training.py`, `model.py` and `checkpointing.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from example_trainer.data import MicroBatch, without_weight
+
+QUIET_TIMEOUT = timedelta(days=7)
+"""The other processes wait in a broadcast for as long as environments have nothing to train on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The processes of this run and which of them this is."""
+
+    rank: int
+    size: int
+    device: torch.device
+    control: Any = None
+    """Process group for bytes and barriers, on the CPU; None with one process."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def broadcast(self, data: bytes | None) -> bytes | None:
+        """Return the first process's `data` in every process, however long it takes to have it."""
+        if self.size == 1:
+            return data
+        length = torch.tensor([-1 if data is None else len(data)], dtype=torch.int64)
+        dist.broadcast(length, src=0, group=self.control)
+        if int(length) < 0:
+            return None
+        buffer = torch.empty(int(length), dtype=torch.uint8)
+        if self.is_main and data:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if int(length):
+            dist.broadcast(buffer, src=0, group=self.control)
+        return buffer.numpy().tobytes()
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=self.control)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over the processes."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Return the element-wise maximum over the processes."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Tensor, operation: Any) -> Tensor:
+        if self.size == 1:
+            return values
+        on_cpu = values.detach().to("cpu", copy=True)
+        dist.all_reduce(on_cpu, op=operation, group=self.control)
+        return on_cpu.to(values.device)
+
+    def share(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return this process's part: as many for each, so that collective calls pair up.
+
+        Neighbours in size go to different processes; who would get one less repeats one without weight.
+        """
+        if self.size == 1:
+            return list(micro_batches)
+        mine = list(micro_batches[self.rank :: self.size])
+        most = -(-len(micro_batches) // self.size)
+        if len(mine) < most:
+            mine.append(without_weight(micro_batches[-1]))
+        return mine
+
+    def shard(self, module: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        """Split the parameters of each layer, then of the rest, over the processes (in place)."""
+        if self.size == 1:
+            return
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        precision = MixedPrecisionPolicy()
+        if dtype != torch.float32:
+            precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+@contextmanager
+def processes(device: torch.device) -> Iterator[World]:
+    """Join the processes that torchrun started; one process when it did not start this."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield World(rank=0, size=1, device=device)
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        control = dist.new_group(backend="gloo", timeout=QUIET_TIMEOUT)
+        yield World(rank=dist.get_rank(), size=size, device=device, control=control)
+    finally:
+        dist.destroy_process_group()
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def sync_gradients(module: nn.Module, *, now: bool) -> None:
+    """Say whether the next backward pass ends the step: only then are gradients summed over the processes."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(now)
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return a tensor that is split over the processes as a plain one."""
+    full = getattr(value, "full_tensor", None)
+    return value if full is None else full()
+
+
+def full_weights(model: nn.Module, *, module: nn.Module) -> dict[str, Tensor]:
+    """Return the model's state by name; split over processes, it is gathered on the CPU of the first, others get {}."""
+    if not is_sharded(module):
+        return dict(model.state_dict())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(model, options=options)

@@ -154,16 +154,17 @@ class ServerHarness(APIServer):
     ) -> TokenCompletions:
         limit = int(kwargs.get("max_tokens") or kwargs.get("max_completion_tokens") or 2**31)
         all_tokens, all_logprobs, reasons = [], [], []
+        all_spans: list[list[WeightSpan] | None] = []
         for text in self._texts(prompt, call, kwargs):
             tokens, reason = answer_tokens(self.tokenizer, text, limit=limit)
-            reasons.append(reason)
+            version = self.weight_version
+            spans = None if version is None else [WeightSpan(version, len(tokens))]
             all_tokens.append(tokens)
-            all_logprobs.append(made_up_logprobs(prompt_tokens, tokens))
-        spans: list[list[WeightSpan] | None] | None = None
-        if self.weight_version is not None:
-            spans = [[WeightSpan(self.weight_version, len(tokens))] for tokens in all_tokens]
+            all_logprobs.append(made_up_logprobs(prompt_tokens, tokens, spans=spans))
+            all_spans.append(spans)
+            reasons.append(reason)
         return TokenCompletions(
-            prompt_tokens, all_tokens, all_logprobs, reasons, weight_versions=spans
+            prompt_tokens, all_tokens, all_logprobs, reasons, weight_versions=all_spans
         )
 
     def _texts(self, prompt: str, call: int, kwargs: dict[str, Any]) -> list[str]:

@@ -1,0 +1,111 @@
+"""ServerHarness: exact scripts, the answers of a function, and the faults that real servers have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.scripted_engine import ScriptedEngine
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_harness import (
+    ByteTokenizer,
+    HarnessRequest,
+    ServerHarness,
+    create_chat_completion,
+    create_completion,
+    made_up_logprobs,
+)
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def echo(request: HarnessRequest) -> str:
+    return f"{request.prompt[-8:]}{request.choice}"
+
+
+async def test_scripts_answer_exactly_their_prompt_and_nothing_else() -> None:
+    harness = ServerHarness()
+    chat, text = create_chat_completion("yes"), create_completion(["a", "b"])
+    harness.set_desired_response(HELLO, chat)
+    harness.set_desired_completion("prompt", text)
+    harness.set_tokens_and_logprobs_response("prompt", [1], [[2, 3]], [[-0.5, -1.0]], ["stop"])
+    assert await harness.chat_completion(messages=HELLO) is chat
+    assert await harness.chat_completion(messages=[{"role": "user", "content": "bye"}]) is None
+    assert await harness.completion(prompt="prompt") is text
+    assert await harness.completion(prompt="other") is None
+    assert await harness.tokens_and_logprobs_completion(prompt="prompt") == (
+        [1],
+        [[2, 3]],
+        [[-0.5, -1.0]],
+        ["stop"],
+    )
+    with pytest.raises(EngineRejected, match="no scripted answer for the prompt 'other'"):
+        await harness.tokens_and_logprobs_completion(prompt="other")
+
+
+def test_helpers_repeat_one_text_and_keep_several() -> None:
+    chat = create_chat_completion("yes", n=2, finish_reason="length")
+    assert [choice.message.content for choice in chat.choices] == ["yes", "yes"]
+    assert [choice.finish_reason for choice in chat.choices] == ["length", "length"]
+    assert (chat.id, chat.model) == ("test_id", "test_model")
+    assert [choice.text for choice in create_completion(["a", "b"]).choices] == ["a", "b"]
+
+
+async def test_faults_take_the_path_of_a_real_servers() -> None:
+    harness = ServerHarness(respond=echo)
+    harness.fail(ConnectionResetError("reset"), times=2)
+    await harness.chat_completion(messages=HELLO)
+    assert len(harness.requests) == 3
+    assert list(harness.attempts_list) == [3]
+    harness.fail(EngineRejected("no"))
+    with pytest.raises(EngineRejected, match="no"):
+        await harness.chat_completion(messages=HELLO)
+    assert len(harness.requests) == 4
+    harness.fail(EngineUnavailable("down"), times=3)
+    with pytest.raises(EngineUnavailable, match="down"):
+        await harness.chat_completion(messages=HELLO)
+
+
+async def test_misaligned_answers_are_refused() -> None:
+    harness = ServerHarness(respond=echo)
+    harness.misalign()
+    with pytest.raises(EngineProtocolError, match="logprobs for"):
+        await harness.tokens_and_logprobs_completion(prompt="x")
+    await harness.tokens_and_logprobs_completion(prompt="x")
+
+
+async def test_a_stated_version_goes_with_every_token_and_into_its_logprob() -> None:
+    harness = ServerHarness(respond=echo, weight_version="7")
+    answer = await harness.tokens_and_logprobs_completion(prompt="x")
+    (tokens,), (logprobs,) = answer.output_tokens, answer.output_logprobs
+    assert answer.weight_versions == [[("7", len(tokens))]]
+    assert logprobs == made_up_logprobs(answer.prompt_tokens, tokens, spans=[("7", len(tokens))])
+    assert logprobs != made_up_logprobs(answer.prompt_tokens, tokens)
+
+
+async def test_in_process_and_over_http_the_same_conversation_has_the_same_tokens() -> None:
+    async def talk(server: Any) -> list[Any]:
+        managed = ManagedServer(server, tokenizer=ByteTokenizer())
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "one"}]
+        for question in ("two", "three"):
+            answer = await managed.chat_completion(messages=messages, max_tokens=50)
+            reply = answer.choices[0].message.content
+            messages += [
+                {"role": "assistant", "content": reply},
+                {"role": "user", "content": question},
+            ]
+        (node,) = managed.get_state()["nodes"]
+        return [node.tokens, node.masked_tokens, node.logprobs, node.metadata]
+
+    in_process = await talk(ServerHarness(respond=echo, weight_version="7"))
+    async with ScriptedEngine(respond=echo, weight_version="7") as engine:
+        config = APIServerConfig(base_url=engine.url, model_name="scripted", server_type="vllm")
+        server = VLLMServer(config)
+        over_http = await talk(server)
+        await server.close()
+    assert in_process == over_http
+    assert len(in_process[0]) > 40

@@ -14,6 +14,7 @@ import contextlib
 import hmac
 import ipaddress
 import logging
+import math
 import os
 import signal
 import socket
@@ -43,6 +44,7 @@ from atroposlib.envs.server_handling.proxy.sessions import (
     Sessions,
 )
 from atroposlib.envs.server_handling.proxy.turn import Ask, Body
+from atroposlib.envs.server_handling.proxy_client import TOKEN_VARIABLE
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerType
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, cli_boundary
@@ -52,7 +54,6 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 
-TOKEN_VARIABLE = "ATROPOS_PROXY_TOKEN"
 SHUTDOWN_GRACE_S = 2
 
 
@@ -169,6 +170,7 @@ class _Routes:
             *table,
             self._route("GET", "/{uuid}/v1/models", self._models),
             self._route("GET", "/{uuid}/nodes", self._nodes),
+            self._route("DELETE", "/{uuid}/nodes", self._forget),
             self._route("DELETE", "/{uuid}", self._delete),
         ]
 
@@ -327,6 +329,11 @@ class _Routes:
         session = await self._session(request)
         return _json({"nodes": [node.model_dump() for node in session.nodes()]})
 
+    async def _forget(self, request: Request) -> Response:
+        session = await self._session(request)
+        session.forget()
+        return _json({"status": "forgotten", "uuid": session.uuid})
+
     async def _delete(self, request: Request) -> Response:
         uuid = request.path_params["uuid"]
         await self._sessions.close(uuid)
@@ -396,7 +403,10 @@ def _guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
                 error = ProxyError(
                     500, f"{type(e).__name__}: {e}", type="server_error", code="internal_error"
                 )
-            return _refusal(request, error)
+            answer = _refusal(request, error)
+            if error.retry_after_s is not None:
+                answer.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+            return answer
 
     return endpoint
 

@@ -463,6 +463,19 @@ async def test_failures_of_the_engine_have_a_status_and_a_reason(
         assert await proxy.nodes(uuid) == []
 
 
+async def test_engine_that_says_later_is_passed_on_with_its_time() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+
+        async def later(**kwargs: Any) -> Any:
+            raise EngineUnavailable("too many requests", status=429, retry_after_s=2.5)
+
+        proxy.engine.tokens_and_logprobs_completion = later  # type: ignore[method-assign]
+        answer = await proxy.client.post(chat_url(uuid), json=HELLO)
+        assert answer.status_code == 429
+        assert answer.headers["Retry-After"] == "3"
+
+
 async def test_context_of_a_session_is_kept_and_a_longer_prompt_is_too_long() -> None:
     async with Proxy(lambda request: "x" * 100) as proxy:
         uuid = await proxy.open(max_context_tokens=40, max_tokens=50)

@@ -86,6 +86,8 @@ class ChatBody(Sampling):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Not OpenAI's but vLLM's: variables of the chat template, such as `enable_thinking`."""
 
 
 def read(body: ChatBody) -> Ask:
@@ -99,8 +101,10 @@ def read(body: ChatBody) -> Ask:
     sampling = body.sampling()
     if body.max_completion_tokens is not None:
         sampling["max_tokens"] = body.max_completion_tokens
+    variables = body.chat_template_kwargs
     return Ask(
         messages=read_messages(body.messages),
+        template={"chat_template_kwargs": variables} if variables else {},
         tools=body.tools or None,
         tool_choice=body.tool_choice,
         sampling=sampling,

@@ -36,6 +36,7 @@ class ProxyError(Exception):
         type: str = "invalid_request_error",
         code: str | None = None,
         param: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -43,6 +44,7 @@ class ProxyError(Exception):
         self.type = type
         self.code = code
         self.param = param
+        self.retry_after_s = retry_after_s
 
     def openai_body(self) -> dict[str, Any]:
         error = {
@@ -91,7 +93,13 @@ def error_for(error: Exception) -> ProxyError | None:
         kind = "engine_error" if status == 502 else "invalid_request_error"
         return ProxyError(status, str(error), type=kind, code="engine_rejected")
     if isinstance(error, EngineUnavailable):
-        return ProxyError(503, str(error), type="engine_error", code="engine_unavailable")
+        return ProxyError(
+            429 if error.status == 429 else 503,
+            str(error),
+            type="engine_error",
+            code="engine_unavailable",
+            retry_after_s=error.retry_after_s,
+        )
     if isinstance(error, EngineError):
         return ProxyError(502, str(error), type="engine_error", code="engine_protocol_error")
     if isinstance(error, NotImplementedError):

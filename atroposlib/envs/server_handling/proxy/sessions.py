@@ -15,15 +15,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from atroposlib.envs.server_handling.api_server import TokenCompletions
-from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.managed_server import ManagedServer, Prompt
 from atroposlib.envs.server_handling.proxy.errors import ProxyError, invalid, too_long
 from atroposlib.envs.server_handling.proxy.turn import Answer, Ask, Choice, TokenLogprob
 from atroposlib.envs.server_handling.sequences import SequenceNode
+from atroposlib.envs.server_handling.tool_parsers import style_named
 from atroposlib.errors import EngineError
 
 T = TypeVar("T")
@@ -66,13 +67,6 @@ class SessionOptions:
     """Replaces what the agent asks for, such as {"temperature": 1.0}."""
     split: str | None = None
     """Budget of the engine: train or eval; None: what the request says."""
-
-
-class Rendered(NamedTuple):
-    """A prompt as the engine would see it."""
-
-    text: str
-    tokens: list[int]
 
 
 class _Engine:
@@ -157,7 +151,7 @@ class Session:
 
     async def ask(self, ask: Ask) -> Answer:
         """Sample the next message(s)."""
-        kwargs: dict[str, Any] = {"messages": ask.messages}
+        kwargs: dict[str, Any] = {"messages": ask.messages, **ask.template}
         if ask.tools:
             kwargs |= {"tools": ask.tools, "tool_choice": ask.tool_choice}
         answer = await self._sample(self.managed.chat_completion, ask, kwargs)
@@ -168,12 +162,17 @@ class Session:
         """Sample text that follows a prompt."""
         return await self._sample(self.managed.completion, ask, {"prompt": prompt})
 
-    def render(self, ask: Ask) -> Rendered:
+    def forget(self) -> None:
+        """Drop the sequences and conversations so far; the session stays open."""
+        self.managed.reset()
+        self.responses.clear()
+        self.last_messages = []
+
+    def render(self, ask: Ask) -> Prompt:
         """Return the prompt that `ask` would send, without sending it."""
         if not isinstance(self.managed, ManagedServer):
             raise NotImplementedError("an API without token ids does not show its prompts")
-        prompt = self.managed.preview(messages=ask.messages, tools=ask.tools)
-        return Rendered(prompt.text, prompt.tokens)
+        return self.managed.preview(messages=ask.messages, tools=ask.tools, **ask.template)
 
     async def run(self, call: Coroutine[Any, Any, T], *, gone: Awaitable[Any] | None = None) -> T:
         """Await a call of this session; cancel it when the session closes, or when `gone` says that nobody waits."""
@@ -305,6 +304,8 @@ class Sessions:
             raise ProxyError(
                 429, f"{len(self._by_uuid)} sessions are open", code="too_many_sessions"
             )
+        if options.tool_parser is not None:
+            style_named(options.tool_parser, tokenizer=self.tokenizer)
         if options.base_url is not None:
             self._check_engine(options.base_url)
         stack = AsyncExitStack()

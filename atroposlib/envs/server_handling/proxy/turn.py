@@ -34,6 +34,8 @@ class Ask:
     tool_choice: Any = None
     sampling: dict[str, Any] = field(default_factory=dict)
     """Only what the client gave: max_tokens, temperature, stop, ..."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """`chat_template_kwargs`, where the client gave them."""
     n: int = 1
     split: str = "train"
     wants_logprobs: bool = False

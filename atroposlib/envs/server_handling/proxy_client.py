@@ -1,0 +1,184 @@
+"""`ProxyManagedServer`: a `ManagedServer` whose conversations live at a proxy, with the same calls and the same state.
+
+After each call the token sequences are fetched, so that `get_state()` answers at once as environments expect.
+`ServerManager.managed_server` hands it out where a proxy is configured. It retries nothing: the proxy does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from atroposlib.envs.server_handling.chat_template import as_dict
+from atroposlib.envs.server_handling.http import EngineHttpRejected, HttpPeer, excerpt
+from atroposlib.envs.server_handling.openai_routes import (
+    chat_completion_from,
+    completion_from,
+    read_request,
+)
+from atroposlib.envs.server_handling.sequences import SequenceNode
+from atroposlib.envs.server_handling.tool_messages import ToolCall, completion_with_tool_calls
+from atroposlib.errors import EngineProtocolError, EngineUnavailable
+
+TOKEN_VARIABLE = "ATROPOS_PROXY_TOKEN"
+CALL_TIMEOUT_S = 3600.0
+"""For one completion; the proxy's engine has time limits of its own."""
+CONTROL_TIMEOUT_S = 60.0
+
+
+class ProxyManagedServer:
+    """One session of a proxy."""
+
+    def __init__(
+        self,
+        proxy_url: str,
+        session_uuid: str,
+        model_name: str = "unknown",
+        base_url: str | None = None,
+        *,
+        track_tree: bool = False,
+    ) -> None:
+        self.proxy_url = proxy_url.rstrip("/")
+        self.session_uuid = session_uuid
+        self.model_name = model_name
+        self.base_url = base_url
+        """The engine behind the session; None if unknown."""
+        self.track_tree = track_tree
+        self._peer = HttpPeer(self.proxy_url, api_key=session_uuid)
+        self._nodes: list[SequenceNode] = []
+        self._num_fetches = 0
+        self._last_fetch = 0
+        self._forgets = False
+        """`reset` was called and the proxy does not know yet."""
+
+    def get_url(self) -> str:
+        """Return the URL that an OpenAI client uses as its base URL."""
+        return f"{self.proxy_url}/{self.session_uuid}/v1"
+
+    async def chat_completion(self, **kwargs: Any) -> Any:
+        """Sample the next message(s) of a conversation and return an `openai` `ChatCompletion`."""
+        kwargs["messages"] = [as_dict(message) for message in kwargs["messages"]]
+        body = await self._call("chat/completions", kwargs)
+        has_calls = False
+        for choice in body["choices"]:
+            if calls := choice["message"].get("tool_calls"):
+                has_calls = True
+                choice["message"]["tool_calls"] = [ToolCall.of(call) for call in calls]
+        return completion_with_tool_calls(body) if has_calls else chat_completion_from(body)
+
+    async def completion(self, **kwargs: Any) -> Any:
+        """Sample continuations of a text prompt and return an `openai` `Completion`."""
+        return completion_from(await self._call("completions", kwargs))
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        raise NotImplementedError("a proxy returns no prompt logprobs; ask the engine itself")
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the sequences after the latest call, in the form of `ManagedServer.get_state`."""
+        if self.track_tree:
+            by_text = {node.full_text: node for node in self._nodes}
+            return {"sequences": by_text, "tree": dict(by_text)}
+        return {"nodes": list(self._nodes)}
+
+    async def fetch_state(self) -> dict[str, Any]:
+        """Fetch the sequences from the proxy, for calls that an agent made beside this object, and return them."""
+        await self._tell_reset()
+        self._num_fetches += 1
+        number = self._num_fetches
+        body = await self._get("nodes")
+        nodes = [SequenceNode(**node) for node in body["nodes"]]
+        if number > self._last_fetch:  # of concurrent calls the latest question counts
+            self._last_fetch, self._nodes = number, nodes
+        return self.get_state()
+
+    def reset(self) -> None:
+        """Forget all sequences; the proxy does so before the next call."""
+        self._nodes = []
+        self._last_fetch = self._num_fetches
+        self._forgets = True
+
+    async def cleanup(self) -> None:
+        """Close the session at the proxy, and the connection. A session that is gone already is no error."""
+        try:
+            status, body = await self._peer.delete(
+                f"/{self.session_uuid}", timeout_s=CONTROL_TIMEOUT_S
+            )
+        finally:
+            await self._peer.close()
+        if status not in (200, 404, 410):
+            raise EngineUnavailable(
+                f"DELETE {self.proxy_url}/{self.session_uuid} answered {status}: {excerpt(body)}"
+            )
+
+    async def _call(self, route: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        await self._tell_reset()
+        request = read_request(dict(kwargs), timeout_s=CALL_TIMEOUT_S)
+        split = kwargs.get("split")
+        answer = await self._peer.post_json(
+            f"/{self.session_uuid}/v1/{route}",
+            {**request.body, **({"split": split} if split else {})},
+            timeout_s=request.timeout_s,
+            headers=request.headers,
+        )
+        if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
+            raise EngineProtocolError(f"{self.get_url()}/{route}: no choices: {str(answer)[:400]}")
+        await self.fetch_state()
+        return answer
+
+    async def _tell_reset(self) -> None:
+        if self._forgets:
+            self._forgets = False
+            path = f"/{self.session_uuid}/nodes"
+            status, body = await self._peer.delete(path, timeout_s=CONTROL_TIMEOUT_S)
+            self._check(status, body, f"DELETE {path}")
+
+    async def _get(self, what: str) -> Any:
+        path = f"/{self.session_uuid}/{what}"
+        status, body = await self._peer.get(path, timeout_s=CONTROL_TIMEOUT_S)
+        self._check(status, body, f"GET {path}")
+        try:
+            return msgspec.json.decode(body)
+        except msgspec.DecodeError as e:
+            raise EngineProtocolError(f"{self.proxy_url}{path} is not JSON: {e}") from e
+
+    def _check(self, status: int, body: bytes, what: str) -> None:
+        if status >= 500:
+            raise EngineUnavailable(f"{what} at {self.proxy_url} answered {status}", status=status)
+        if status >= 400:
+            raise EngineHttpRejected(
+                f"{what} at {self.proxy_url} answered {status}: {excerpt(body)}", status=status
+            )
+
+
+async def create_proxy_session(
+    proxy_url: str,
+    base_url: str | None = None,
+    tool_parser: str | None = "hermes",
+    track_tree: bool = False,
+    model_name: str = "unknown",
+    *,
+    token: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> ProxyManagedServer:
+    """Open a session at a proxy; close it with `cleanup()`.
+
+    `base_url` chooses an engine of the proxy. `token` None takes ATROPOS_PROXY_TOKEN. `options` are further fields of
+    `/sessions/create`: max_tokens, max_context_tokens, sampling, split.
+    """
+    peer = HttpPeer(proxy_url, api_key=token or os.environ.get(TOKEN_VARIABLE))
+    body = {"tool_parser": tool_parser, "track_tree": track_tree, **(options or {})}
+    if base_url is not None:
+        body["base_url"] = base_url
+    try:
+        made = await peer.post_json("/sessions/create", body, timeout_s=CONTROL_TIMEOUT_S)
+    finally:
+        await peer.close()
+    if not isinstance(made, dict) or not isinstance(made.get("uuid"), str):
+        raise EngineProtocolError(f"{proxy_url}/sessions/create: no uuid: {str(made)[:400]}")
+    name = made.get("model_name") or model_name
+    return ProxyManagedServer(
+        proxy_url, made["uuid"], name, made.get("base_url"), track_tree=track_tree
+    )

@@ -1,0 +1,134 @@
+"""`ProxyManagedServer` against a proxy on a real socket: what an environment sees is what a `ManagedServer` shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers_proxy import WEATHER, Proxy, call_text, trained_text, weather_agent
+
+from atroposlib.envs.server_handling.http import EngineHttpRejected
+from atroposlib.envs.server_handling.proxy.local import serve_locally
+from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer, create_proxy_session
+from atroposlib.errors import EngineUnavailable
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+async def test_state_is_there_after_a_call_without_fetching() -> None:
+    async with Proxy() as proxy, serve_locally(proxy.app) as url:
+        managed = await create_proxy_session(url)
+        completion = await managed.chat_completion(messages=HELLO, n=2, max_tokens=3)
+        assert [choice.message.content for choice in completion.choices] == ["hel", "hel"]
+        nodes = managed.get_state()["nodes"]
+        session = await proxy.sessions.get(managed.session_uuid)
+        assert nodes == session.nodes()
+        assert [trained_text(node.model_dump()) for node in nodes] == ["hel", "hel"]
+        assert (managed.model_name, managed.base_url) == ("tiny", "http://127.0.0.1:9/v1")
+        assert managed.get_url() == f"{url}/{managed.session_uuid}/v1"
+        await managed.cleanup()
+        assert proxy.sessions.open_sessions() == []
+        await managed.cleanup()
+
+
+async def test_tool_calls_survive_the_proxy_and_can_be_sent_back() -> None:
+    async with Proxy(weather_agent) as proxy, serve_locally(proxy.app) as url:
+        managed = await create_proxy_session(url)
+        messages: list[Any] = [{"role": "user", "content": "Weather in Oslo?"}]
+        first = await managed.chat_completion(messages=messages, tools=[WEATHER])
+        message = first.choices[0].message
+        call = message.tool_calls[0]
+        assert first.choices[0].finish_reason == "tool_calls"
+        assert call["function"]["name"] == call.function.name == "weather"
+        messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "2 C"}]
+        second = await managed.chat_completion(messages=messages, tools=[WEATHER])
+        assert second.choices[0].message.content == "It is 2 degrees."
+        (node,) = managed.get_state()["nodes"]
+        assert trained_text(node.model_dump()) == (
+            f"Let me look.\n{call_text('Oslo')}<eos>It is 2 degrees.<eos>"
+        )
+        await managed.cleanup()
+
+
+async def test_text_completions_and_eval_requests_work_through_the_proxy() -> None:
+    async with Proxy(lambda request: "bc") as proxy, serve_locally(proxy.app) as url:
+        managed = await create_proxy_session(url)
+        completion = await managed.completion(prompt="a", max_tokens=2, split="eval")
+        assert completion.choices[0].text == "bc"
+        assert len(proxy.engine.eval_request_timings) == 1
+        assert len(managed.get_state()["nodes"]) == 1
+        await managed.cleanup()
+
+
+async def test_calls_that_an_agent_made_beside_it_are_fetched() -> None:
+    async with Proxy() as proxy, serve_locally(proxy.app) as url:
+        managed = await create_proxy_session(url, track_tree=True)
+        await proxy.post(f"/{managed.session_uuid}/v1/chat/completions", {"messages": HELLO})
+        assert managed.get_state() == {"sequences": {}, "tree": {}}
+        state = await managed.fetch_state()
+        assert list(state["sequences"]) == ["<user>hi<eos><assistant>hello<eos>"]
+        await managed.cleanup()
+
+
+async def test_reset_forgets_here_and_at_the_proxy() -> None:
+    async with Proxy() as proxy, serve_locally(proxy.app) as url:
+        managed = await create_proxy_session(url)
+        await managed.chat_completion(messages=HELLO)
+        managed.reset()
+        assert managed.get_state() == {"nodes": []}
+        await managed.chat_completion(messages=[{"role": "user", "content": "again"}])
+        assert len(managed.get_state()["nodes"]) == 1
+        assert len(await proxy.nodes(managed.session_uuid)) == 1
+        await managed.cleanup()
+
+
+async def test_token_is_needed_and_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Proxy(token="let-me-in") as proxy, serve_locally(proxy.app) as url:
+        monkeypatch.delenv("ATROPOS_PROXY_TOKEN", raising=False)
+        with pytest.raises(EngineHttpRejected) as refused:
+            await create_proxy_session(url)
+        assert refused.value.status == 401
+        monkeypatch.setenv("ATROPOS_PROXY_TOKEN", "let-me-in")
+        managed = await create_proxy_session(url, options={"max_tokens": 2})
+        completion = await managed.chat_completion(messages=HELLO)
+        assert completion.choices[0].message.content == "he"
+        await managed.cleanup()
+
+
+async def test_failures_are_the_errors_of_an_engine() -> None:
+    async with Proxy() as proxy, serve_locally(proxy.app) as url:
+        managed = ProxyManagedServer(url, "nobody")
+        with pytest.raises(EngineHttpRejected, match="no session"):
+            await managed.chat_completion(messages=HELLO)
+        await managed.cleanup()
+        managed = await create_proxy_session(url)
+        proxy.engine.fail(EngineUnavailable("the engine is down"), times=3)
+        with pytest.raises(EngineUnavailable, match="the engine is down"):
+            await managed.chat_completion(messages=HELLO)
+        await managed.cleanup()
+
+
+async def test_closing_the_connection_cancels_the_engines_work() -> None:
+    import asyncio
+
+    async with Proxy() as proxy, serve_locally(proxy.app) as url:
+        managed = await create_proxy_session(url)
+        asked, cancelled = asyncio.Event(), asyncio.Event()
+
+        async def endless(**kwargs: Any) -> Any:
+            asked.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        proxy.engine._tokens_and_logprobs_completion_wrapper = endless  # type: ignore[method-assign]
+        call = asyncio.create_task(managed.chat_completion(messages=HELLO))
+        await asked.wait()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        async with asyncio.timeout(10):
+            await cancelled.wait()
+        await managed.cleanup()

@@ -1,0 +1,383 @@
+"""The three APIs as translations: tables for each direction, then the real SDK of OpenAI over a real socket."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from helpers_proxy import Proxy, call_text, events_of, trained_text, weather_agent
+
+from atroposlib.envs.server_handling.proxy import chat, messages, responses
+from atroposlib.envs.server_handling.proxy.errors import ProxyError
+from atroposlib.envs.server_handling.proxy.local import serve_locally
+from atroposlib.envs.server_handling.proxy.turn import Answer, Choice, read_messages, tool_call
+
+CALL = tool_call("c1", "weather", {"city": "Oslo"})
+SAID = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}
+TOLD = {"role": "tool", "tool_call_id": "c1", "content": "2 C"}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Weather.", "parameters": SCHEMA},
+}
+
+
+def answer(*choices: Choice) -> Answer:
+    return Answer(
+        id="abc",
+        created=5,
+        model="tiny",
+        choices=list(choices),
+        prompt_tokens=7,
+        completion_tokens=3,
+    )
+
+
+CALLING = Choice(content="Let me see.", tool_calls=[CALL], finish_reason="tool_calls")
+CALLING_ONLY = Choice(content=None, tool_calls=[CALL], finish_reason="tool_calls")
+CUT_OFF = Choice(content="Let", finish_reason="length")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"role": "user", "content": "x", "name": "me"}, None),
+        ({"role": "developer", "content": "x"}, {"role": "system", "content": "x"}),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        ),
+        (
+            {"role": "assistant", "content": "x", "name": "bot", "tool_calls": [], "audio": None},
+            {"role": "assistant", "content": "x"},
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]},
+            {"role": "user", "content": "a"},
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+            {"role": "assistant", "content": "no"},
+        ),
+        (TOLD, None),
+    ],
+)
+def test_messages_keep_what_a_template_may_look_at(
+    given: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    assert read_messages([given]) == [expected or given]
+
+
+# Responses.
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("hi", [{"role": "user", "content": "hi"}]),
+        (
+            [
+                {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                {"type": "reasoning", "id": "r", "summary": []},
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "Let me see.", "annotations": []}],
+                },
+                {
+                    "type": "function_call",
+                    "call_id": "c1",
+                    "name": "weather",
+                    "arguments": '{"city": "Oslo"}',
+                },
+                {"type": "function_call_output", "call_id": "c1", "output": "2 C"},
+            ],
+            [{"role": "user", "content": "hi"}, SAID, TOLD],
+        ),
+        (
+            [
+                {"role": "user", "content": "hi"},
+                {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+                {"type": "function_call", "call_id": "c2", "name": "g", "arguments": "{}"},
+            ],
+            [
+                {"role": "user", "content": "hi"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [tool_call("c1", "f", "{}"), tool_call("c2", "g", "{}")],
+                },
+            ],
+        ),
+    ],
+)
+def test_items_become_the_messages_they_were_split_from(given: Any, expected: Any) -> None:
+    ask, conversation = responses.read(responses.ResponsesBody(input=given), {})
+    assert ask.messages == conversation == expected
+
+
+def test_responses_request_is_translated_whole() -> None:
+    body = responses.ResponsesBody(
+        input="hi",
+        instructions="be kind",
+        tools=[{"type": "function", "strict": True, **TOOL["function"]}],  # type: ignore[dict-item]
+        tool_choice={"type": "function", "name": "weather"},
+        max_output_tokens=5,
+        temperature=0.5,
+        text={"format": {"type": "json_schema", "name": "n", "schema": {}}},
+    )
+    ask, conversation = responses.read(body, {})
+    assert ask.messages[0] == {"role": "system", "content": "be kind"}
+    assert [m["role"] for m in conversation] == ["user"]
+    assert ask.tools == [TOOL]
+    assert ask.tool_choice == {"type": "function", "function": {"name": "weather"}}
+    assert ask.sampling == {
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
+    }
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        {"input": [{"type": "function_call", "name": "f"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"input": "x", "tools": [{"type": "web_search"}]},
+        {"input": "x", "background": True},
+        {"input": "x", "previous_response_id": "resp_unknown"},
+        {"input": []},
+    ],
+)
+def test_responses_that_cannot_be_given_are_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(ProxyError):
+        responses.read(responses.ResponsesBody(**body), {})
+
+
+def test_response_has_an_item_for_the_text_and_one_per_call() -> None:
+    body = responses.ResponsesBody(input="hi")
+    whole = responses.write(answer(CALLING), body)
+    text, call = whole["output"]
+    assert (whole["id"], whole["status"], whole["object"]) == ("resp_abc", "completed", "response")
+    assert text["content"][0]["text"] == "Let me see."
+    assert (call["type"], call["call_id"], call["name"]) == ("function_call", "c1", "weather")
+    assert json.loads(call["arguments"]) == {"city": "Oslo"}
+    assert whole["usage"]["total_tokens"] == 10
+    assert [i["type"] for i in responses.write(answer(CALLING_ONLY), body)["output"]] == [
+        "function_call"
+    ]
+    cut = responses.write(answer(CUT_OFF), body)
+    assert (cut["status"], cut["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+
+
+def test_oldest_conversations_are_forgotten() -> None:
+    history: dict[str, list[dict[str, Any]]] = {"resp_old": []}
+    responses.remember(history, answer(CALLING_ONLY), [], at_most=1)
+    assert history == {"resp_abc": [{**CALLING_ONLY.message(), "content": ""}]}
+
+
+# Anthropic's messages.
+
+
+def test_blocks_become_messages_with_results_before_the_users_text() -> None:
+    body = messages.MessagesBody(
+        system=[{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}],
+        max_tokens=9,
+        stop_sequences=["x"],
+        tools=[{"name": "weather", "description": "Weather.", "input_schema": SCHEMA}],
+        messages=[
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "text", "text": "Let me see."},
+                    {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "c1",
+                        "content": [{"type": "text", "text": "2 C"}],
+                    },
+                    {"type": "text", "text": "well?"},
+                ],
+            },
+        ],
+    )
+    ask = messages.read(body)
+    assert ask.messages == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "hi"},
+        SAID,
+        TOLD,
+        {"role": "user", "content": "well?"},
+    ]
+    assert ask.tools == [TOOL]
+    assert ask.sampling == {"max_tokens": 9, "stop": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason", "kinds"),
+    [
+        (CALLING, "tool_use", ["text", "tool_use"]),
+        (CALLING_ONLY, "tool_use", ["tool_use"]),
+        (CUT_OFF, "max_tokens", ["text"]),
+        (Choice(content="", finish_reason="stop"), "end_turn", ["text"]),
+    ],
+)
+def test_message_has_blocks_and_a_stop_reason(
+    choice: Choice, reason: str, kinds: list[str]
+) -> None:
+    whole = messages.write(answer(choice))
+    assert (whole["stop_reason"], [block["type"] for block in whole["content"]]) == (reason, kinds)
+    assert whole["usage"] == {"input_tokens": 7, "output_tokens": 3}
+    if choice.tool_calls:
+        assert whole["content"][-1]["input"] == {"city": "Oslo"}
+
+
+def test_stream_of_a_message_rebuilds_it() -> None:
+    events = events_of(b"".join(messages.stream(answer(CALLING))).decode())
+    assert [event["type"] for event in events] == [
+        "message_start",
+        *["content_block_start", "content_block_delta", "content_block_stop"] * 2,
+        "message_delta",
+        "message_stop",
+    ]
+    assert events[2]["delta"] == {"type": "text_delta", "text": "Let me see."}
+    assert json.loads(events[5]["delta"]["partial_json"]) == {"city": "Oslo"}
+    assert events[7]["delta"]["stop_reason"] == "tool_use"
+    assert events[7]["usage"]["output_tokens"] == 3
+
+
+async def test_message_errors_have_anthropics_form() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+        refused = await proxy.client.post(f"/{uuid}/v1/messages", json={"messages": []})
+        assert refused.status_code == 400
+        assert refused.json()["type"] == "error"
+        assert refused.json()["error"]["type"] == "invalid_request_error"
+        unknown = await proxy.client.post("/nobody/v1/messages", json={})
+        assert unknown.json()["error"]["type"] == "not_found_error"
+
+
+async def test_messages_with_tools_are_one_sequence_of_what_was_sampled() -> None:
+    async with Proxy(weather_agent) as proxy:
+        uuid = await proxy.open()
+        tools = [{"name": "weather", "input_schema": SCHEMA}]
+        said: list[dict[str, Any]] = [{"role": "user", "content": "Weather in Oslo?"}]
+        body = {"model": "m", "max_tokens": 200, "tools": tools, "messages": said}
+        headers = {"x-api-key": uuid}
+        counted = await proxy.post("/v1/messages/count_tokens", body, headers=headers)
+        first = await proxy.post("/v1/messages", body, headers=headers)
+        assert first["stop_reason"] == "tool_use"
+        assert counted["input_tokens"] == first["usage"]["input_tokens"]
+        block = first["content"][-1]
+        assert block["input"] == {"city": "Oslo"}
+        result = {"type": "tool_result", "tool_use_id": block["id"], "content": "2 C"}
+        said += [
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": [result]},
+        ]
+        second = await proxy.post("/v1/messages", body, headers=headers)
+        assert second["stop_reason"] == "end_turn"
+        assert second["content"] == [{"type": "text", "text": "It is 2 degrees."}]
+        (node,) = await proxy.nodes(uuid)
+        assert trained_text(node) == (
+            f"Let me look.\n{call_text('Oslo')}<eos>It is 2 degrees.<eos>"
+        )
+
+
+# The SDK.
+
+
+async def test_openai_sdk_chats_streams_and_calls_tools() -> None:
+    import openai
+
+    async with Proxy(weather_agent) as proxy, serve_locally(proxy.app) as url:
+        uuid = await proxy.open()
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=uuid) as client:
+            said: list[Any] = [{"role": "user", "content": "Weather in Oslo?"}]
+            tools: Any = [TOOL]
+            first = await client.chat.completions.create(model="x", messages=said, tools=tools)
+            message = first.choices[0].message
+            assert message.tool_calls is not None
+            (call,) = message.tool_calls
+            assert call.type == "function"
+            assert json.loads(call.function.arguments) == {"city": "Oslo"}
+            said += [message, {"role": "tool", "tool_call_id": call.id, "content": "2 C"}]
+            async with client.chat.completions.stream(
+                model="x", messages=said, tools=tools, stream_options={"include_usage": True}
+            ) as stream:
+                whole = await stream.get_final_completion()
+            assert whole.choices[0].message.content == "It is 2 degrees."
+            assert whole.usage is not None
+            assert whole.usage.completion_tokens == len("It is 2 degrees.") + 1
+            assert [model.id async for model in client.models.list()] == ["tiny"]
+        (node,) = await proxy.nodes(uuid)
+        assert trained_text(node) == (
+            f"Let me look.\n{call_text('Oslo')}<eos>It is 2 degrees.<eos>"
+        )
+
+
+@pytest.mark.parametrize("chained", [True, False], ids=["previous_response_id", "whole_input"])
+async def test_openai_sdk_responses_go_on_and_stream(chained: bool) -> None:
+    import openai
+
+    async with Proxy(weather_agent) as proxy, serve_locally(proxy.app) as url:
+        uuid = await proxy.open()
+        async with openai.AsyncOpenAI(base_url=f"{url}/{uuid}/v1", api_key="unused") as client:
+            common: dict[str, Any] = {
+                "model": "x",
+                "instructions": "be kind",
+                "tools": [{"type": "function", **TOOL["function"]}],  # type: ignore[dict-item]
+            }
+            first = await client.responses.create(input="Weather in Oslo?", **common)
+            call = first.output[-1]
+            assert call.type == "function_call"
+            assert json.loads(call.arguments) == {"city": "Oslo"}
+            told = {"type": "function_call_output", "call_id": call.call_id, "output": "2 C"}
+            rest: dict[str, Any] = {"input": [told], "previous_response_id": first.id}
+            if not chained:
+                question = {"role": "user", "content": "Weather in Oslo?"}
+                rest = {"input": [question, *first.output, told]}
+            async with client.responses.stream(**common, **rest) as stream:
+                kinds = [event.type async for event in stream]
+                whole = await stream.get_final_response()
+            assert kinds[0] == "response.created"
+            assert kinds[-1] == "response.completed"
+            assert "response.output_text.delta" in kinds
+            assert whole.output_text == "It is 2 degrees."
+        (node,) = await proxy.nodes(uuid)
+        assert trained_text(node) == (
+            f"Let me look.\n{call_text('Oslo')}<eos>It is 2 degrees.<eos>"
+        )
+
+
+async def test_openai_sdk_raises_its_own_errors() -> None:
+    import openai
+
+    async with Proxy() as proxy, serve_locally(proxy.app) as url:
+        uuid = await proxy.open(max_context_tokens=30)
+        long: Any = [{"role": "user", "content": "x" * 100}]
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=uuid) as client:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(model="x", messages=long)
+            assert refused.value.code == "context_length_exceeded"
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="nobody") as client:
+            with pytest.raises(openai.NotFoundError):
+                await client.chat.completions.create(model="x", messages=long)
+
+
+def test_chat_answer_round_trips_as_a_message() -> None:
+    whole = chat.write(answer(CALLING))
+    (again,) = read_messages([whole["choices"][0]["message"]])
+    assert again == SAID

@@ -201,6 +201,9 @@ class HubClient:
     async def info(self) -> HubInfo:
         return _parse(HubInfo, await self._call("GET", "/info"))
 
+    async def status(self) -> HubStatus:
+        return _parse(HubStatus, await self._call("GET", "/status"))
+
     async def register_env(
         self,
         *,
@@ -420,6 +423,16 @@ class TrainerClient:
 
     def status(self) -> HubStatus:
         return _parse(HubStatus, self._control("GET", "/status"))
+
+    def info(self) -> HubInfo:
+        return _parse(HubInfo, self._control("GET", "/info"))
+
+    def latest_example(self) -> ScoredGroup | None:
+        """Return the group that was queued last, without taking it; None before the first."""
+        group = _json_object(self._control("GET", "/latest_example"), "GET /latest_example")
+        if not group.get("tokens"):
+            return None
+        return check_group(group, strictness=Strictness.MEANING)
 
     def publish_policy(self, version: int) -> None:
         """Announce the policy version whose weights the engines now serve."""

@@ -87,12 +87,18 @@ class SectionValues:
 
 
 def parse_flags(
-    model: type[M], argv: Sequence[str] | None, *, prog: str, description: str = ""
+    model: type[M],
+    argv: Sequence[str] | None,
+    *,
+    prog: str,
+    description: str = "",
+    positional: str | None = None,
 ) -> M:
     """Build `model` from its defaults, then `--config FILE`, then flags.
 
-    `argv` None reads the process's arguments; `-h` prints every field and exits 0. Raises
-    ConfigError for an unknown flag, a missing or bad value, a bad file.
+    `argv` None reads the process's arguments; `-h` prints every field and exits 0. `positional` is
+    a field whose value may also stand alone, without its flag. Raises ConfigError for an unknown
+    flag, a missing or bad value, a bad file.
 
     >>> class Serve(BaseModel):
     ...     port: int = 8000
@@ -101,7 +107,9 @@ def parse_flags(
     Serve(port=-1, verbose=True)
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    values = parse_sections({"": model}, arguments, prog=prog, description=description)
+    values = parse_sections(
+        {"": model}, arguments, prog=prog, description=description, positional=positional
+    )
     from_yaml = {key.replace("-", "_"): value for key, value in values.yaml.items()}
     return build(model, from_yaml, values.flags.get("", {}))
 
@@ -113,6 +121,7 @@ def parse_sections(
     prog: str,
     description: str = "",
     flat_names: Mapping[str, str] | None = None,
+    positional: str | None = None,
 ) -> SectionValues:
     """Read flags of several models at once; each key is a namespace, "" for flags without one.
 
@@ -133,10 +142,14 @@ def parse_sections(
     while rest:
         argument = rest.pop(0)
         if argument in ("-h", "--help"):
-            _print_help(flags, prog=prog, description=description, reads_yaml=reads_yaml)
+            usage = prog if positional is None else f"{prog} {positional.upper()}"
+            _print_help(flags, prog=usage, description=description, reads_yaml=reads_yaml)
             raise SystemExit(0)
         if not argument.startswith("--"):
-            raise ConfigError(f"unexpected argument {argument!r}: flags start with '--'")
+            stands_alone = positional is not None and positional not in typed.get("", {})
+            if not stands_alone or argument.startswith("-"):
+                raise ConfigError(f"unexpected argument {argument!r}: flags start with '--'")
+            argument = f"--{positional}={argument}"
         spelled, equals, text = argument[2:].partition("=")
         name = spelled.replace("-", "_")
         given = [text] if equals else None

@@ -197,3 +197,23 @@ def test_unknown_section_flag_names_the_nearest(flag: str, hint: str) -> None:
 def test_build_names_the_section_of_a_bad_value() -> None:
     with pytest.raises(ConfigError, match=r"--env\.group_size: got 'many'"):
         build(Env, {"group_size": 1}, {"group_size": "many"}, namespace="env.")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["out.jsonl", "--port", "1"],
+        ["--port", "1", "out.jsonl"],
+        ["--verbose", "out.jsonl", "--port=1"],
+        ["--name=out.jsonl", "--port=1"],
+    ],
+)
+def test_one_field_may_stand_without_its_flag(argv: list[str]) -> None:
+    found = parse_flags(Settings, argv, prog="settings", positional="name")
+    assert (found.name, found.port) == ("out.jsonl", 1)
+
+
+@pytest.mark.parametrize("argv", [["a", "b"], ["--name=a", "b"], ["-n"]])
+def test_what_stands_without_a_flag_stands_there_once(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match="unexpected argument"):
+        parse_flags(Settings, argv, prog="settings", positional="name")

@@ -212,10 +212,6 @@ def environment_from(env_cls: type[BaseEnv], mode: str, given: SectionValues) ->
         },
         values.flags.get("", {}),
     )
-    if manager.proxy_url:
-        raise ConfigError(
-            f"--proxy_url: got {manager.proxy_url!r}; the environment calls its servers directly"
-        )
     shown = _describe(config, {OPENAI_NAMESPACE: servers, **listed}, manager)
     print(shown, end="")
     env = _construct(
@@ -223,6 +219,8 @@ def environment_from(env_cls: type[BaseEnv], mode: str, given: SectionValues) ->
     )
     if "max_n_completions" in manager.model_fields_set:
         env.server.max_n_completions = manager.max_n_completions
+    if manager.proxy_url:
+        env.server.proxy_url = manager.proxy_url
     if mode == "process":
         vars(env).update(
             process_mode=True,

@@ -305,9 +305,9 @@ def test_yaml_slurm_and_testing_are_read_and_flags_win(tmp_path: Path) -> None:
     assert build("--max_n_completions", "5").server.max_n_completions == 5
 
 
-def test_proxy_url_is_refused_rather_than_ignored() -> None:
-    with pytest.raises(ConfigError, match="--proxy_url: got 'http://p'"):
-        build("--proxy_url", "http://p")
+def test_proxy_url_reaches_the_servers_of_the_environment() -> None:
+    assert build("--proxy_url", "http://p").server.use_proxy
+    assert not build().server.use_proxy
 
 
 class WithTeacher(ScriptedEnv):

@@ -2,30 +2,29 @@
 
     health gate -> limiter -> one attempt -> (retry) -> statistics
 
-`APIServer._call` is the ONE owner of retries: connection errors, timeouts and 5xx are retried, everything else is
-raised at once. Concrete servers implement the `_..._wrapper` methods; each call of a wrapper is one attempt.
+`APIServer._call` is the ONE owner of retries. Connection errors, timeouts and 5xx are retried up to `max_attempts`;
+"later" (429, 503) is waiting and uses up no attempt; everything else is raised at once. Only sampling and scoring go
+through here: an answer that was lost was seen by nobody, so asking again gives a sample from the same distribution.
+Calls that change the server must not. Concrete servers implement the `_..._wrapper` methods; each call is one attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 import numpy as np
-from tenacity import (
-    AsyncRetrying,
-    AttemptManager,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_random_exponential,
-)
 
+from atroposlib.envs.server_handling.concurrency import ConcurrencyController, ServerLoad
 from atroposlib.envs.server_handling.limits import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_config import APIServerConfig
@@ -40,6 +39,19 @@ MAX_BACKOFF_S = 10.0
 HEALTH_POLL_S = 1.0
 """Pause between two questions to a server that is down; a server that is up is not asked."""
 HEALTH_TIMEOUT_S = 5.0
+HEALTH_REMINDER_S = 5.0
+"""Pause between two looks at a server that is down and that nobody waits for."""
+LOAD_POLL_S = 2.0
+"""Pause between two looks at a busy server's own figures."""
+MIN_PAUSE_S = 0.01
+MAX_RETRY_AFTER_S = 60.0
+"""A server's wish to be asked later is followed up to here."""
+BOUND_WAIT_S = 60.0
+"""How long a session waits for its server while others are up: long enough for a restart."""
+LATER = frozenset({429, 503})
+
+may_move: ContextVar[bool] = ContextVar("may_move", default=False)
+"""Whether the caller can send the request to another server; set by `ServerManager` around its own calls."""
 
 
 class EngineDown(EngineUnavailable):
@@ -108,6 +120,28 @@ def is_transient(error: BaseException) -> bool:
     )
 
 
+def says_later(error: BaseException) -> bool:
+    """Whether the server is alive and asks for patience: too many requests, or its weights are being changed."""
+    return (
+        isinstance(error, EngineUnavailable)
+        and error.status in LATER
+        and "insufficient_quota" not in str(error)
+    )
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether an attempt got no answer in time."""
+    return isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
+
+
+def longest_completion(answer: Any) -> int | None:
+    """Return the tokens of the longest completion in an answer; None where that is not known."""
+    if isinstance(answer, tuple):
+        return max(map(len, answer[1]), default=None)
+    total = getattr(getattr(answer, "usage", None), "completion_tokens", None)
+    return total // max(1, len(answer.choices)) if isinstance(total, int) else None
+
+
 class APIServer(ABC):
     """One inference server. Opens nothing before its first request; `close()` releases what it opened."""
 
@@ -132,6 +166,19 @@ class APIServer(ABC):
         """Whether the server has been asked for its health yet."""
         self.num_assigned = {"train": 0, "eval": 0}
         """Requests and sessions that were given to this server and are not finished, per budget."""
+        self.concurrency: ConcurrencyController | None = None
+        """What adapts the number of requests in flight; None: the two configured numbers are all there is."""
+        if config.adaptive_concurrency:
+            cap = config.num_max_requests_at_once + config.num_requests_for_eval
+            self.concurrency = ConcurrencyController(cap)
+            self._apply_limit()
+        self.is_another_healthy: Callable[[], bool] = lambda: False
+        """Whether another server could take over; set by `ServerManager`."""
+        self._num_waiting = 0
+        """Requests that wait for the server to be up."""
+        self._health_asked_at = -HEALTH_REMINDER_S
+        self._load_task: asyncio.Task[None] | None = None
+        self._tells_load = True
         self._healthy = asyncio.Event()
         self._healthy.set()
         self._asked = asyncio.Event()
@@ -164,15 +211,28 @@ class APIServer(ABC):
         """Set this environment's share (0..1) of the server."""
         self.sem.update_weight(weight)
         self.eval_sem.update_weight(weight)
+        if self.concurrency is not None:
+            self.concurrency.share = max(self.sem.weight, 1.0 / self.sem.max_val)
 
     def num_free(self, split: str = "train") -> int:
-        """Slots of a budget that are not spoken for; negative when requests are waiting."""
-        budget = self.sem if split == "train" else self.eval_sem
-        return budget.capacity - self.num_assigned["train" if split == "train" else "eval"]
+        """Slots of a budget that are not spoken for; negative when requests are waiting.
+
+        Evaluation that runs at a server makes it less free for training, too.
+        """
+        if split != "train":
+            return self.eval_sem.capacity - self.num_assigned["eval"]
+        return self.sem.capacity - self.num_assigned["train"] - self.num_assigned["eval"]
 
     async def wandb_metrics(self, metrics: dict[str, Any] | None, name: str) -> dict[str, Any]:
         """Add this server's figures over its last `rolling_buffer_length` requests to `metrics`; times in seconds."""
         metrics = {} if metrics is None else metrics
+        metrics[f"server/{name}_healthy"] = float(self.server_healthy)
+        metrics[f"server/{name}_requests_waiting"] = float(
+            max(0, sum(self.num_assigned.values()) - self.sem.in_use - self.eval_sem.in_use)
+        )
+        if self.concurrency is not None:
+            limit = min(self.concurrency.limit, self.sem.max_val)
+            metrics[f"server/{name}_concurrency_limit"] = float(limit)
         for prefix, timings in (("", self.request_timings), ("eval_", self.eval_request_timings)):
             if timings:
                 values = np.asarray(timings)
@@ -191,10 +251,11 @@ class APIServer(ABC):
 
     async def close(self) -> None:
         """Stop watching the server. Subclasses close their sessions as well."""
-        task, self.check_task = self.check_task, None
-        if task is not None and not task.done():
+        tasks = [task for task in (self.check_task, self._load_task) if task is not None]
+        self.check_task = self._load_task = None
+        for task in tasks:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # For concrete servers.
 
@@ -217,14 +278,20 @@ class APIServer(ABC):
         """Return None if the server is up, else the reason it is not; makes no paid request."""
         return None
 
+    async def _find_load(self) -> ServerLoad | None:
+        """Return the server's own figures, or None if it has none; asked every LOAD_POLL_S while it is busy."""
+        return None
+
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
-        """Ask until the server is up, then set `server_healthy`. Runs only while requests wait for it."""
+        """Ask until the server is up, then set `server_healthy`; stop when nobody waits for it any more."""
         while (fault := await self._find_fault()) is not None:
             self._asked.set()
             if fault != self._health_reason:
                 logger.warning("Inference server %s is not ready: %s", self._label, fault)
                 self._health_reason = fault
             await asyncio.sleep(self.health_poll_s)
+            if not self._num_waiting:
+                return
         if self._health_reason:
             logger.info("Inference server %s is ready", self._label)
             self._health_reason = ""
@@ -256,6 +323,7 @@ class APIServer(ABC):
     def _watch(self) -> None:
         """Hold requests back until the server has answered a health question."""
         self.server_healthy = False
+        self._health_asked_at = time.monotonic()
         if self.check_task is None or self.check_task.done():
             self.check_task = asyncio.create_task(self.check_server_status_task())
 
@@ -276,73 +344,206 @@ class APIServer(ABC):
             except TimeoutError:
                 self._asked.set()  # no answer is an answer, too: the server is not healthy
 
+    @property
+    def health_reason(self) -> str:
+        """Why the server is not ready; empty if it is, or has not answered yet."""
+        return self._health_reason
+
+    def look_again(self) -> None:
+        """Ask a server that is down, at most every HEALTH_REMINDER_S; for servers that nobody waits for."""
+        if not self.server_healthy and (
+            time.monotonic() - self._health_asked_at >= HEALTH_REMINDER_S
+        ):
+            self._watch()
+
     async def healthy_again(self) -> None:
         """Return when requests may be sent, however long that takes."""
         if not self.server_healthy:
             self._watch()
-        await self._healthy.wait()
+        with self._waiting():
+            await self._healthy.wait()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
 
     async def _wait_until_healthy(self) -> None:
-        if not self._checks_health:
-            return
         if not self.initialized:
             self.initialized = True
             self._watch()
         if self.server_healthy:
             return
         self._watch()
+        began = time.monotonic()
+        with self._waiting():
+            # Nothing tells when another server comes up: that is looked at between two waits.
+            while (left_s := began + self._patience_s - time.monotonic()) > 0:
+                try:
+                    async with asyncio.timeout(min(left_s, HEALTH_REMINDER_S)):
+                        await self._healthy.wait()
+                        return
+                except TimeoutError:
+                    self._watch()
+        raise EngineDown(
+            f"inference server {self._label} is not ready after {self._patience_s:g} s:"
+            f" {self._health_reason or 'no answer'}. Start it, correct base_url, or raise health_wait_s"
+        )
+
+    @property
+    def _patience_s(self) -> float:
+        """How long the current request may wait for the server to be up."""
         wait_s = self.config.health_wait_s
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._healthy.wait()
-        except TimeoutError as e:
-            raise EngineDown(
-                f"inference server {self._label} is not ready after {wait_s:g} s:"
-                f" {self._health_reason or 'no answer'}. Start it, correct base_url, or raise health_wait_s"
-            ) from e
+        if not self._asked.is_set() or not self.is_another_healthy():
+            return wait_s
+        return 0.0 if may_move.get() else min(wait_s, BOUND_WAIT_S)
 
     # The one path.
 
     async def _call(self, send: Callable[..., Awaitable[T]], kwargs: dict[str, Any]) -> T:
         split = "train" if kwargs.pop("split", "train") == "train" else "eval"
         kwargs["model"] = self.config.model_name
-        limiter = self.sem if split == "train" else self.eval_sem
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(self.max_attempts),
-            wait=wait_random_exponential(max=self.max_backoff_s),
-            retry=retry_if_exception(is_transient),
-            reraise=True,
-        )
+        num_sent = num_failed = 0
+        began_waiting: float | None = None
         self.num_assigned[split] += 1
         try:
-            async for attempt in retrying:
-                with attempt:
-                    await self._wait_until_healthy()
-                    async with limiter:
-                        started_at = time.perf_counter()
-                        try:
-                            answer = await send(**kwargs)
-                        except Exception as e:
-                            if is_transient(e) and self._checks_health:
-                                self._watch()
-                            raise
-                    self._count(split, time.perf_counter() - started_at, attempt)
+            while True:
+                num_sent += 1
+                try:
+                    answer, seconds = await self._attempt(send, kwargs, split, again=num_sent > 1)
+                except Exception as e:
+                    if not is_transient(e):
+                        raise
+                    if says_later(e):
+                        now = time.monotonic()
+                        began_waiting = began_waiting or now
+                        gives_up = now - began_waiting >= self.config.health_wait_s
+                    else:
+                        num_failed += 1
+                        gives_up = num_failed >= self.max_attempts
+                    if gives_up:
+                        raise EngineUnavailable(
+                            f"{e} (gave up after {num_sent} attempts)",
+                            status=getattr(e, "status", None),
+                            retry_after_s=getattr(e, "retry_after_s", None),
+                        ) from e
+                    pause_s = self._pause_s(e, num_sent)
+                else:
+                    self._count(split, seconds, num_sent)
                     return answer
-        except EngineDown:
-            raise
-        except Exception as e:
-            if not is_transient(e):
-                raise
-            raise EngineUnavailable(f"{e} (gave up after {self.max_attempts} attempts)") from e
+                await asyncio.sleep(pause_s)
         finally:
             self.num_assigned[split] -= 1
-        raise AssertionError("tenacity ends with an answer or an exception")
 
-    def _count(self, split: str, seconds: float, attempt: AttemptManager) -> None:
+    def _pause_s(self, error: BaseException, num_sent: int) -> float:
+        """Return how long to wait before sending again: what the server asks for, else longer and longer."""
+        if isinstance(error, EngineUnavailable) and error.retry_after_s is not None:
+            return min(error.retry_after_s, MAX_RETRY_AFTER_S) + random.uniform(0.0, MIN_PAUSE_S)
+        longest = min(self.max_backoff_s, 2.0 ** min(num_sent, 10))
+        pause_s = random.uniform(0.0, longest)
+        return max(MIN_PAUSE_S, pause_s) if says_later(error) else pause_s
+
+    async def _attempt(
+        self,
+        send: Callable[..., Awaitable[T]],
+        kwargs: dict[str, Any],
+        split: str,
+        *,
+        again: bool,
+    ) -> tuple[T, float]:
+        """Send once, when the server is up and a slot is free; return the answer and the seconds it took."""
+        limiter = self.sem if split == "train" else self.eval_sem
+        gated = self._checks_health
+        while True:
+            if gated and not (self.initialized and self.server_healthy):
+                await self._wait_until_healthy()
+            await limiter.acquire(first=again)
+            if not gated or self.server_healthy:
+                break
+            limiter.release()  # the server went down while this request stood in line
+            again = True
+        try:
+            controller = self.concurrency
+            if controller is None:
+                began = time.monotonic()
+                try:
+                    answer = await send(**kwargs)
+                except Exception as e:
+                    self._suspect(e)
+                    raise
+                return answer, time.monotonic() - began
+            if (pause_s := controller.paused_until - time.monotonic()) > 0:
+                await asyncio.sleep(pause_s)
+            return await self._send_measured(controller, send, kwargs)
+        finally:
+            limiter.release()
+
+    async def _send_measured(
+        self,
+        controller: ConcurrencyController,
+        send: Callable[..., Awaitable[T]],
+        kwargs: dict[str, Any],
+    ) -> tuple[T, float]:
+        if self._tells_load and self._load_task is None:
+            self._load_task = asyncio.create_task(self._watch_load(controller))
+        began = time.monotonic()
+        controller.start(began)
+        try:
+            answer = await send(**kwargs)
+        except BaseException as e:
+            now = time.monotonic()
+            if says_later(e) or timed_out(e):
+                controller.refuse(
+                    now,
+                    started_at=began,
+                    retry_after_s=getattr(e, "retry_after_s", None),
+                    timed_out=timed_out(e),
+                )
+            else:
+                controller.drop(now)
+            self._apply_limit()
+            self._suspect(e)
+            raise
+        now = time.monotonic()
+        controller.finish(now, started_at=began, num_tokens=longest_completion(answer))
+        self._apply_limit()
+        return answer, now - began
+
+    def _suspect(self, error: BaseException) -> None:
+        """Ask for the server's health after an error that a server which is down would cause."""
+        status = error.status if isinstance(error, EngineUnavailable) else None
+        if is_transient(error) and self._checks_health and (status is None or status >= 500):
+            self._watch()
+
+    def _apply_limit(self) -> None:
+        """Let training use what evaluation leaves of the limit."""
+        if self.concurrency is not None:
+            limit = self.concurrency.limit
+            self.eval_sem.update_limit(limit)
+            self.sem.update_limit(max(1, limit - self.eval_sem.in_use))
+
+    async def _watch_load(self, controller: ConcurrencyController) -> None:
+        """Tell the controller the server's own figures while requests are in flight."""
+        try:
+            while controller.in_flight:
+                load = await self._find_load()
+                if load is None:
+                    self._tells_load = False
+                    return
+                controller.observe(time.monotonic(), running=load.running, waiting=load.waiting)
+                self._apply_limit()
+                await asyncio.sleep(LOAD_POLL_S)
+        finally:
+            self._load_task = None
+
+    def _count(self, split: str, seconds: float, num_sent: int) -> None:
         timings, attempts = (
             (self.request_timings, self.attempts_list)
             if split == "train"
             else (self.eval_request_timings, self.eval_attempts_list)
         )
         timings.append(seconds)
-        attempts.append(attempt.retry_state.attempt_number)
+        attempts.append(num_sent)

@@ -1,7 +1,8 @@
 """How many requests may be at a server at once.
 
-One limiter per budget (training, evaluation). First come, first served; a cancelled waiter never keeps a slot.
-Written on futures rather than on `asyncio.Semaphore`, because its capacity changes while requests wait.
+One limiter per budget (training, evaluation). First come, first served, except that a request which is sent again goes
+first; a cancelled waiter never keeps a slot. Written on futures rather than on `asyncio.Semaphore`, because its
+capacity changes while requests wait. What the capacity should be is decided elsewhere (`concurrency.py`, the hub).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class AsyncSemWithAdaptiveWeight:
             raise ValueError(f"a limiter needs at least one slot, got {value}")
         self.max_val = value
         self.weight = 1.0
+        self._limit = value
         self._in_use = 0
         self._waiters: deque[asyncio.Future[None]] = deque()
 
@@ -34,7 +36,18 @@ class AsyncSemWithAdaptiveWeight:
     @property
     def capacity(self) -> int:
         """Slots that may be used."""
-        return max(1, int(self.max_val * self.weight + 1e-9))
+        return max(1, int(min(self.max_val, self._limit) * self.weight + 1e-9))
+
+    @property
+    def in_use(self) -> int:
+        """Slots that are taken."""
+        return self._in_use
+
+    def update_limit(self, limit: int) -> None:
+        """Use at most `limit` slots, before weighting; `max_val` stays the cap."""
+        if limit != self._limit:
+            self._limit = limit
+            self._wake()
 
     def min_val(self) -> float:
         """Slots that stay reserved for other environments."""
@@ -49,12 +62,16 @@ class AsyncSemWithAdaptiveWeight:
         """Whether a new request would have to wait."""
         return self._in_use >= self.capacity or bool(self._waiters)
 
-    async def acquire(self) -> bool:
-        if not self.locked():
+    async def acquire(self, *, first: bool = False) -> bool:
+        """Take a slot, waiting for one; `first` goes before those that wait."""
+        if self._in_use < self.capacity and (first or not self._waiters):
             self._in_use += 1
             return True
         waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
+        if first:
+            self._waiters.appendleft(waiter)
+        else:
+            self._waiters.append(waiter)
         try:
             await waiter
         except asyncio.CancelledError:
@@ -66,12 +83,16 @@ class AsyncSemWithAdaptiveWeight:
         return True
 
     def release(self) -> None:
+        """Give a slot back."""
         assert self._in_use > 0, "released more often than acquired"
         self._in_use -= 1
         self._wake()
 
     def _wake(self) -> None:
-        while self._waiters and self._in_use < self.capacity:
+        if not self._waiters:
+            return
+        capacity = self.capacity
+        while self._waiters and self._in_use < capacity:
             waiter = self._waiters.popleft()
             if not waiter.done():
                 self._in_use += 1

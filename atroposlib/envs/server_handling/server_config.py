@@ -67,7 +67,9 @@ class APIServerConfig(ServerBaseline):
     health_check: bool = True
     """Ask the server whether it is up, before its first use and after a failed connection."""
     health_wait_s: float = Field(default=600.0, ge=0)
-    """Seconds a request waits for a server that is down before it fails."""
+    """Seconds a request waits for a server that is down, or that says "later", before it fails."""
+    adaptive_concurrency: bool = True
+    """Send fewer requests at once than configured while the server is overloaded."""
 
     @field_validator("base_url")
     @classmethod

@@ -1,12 +1,15 @@
 """All inference servers of an environment behind one object, `BaseEnv.server`.
 
 Chooses the server for each call in ONE place (`_choose`: the healthy one with most free slots), splits calls for many
-completions, and opens managed sessions. It does not retry: `APIServer` does.
+completions, and opens managed sessions. A session stays on one server for its life, so that its prefix stays cached
+and its turns come from one engine; if that engine does not come back, the session fails with `EngineDown` rather than
+going on with other weights. Other calls move to another server. It does not retry: `APIServer` does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import os
@@ -14,7 +17,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from atroposlib.envs.server_handling.api_server import APIServer, TokenCompletions
+from atroposlib.envs.server_handling.api_server import (
+    APIServer,
+    EngineDown,
+    TokenCompletions,
+    may_move,
+)
 from atroposlib.envs.server_handling.choices import run_together, split_n
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
@@ -33,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORTS = (9004, 9005, 9006, 9007)
 """Where the original looks for local servers when it is told nothing."""
+
+DEFAULT_TOOL_PARSER = "hermes"
+"""What a proxy parses tool calls with unless told otherwise."""
 
 ALLOW_DUMMY_VARIABLE = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
 
@@ -62,12 +73,10 @@ class ServerManager:
         self.reasoning_config = reasoning_config
         self.tool_parser = tool_parser
         self.proxy_url = proxy_url or os.environ.get("ATROPOS_PROXY_URL") or None
-        self.use_proxy = bool(self.proxy_url)
-        if self.proxy_url or use_proxy:
-            raise ConfigError(
-                f"a managed-server proxy is asked for (proxy_url={self.proxy_url!r}), which this version"
-                " cannot use; unset proxy_url and ATROPOS_PROXY_URL"
-            )
+        if use_proxy and not self.proxy_url:
+            raise ConfigError("use_proxy is set; give proxy_url or set ATROPOS_PROXY_URL as well")
+        self._num_stuck = 0
+        """Calls that wait because no server is ready."""
         self.servers: list[APIServer]
         if testing:
             self.servers = [ServerHarness.answering_anything(_first(configs), reasoning_config)]
@@ -78,6 +87,16 @@ class ServerManager:
         self.servers = [
             server_class(config, reasoning_config=reasoning_config) for config in entries
         ]
+        for server in self.servers:
+            server.is_another_healthy = functools.partial(self._is_another_healthy, server)
+
+    def _is_another_healthy(self, server: APIServer) -> bool:
+        return any(other.server_healthy for other in self.servers if other is not server)
+
+    @property
+    def use_proxy(self) -> bool:
+        """Whether managed sessions are opened at a proxy."""
+        return bool(self.proxy_url)
 
     # Calls.
 
@@ -105,8 +124,8 @@ class ServerManager:
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Return the top logprobs at every position of a prompt, from one server."""
-        server = await self._choose(kwargs.get("split", "train"))
-        return await server.get_logprobs(**kwargs)
+        answer: dict[str, Any] = await self._call_one("get_logprobs", kwargs)
+        return answer
 
     async def _split_call(self, method: str, kwargs: dict[str, Any]) -> Any:
         parts = await self._parts(method, kwargs)
@@ -131,37 +150,72 @@ class ServerManager:
         return await run_together([self._call_one(method, {**kwargs, "n": size}) for size in sizes])
 
     async def _call_one(self, method: str, kwargs: dict[str, Any]) -> Any:
-        server = await self._choose(kwargs.get("split", "train"))
-        return await getattr(server, method)(**kwargs)
+        """Make one call at the server that is freest, and at another one if that goes down."""
+        token = may_move.set(len(self.servers) > 1)
+        try:
+            while True:
+                server = await self._choose(kwargs.get("split", "train"))
+                try:
+                    return await getattr(server, method)(**kwargs)
+                except EngineDown:
+                    if server.server_healthy or not self._is_another_healthy(server):
+                        raise
+        finally:
+            may_move.reset(token)
 
     # Choosing.
 
     async def _choose(self, split: str = "train") -> APIServer:
-        """Return the healthy server with most free slots; if none is healthy, wait for the first that is."""
-        if len(self.servers) == 1:
-            return self.servers[0]
-        if unknown := [server for server in self.servers if not server.is_known]:
+        """Return the healthy server with most free slots; if none is healthy, wait for the first that is.
+
+        Raises EngineDown when none came up for as long as a request may wait.
+        """
+        servers = self.servers
+        if len(servers) == 1:
+            return servers[0]
+        if unknown := [server for server in servers if not server.is_known]:
             await asyncio.gather(*(server.first_answer() for server in unknown))
-        await self._wait_for_any()
+        if not any(server.server_healthy for server in servers):
+            await self._wait_for_any()
         # No await from here to the call: the choice and the slot it takes belong together.
-        healthy = [server for server in self.servers if server.server_healthy]
-        return max(healthy or self.servers, key=lambda server: server.num_free(split))
+        best: APIServer | None = None
+        most = 0
+        for server in servers:
+            if not server.server_healthy:
+                server.look_again()  # nobody waits for it, so nobody else asks
+                continue
+            num_free = server.num_free(split)
+            if best is None or num_free > most:
+                best, most = server, num_free
+        if best is None:
+            raise EngineDown(f"no inference server is ready. {self._reasons()}")
+        return best
 
     async def _wait_for_any(self) -> None:
-        """Return when a server is healthy, or after as long as a request may wait: the server's own gate then fails."""
-        if any(server.server_healthy for server in self.servers):
-            return
+        """Return when a server is healthy, or after as long as a request may wait."""
         waits = [asyncio.create_task(server.healthy_again()) for server in self.servers]
+        self._num_stuck += 1
+        if self._num_stuck == 1:
+            logger.warning("No inference server is ready; requests wait. %s", self._reasons())
         try:
-            await asyncio.wait(
+            done, _ = await asyncio.wait(
                 waits,
                 timeout=max(server.config.health_wait_s for server in self.servers),
                 return_when=asyncio.FIRST_COMPLETED,
             )
+            if done and self._num_stuck == 1:
+                logger.info("An inference server is ready again")
         finally:
+            self._num_stuck -= 1
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
+
+    def _reasons(self) -> str:
+        return "; ".join(
+            f"{server.config.base_url}: {server.health_reason or 'no answer yet'}"
+            for server in self.servers
+        )
 
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[APIServer]:
@@ -186,35 +240,63 @@ class ServerManager:
     ) -> AsyncIterator[Any]:
         """Yield a `ManagedServer` bound to one server (that at `base_url`, if given) and forget its state afterwards.
 
-        Raises NotImplementedError for an API without token ids, unless ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
+        With a proxy, a `ProxyManagedServer` whose session is deleted afterwards. Raises NotImplementedError for an API
+        without token ids, unless ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
         """
+        parser = tool_call_parser or tool_parser or self.tool_parser
+        if self.use_proxy:
+            async with self._proxy_session(base_url, parser, track_tree) as session:
+                yield session
+            return
         server = self._at(base_url) if base_url else await self._choose()
-        managed: ManagedServer | DummyManagedServer
-        if isinstance(server, OpenAIServer):
-            if os.environ.get(ALLOW_DUMMY_VARIABLE, "").strip().lower() not in ("1", "true", "yes"):
-                raise NotImplementedError(
-                    "server_type 'openai' returns no token ids, so its completions cannot be trained on. Use"
-                    f" server_type 'vllm', or set {ALLOW_DUMMY_VARIABLE}=1 to try the environment with made-up tokens"
-                )
-            logger.warning(
-                "%s is set: token ids and logprobs are made up and must not be trained on",
-                ALLOW_DUMMY_VARIABLE,
-            )
-            managed = DummyManagedServer(server, tokenizer=tokenizer, track_tree=track_tree)
-        else:
-            managed = ManagedServer(
-                server,
-                tokenizer=tokenizer,
-                track_tree=track_tree,
-                tool_parser=tool_call_parser or tool_parser or self.tool_parser,
-                preserve_think_blocks=preserve_think_blocks,
-            )
+        managed = self._manage(
+            server,
+            tokenizer=tokenizer,
+            track_tree=track_tree,
+            tool_parser=parser,
+            preserve_think_blocks=preserve_think_blocks,
+        )
         server.num_assigned["train"] += 1
         try:
             yield managed
         finally:
             server.num_assigned["train"] -= 1
             managed.reset()
+
+    def _manage(
+        self, server: APIServer, *, tokenizer: Any, track_tree: bool, **options: Any
+    ) -> ManagedServer | DummyManagedServer:
+        if not isinstance(server, OpenAIServer):
+            return ManagedServer(server, tokenizer=tokenizer, track_tree=track_tree, **options)
+        if os.environ.get(ALLOW_DUMMY_VARIABLE, "").strip().lower() not in ("1", "true", "yes"):
+            raise NotImplementedError(
+                "server_type 'openai' returns no token ids, so its completions cannot be trained on. Use"
+                f" server_type 'vllm', or set {ALLOW_DUMMY_VARIABLE}=1 to try the environment with made-up tokens"
+            )
+        logger.warning(
+            "%s is set: token ids and logprobs are made up and must not be trained on",
+            ALLOW_DUMMY_VARIABLE,
+        )
+        return DummyManagedServer(server, tokenizer=tokenizer, track_tree=track_tree)
+
+    @asynccontextmanager
+    async def _proxy_session(
+        self, base_url: str | None, tool_parser: str | None, track_tree: bool
+    ) -> AsyncIterator[Any]:
+        # Only environments that use a proxy need its client.
+        from atroposlib.envs.server_handling.proxy_client import create_proxy_session
+
+        session = await create_proxy_session(
+            proxy_url=str(self.proxy_url),
+            base_url=base_url,
+            tool_parser=tool_parser or DEFAULT_TOOL_PARSER,
+            track_tree=track_tree,
+            model_name=self.servers[0].config.model_name,
+        )
+        try:
+            yield session
+        finally:
+            await session.cleanup()
 
     def _at(self, base_url: str) -> APIServer:
         for server in self.servers:
@@ -244,16 +326,22 @@ class ServerManager:
 
 
 def server_class_for(server_type: str) -> type[APIServer]:
-    """Return the class that speaks a `server_type`."""
+    """Return the class that speaks a `server_type`; the rarer ones are imported when they are used."""
     if server_type == "openai":
         return OpenAIServer
     if server_type == "vllm":
         return VLLMServer
-    if server_type in ("sglang", "trl"):
-        raise ConfigError(
-            f"server_type {server_type!r} is not available in this version; use 'vllm' or 'openai'"
-        )
-    raise ConfigError(f"server_type {server_type!r} is unknown; use 'vllm' or 'openai'")
+    if server_type == "sglang":
+        from atroposlib.envs.server_handling.sglang_server import SGLangServer
+
+        return SGLangServer
+    if server_type == "trl":
+        from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
+
+        return TrlVllmServer
+    raise ConfigError(
+        f"server_type {server_type!r} is unknown; use 'openai', 'vllm', 'sglang' or 'trl'"
+    )
 
 
 def expand_configs(configs: Configs, *, slurm: bool) -> list[APIServerConfig]:

@@ -15,7 +15,7 @@ from atroposlib.errors import ConfigError
 
 def test_defaults_are_the_originals() -> None:
     config = APIServerConfig()
-    assert config.model_dump(exclude={"health_wait_s"}) == {
+    assert config.model_dump(exclude={"health_wait_s", "adaptive_concurrency"}) == {
         "timeout": 1200,
         "num_max_requests_at_once": 512,
         "num_requests_for_eval": 64,

@@ -16,7 +16,7 @@ from atroposlib.envs.server_handling.server_harness import (
     create_chat_completion,
     create_completion,
 )
-from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.server_handling.server_manager import ServerManager, server_class_for
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
 
@@ -93,8 +93,11 @@ async def test_server_type_chooses_the_class() -> None:
     assert isinstance(ServerManager(APIServerConfig(**config)).servers[0], OpenAIServer)
     vllm = ServerManager([APIServerConfig(server_type="vllm", **config)])
     assert isinstance(vllm.servers[0], VLLMServer)
-    with pytest.raises(ConfigError, match="'sglang' is not available"):
-        ServerManager(APIServerConfig(server_type="sglang", **config))
+    for server_type, name in (("sglang", "SGLangServer"), ("trl", "TrlVllmServer")):
+        [server] = ServerManager(APIServerConfig(server_type=server_type, **config)).servers
+        assert type(server).__name__ == name
+    with pytest.raises(ConfigError, match="'tgi' is unknown; use 'openai', 'vllm', 'sglang'"):
+        server_class_for("tgi")
 
 
 async def test_managed_sessions_end_to_end_over_http_are_token_exact() -> None:
@@ -178,10 +181,12 @@ async def test_testing_gives_a_usable_server() -> None:
     await manager.close()
 
 
-async def test_a_proxy_is_refused_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATROPOS_PROXY_URL", "http://p")
+async def test_use_proxy_needs_to_know_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATROPOS_PROXY_URL", raising=False)
     with pytest.raises(ConfigError, match="ATROPOS_PROXY_URL"):
-        ServerManager(APIServerConfig(base_url="http://h/v1"))
+        ServerManager(APIServerConfig(base_url="http://h/v1"), use_proxy=True)
+    monkeypatch.setenv("ATROPOS_PROXY_URL", "http://p")
+    assert ServerManager(APIServerConfig(base_url="http://h/v1")).proxy_url == "http://p"
 
 
 # The harness.

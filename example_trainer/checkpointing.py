@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from atroposlib.errors import ConfigError
 from example_trainer.model import Policy, finish_directory, fresh_directory
-from example_trainer.parallel import World
+from example_trainer.parallel import World, second_names
 
 FORMAT = 1
 _STEP = re.compile(r"step_(\d+)$")
@@ -132,15 +132,9 @@ class Checkpoints:
 def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return model and optimizer state as one flat dict; every value is a tensor or a number."""
     model, optimizer_state = get_state_dict(policy.model, optimizer, options=_FLAT)
-    tied = set(model) & _second_names(policy.model)
+    tied = second_names(policy.model)
     both = {f"model.{name}": value for name, value in model.items() if name not in tied}
     return both | {f"optimizer.{name}": value for name, value in optimizer_state.items()}
-
-
-def _second_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters that are tied to one named before."""
-    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return every - {name for name, _ in model.named_parameters()}
 
 
 def _split(tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -143,4 +143,12 @@ def full_weights(model: nn.Module, *, module: nn.Module) -> dict[str, Tensor]:
     if not is_sharded(module):
         return dict(model.state_dict())
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(model, options=options)
+    tied = second_names(model)
+    gathered = get_model_state_dict(model, options=options)
+    return {name: value for name, value in gathered.items() if name not in tied}
+
+
+def second_names(model: nn.Module) -> set[str]:
+    """Return the names of parameters that are tied to one named before."""
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return every - {name for name, _ in model.named_parameters()}

@@ -1,0 +1,61 @@
+"""One trainer process among those that torchrun starts: some steps on made-up groups, from a model or a checkpoint.
+
+python -m torch.distributed.run --nproc_per_node 2 tests/trainer/parallel_worker.py '{"model_name": ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from example_trainer.checkpointing import Checkpoints
+from example_trainer.config import TrainerConfig
+from example_trainer.data import make_batch
+from example_trainer.gap import LogprobGap
+from example_trainer.model import load_policy
+from example_trainer.parallel import World, processes
+from example_trainer.training import data_options, make_optimizer, resume, take_step
+from example_trainer.weights import WeightsDirectory
+from tests.trainer.helpers_trainer import make_group
+
+
+def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> list[float | None]:
+    """Train to `config.num_steps`, save in between if asked and at the end, return the losses and gradient norms."""
+    policy = load_policy(config, world)
+    optimizer = make_optimizer(policy, config)
+    saved = Checkpoints(save_path=config.save_path, world=world)
+    start = resume(config, saved, policy, optimizer)
+    options = data_options(config)
+    numbers: list[float | None] = []
+    with WeightsDirectory(config, policy) as weights:
+        gap = LogprobGap(policy, weights, options, limit=None)
+        for step in range(start, config.num_steps):
+            # Three micro-batches for two processes, so that one of them has a filler.
+            groups = [
+                make_group([1.0, 0.0, 0.3], seed=10 * step + s, length=6 + 4 * s) for s in range(2)
+            ]
+            batch = make_batch(groups, options)
+            result = take_step(policy, optimizer, batch, config, step, gap)
+            numbers += [result.loss, result.grad_norm, result.sums["ratio_sum"], result.gap.maximum]
+            if step + 1 == save_at:
+                saved.save(policy, optimizer, save_at)
+    policy.save(config.save_path / "final_model")
+    return numbers
+
+
+def main(settings: dict[str, Any], save_at: int | None) -> None:
+    torch.set_num_threads(1)
+    config = TrainerConfig(**settings)
+    with processes(torch.device("cpu")) as world:
+        numbers = run(config, world, save_at=save_at)
+        if world.is_main:
+            (config.save_path / "numbers.json").write_text(json.dumps(numbers))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))

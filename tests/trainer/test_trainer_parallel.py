@@ -1,0 +1,97 @@
+"""Two processes with half of the weights each take the steps that one process takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from example_trainer.config import TrainerConfig
+from example_trainer.data import DataOptions, make_batch
+from example_trainer.parallel import ALONE, World
+from tests.tiny_model import make_tiny_model
+from tests.trainer.helpers_trainer import make_group
+from tests.trainer.parallel_worker import run
+
+ROOT = Path(__file__).parents[2]
+NUM_STEPS, MIDDLE = 10, 4
+
+
+def settings_for(model_dir: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    settings = {
+        "model_name": str(model_dir),
+        "device": "cpu",
+        "num_steps": NUM_STEPS,
+        "batch_size": 2,
+        "lr": 1e-3,
+        "save_path": str(out),
+        "weights_dir": str(out / "weights"),
+        "threads": 1,
+    }
+    return settings | {name: str(v) if isinstance(v, Path) else v for name, v in changes.items()}
+
+
+def in_two_processes(settings: dict[str, Any], *, save_at: int | None) -> list[float]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    command += [str(ROOT / "tests/trainer/parallel_worker.py")]
+    command += [json.dumps(settings), json.dumps(save_at)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((Path(settings["save_path"]) / "numbers.json").read_text())  # type: ignore[no-any-return]
+
+
+def in_one_process(settings: dict[str, Any], *, save_at: int | None = None) -> list[Any]:
+    torch.manual_seed(0)
+    return run(TrainerConfig(**settings), ALONE, save_at=save_at)
+
+
+def weights_of(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return load_file(Path(settings["save_path"]) / "final_model/model.safetensors")
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_train_as_one_and_read_each_others_checkpoints(tmp_path: Path) -> None:
+    model_dir = make_tiny_model(tmp_path / "model", tie_word_embeddings=True)
+    one = settings_for(model_dir, tmp_path / "one")
+    two = settings_for(model_dir, tmp_path / "two")
+    expected = in_one_process(one, save_at=MIDDLE)
+    found = in_two_processes(two, save_at=MIDDLE)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert_same(weights_of(two), weights_of(one))
+
+    rest = expected[4 * MIDDLE :]
+    path = f"step_{MIDDLE}"
+    to_one = settings_for(model_dir, tmp_path / "to_one", resume_from=tmp_path / "two" / path)
+    assert in_one_process(to_one) == pytest.approx(rest, abs=1e-5)
+    to_two = settings_for(model_dir, tmp_path / "to_two", resume_from=tmp_path / "one" / path)
+    assert in_two_processes(to_two, save_at=None) == pytest.approx(rest, abs=1e-5)
+    assert_same(weights_of(to_two), weights_of(to_one))
+
+
+def test_each_process_computes_as_many_micro_batches() -> None:
+    options = DataOptions(seq_len=64, max_sequences=1, max_tokens=10_000)
+    micro_batches = make_batch([make_group([1.0, 0.0, 0.3])], options).micro_batches
+    shares = [
+        World(rank=rank, size=2, device=torch.device("cpu")).share(micro_batches)
+        for rank in range(2)
+    ]
+    assert [len(share) for share in shares] == [2, 2]
+    assert [m.is_filler for share in shares for m in share] == [False, False, False, True]
+    weight = sum(float(m.positions.weights_N.sum()) for share in shares for m in share)
+    assert weight == pytest.approx(1.0)

@@ -12,7 +12,11 @@ from typing import Any
 
 import msgspec
 
-from atroposlib.envs.server_handling.api_server import TokenCompletions, WeightSpan
+from atroposlib.envs.server_handling.api_server import (
+    HEALTH_TIMEOUT_S,
+    TokenCompletions,
+    WeightSpan,
+)
 from atroposlib.envs.server_handling.choices import run_together, split_n, with_seed
 from atroposlib.envs.server_handling.http import strip_v1
 from atroposlib.envs.server_handling.openai_routes import (
@@ -51,6 +55,9 @@ DEFAULT_MAX_TOKENS = 128
 MAX_TOKENS_PER_ANSWER = 65536
 """An answer that may hold more is asked for in parts: 8 x 32768 tokens are 13 MB, whose decoding holds the
 interpreter's lock for 40 ms."""
+
+VERSION_PATHS = ("/model_info", "/get_weight_version")
+"""Where newer and older servers tell the version of their weights."""
 
 SAMPLING_NAMES = {
     "max_tokens": "max_new_tokens",
@@ -122,11 +129,18 @@ class _Result(msgspec.Struct, gc=False):
     meta_info: _Meta
 
 
+class _ModelInfo(msgspec.Struct, gc=False):
+    weight_version: str | int | None = None
+
+
+_model_info = msgspec.json.Decoder(_ModelInfo)
 _results = msgspec.json.Decoder(_Result | list[_Result])
 
 
 class SGLangServer(WithTokenizer, OpenAIRoutesServer):
     """An SGLang engine; `base_url` may end in `/v1` or not."""
+
+    metrics_path = "/metrics"
 
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
@@ -138,6 +152,10 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
         root = strip_v1(config.base_url)
         super().__init__(config, reasoning_config, root=root, prefix="/v1", api_key=config.api_key)
         self._warned_about_max_tokens = False
+        self._asks_version = True
+        """Its answers tell one version each, that at the end, or are not known yet."""
+        self._version_paths: tuple[str, ...] = VERSION_PATHS
+        """Those that the server may have."""
 
     async def _find_fault(self) -> str | None:
         return await self._ask("/health", accept_4xx=False)
@@ -153,8 +171,30 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
             logger.warning(
                 "No max_tokens given: SGLang stops after %d tokens then", DEFAULT_MAX_TOKENS
             )
+        version_before = await self._ask_weight_version() if self._asks_version else None
         results = await self._generate(body, request)
-        return completions_of(prompt_tokens, results, where=f"{self._label}/generate")
+        answer = completions_of(prompt_tokens, results, where=f"{self._label}/generate")
+        metas = [result.meta_info for result in results]
+        self._asks_version = all(m.weight_versions is None and m.weight_version for m in metas)
+        if self._asks_version and self._version_paths:
+            # Which weights sampled which token of a request that saw two versions cannot be known.
+            answer.weight_versions = [
+                spans if all(s.weight_version == version_before for s in spans or ()) else None
+                for spans in answer.weight_versions
+            ]
+        return answer
+
+    async def _ask_weight_version(self) -> str | None:
+        """Return the version that the server holds now; None where it does not tell."""
+        for path in self._version_paths:
+            status, body = await self._peer.get(path, timeout_s=HEALTH_TIMEOUT_S)
+            if status >= 500:
+                return None
+            version = _read_version(body) if status == 200 else None
+            if version is not None:
+                return version
+            self._version_paths = tuple(p for p in self._version_paths if p != path)
+        return None
 
     async def _generate(self, body: dict[str, Any], request: Request) -> list[_Result]:
         """Return `n` results, also from servers that ignore `n`; large answers are asked for in parts."""
@@ -242,6 +282,14 @@ def generate_body(prompt_tokens: list[int], keywords: dict[str, Any]) -> dict[st
     }
 
 
+def _read_version(body: bytes) -> str | None:
+    try:
+        version = _model_info.decode(body).weight_version
+    except msgspec.DecodeError:
+        return None  # another server, with something else at this path
+    return None if version is None else str(version)
+
+
 def read_results(answer: bytes) -> list[_Result]:
     """Decode an answer of `/generate`, an object or a list of them; a null logprob is a `ValidationError`."""
     results = _results.decode(answer)
@@ -278,7 +326,7 @@ def completions_of(
 def _weight_spans(meta: _Meta, *, num_tokens: int, where: str) -> list[WeightSpan] | None:
     """Return the spans of `weight_versions`, else the one `weight_version` of older servers for all tokens.
 
-    The one version is that at the end of the request; older servers let requests finish before weights change.
+    The one version is that at the end of the request.
     """
     if meta.weight_versions is not None:
         spans = [WeightSpan(str(s.version), s.end - s.start) for s in meta.weight_versions]

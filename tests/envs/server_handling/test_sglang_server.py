@@ -166,6 +166,25 @@ async def test_weight_versions_become_spans() -> None:
     assert answer.weight_versions == [[("7", 1), ("8", 2)], [("8", 3)], []]
 
 
+@pytest.mark.parametrize(
+    ("reply", "claimed"),
+    [
+        (Reply(b"<html>"), [("3", 1)]),  # nobody to ask: what the answer says is all there is
+        (Reply({"model_path": "x"}), [("3", 1)]),
+        (Reply({"weight_version": 3}), [("3", 1)]),
+        (Reply({"weight_version": "2"}), None),
+        (Reply(b"loading", 503), None),
+    ],
+)
+async def test_one_version_is_claimed_only_if_the_request_began_under_it(
+    reply: Reply, claimed: Any
+) -> None:
+    gets = {"/model_info": reply}
+    async with Peer(result((-0.1, 97), weight_version="3"), gets=gets) as peer:
+        answer = await sample(peer)
+    assert answer.weight_versions == [claimed]
+
+
 @pytest.mark.parametrize("flagged", [False, True])
 async def test_a_server_that_ignores_n_is_asked_n_times(flagged: bool) -> None:
     async with Peer(result((-0.1, 97))) as peer:

@@ -1,0 +1,138 @@
+"""Every server type against the scripted engine, which has all their routes: the same prompt gives the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.server_handling.api_server import APIServer
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.scripted_engine import (
+    ByteTokenizer,
+    Fault,
+    Script,
+    ScriptedEngine,
+    made_up_logprobs,
+    made_up_tokens,
+)
+from atroposlib.envs.server_handling.scripted_engine.generation import PRINTABLE
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.errors import EngineProtocolError
+
+PROMPT = [10, 11, 12]
+TYPES: dict[str, type[APIServer]] = {
+    "openai": OpenAIServer,
+    "vllm": VLLMServer,
+    "sglang": SGLangServer,
+    "trl": TrlVllmServer,
+}
+WITH_TOKENS = pytest.mark.parametrize("name", ["vllm", "sglang", "trl"])
+
+
+def open_server(name: str, engine: ScriptedEngine) -> Any:
+    url = engine.url if name == "trl" else f"{engine.url}/v1"
+    config = APIServerConfig(base_url=url, server_type=name, model_name=engine.model_name)  # type: ignore[arg-type]
+    server = TYPES[name](config)
+    server.tokenizer = ByteTokenizer()  # type: ignore[attr-defined]
+    return server
+
+
+def expected(choice: int, *spans: tuple[str, int]) -> tuple[list[int], list[float]]:
+    tokens = made_up_tokens(PROMPT, seed=5, choice=choice, spans=spans, alphabet=PRINTABLE)
+    return tokens, made_up_logprobs(PROMPT, tokens, spans=spans)
+
+
+@WITH_TOKENS
+async def test_tokens_and_logprobs_are_those_of_the_engine(name: str) -> None:
+    async with ScriptedEngine(Script(seed=5), weight_version="7") as engine:
+        server = open_server(name, engine)
+        for _ in range(2):
+            answer = await server.tokens_and_logprobs_completion(
+                input_ids=PROMPT, n=2, max_tokens=4
+            )
+        await server.close()
+    wanted = [expected(choice, ("7", 4)) for choice in range(2)]
+    assert answer.prompt_tokens == PROMPT
+    assert answer.output_tokens == [tokens for tokens, _ in wanted]
+    assert answer.output_logprobs == [logprobs for _, logprobs in wanted]
+    assert answer.finish_reasons == ["length", "length"]
+    # TRL's server keeps no versions.
+    assert answer.weight_versions == [None if name == "trl" else [("7", 4)]] * 2
+
+
+@pytest.mark.parametrize("name", TYPES)
+async def test_chat_and_text_come_back_whole(name: str) -> None:
+    async with ScriptedEngine(Script(answers=("one", "two"))) as engine:
+        server = open_server(name, engine)
+        chat = await server.chat_completion(
+            messages=[{"role": "user", "content": "hi"}], n=2, max_tokens=8
+        )
+        text = await server.completion(prompt="hi", n=2, max_tokens=2)
+        await server.close()
+    assert [(c.message.content, c.finish_reason) for c in chat.choices] == [
+        ("one", "stop"),
+        ("two", "stop"),
+    ]
+    assert [(c.text, c.finish_reason) for c in text.choices] == [("on", "length"), ("tw", "length")]
+
+
+async def test_prompt_logprobs_are_the_same_from_sglang_and_vllm() -> None:
+    async with ScriptedEngine() as engine:
+        answers = []
+        for name in ("sglang", "vllm"):
+            server = open_server(name, engine)
+            answers.append([await server.get_logprobs(input_ids=PROMPT, top_k=k) for k in (0, 3)])
+            await server.close()
+    assert answers[0] == answers[1]
+    own, top = answers[0]
+    assert own["prompt_topk_token_ids"] == [[], [11], [12]]
+    assert [len(ids) for ids in top["prompt_topk_token_ids"]] == [0, 3, 3]
+
+
+async def test_no_version_is_claimed_for_a_request_during_which_weights_changed() -> None:
+    script = Script(faults=(Fault(kind="swap_weights", skip=1, times=1),))
+    async with ScriptedEngine(script, weight_version="7") as engine:
+        server = open_server("sglang", engine)
+        found = []
+        for _ in range(3):
+            answer = await server.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=4)
+            found += answer.weight_versions
+        after = engine.weight_version
+        await server.close()
+    assert after != "7"
+    assert found == [[("7", 4)], None, [(after, 4)]]
+
+
+@pytest.mark.parametrize(
+    ("missing", "asked"),
+    [
+        ((), {"/model_info": 2}),
+        (("/model_info",), {"/model_info": 1, "/get_weight_version": 2}),
+        (("/model_info", "/get_weight_version"), {"/model_info": 1, "/get_weight_version": 1}),
+    ],
+)
+async def test_the_version_is_asked_for_where_the_server_tells_it(
+    missing: tuple[str, ...], asked: dict[str, int]
+) -> None:
+    async with ScriptedEngine(weight_version="7", missing_paths=missing) as engine:
+        server = open_server("sglang", engine)
+        for _ in range(2):
+            answer = await server.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=4)
+            assert answer.weight_versions == [[("7", 4)]]
+        await server.close()
+    paths = ("/model_info", "/get_weight_version")
+    assert {path: engine.counts[path] for path in paths if engine.counts[path]} == asked
+
+
+@WITH_TOKENS
+@pytest.mark.parametrize("kind", ["cut_json", "wrong_lengths"])
+async def test_half_answers_are_never_mended(name: str, kind: Any) -> None:
+    async with ScriptedEngine(Script(faults=(Fault(kind=kind),))) as engine:
+        server = open_server(name, engine)
+        with pytest.raises(EngineProtocolError, match=r"not JSON|\d+ (logprobs|tokens)"):
+            await server.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=4)
+        await server.close()

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -51,6 +51,7 @@ class Served:
     fault: str | None = None
     """Kind of the fault that it met."""
     was_generated: bool = False
+    at_s: float = field(default_factory=time.monotonic)
     """Whether tokens were sampled, delivered or not."""
 
 

@@ -1,0 +1,391 @@
+"""Groups against failing inference servers: whole and right, or failed and counted; never half, wrong or hanging.
+
+The engines' samples are a function of prompt, choice and weight version, so every token and logprob of a group can be
+checked. Sampling is the one call that is repeated after a lost answer: nobody saw the sample, another one is as good.
+What is asserted is that nothing else is repeated, and nothing that was answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+
+from atroposlib.envs.server_handling.api_server import APIServer
+from atroposlib.envs.server_handling.scripted_engine import (
+    ByteTokenizer,
+    Fault,
+    Latency,
+    Script,
+    ScriptedEngine,
+    Served,
+    made_up_logprobs,
+    made_up_tokens,
+)
+from atroposlib.envs.server_handling.scripted_engine.generation import PRINTABLE
+from atroposlib.envs.server_handling.sequences import SequenceNode
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.errors import EngineError
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUP_SIZE = 4
+NUM_TOKENS = 16
+NUM_TURNS = 3
+TOKENS_ROUTE = "/inference/v1/generate"
+
+
+class FastVLLM(VLLMServer):
+    max_backoff_s = 0.2
+    health_poll_s = 0.02
+
+
+class FastSGLang(SGLangServer):
+    max_backoff_s = 0.2
+    health_poll_s = 0.02
+
+
+class Group(NamedTuple):
+    """A group that came to its end."""
+
+    nodes: list[SequenceNode]
+    error: EngineError | None
+
+
+@asynccontextmanager
+async def manager_of(
+    urls: Sequence[str], *, server_class: type[APIServer] = FastVLLM, **config: Any
+) -> AsyncIterator[ServerManager]:
+    manager = ServerManager(
+        [
+            APIServerConfig(
+                base_url=f"{url}/v1",
+                model_name="scripted",
+                **{"timeout": 10, "health_wait_s": 10, **config},
+            )
+            for url in urls
+        ],
+        server_class=server_class,
+    )
+    try:
+        yield manager
+    finally:
+        await manager.close()
+
+
+async def collect(manager: ServerManager, name: str, *, num_turns: int) -> Group:
+    """One group: `GROUP_SIZE` answers to a question, or one conversation of several turns."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"question {name}"}]
+    try:
+        async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
+            for turn in range(num_turns):
+                answer = await managed.chat_completion(
+                    messages=messages,
+                    n=GROUP_SIZE if num_turns == 1 else 1,
+                    max_tokens=NUM_TOKENS,
+                )
+                messages += [
+                    {"role": "assistant", "content": answer.choices[0].message.content},
+                    {"role": "user", "content": f"and {turn}"},
+                ]
+            return Group(managed.get_state()["nodes"], None)
+    except EngineError as e:
+        return Group([], e)
+
+
+async def collect_all(
+    manager: ServerManager,
+    num_groups: int,
+    *,
+    name: str = "",
+    num_turns: int = 1,
+    within_s: float = 20,
+) -> list[Group]:
+    """Collect groups at the same time; `name` keeps their questions apart from those of other calls."""
+    async with asyncio.timeout(within_s):
+        return await asyncio.gather(
+            *(collect(manager, f"{name}{i}", num_turns=num_turns) for i in range(num_groups))
+        )
+
+
+def check(group: Group, *, num_turns: int = 1, version: str | None = "default") -> None:
+    """Fail unless the group is whole and every sampled token, logprob and version is the engine's.
+
+    `version`: the one that sampled where the engine does not tell; None: only claims are checked.
+    """
+    assert len(group.nodes) == (GROUP_SIZE if num_turns == 1 else 1)
+    for choice, node in enumerate(group.nodes):
+        runs = sampled_runs(node)
+        assert [end - start for start, end in runs] == [NUM_TOKENS] * num_turns
+        claimed = (node.metadata or {}).get("weight_versions")
+        for start, end in runs:
+            spans = [
+                (span["weight_version"], span["num_tokens"])
+                for span in claimed or ()
+                if start <= span["start"] < end
+            ]
+            if claimed is None:
+                if version is None:
+                    continue
+                spans = [(version, end - start)]
+            prompt, sampled = node.tokens[:start], node.tokens[start:end]
+            assert node.masked_tokens[start:end] == sampled
+            assert sampled == made_up_tokens(
+                prompt, seed=0, choice=choice, spans=spans, alphabet=PRINTABLE
+            )
+            assert node.logprobs[start:end] == made_up_logprobs(prompt, sampled, spans=spans)
+
+
+def sampled_runs(node: SequenceNode) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for i, label in enumerate(node.masked_tokens):
+        if label == -100:
+            continue
+        if runs and runs[-1][1] == i:
+            runs[-1] = (runs[-1][0], i + 1)
+        else:
+            runs.append((i, i + 1))
+    return runs
+
+
+def attempts_by_prompt(served: Sequence[Served]) -> dict[tuple[int, ...], list[Served]]:
+    found: dict[tuple[int, ...], list[Served]] = defaultdict(list)
+    for each in served:
+        keys = ("token_ids", "prompt", "input_ids")
+        prompt = next(each.body[key] for key in keys if key in each.body)
+        found[tuple(prompt)].append(each)
+    return found
+
+
+@pytest.mark.parametrize("server_class", [FastVLLM, FastSGLang])
+async def test_five_per_cent_dropped_connections_lose_nothing_and_repeat_only_the_lost(
+    server_class: type[APIServer],
+) -> None:
+    faults = tuple(
+        Fault(kind=kind, chance=0.017) for kind in ("drop_before", "drop_after", "drop_in_body")
+    )
+    script = Script(faults=faults, latency=Latency(first_token_s=0.01))
+    async with (
+        ScriptedEngine(script) as engine,
+        manager_of([engine.url], server_class=server_class) as manager,
+    ):
+        groups = await collect_all(manager, 200)
+        groups += await collect_all(manager, 60, name="long ", num_turns=NUM_TURNS)
+    met = sum(engine.counts[fault.kind] for fault in faults)
+    assert met >= 5
+    for i, group in enumerate(groups):
+        assert group.error is None
+        check(group, num_turns=1 if i < 200 else NUM_TURNS)
+    for attempts in attempts_by_prompt(engine.served).values():
+        assert [each.fault is None for each in attempts[:-1]] == [False] * (len(attempts) - 1)
+        assert attempts[-1].fault is None
+    # Each question is asked once, and once more for each answer that was lost.
+    assert len(engine.served) == 200 + 60 * NUM_TURNS + met
+
+
+async def test_a_connection_that_always_breaks_fails_the_group_after_a_bounded_number_of_attempts() -> (
+    None
+):
+    script = Script(faults=(Fault(kind="drop_in_body"),))
+    async with ScriptedEngine(script) as engine, manager_of([engine.url]) as manager:
+        (group,) = await collect_all(manager, 1)
+        assert group.error is not None
+        assert group.nodes == []
+        assert len(engine.served) == FastVLLM.max_attempts
+
+
+async def test_429_storms_are_waited_out_as_long_as_the_server_asks() -> None:
+    storm = Fault(kind="status", status=429, retry_after_s=0.3, for_s=0.8)
+    async with ScriptedEngine(Script(faults=(storm,))) as engine:
+        async with manager_of([engine.url]) as manager:
+            groups = await collect_all(manager, 60)
+    for group in groups:
+        assert group.error is None
+        check(group)
+    assert engine.counts["status 429"] >= 1
+    for attempts in attempts_by_prompt(engine.served).values():
+        times = [each.at_s for each in attempts]
+        pauses = [after - before for before, after in zip(times, times[1:], strict=False)]
+        assert all(pause >= 0.29 for pause in pauses)
+
+
+@pytest.mark.parametrize("kind", ["cut_json", "wrong_lengths"])
+async def test_half_replies_fail_their_group_and_no_other(kind: Any) -> None:
+    fault = Fault(kind=kind, chance=0.1)
+    async with ScriptedEngine(Script(faults=(fault,))) as engine:
+        async with manager_of([engine.url]) as manager:
+            groups = await collect_all(manager, 100)
+    failed = [group for group in groups if group.error is not None]
+    assert len(failed) == engine.counts[kind] >= 3
+    assert all(group.nodes == [] for group in failed)
+    for group in groups:
+        if group.error is None:
+            check(group)
+    # The engine did its work and would answer the same again: asking again would hide it.
+    assert {len(attempts) for attempts in attempts_by_prompt(engine.served).values()} == {1}
+
+
+@pytest.mark.parametrize("route", [TOKENS_ROUTE, "/v1/completions"])
+async def test_weights_swapped_in_the_middle_of_generations_are_told_apart_token_by_token(
+    route: str,
+) -> None:
+    script = Script(latency=Latency(per_token_s=0.004, sigma=0.3))
+    missing = () if route == TOKENS_ROUTE else (TOKENS_ROUTE,)
+    async with ScriptedEngine(script, weight_version="1", missing_paths=missing) as engine:
+        async with manager_of([engine.url]) as manager:
+            swapping = asyncio.create_task(swap(engine, every_s=0.03))
+            groups = await collect_all(manager, 40, num_turns=NUM_TURNS)
+            swapping.cancel()
+            await asyncio.gather(swapping, return_exceptions=True)
+    assert {each.path for each in engine.served} == {route}
+    num_mixed = 0
+    for group in groups:
+        assert group.error is None
+        check(group, num_turns=NUM_TURNS, version=None)
+        (node,) = group.nodes
+        assert node.metadata is not None
+        spans = node.metadata["weight_versions"]
+        assert sum(span["num_tokens"] for span in spans) == NUM_TURNS * NUM_TOKENS
+        versions = [int(span["weight_version"]) for span in spans]
+        assert versions == sorted(versions)
+        assert node.metadata["policy_version"] == min(versions)
+        num_mixed += len(spans) > NUM_TURNS
+    assert num_mixed >= 10
+
+
+async def swap(engine: ScriptedEngine, *, every_s: float) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        engine.weight_version = str(int(engine.weight_version) + 1)
+
+
+async def test_an_engine_that_tells_no_spans_is_never_credited_with_the_wrong_version() -> None:
+    script = Script(latency=Latency(per_token_s=0.004), reports_spans=False)
+    async with ScriptedEngine(script, weight_version="1", missing_paths=[TOKENS_ROUTE]) as engine:
+        async with manager_of([engine.url]) as manager:
+            swapping = asyncio.create_task(swap(engine, every_s=0.15))
+            groups: list[Group] = []
+            for i in range(4):
+                groups += await collect_all(manager, 10, name=f"{i} ")
+            swapping.cancel()
+            await asyncio.gather(swapping, return_exceptions=True)
+    claims = 0
+    for group in groups:
+        check(group, version=None)
+        claims += sum((node.metadata or {})["weight_versions"] is not None for node in group.nodes)
+    assert 0 < claims < GROUP_SIZE * len(groups)
+
+
+@pytest.mark.parametrize("behaviour", ["hold", "refuse"])
+async def test_a_pause_for_new_weights_is_waited_for_and_fails_nothing(behaviour: Any) -> None:
+    script = Script(while_paused=behaviour, latency=Latency(first_token_s=0.02))
+    async with ScriptedEngine(script) as engine, manager_of([engine.url]) as manager:
+        await collect_all(manager, 2, name="before ")
+        async with aiohttp.ClientSession() as session:
+            await session.post(f"{engine.url}/pause?mode=keep")
+            collecting = asyncio.create_task(collect_all(manager, 20))
+            await asyncio.sleep(0.5)
+            assert not collecting.done()
+            await session.post(f"{engine.url}/update_weight_version", json={"new_version": "2"})
+            await session.post(f"{engine.url}/resume")
+        groups = await collecting
+    for group in groups:
+        assert group.error is None
+        check(group)
+        assert {(node.metadata or {})["policy_version"] for node in group.nodes} == {2}
+
+
+async def test_an_engine_that_never_answers_fails_the_group_when_its_time_is_over() -> None:
+    script = Script(faults=(Fault(kind="slow_first_byte", delay_s=60),))
+    async with ScriptedEngine(script) as engine:
+        async with manager_of([engine.url], timeout=1) as manager:
+            (group,) = await collect_all(manager, 1, within_s=10)
+    assert group.error is not None
+    assert "no answer within 1 s" in str(group.error)
+
+
+@pytest.mark.e2e
+async def test_an_engine_killed_in_the_middle_of_groups_fails_or_finishes_them_all() -> None:
+    script = '{"latency": {"first_token_s": 0.1, "per_token_s": 0.01, "sigma": 0.3}}'
+    async with ScriptedEngine(Script(latency=Latency(first_token_s=0.1))) as steady:
+        with process(script, port=0) as (victim, url):
+            async with manager_of([steady.url, url]) as manager:
+                collecting = asyncio.create_task(collect_all(manager, 40, num_turns=NUM_TURNS))
+                await asyncio.sleep(0.4)
+                victim.send_signal(signal.SIGKILL)
+                await asyncio.to_thread(victim.wait)
+                await asyncio.sleep(0.5)
+                with process(script, port=int(url.rpartition(":")[2])) as (_, again):
+                    assert again == url
+                    groups = await collecting
+                    # Both are used again.
+                    served = len(steady.served)
+                    later = await collect_all(manager, 20, name="later ")
+                    assert len(steady.served) - served < 20
+    whole = [group for group in groups if group.error is None]
+    print(f"{len(whole)} of {len(groups)} groups whole")
+    assert len(whole) >= len(groups) // 2  # those of the other engine felt nothing
+    for group in whole:
+        check(group, num_turns=NUM_TURNS)
+    for group in later:
+        assert group.error is None
+        check(group)
+    for attempts in attempts_by_prompt(steady.served).values():
+        assert len(attempts) == 1
+
+
+async def test_an_engine_that_does_not_come_back_fails_its_sessions_and_gets_no_others() -> None:
+    script = Script(latency=Latency(first_token_s=0.2))
+    async with ScriptedEngine(script) as steady, ScriptedEngine(script) as lost:
+        async with manager_of([steady.url, lost.url], health_wait_s=1) as manager:
+            collecting = asyncio.create_task(collect_all(manager, 40, num_turns=NUM_TURNS))
+            await asyncio.sleep(0.3)
+            await lost.stop()
+            num_lost = len(lost.served)
+            groups = await collecting
+            later = await collect_all(manager, 20, name="later ")
+            assert len(lost.served) == num_lost
+    whole = [group for group in groups if group.error is None]
+    assert len(whole) == len(groups) // 2
+    for group in groups:
+        if group.error is None:
+            check(group, num_turns=NUM_TURNS)
+        else:
+            assert lost.url in str(group.error)
+    for group in later:
+        assert group.error is None
+        check(group)
+
+
+@contextmanager
+def process(script: str, *, port: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A scripted engine that can be killed."""
+    with subprocess.Popen(
+        [
+            *(sys.executable, "-m", "atroposlib.envs.server_handling.scripted_engine"),
+            *("--port", str(port), "--script", script),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as engine:
+        try:
+            assert engine.stdout is not None
+            found = re.fullmatch(r"listening on (http://\S+)\n", engine.stdout.readline())
+            assert found is not None
+            yield engine, found[1]
+        finally:
+            engine.kill()

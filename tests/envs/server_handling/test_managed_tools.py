@@ -1,0 +1,278 @@
+"""Tool calls in managed sessions: read out of the text, recognised when they come back, trained as sampled."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.errors import ConfigError
+from tests.envs.server_handling.helpers_templates import (
+    CALLS_BEFORE_RESULTS,
+    CHATML,
+    TOOLS,
+    ToldEngine,
+    logprobs_after,
+    make_tokenizer,
+)
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        },
+    },
+}
+# Spacing and order that no JSON writer would give back.
+CALL = '<tool_call>\n{"name":"add",  "arguments": {"b":2,"a" : 1}}\n</tool_call>'
+
+
+def session(
+    template: str = TOOLS, *, tool_parser: str | None = "hermes"
+) -> tuple[ToldEngine, ManagedServer]:
+    engine = ToldEngine(
+        make_tokenizer(
+            template,
+            eos="<|im_end|>" if "im_end" in template else "<|endoftext|>",
+            bos="<|begin_of_text|>",
+        )
+    )
+    return engine, ManagedServer(engine, tool_parser=tool_parser)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def result_of(call: Any, text: str) -> dict[str, str]:
+    return {"role": "tool", "tool_call_id": call["id"], "content": text}
+
+
+async def ask(managed: ManagedServer, messages: list[Any], **options: Any) -> Any:
+    reply = await managed.chat_completion(messages=messages, tools=[ADD], **options)
+    return reply.choices[0]
+
+
+async def test_calls_are_read_and_the_node_keeps_the_raw_text() -> None:
+    engine, managed = session()
+    engine.tell("Let me see.\n" + CALL)
+    choice = await ask(managed, [user("1 + 2?")])
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content.strip() == "Let me see."
+    [call] = choice.message.tool_calls
+    assert call["type"] == call.type == "function"
+    assert call["function"]["name"] == call.function.name == "add"
+    assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
+    [node] = managed.get_state()["nodes"]
+    assert node.full_text.endswith("Let me see.\n" + CALL + "<|im_end|>")
+    assert '"name": "add", "description": "Add numbers."' in node.full_text
+    assert node.metadata["finish_reason"] == "tool_calls"
+
+
+async def test_an_answer_that_is_only_a_call_has_no_content() -> None:
+    engine, managed = session()
+    engine.tell(CALL)
+    choice = await ask(managed, [user("x")])
+    assert choice.message.content is None
+
+
+@pytest.mark.parametrize("form", ["object", "dump", "json", "parsed_arguments", "sdk"])
+async def test_a_call_that_comes_back_in_any_form_is_the_sampled_turn(form: str) -> None:
+    engine, managed = session()
+    engine.tell("Let me see.\n" + CALL, "It is 3.")
+    messages: list[Any] = [user("1 + 2?")]
+    choice = await ask(managed, messages)
+    message = choice.message
+    [call] = message.tool_calls
+    plain = {
+        "role": "assistant",
+        "content": message.content,
+        "tool_calls": [
+            {
+                "id": "another",
+                "type": "function",
+                "function": {
+                    "name": "add",
+                    "arguments": json.dumps(json.loads(call["function"]["arguments"])),
+                },
+            }
+        ],
+    }
+    if form == "dump":
+        message = message.model_dump()
+    elif form == "json":
+        message = json.loads(json.dumps(plain))
+    elif form == "parsed_arguments":
+        plain["tool_calls"][0]["function"]["arguments"] = {"a": 1, "b": 2}
+        message = plain
+    elif form == "sdk":
+        from openai.types.chat import ChatCompletionMessage
+
+        message = ChatCompletionMessage.model_validate(plain)
+    sampled = engine.tokenizer.encode("Let me see.\n" + CALL + "<|im_end|>")
+    start = len(engine.sent[0])
+    messages += [message, result_of(call, "3")]
+    choice = await ask(managed, messages)
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == "It is 3."
+    added = (
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    expected = engine.sent[0] + sampled + engine.tokenizer.encode(added)
+    assert engine.sent[1] == expected
+    [node] = managed.get_state()["nodes"]
+    assert node.masked_tokens[start : start + len(sampled)] == sampled
+    assert node.logprobs[start : start + len(sampled)] == logprobs_after(engine.sent[0], sampled)
+    assert managed.num_broken_prefixes == 0
+
+
+async def test_another_calls_arguments_are_another_turn() -> None:
+    engine, managed = session()
+    engine.tell(CALL, "b")
+    choice = await ask(managed, [user("x")])
+    message = choice.message.model_dump(exclude_none=True)
+    message["tool_calls"][0]["function"]["arguments"] = '{"a": 1, "b": 3}'
+    await ask(managed, [user("x"), message, result_of(message["tool_calls"][0], "4")])
+    first, second = managed.get_state()["nodes"]
+    assert '"arguments": {"a": 1, "b": 3}}' in second.full_text
+    assert CALL not in second.full_text
+    assert managed.num_broken_prefixes == 0
+
+
+async def test_turns_with_the_same_calls_are_told_apart_by_their_ids() -> None:
+    engine, managed = session()
+    engine.tell(CALL, CALL.replace("  ", " "), "b")
+    reply = await managed.chat_completion(messages=[user("x")], tools=[ADD], n=2)
+    second = reply.choices[1].message
+    await ask(managed, [user("x"), second, result_of(second.tool_calls[0], "3")])
+    nodes = managed.get_state()["nodes"]
+    assert len(nodes[0].tokens) < len(nodes[1].tokens)
+    assert '"name":"add", "arguments"' in nodes[1].full_text
+
+
+async def test_an_answer_cut_within_or_after_a_call_keeps_length() -> None:
+    engine, managed = session()
+    engine.tell(CALL, CALL[:-20], end="")
+    cut_after = await ask(managed, [user("x")])
+    assert cut_after.message.tool_calls[0].function.name == "add"
+    assert cut_after.finish_reason == "length"
+    cut_within = await ask(managed, [user("y")])
+    assert cut_within.finish_reason == "length"
+
+
+async def test_tool_choice_none_shows_the_tools_and_reads_no_calls() -> None:
+    engine, managed = session()
+    engine.tell(CALL)
+    choice = await ask(managed, [user("x")], tool_choice="none")
+    assert choice.message.content == CALL
+    assert choice.finish_reason == "stop"
+    assert choice.message.tool_calls is None
+    assert "Add numbers." in engine.tokenizer.decode(engine.sent[0])
+
+
+async def test_without_a_parser_tools_are_shown_and_calls_stay_text() -> None:
+    engine, managed = session(tool_parser=None)
+    engine.tell(CALL)
+    choice = await ask(managed, [user("x")])
+    assert choice.message.content == CALL
+    assert choice.message.tool_calls is None
+    assert "Add numbers." in engine.tokenizer.decode(engine.sent[0])
+
+
+async def test_text_that_is_no_call_is_content() -> None:
+    engine, managed = session()
+    engine.tell("<tool_call>{not json</tool_call>")
+    choice = await ask(managed, [user("x")])
+    assert choice.message.content == "<tool_call>{not json</tool_call>"
+    assert choice.finish_reason == "stop"
+
+
+async def test_each_of_several_choices_has_its_own_calls() -> None:
+    engine, managed = session()
+    engine.tell("no", CALL)
+    reply = await managed.chat_completion(messages=[user("x")], tools=[ADD], n=2)
+    assert [choice.finish_reason for choice in reply.choices] == ["stop", "tool_calls"]
+    assert reply.choices[0].message.tool_calls is None
+    assert reply.choices[1].index == 1
+    for choice, node in zip(reply.choices, managed.get_state()["nodes"], strict=True):
+        assert node.metadata["finish_reason"] == choice.finish_reason
+
+
+async def test_answers_with_calls_are_written_without_warnings() -> None:
+    engine, managed = session()
+    engine.tell(CALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reply = await managed.chat_completion(messages=[user("x")], tools=[ADD])
+        dumped = json.loads(reply.model_dump_json())
+    message = reply.choices[0].message
+    assert dumped["choices"][0]["message"]["tool_calls"] == json.loads(
+        json.dumps(message.tool_calls)
+    )
+    assert message.tool_calls[0].model_dump() == dict(message.tool_calls[0])
+
+    from openai.types.chat import ChatCompletion
+
+    assert isinstance(reply, ChatCompletion)
+    assert ChatCompletion.model_validate(dumped).choices[0].message.tool_calls is not None
+
+
+async def test_templates_that_want_calls_before_results_keep_the_sampled_ids() -> None:
+    engine, managed = session(CALLS_BEFORE_RESULTS, tool_parser="mistral")
+    raw = '[TOOL_CALLS] [{"name":"add",  "arguments": {"b":2,"a" : 1}}]'
+    engine.tell(raw, "It is 3.", "You are welcome.", end="<|endoftext|>")
+    messages: list[Any] = [user("1 + 2?")]
+    first = await ask(managed, messages)
+    assert first.finish_reason == "tool_calls"
+    messages += [first.message, result_of(first.message.tool_calls[0], "3")]
+    second = await ask(managed, messages)
+    messages += [second.message, user("thanks")]
+    await ask(managed, messages)
+    assert engine.tokenizer.decode(engine.sent[2]) == (
+        f"<|begin_of_text|>[INST] 1 + 2?[/INST]{raw}<|endoftext|>[TOOL_RESULTS] 3[/TOOL_RESULTS]"
+        "It is 3.<|endoftext|>[INST] thanks[/INST]"
+    )
+    assert len(managed.get_state()["nodes"]) == 1
+    assert managed.num_broken_prefixes == 0
+
+
+async def test_calls_of_a_given_history_are_written_as_text_where_the_template_knows_none() -> None:
+    engine, managed = session(CHATML)
+    engine.tell("b")
+    given = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+        ],
+    }
+    await ask(managed, [user("x"), given, user("y")])
+    text = engine.tokenizer.decode(engine.sent[0])
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in text
+
+
+async def test_a_template_without_a_place_for_tools_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, managed = session(CHATML)
+    engine.tell("a", "b")
+    with caplog.at_level(logging.WARNING):
+        await ask(managed, [user("x")])
+        await ask(managed, [user("y")])
+    assert caplog.text.count("no place for tools") == 1
+
+
+async def test_an_unknown_parser_is_a_configuration_error() -> None:
+    engine, managed = session(tool_parser="hermess")
+    engine.tell(CALL)
+    with pytest.raises(ConfigError, match="hermes"):
+        await ask(managed, [user("x")])

@@ -425,7 +425,7 @@ async def test_health_is_a_list_of_models_and_any_answer_shows_that_it_is_up(sta
         for _ in range(2):
             await server.chat_completion(messages=HELLO)
         await server.close()
-    assert peer.gotten == ["/models"]
+    assert peer.gotten.count("/models") == 1
     assert len(peer.asked) == 2
 
 
@@ -436,7 +436,7 @@ async def test_nothing_is_asked_about_health_without_a_url_or_with_the_check_off
             server._peer.root = peer.url
             await server.chat_completion(messages=HELLO)
             await server.close()
-    assert peer.gotten == []
+    assert "/models" not in peer.gotten
 
 
 def test_a_body_with_both_names_or_none_is_left_alone() -> None:

@@ -363,7 +363,7 @@ async def test_health_is_asked_without_generating() -> None:
         server = SGLangServer(peer.config(server_type="sglang", health_check=True))
         await server.chat_completion(messages=[{"role": "user", "content": "x"}])
         await server.close()
-    assert peer.gotten == ["/health"]
+    assert peer.gotten.count("/health") == 1
     assert len(peer.asked) == 1
 
 

@@ -282,7 +282,7 @@ async def test_health_is_asked_without_generating(status: int) -> None:
         server = make(peer, health_check=True)
         await server.completion(prompt="x")
         await server.close()
-    assert peer.gotten == ["/health/"]
+    assert peer.gotten.count("/health/") == 1
     assert len(peer.asked) == 1
 
 

@@ -29,6 +29,8 @@ class Asked:
     body: Any
     headers: dict[str, str]
     query: dict[str, str]
+    port: int
+    """Of the client's side of the connection."""
 
 
 class Peer:
@@ -67,12 +69,14 @@ class Peer:
             self.gotten.append(request.path)
             reply = self.gets.get(request.path, Reply({"detail": "Not Found"}, 404))
         else:
+            assert request.transport is not None
             self.asked.append(
                 Asked(
                     request.path,
                     json.loads(await request.read()),
                     dict(request.headers),
                     dict(request.query),
+                    request.transport.get_extra_info("peername")[1],
                 )
             )
             reply = self.replies[min(len(self.asked), len(self.replies)) - 1]

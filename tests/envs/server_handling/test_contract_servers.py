@@ -448,18 +448,18 @@ async def test_the_private_attempts_can_be_replaced_on_the_class(
 
 
 @EVERY
-async def test_one_connection_serves_many_requests_and_closing_twice_is_harmless(name: str) -> None:
+async def test_connections_are_kept_and_closing_twice_is_harmless(name: str) -> None:
     async with Peer(KINDS[name].chat(1)) as peer:
         server = open_server(name, peer)
-        for _ in range(3):
+        for _ in range(6):
             await server.chat_completion(messages=HELLO)
-        (connection,) = peer.server.handler.connections
-        assert connection is not None
+        # One for requests, perhaps another while the server's own figures are being read.
+        assert len({asked.port for asked in peer.asked}) <= 2
         await server.close()
         await server.close()
         await server.chat_completion(messages=HELLO)  # a later request opens another
         await server.close()
-    assert len(peer.asked) == 4
+    assert len(peer.asked) == 7
 
 
 @EVERY

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from pydantic import BaseModel
 
 from atroposlib.errors import ConfigError
@@ -123,6 +124,8 @@ class _Facts:
     special: frozenset[int]
     anchor: str
     """Text of a special token to put before a fragment that is tokenised, so that no space is put there; or ""."""
+    takes_arrays: bool = False
+    """Its `decode` is that of transformers."""
     texts: dict[int, str] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
 
@@ -154,7 +157,13 @@ def _find_facts(tokenizer: Any, size: int) -> _Facts:
         # SentencePiece models write "a" at the start of a text as " a".
         if anchored[:1] == [eos] and anchored[1:] != plain:
             anchor = text
-    return _Facts(size=size, special=frozenset(special), anchor=anchor)
+    decode = getattr(type(tokenizer), "decode", None)
+    return _Facts(
+        size=size,
+        special=frozenset(special),
+        anchor=anchor,
+        takes_arrays=getattr(decode, "__module__", "").startswith("transformers."),
+    )
 
 
 class ChatTemplate:
@@ -359,8 +368,9 @@ class ChatTemplate:
         return texts[token]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        text = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
-        return str(text)
+        # transformers looks at every element of a list in Python (0.2 s per million tokens), and at none of an array.
+        given = np.asarray(tokens, np.int64) if self._facts.takes_arrays else list(tokens)
+        return str(self._tokenizer.decode(given, skip_special_tokens=skip_special_tokens))
 
     def decode_both(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return the text with special tokens and the text without, the former without the token that ends the turn."""

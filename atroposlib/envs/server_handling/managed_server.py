@@ -7,6 +7,7 @@ verbatim (`sequences.py`, `chat_template.py`). One instance serves one rollout g
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import logging
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 
 logger = logging.getLogger(__name__)
+
+THREAD_FROM_TOKENS = 4096
+"""Answers with more sampled tokens are turned into text off the event loop: over half a millisecond of work, several in
+a row are many."""
 
 _OWN_KEYWORDS = frozenset(
     {
@@ -138,7 +143,7 @@ class ManagedServer:
         continued = messages[-1]["content"] if is_opened(messages) else ""
         tools = options.tools if self.tool_parser is not None else None
         completions, replies = [], []
-        for sampled in self._read(answer):
+        for sampled in await self._read(answer):
             reply, finish_reason = self._reply(sampled, continued, tools, kwargs.get("tool_choice"))
             whole = {**reply, "content": continued + (reply["content"] or "")}
             message = SampledMessage(
@@ -169,7 +174,7 @@ class ManagedServer:
     async def completion(self, **kwargs: Any) -> Any:
         """Sample continuations of a text prompt and return an `openai` `Completion`."""
         turn, answer = await self._sample(self._prepare_text(kwargs["prompt"]), kwargs)
-        completions = self._read(answer)
+        completions = await self._read(answer)
         self._store.commit(turn, completions)
         return completion_from(
             {
@@ -369,7 +374,12 @@ class ManagedServer:
             )
         return turn, answer
 
-    def _read(self, answer: TokenCompletions) -> list[SampledTurn]:
+    async def _read(self, answer: TokenCompletions) -> list[SampledTurn]:
+        if sum(map(len, answer.output_tokens)) < THREAD_FROM_TOKENS:
+            return self._read_turns(answer)
+        return await asyncio.to_thread(self._read_turns, answer)
+
+    def _read_turns(self, answer: TokenCompletions) -> list[SampledTurn]:
         turns = []
         for tokens, logprobs, finish_reason, spans in zip(
             answer.output_tokens,

@@ -83,7 +83,11 @@ def make_choices(directory: Path, lengths: Sequence[int]) -> dict[int, list[Choi
     rng = random.Random(0)
     made = {}
     for length in lengths:
-        starts = [rng.randrange(len(tokens) - length) for _ in range(NUM_CHOICES)]
+        starts: list[int] = []
+        while len(starts) < NUM_CHOICES:
+            start = rng.randrange(len(tokens) - length)
+            if tokenizer.decode([tokens[start]]).isalpha():  # nothing that joins the prompt's end
+                starts.append(start)
         made[length] = [make_choice(tokenizer, tokens[s : s + length], rng) for s in starts]
     return made
 

@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks._env_text import save_tokenizer
-from benchmarks._hub_load import PACKED, Site, acknowledge, fresh_run, take_batch
+from benchmarks._hub_load import PACKED, Site, acknowledge, get, post, take_batch
 from benchmarks._hub_process import Hub, cpu_s, memory_bytes, running_hub
 
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 2
 START_TIMEOUT_S = 60.0
+ROWS = [("chat", 512), ("chat", 2048), ("managed", 512), ("managed", 2048), ("managed", 32768)]
+"""How completions become tokens, and their length."""
 ORIGINAL = {("chat", 512): (530, 100), ("chat", 2048): (263, 233)}
 ORIGINAL |= {("managed", 512): (230, 165), ("managed", 2048): (60, 589)}
 """NousResearch/atropos 296a0bc, measured in the same way on the same kind of machine: completions per CPU second, and
@@ -108,7 +110,18 @@ class Sink:
 async def draining(hub: Hub) -> AsyncIterator[Sink]:
     site = Site(hub=hub, is_packed=True, is_leasing=True, is_long_polling=True)
     async with site.connect() as connection:
-        await fresh_run(connection, batch_size=GROUPS_PER_BATCH * GROUP_SIZE, num_envs=0)
+        registration = {
+            "wandb_group": "benchmark",
+            "wandb_project": "benchmark",
+            "batch_size": GROUPS_PER_BATCH * GROUP_SIZE,
+            "max_token_len": 2**20,
+            "checkpoint_dir": "",
+            "save_checkpoint_interval": 0,
+            "starting_step": 0,
+            "num_steps": 10**6,
+        }
+        await post(connection, "/register", registration)
+        await get(connection, "/batch")
     sink = Sink(site)
     task = asyncio.create_task(sink.run())
     try:
@@ -180,8 +193,8 @@ def print_row(path: str, num_tokens: int, row: Row) -> None:
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    paths = arguments.paths.split(",")
-    lengths = [int(text) for text in arguments.tokens.split(",")]
+    rows = [row for row in ROWS if not arguments.only or ":".join(map(str, row)) in arguments.only]
+    lengths = sorted({num_tokens for _, num_tokens in rows})
     with tempfile.TemporaryDirectory(prefix="env-") as folder:
         directory = Path(folder)
         tokenizer = directory / "tokenizer"
@@ -201,25 +214,24 @@ async def run(arguments: argparse.Namespace) -> None:
         print(f"### The environment process: groups of {GROUP_SIZE}\n")
         print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
         with running_engine(tokenizer, lengths, directory=directory) as engine_url:
-            for path in paths:
-                for num_tokens in lengths:
-                    row = await measure(
-                        path,
-                        num_tokens,
-                        engine_url=engine_url,
-                        tokenizer=tokenizer,
-                        directory=directory,
-                        seconds=arguments.seconds,
-                    )
-                    print_row(path, num_tokens, row)
+            for path, num_tokens in rows:
+                row = await measure(
+                    path,
+                    num_tokens,
+                    engine_url=engine_url,
+                    tokenizer=tokenizer,
+                    directory=directory,
+                    seconds=arguments.seconds,
+                )
+                print_row(path, num_tokens, row)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--paths", default="chat,managed")
-    parser.add_argument("--tokens", default="512,2048,32768", help="completion lengths")
+    names = [":".join(map(str, row)) for row in ROWS]
+    parser.add_argument("--only", nargs="*", choices=names, help="some of the rows")
     parser.add_argument("--seconds", type=float, default=12.0, help="per row, after the warm-up")
     arguments = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

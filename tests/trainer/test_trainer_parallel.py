@@ -17,8 +17,10 @@ from example_trainer.config import TrainerConfig
 from example_trainer.data import DataOptions, make_batch
 from example_trainer.parallel import ALONE, World
 from tests.tiny_model import make_tiny_model
+from tests.trainer.helpers_reload import fake_engine, running_hub
 from tests.trainer.helpers_trainer import make_group
 from tests.trainer.parallel_worker import run
+from tests.trainer.test_trainer_loop import ledger_of, send
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS, MIDDLE = 10, 4
@@ -95,3 +97,34 @@ def test_each_process_computes_as_many_micro_batches() -> None:
     assert [m.is_filler for share in shares for m in share] == [False, False, False, True]
     weight = sum(float(m.positions.weights_N.sum()) for share in shares for m in share)
     assert weight == pytest.approx(1.0)
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_follow_one_hub_through_the_first(tmp_path: Path) -> None:
+    model_dir = make_tiny_model(tmp_path / "model")
+    groups = [make_group([1.0, 0.0], seed=seed) for seed in range(6)]
+    finals = []
+    for name, launcher in (
+        ("one", []),
+        ("two", ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]),
+    ):
+        with running_hub() as hub_url, fake_engine() as engine:
+            send(hub_url, groups)
+            settings = settings_for(model_dir, tmp_path / name, num_steps=3, batch_size=4)
+            settings |= {"hub_url": hub_url, "engine_url": engine.url, "bridge": "reload"}
+            flags = [f"--{key}={value}" for key, value in settings.items()]
+            done = subprocess.run(
+                [sys.executable, *launcher, "-m", "example_trainer.grpo", *flags],
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr[-4000:]
+            assert ledger_of(hub_url) == {"trained": 6}
+            assert engine.versions == ["0", "1", "2", "3"]
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+        finals.append(weights_of(settings))
+    assert_same(finals[1], finals[0])

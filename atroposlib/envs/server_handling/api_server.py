@@ -279,7 +279,7 @@ class APIServer(ABC):
         return None
 
     async def _find_load(self) -> ServerLoad | None:
-        """Return the server's own figures, or None if it has none; asked every LOAD_POLL_S while it is busy."""
+        """Return the server's own figures, or None if it has none: then it is not asked again."""
         return None
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
@@ -528,13 +528,17 @@ class APIServer(ABC):
     async def _watch_load(self, controller: ConcurrencyController) -> None:
         """Tell the controller the server's own figures while requests are in flight."""
         try:
+            await asyncio.sleep(LOAD_POLL_S)
             while controller.in_flight:
-                load = await self._find_load()
-                if load is None:
-                    self._tells_load = False
-                    return
-                controller.observe(time.monotonic(), running=load.running, waiting=load.waiting)
-                self._apply_limit()
+                try:
+                    load = await self._find_load()
+                    if load is None:
+                        self._tells_load = False
+                        return
+                    controller.observe(time.monotonic(), running=load.running, waiting=load.waiting)
+                    self._apply_limit()
+                except EngineUnavailable:
+                    pass  # the requests themselves show whether the server is down
                 await asyncio.sleep(LOAD_POLL_S)
         finally:
             self._load_task = None

@@ -13,6 +13,7 @@ share of requests that wait (Little's law).
 from __future__ import annotations
 
 import math
+import re
 from typing import NamedTuple
 
 INITIAL_LIMIT = 64
@@ -49,30 +50,21 @@ class ServerLoad(NamedTuple):
     waiting: float
 
 
-_LOAD_NAMES = {
-    "vllm:num_requests_running": 0,
-    "vllm:num_requests_waiting": 1,
-    "sglang:num_running_reqs": 0,
-    "sglang:num_queue_reqs": 1,
-}
-"""Prometheus gauges of vLLM and SGLang; which of the two figures they are."""
+_RUNNING = frozenset({b"vllm:num_requests_running", b"sglang:num_running_reqs"})
+_GAUGE = re.compile(
+    rb"^(vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)"
+    rb"(?:\{[^\n]*\})?[ \t]+([0-9.eE+]+)",
+    re.MULTILINE,
+)
 
 
 def read_load(metrics: bytes) -> ServerLoad | None:
-    """Read the load out of a Prometheus page, summed over engines; None if it is not there."""
-    figures: list[float | None] = [None, None]
-    for line in metrics.decode("utf-8", "replace").splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        which = _LOAD_NAMES.get(name)
-        if which is None:
-            continue
-        try:
-            value = float(line.rpartition(" ")[2])
-        except ValueError:
-            return None
-        figures[which] = (figures[which] or 0.0) + value
-    running, waiting = figures
-    return None if running is None or waiting is None else ServerLoad(running, waiting)
+    """Read the load out of vLLM's or SGLang's Prometheus page, summed over engines; None if it is not there."""
+    running: list[float] = []
+    waiting: list[float] = []
+    for name, value in _GAUGE.findall(metrics):
+        (running if name in _RUNNING else waiting).append(float(value))
+    return ServerLoad(sum(running), sum(waiting)) if running and waiting else None
 
 
 class ConcurrencyController:

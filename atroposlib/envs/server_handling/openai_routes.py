@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from atroposlib.envs.server_handling.api_server import HEALTH_TIMEOUT_S, APIServer
 from atroposlib.envs.server_handling.choices import merge_bodies, run_together, with_seed
+from atroposlib.envs.server_handling.concurrency import ServerLoad, read_load
 from atroposlib.envs.server_handling.http import (
     TRANSIENT_4XX,
     EngineHttpRejected,
@@ -85,8 +87,39 @@ def count_prompts(prompt: Any) -> int:
     return len(prompt) if is_batch else 1
 
 
+def with_text_content(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is text: Mistral's reasoning models answer a list of parts.
+
+    Thinking becomes `reasoning_content`, where most other APIs put it. Other kinds of content stay as they are.
+    """
+    content = message.get("content")
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return message
+    kinds = {part.get("type") for part in content}
+    if not kinds <= {"text", "thinking"}:
+        return message
+    thoughts = [part.get("thinking") for part in content if part["type"] == "thinking"]
+    thinking = "".join(_joined(thought) for thought in thoughts)
+    found = {**message, "content": _joined([p for p in content if p["type"] == "text"])}
+    return {"reasoning_content": thinking, **found} if thoughts else found
+
+
+def _joined(parts: Any) -> str:
+    if isinstance(parts, list):
+        return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+    return str(parts or "")
+
+
+def _refuses_n(refusal: EngineHttpRejected) -> bool:
+    """Whether a request was refused because of its `n`; Groq takes 1 only, for example."""
+    return refusal.status in (400, 422) and re.search(r"""["'`]n["'`]""", str(refusal)) is not None
+
+
 class OpenAIRoutesServer(APIServer):
     """A server with `/chat/completions` and `/completions`."""
+
+    metrics_path: str | None = None
+    """Where the server tells how many requests run and wait, in Prometheus form; None: nowhere."""
 
     def __init__(
         self,
@@ -113,7 +146,8 @@ class OpenAIRoutesServer(APIServer):
             body = self.reasoning_config.apply(body, base_url=self._peer.root)
         answer = await self._complete("/chat/completions", body, request)
         self._check_choices(answer, holds="message", kind=dict)
-        return chat_completion_from(answer)
+        choices = [{**c, "message": with_text_content(c["message"])} for c in answer["choices"]]
+        return chat_completion_from({**answer, "choices": choices})
 
     async def _completion_wrapper(self, **kwargs: Any) -> Any:
         request = read_request(kwargs, timeout_s=self.config.timeout)
@@ -139,18 +173,22 @@ class OpenAIRoutesServer(APIServer):
         single = {**body, "n": 1}
         parts = []
         if not self._n_is_ignored:
-            whole = await self._post(path, body, request)
-            if len(whole["choices"]) != 1:
-                self._check_number(whole, n, n=n)
-                return whole
+            try:
+                whole = await self._post(path, body, request)
+                if len(whole["choices"]) != 1:
+                    self._check_number(whole, n, n=n)
+                    return whole
+                parts = [whole]
+            except EngineHttpRejected as e:
+                if not _refuses_n(e):
+                    raise
             logger.warning(
-                "%s ignores n (asked for %d choices, got 1); sending n requests from now on."
+                "%s gives one choice per request (asked for %d); sending n requests from now on."
                 " Set n_kwarg_is_ignored to start that way",
                 self._label,
                 n,
             )
             self._n_is_ignored = True
-            parts = [whole]
         singles = [self._post(path, with_seed(single, i), request) for i in range(len(parts), n)]
         for part in await run_together(singles):
             self._check_number(part, 1, n=1)
@@ -186,11 +224,17 @@ class OpenAIRoutesServer(APIServer):
             return
         message = f"{self._label}{path} answered 200 with error {code}: {str(error)[:400]}"
         if code in TRANSIENT_4XX or code >= 500:
-            raise EngineUnavailable(message)
+            raise EngineUnavailable(message, status=code)
         raise EngineHttpRejected(message, status=code)
 
     async def _find_fault(self) -> str | None:
         return await self._ask("/models", accept_4xx=True)
+
+    async def _find_load(self) -> ServerLoad | None:
+        if self.metrics_path is None:
+            return None
+        status, body = await self._peer.get(self.metrics_path, timeout_s=HEALTH_TIMEOUT_S)
+        return read_load(body) if status == 200 else None
 
     async def _ask(self, path: str, *, accept_4xx: bool) -> str | None:
         """GET a path and return why the server is not up, or None. `accept_4xx`: any answer shows that it is."""

@@ -74,6 +74,8 @@ def load_tokenizer(name: str) -> Any:
 class VLLMServer(OpenAIRoutesServer):
     """An engine with vLLM's routes; `base_url` may end in `/v1` or not."""
 
+    metrics_path = "/metrics"
+
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> None:

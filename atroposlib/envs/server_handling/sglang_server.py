@@ -142,6 +142,8 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
 
     metrics_path = "/metrics"
 
+    metrics_path = "/metrics"
+
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> None:

@@ -135,6 +135,33 @@ async def test_a_chat_reply_is_an_openai_object_with_every_field() -> None:
     assert (choice.logprobs.content[0].token, choice.logprobs.content[0].logprob) == ("hi", -0.5)
 
 
+@pytest.mark.parametrize(
+    ("content", "expected", "thinking"),
+    [
+        (
+            [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                {"type": "text", "text": "forty"},
+                {"type": "thinking", "thinking": "m"},
+                {"type": "text", "text": "-two"},
+            ],
+            "forty-two",
+            "hmm",
+        ),
+        ([{"type": "text", "text": "a"}], "a", None),
+        ([{"type": "image", "url": "x"}], [{"type": "image", "url": "x"}], None),
+        ("plain", "plain", None),
+    ],
+)
+async def test_content_in_parts_becomes_text_and_thinking_is_kept_apart(
+    content: Any, expected: Any, thinking: str | None
+) -> None:
+    async with Peer(chat(content)) as peer:
+        message: Any = (await ask(peer)).choices[0].message
+    assert message.content == expected
+    assert getattr(message, "reasoning_content", None) == thinking
+
+
 async def test_a_text_reply_is_an_openai_object_with_every_field() -> None:
     from openai.types import Completion
 
@@ -208,6 +235,17 @@ async def test_n_requests_are_merged_in_order_and_their_tokens_added_up() -> Non
     assert [c.index for c in answer.choices] == [0, 1, 2]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 9)
     assert [body["n"] for body in peer.bodies] == [3, 1, 1]
+
+
+async def test_an_api_that_refuses_n_is_asked_n_times() -> None:
+    said = refusal("'n' : number must be at most 1", param="n")
+    async with Peer(said, chat("a")) as peer:
+        server = make(peer)
+        for _ in range(2):
+            answer = await server.chat_completion(messages=HELLO, n=2)
+            assert [c.index for c in answer.choices] == [0, 1]
+        await server.close()
+    assert [body["n"] for body in peer.bodies] == [2, 1, 1, 1, 1]
 
 
 async def test_requests_for_one_choice_each_have_seeds_of_their_own() -> None:

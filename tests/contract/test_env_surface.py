@@ -107,10 +107,6 @@ NAMES = {
 
 
 NOT_YET = {
-    "atroposlib.cli.view_run": "main",
-    "atroposlib.cli.view_run_multimodal": "main",
-    "atroposlib.cli.inference_node_wandb_watcher": "main",
-    f"{SERVERS}.proxy_client": "ProxyManagedServer create_proxy_session",
     "example_trainer": "TrainingConfig train_legacy train_shared_vllm train_lora train_lora_restart parse_args"
     " config_from_args",
 }

@@ -1,0 +1,158 @@
+"""`inference-node-wandb-watcher` logs which inference servers of a node answer, once per step of the run.
+
+Invariant: it outlives hubs, servers and wandb that are away for a while; what failed is in its log. Reads only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+from pydantic import BaseModel, Field
+
+from atroposlib.client import HubClient, WandbInfo
+from atroposlib.config import parse_flags
+from atroposlib.errors import ConfigError, HubError, cli_boundary, require
+
+logger = logging.getLogger(__name__)
+
+HUB_POLL_S = 1.0
+HEALTH_TIMEOUT_S = 30.0
+HEALTH_PATHS = ("/health_generate", "/health")
+"""SGLang's check that really generates; servers that do not have it are asked the second way."""
+
+
+class WatcherConfig(BaseModel):
+    """Flags of `inference-node-wandb-watcher`."""
+
+    api_addr: str = Field(description="Address of the hub")
+    tp: int = Field(ge=1, description="GPUs per inference server")
+    node_num: int = Field(ge=0, description="Number of this node, for the names in wandb")
+    gpus: int = Field(default=8, ge=1, description="GPUs of this node")
+    first_port: int = Field(
+        default=9000, ge=1, le=65535, description="Port of the first server; the others follow"
+    )
+    interval_s: float = Field(default=60.0, gt=0, description="Seconds between two checks")
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers' addresses."""
+        return [f"http://localhost:{self.first_port + i}" for i in range(self.gpus // self.tp)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Watch until Ctrl-C; 2 for a wrong flag, 1 without the extra `wandb`."""
+    return cli_boundary(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    config = parse_flags(
+        WatcherConfig,
+        argv,
+        prog="inference-node-wandb-watcher",
+        description="Log to wandb which inference servers of this node answer.",
+    )
+    if not config.urls:
+        raise ConfigError(f"--tp: {config.tp} is more than the {config.gpus} GPUs of the node")
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    wandb = require("wandb", extra="wandb")
+    asyncio.run(watch(config, wandb))
+    return 0
+
+
+async def watch(config: WatcherConfig, wandb: Any) -> None:
+    """Log until cancelled."""
+    timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+    async with (
+        HubClient(config.api_addr) as hub,
+        aiohttp.ClientSession(timeout=timeout) as http,
+    ):
+        run = await _begin(hub, wandb, config)
+        logged_step = 0
+        try:
+            while True:
+                health = await check(http, config)
+                step = await _current_step(hub)
+                if step is not None and step > logged_step:
+                    try:
+                        await asyncio.to_thread(run.log, health, step=step)
+                        logged_step = step
+                    except wandb.Error as e:
+                        logger.warning("step %d is not logged yet: %s", step, e)
+                await asyncio.sleep(config.interval_s)
+        finally:
+            await asyncio.to_thread(run.finish)
+
+
+async def _begin(hub: HubClient, wandb: Any, config: WatcherConfig) -> Any:
+    """Start a wandb run beside the trainer's, however long that takes."""
+    name = f"inf_node_{config.node_num}"
+    while True:
+        info = await _wandb_info(hub)
+        try:
+            return await asyncio.to_thread(
+                wandb.init, project=info.project, group=info.group, name=name
+            )
+        except wandb.Error as e:
+            logger.warning(
+                "wandb did not start; the next try is in %.0f s: %s", config.interval_s, e
+            )
+            await asyncio.sleep(config.interval_s)
+
+
+async def check(http: aiohttp.ClientSession, config: WatcherConfig) -> dict[str, int]:
+    """Return 1 for every server that answers, 0 for the others, under their names in wandb."""
+    found = await asyncio.gather(*(_is_healthy(http, url) for url in config.urls))
+    names = [f"server/server_health_{config.node_num}_{i}" for i in range(len(found))]
+    return dict(zip(names, map(int, found), strict=True))
+
+
+async def _is_healthy(http: aiohttp.ClientSession, url: str) -> bool:
+    status = 0
+    for path in HEALTH_PATHS:
+        try:
+            async with http.get(url + path) as answer:
+                status = answer.status
+        except (aiohttp.ClientError, TimeoutError) as e:
+            logger.warning("%s%s: %s", url, path, str(e) or type(e).__name__)
+            return False
+        if status != 404:
+            break
+    if status != 200:
+        logger.warning("%s answered %d", url, status)
+    return status == 200
+
+
+async def _wandb_info(hub: HubClient) -> WandbInfo:
+    """Wait for a trainer that uses wandb."""
+    is_told = False
+    while True:
+        reason = "the hub has no trainer yet, or one without wandb"
+        try:
+            info = await hub.wandb_info()
+            if info.project:
+                return info
+        except HubError as e:
+            reason = str(e)
+        if not is_told:
+            is_told = True
+            logger.info("waiting: %s", reason)
+        await asyncio.sleep(HUB_POLL_S)
+
+
+async def _current_step(hub: HubClient) -> int | None:
+    try:
+        return (await hub.status()).current_step
+    except HubError as e:
+        logger.warning("no step from the hub: %s", e)
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -79,7 +79,7 @@ class Engines(Body):
         """Return a manager of these engines."""
         if len({entry.server_type for entry in self.servers}) > 1:
             raise ConfigError("servers: all must be of one server_type")
-        return ServerManager(
+        manager = ServerManager(
             [
                 APIServerConfig(
                     model_name=self.model_name,
@@ -89,6 +89,8 @@ class Engines(Body):
                 for entry in self.servers
             ]
         )
+        manager.proxy_url = None  # ATROPOS_PROXY_URL is for environments; this is the proxy
+        return manager
 
 
 class NewSession(Body):

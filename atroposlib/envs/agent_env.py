@@ -1,0 +1,373 @@
+"""`AgentEnv`: agents that were not written for training. Define `load_rows`, `run_agent` and `score`.
+
+Every rollout is one session of a proxy on this machine's loopback. The agent gets its base URL and key, as it would get
+those of OpenAI or Anthropic, and talks to the policy; the tokens of all its conversations are what is trained. The
+proxy is started by the first rollout and stopped by `close`. Where the environment is given a proxy (`proxy_url`), the
+sessions are opened there instead. It does not keep hostile agents in: run those in a container of your own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from atroposlib.envs.base import BaseEnvConfig
+from atroposlib.envs.dataset_env import (
+    DatasetEnv,
+    DatasetEnvConfig,
+    Outcome,
+    Rollout,
+    Row,
+    Split,
+    awaited,
+)
+from atroposlib.envs.rewards import RewardFailure
+from atroposlib.envs.server_handling.choices import run_together
+from atroposlib.envs.server_handling.managed_server_proxy import create_app
+from atroposlib.envs.server_handling.proxy.local import serve_locally
+from atroposlib.envs.server_handling.proxy.sessions import SessionOptions, Sessions
+from atroposlib.envs.server_handling.proxy_client import create_proxy_session
+from atroposlib.envs.server_handling.sequences import SequenceNode
+from atroposlib.envs.tool_env import call_function
+from atroposlib.errors import EngineError, EnvError
+from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+
+logger = logging.getLogger(__name__)
+
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_TAIL_CHARS = 2000
+
+
+class AgentEnvConfig(DatasetEnvConfig):
+    """Settings of an environment of agents."""
+
+    agent_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds one run of the agent may take."""
+    tool_parser: str | None = "hermes"
+    """How the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, deepseek_v3, ...; None: as text."""
+    max_context_tokens: int = Field(default=0, ge=0)
+    """Tokens of one conversation; the agent is told when it is too long. 0: what the trainer takes, where known."""
+    max_agent_output_bytes: int = Field(default=2**20, ge=1)
+    """What `run_command` reads of a program's output before it gives up on it."""
+
+
+class AgentFailed(Exception):
+    """The agent did not come to an answer: it crashed, gave up or took too long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSession:
+    """What one run of the agent works with."""
+
+    base_url: str
+    """Ends in /v1, as OpenAI's SDK takes it; Anthropic's takes it without."""
+    api_key: str
+    fetch_nodes: Callable[[], Awaitable[list[SequenceNode]]]
+    engine_errors: Sequence[EngineError] = ()
+    """Failures of the engine that the agent was told, where they are known."""
+    last_messages: Callable[[], list[dict[str, Any]]] = list
+    """The conversation that the agent went on with last, where it is known."""
+
+
+class AgentEnv(DatasetEnv):
+    """Tasks for agents."""
+
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = AgentEnvConfig
+    config: AgentEnvConfig
+
+    agent_failure_score: ClassVar[float | None] = None
+    """Score of a run in which the agent failed. None: it says nothing about the policy, see `on_reward_failure`."""
+
+    def __init__(
+        self,
+        config: AgentEnvConfig,
+        server_configs: Any,
+        slurm: bool = False,
+        testing: bool = False,
+    ) -> None:
+        super().__init__(config, server_configs, slurm, testing)
+        self._proxy = AsyncExitStack()
+        self._sessions: Sessions | None = None
+        self._url = ""
+        self._starting = asyncio.Lock()  # only one rollout starts the proxy
+
+    # What an author defines.
+
+    @abstractmethod
+    def run_agent(self, row: Row, base_url: str, api_key: str) -> Any:
+        """Let the agent do a task and return what it answers; `score` is given that.
+
+        A coroutine, or a plain function, which runs in a thread of its own. After `agent_timeout_s` a coroutine is
+        cancelled (`run_command` then kills the program); a thread is left alone, and its next request is refused.
+        """
+
+    def choose_sequences(
+        self, row: Row, nodes: list[SequenceNode], answer: Any
+    ) -> list[SequenceNode]:
+        """Return the token sequences to train, of all that the agent's conversations made.
+
+        Several conversations (sub-agents, a history that was cut) are several sequences with the same score.
+        """
+        return train_once(nodes)
+
+    # For authors.
+
+    async def run_command(
+        self,
+        argv: Sequence[str],
+        *,
+        base_url: str,
+        api_key: str,
+        stdin: str = "",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> str:
+        """Run a program as the agent and return what it printed.
+
+        It finds base URL and key where the SDKs of OpenAI and Anthropic look (`agent_variables`), and no secrets of
+        this process. Raises AgentFailed with the end of its stderr when the exit code is not 0 or it prints too much.
+        The program and all of its process group are killed when this is cancelled.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**agent_variables(base_url, api_key), **(env or {})},
+            cwd=cwd,
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        limit = self.config.max_agent_output_bytes
+        try:
+            _, printed, errors = await run_together(
+                [
+                    _write(process.stdin, stdin.encode()),
+                    _read(process.stdout, limit),
+                    _read(process.stderr, limit),
+                ]
+            )
+            code = await process.wait()
+        finally:
+            # Also what the program left running.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if code != 0:
+            tail = errors.decode("utf-8", "replace").strip()[-_TAIL_CHARS:]
+            raise AgentFailed(f"{argv[0]} ended with exit code {code}: {tail}")
+        return printed.decode("utf-8", "replace")
+
+    @asynccontextmanager
+    async def agent_session(self, split: Split = "train") -> AsyncIterator[AgentSession]:
+        """Open a session for one run of the agent, and close it afterwards."""
+        trained = max(0, self.max_token_len - 1)
+        options: dict[str, Any] = {
+            "max_tokens": self.config.max_token_length,
+            "max_context_tokens": self.config.max_context_tokens or trained or None,
+            # Whatever the agent prefers: exploring is the trainer's business.
+            "sampling": {"temperature": self._temperature(split), "top_p": 1.0},
+            "split": split,
+        }
+        if self.server.use_proxy:
+            remote = await create_proxy_session(
+                str(self.server.proxy_url), tool_parser=self.config.tool_parser, options=options
+            )
+
+            async def fetch() -> list[SequenceNode]:
+                state = await remote.fetch_state()
+                nodes: list[SequenceNode] = state["nodes"]
+                return nodes
+
+            try:
+                yield AgentSession(
+                    base_url=remote.get_url(), api_key=remote.session_uuid, fetch_nodes=fetch
+                )
+            finally:
+                await remote.cleanup()
+            return
+        sessions = await self._local_sessions()
+        session = await sessions.open(
+            SessionOptions(tool_parser=self.config.tool_parser, **options)
+        )
+
+        async def look() -> list[SequenceNode]:
+            return session.nodes()
+
+        try:
+            yield AgentSession(
+                base_url=f"{self._url}/{session.uuid}/v1",
+                api_key=session.uuid,
+                fetch_nodes=look,
+                engine_errors=session.engine_errors,
+                last_messages=lambda: session.last_messages,
+            )
+        finally:
+            await sessions.close(session.uuid)
+
+    # What it does with that.
+
+    async def roll_out(self, row: Row, n: int, *, split: Split) -> list[Rollout]:
+        """Run `n` agents at once. Raises the first failure when all of them failed, an engine's failure at once."""
+        failures: list[Exception] = []
+        rollouts = await run_together([self._run(row, split, failures) for _ in range(n)])
+        if len(failures) == n and self.agent_failure_score is None:
+            raise EnvError(
+                f"all {n} runs of the agent failed; the first: {type(failures[0]).__name__}: {failures[0]}"
+            ) from failures[0]
+        return rollouts
+
+    async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
+        """Return the scores that the runs ended with."""
+        return [rollout.outcome for rollout in rollouts]
+
+    async def close(self) -> None:
+        """Stop the proxy and the worker processes."""
+        self._sessions = None
+        await self._proxy.aclose()
+        await super().close()
+
+    async def _run(self, row: Row, split: Split, failures: list[Exception]) -> Rollout:
+        answer: Any = None
+        outcome: Outcome
+        async with self.agent_session(split) as session:
+            try:
+                answer = await self._answer_of(row, session)
+            except Exception as failure:  # boundary: one run of somebody else's program
+                if session.engine_errors:
+                    raise session.engine_errors[-1] from failure
+                failures.append(failure)
+                outcome = self._failure(failure, split)
+            else:
+                outcome = await self.outcome_of(row, answer)
+            nodes = await session.fetch_nodes()
+            messages = session.last_messages()
+        if split == "train":
+            self.counts["agent_runs"] += 1
+            self.counts["agent_sequences"] += len(nodes)
+        said = {"role": "assistant", "content": "" if answer is None else str(answer)}
+        return Rollout(
+            messages=messages or [said],
+            nodes=self.choose_sequences(row, nodes, answer),
+            outcome=outcome,
+        )
+
+    async def _answer_of(self, row: Row, session: AgentSession) -> Any:
+        arguments = {"row": row, "base_url": session.base_url, "api_key": session.api_key}
+        limit_s = self.config.agent_timeout_s
+        deadline = asyncio.timeout(limit_s)
+        try:
+            async with deadline:
+                return await awaited(await call_function(self.run_agent, arguments))
+        except TimeoutError as e:
+            if not deadline.expired():
+                raise
+            raise AgentFailed(f"the agent took more than {limit_s:g} s") from e
+
+    def _failure(self, failure: Exception, split: Split) -> Outcome:
+        timed_out = isinstance(failure.__cause__, TimeoutError)
+        kind = "timeout" if timed_out else "failed"
+        is_first = not self.counts[f"agent_{kind}"]
+        logger.log(
+            logging.WARNING if is_first else logging.DEBUG,
+            "a run of the agent failed: %s: %s",
+            type(failure).__name__,
+            failure,
+            exc_info=None if isinstance(failure, AgentFailed) else failure,
+        )
+        if split == "train" or is_first:
+            self.counts[f"agent_{kind}"] += 1
+        if self.agent_failure_score is not None:
+            return self.agent_failure_score
+        return RewardFailure(reason="timeout" if timed_out else "crash", detail=str(failure))
+
+    async def _local_sessions(self) -> Sessions:
+        async with self._starting:
+            if self._sessions is None:
+                name = self.server.servers[0].config.model_name
+                app = create_app(self.server, self.tokenizer, name)
+                self._url = await self._proxy.enter_async_context(serve_locally(app))
+                self._sessions = app.state.sessions
+            sessions: Sessions = self._sessions
+            return sessions
+
+
+def agent_variables(base_url: str, api_key: str) -> dict[str, str]:
+    """Return the environment of an agent's process: this one's without secrets, with the session's address."""
+    kept = {name: value for name, value in os.environ.items() if not _SECRET_NAME.search(name)}
+    local = ",".join(filter(None, [kept.get("NO_PROXY"), "127.0.0.1,localhost"]))
+    return {
+        **kept,
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": api_key,
+        # HTTP_PROXY is for the outside world.
+        "NO_PROXY": local,
+        "no_proxy": local,
+    }
+
+
+def train_once(nodes: Sequence[SequenceNode]) -> list[SequenceNode]:
+    """Return the sequences that have something to train, each sampled token in one of them only.
+
+    A conversation that went on in two ways is two sequences with the same beginning; in the second one, what was
+    sampled there is not trained again.
+    """
+    seen: list[SequenceNode] = []
+    kept: list[SequenceNode] = []
+    for node in nodes:
+        shared = max((_num_shared(node, earlier) for earlier in seen), default=0)
+        seen.append(node)
+        rest = node.masked_tokens[shared:]
+        if all(label == IGNORE_INDEX for label in rest):
+            continue
+        if shared:
+            masks = [IGNORE_INDEX] * shared + rest
+            logprobs = [MASKED_LOGPROB] * shared + node.logprobs[shared:]
+            node = node.model_copy(update={"masked_tokens": masks, "logprobs": logprobs})
+        kept.append(node)
+    return kept
+
+
+def _num_shared(node: SequenceNode, earlier: SequenceNode) -> int:
+    """Return how many first tokens came from the same samples; equal tokens of another sample differ in logprobs."""
+    ours = zip(node.tokens, node.masked_tokens, node.logprobs, strict=True)
+    theirs = zip(earlier.tokens, earlier.masked_tokens, earlier.logprobs, strict=True)
+    shared = 0
+    for position, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+        if mine != other:
+            break
+        if mine[1] != IGNORE_INDEX:
+            shared = position + 1
+    return shared
+
+
+async def _write(stream: asyncio.StreamWriter, content: bytes) -> bytes:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it does not read its input
+        stream.write(content)
+        await stream.drain()
+    stream.close()
+    return b""
+
+
+async def _read(stream: asyncio.StreamReader, limit: int) -> bytes:
+    content = bytearray()
+    while chunk := await stream.read(65536):
+        content += chunk
+        if len(content) > limit:
+            raise AgentFailed(f"the agent printed more than {limit} bytes")
+    return bytes(content)

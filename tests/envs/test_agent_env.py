@@ -1,0 +1,393 @@
+"""AgentEnv: unmodified agents over a scripted engine; what is trained is what was sampled; failures are not scores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import select
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.agent_env import (
+    AgentEnv,
+    AgentEnvConfig,
+    AgentFailed,
+    agent_variables,
+    train_once,
+)
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.server_handling.managed_server_proxy import create_app
+from atroposlib.envs.server_handling.proxy.local import serve_locally
+from atroposlib.envs.server_handling.sequences import SequenceNode
+from atroposlib.envs.server_handling.server_harness import (
+    ByteTokenizer,
+    HarnessRequest,
+    ServerHarness,
+)
+from atroposlib.errors import EngineUnavailable, EnvError
+from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
+from environments.agents.arithmetic_agents import ArithmeticAgents, ArithmeticAgentsConfig
+
+ENGINE = APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1", server_type="vllm")
+
+
+class Doubling(AgentEnv):
+    """The agent asks once, in this process; the row is a number."""
+
+    name = "doubling"
+
+    def load_tokenizer(self) -> Any:
+        return ByteTokenizer()
+
+    def load_rows(self, split: str) -> Any:
+        return range(1, 9) if split == "train" else [3, 4]
+
+    async def run_agent(self, row: Any, base_url: str, api_key: str) -> Any:
+        return await asyncio.to_thread(ask, base_url, api_key, f"Double {row}.")
+
+    def score(self, row: Any, answer: Any) -> float:
+        return float(answer == str(2 * row))
+
+
+def ask(base_url: str, api_key: str, text: str) -> str:
+    """Call the API as any program would."""
+    import urllib.request
+
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0}
+    request = urllib.request.Request(
+        f"{base_url}/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {api_key}"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        answer: str = json.load(response)["choices"][0]["message"]["content"]
+    return answer
+
+
+def double(request: HarnessRequest) -> str:
+    """Right on every other call."""
+    found = re.search(r"Double (\d+)", request.prompt)
+    assert found
+    return str(int(found[1]) * 2 + request.call % 2)
+
+
+def make(
+    env_cls: type[AgentEnv] = Doubling,
+    *,
+    respond: Callable[[HarnessRequest], str] = double,
+    config_cls: type[AgentEnvConfig] = AgentEnvConfig,
+    **settings: Any,
+) -> Any:
+    env = env_cls(config_cls(**{"group_size": 2, **settings}), [ENGINE])
+    env.server.servers = [ServerHarness(ENGINE, respond=respond, weight_version="3")]
+    return env
+
+
+def trained_texts(group: Any) -> list[str]:
+    decode = ByteTokenizer().decode
+    return [decode([t for t in labels if t != IGNORE_INDEX]) for labels in group["masks"]]
+
+
+async def group_of(env: Any, row: Any) -> Any:
+    await env.setup()
+    try:
+        group, backlog = await env.collect_trajectories(row)
+        assert backlog == []
+        return group
+    finally:
+        await env.close()
+
+
+# The examples: agents as programs of their own.
+
+
+class Calculates:
+    """Calls the tool with the expression of the question and says what it answered; every other time off by one."""
+
+    def __init__(self) -> None:
+        self.num_answers = 0
+
+    def __call__(self, request: HarnessRequest) -> str:
+        found = re.search(r"What is (\d+) (.) (\d+)", request.prompt)
+        assert found
+        result = re.search(r"<tool>(-?\d+)<eos>", request.prompt)
+        if result is None:
+            call = {"name": "calculate", "arguments": {"expression": " ".join(found.groups())}}
+            return f"I calculate.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        self.num_answers += 1
+        return f"It is {int(result[1]) + self.num_answers - 1}"
+
+
+class Reviews:
+    """Drafts, and corrects the draft in a second conversation; every other time wrongly."""
+
+    def __init__(self) -> None:
+        self.num_reviews = 0
+
+    def __call__(self, request: HarnessRequest) -> str:
+        found = re.search(r"Somebody answered: (\d+)", request.prompt)
+        if found is None:
+            return "390"
+        self.num_reviews += 1
+        return str(int(found[1]) + self.num_reviews)
+
+
+class OfflineArithmetic(ArithmeticAgents):
+    def load_tokenizer(self) -> Any:
+        return ByteTokenizer()
+
+
+async def test_agent_on_openais_sdk_trains_what_was_sampled_over_its_turns_with_tools() -> None:
+    env = make(
+        OfflineArithmetic,
+        respond=Calculates(),
+        config_cls=ArithmeticAgentsConfig,
+        agent="openai_sdk",
+    )
+    group = await group_of(env, "17 * 23")
+    checked = check_group(group, strictness=Strictness.MEANING)
+    assert checked.num_sequences == 2
+    assert sorted(group["scores"]) == [0.0, 1.0]
+    call = '{"name": "calculate", "arguments": {"expression": "17 * 23"}}'
+    first = f"I calculate.\n<tool_call>\n{call}\n</tool_call><eos>"
+    assert sorted(trained_texts(group)) == [f"{first}It is 391<eos>", f"{first}It is 392<eos>"]
+    requests = env.server.servers[0].requests
+    assert len(requests) == 4
+    for request in requests:
+        sent = request["input_ids"]
+        assert any(tokens[: len(sent)] == sent for tokens in group["tokens"])
+        assert request["temperature"] == 1.0  # the agent asks for 0
+    assert group["policy_version"] == 3
+    right = group["scores"].index(1.0)
+    assert group["messages"][right][-1] == {"role": "assistant", "content": "It is 391"}
+
+
+async def test_agent_on_plain_http_with_two_conversations_makes_two_sequences() -> None:
+    env = make(
+        OfflineArithmetic,
+        respond=Reviews(),
+        config_cls=ArithmeticAgentsConfig,
+        agent="http",
+    )
+    group = await group_of(env, "17 * 23")
+    check_group(group, strictness=Strictness.MEANING)
+    assert len(group["scores"]) == 4
+    texts = trained_texts(group)
+    assert texts[0] == texts[2] == "390<eos>"
+    assert {texts[1], texts[3]} == {"391<eos>", "392<eos>"}
+    scores = dict(zip(texts, group["scores"], strict=True))
+    assert scores["391<eos>"] == 1.0
+    assert scores["392<eos>"] == 0.0
+    assert env.counts["agent_sequences"] == 4
+
+
+# Agents in this process.
+
+
+async def test_async_agent_is_scored_by_what_it_returns() -> None:
+    env = make()
+    group = await group_of(env, 4)
+    assert sorted(zip(group["scores"], trained_texts(group), strict=True)) == [
+        (0.0, "9<eos>"),
+        (1.0, "8<eos>"),
+    ]
+    assert env.server.servers[0].num_assigned["train"] == 0
+
+
+async def test_plain_agent_runs_in_a_thread_of_its_own() -> None:
+    class Plain(Doubling):
+        threads: list[str] = []
+
+        def run_agent(self, row: Any, base_url: str, api_key: str) -> Any:
+            self.threads.append(threading.current_thread().name)
+            return ask(base_url, api_key, f"Double {row}.")
+
+    env = make(Plain)
+    group = await group_of(env, 4)
+    assert sorted(group["scores"]) == [0.0, 1.0]
+    assert threading.main_thread().name not in Plain.threads
+    assert len(Plain.threads) == 2
+
+
+async def test_agent_that_takes_too_long_is_dropped_and_counted_not_scored_zero() -> None:
+    class Slow(Doubling):
+        runs = 0
+
+        async def run_agent(self, row: Any, base_url: str, api_key: str) -> Any:
+            Slow.runs += 1
+            if Slow.runs == 1:
+                await asyncio.Event().wait()
+            return await super().run_agent(row, base_url, api_key)
+
+    env = make(Slow, group_size=3, agent_timeout_s=0.5)
+    group = await group_of(env, 4)
+    assert len(group["scores"]) == 2
+    assert env.counts["agent_timeout"] == 1
+    assert env.num_reward_failures == 1
+
+
+async def test_failed_agent_has_the_score_that_the_environment_gives_it() -> None:
+    class Fragile(Doubling):
+        agent_failure_score = -1.0
+
+        async def run_agent(self, row: Any, base_url: str, api_key: str) -> Any:
+            answer = await super().run_agent(row, base_url, api_key)
+            if answer != str(2 * row):
+                raise ValueError("lost the thread")
+            return answer
+
+    env = make(Fragile)
+    group = await group_of(env, 4)
+    assert sorted(group["scores"]) == [-1.0, 1.0]
+    assert env.counts["agent_failed"] == 1
+
+
+async def test_item_fails_when_all_its_agents_failed() -> None:
+    class Broken(Doubling):
+        async def run_agent(self, row: Any, base_url: str, api_key: str) -> Any:
+            raise KeyError("typo")
+
+    with pytest.raises(EnvError, match="all 2 runs of the agent failed.*typo"):
+        await group_of(make(Broken), 4)
+
+
+async def test_failure_of_the_engine_is_the_items_not_the_agents() -> None:
+    env = make()
+    env.server.servers[0].fail(EngineUnavailable("the engine is down"), times=100)
+    with pytest.raises(EngineUnavailable, match="the engine is down"):
+        await group_of(env, 4)
+
+
+async def test_evaluation_asks_with_its_own_temperature_and_budget() -> None:
+    env = make(respond=lambda request: "no")
+    await env.setup()
+    metrics = await env.evaluate()
+    await env.close()
+    assert metrics["eval/pass@1"] == 0.0
+    assert [r["temperature"] for r in env.server.servers[0].requests] == [0.0, 0.0]
+    assert len(env.server.servers[0].eval_request_timings) == 2
+
+
+async def test_agent_is_told_when_its_conversation_is_longer_than_the_trainer_takes() -> None:
+    import urllib.error
+
+    class Talkative(Doubling):
+        async def run_agent(self, row: Any, base_url: str, api_key: str) -> Any:
+            try:
+                return await asyncio.to_thread(ask, base_url, api_key, "x" * 100)
+            except urllib.error.HTTPError as refused:
+                with refused:
+                    return json.load(refused)["error"]["code"]
+
+        def score(self, row: Any, answer: Any) -> float:
+            return float(answer == "context_length_exceeded")
+
+    env = make(Talkative)
+    env.max_token_len = 60
+    await env.setup()
+    rollouts = await env.roll_out(4, 1, split="train")
+    await env.close()
+    assert [(rollout.outcome, rollout.nodes) for rollout in rollouts] == [(1.0, [])]
+
+
+async def test_sessions_are_opened_at_the_proxy_that_the_environment_is_given() -> None:
+    behind = make()
+    async with serve_locally(create_app(behind.server, ByteTokenizer(), "m")) as url:
+        env = make()
+        env.server.proxy_url = url
+        group = await group_of(env, 4)
+        assert sorted(trained_texts(group)) == ["8<eos>", "9<eos>"]
+        assert env.server.servers[0].requests == []
+        assert len(behind.server.servers[0].requests) == 2
+        assert behind.server.servers[0].num_assigned["train"] == 0
+
+
+# Programs.
+
+
+async def run_program(agents: Any, code: str, **options: Any) -> str:
+    argv = [sys.executable, "-c", code]
+    text: str = await agents.run_command(argv, base_url="http://h/u/v1", api_key="k", **options)
+    return text
+
+
+async def test_program_finds_its_address_where_sdks_look_and_no_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hush")
+    monkeypatch.setenv("HUB_TOKEN", "hush")
+    found = agent_variables("http://h/u/v1", "k")
+    assert "hush" not in found.values()
+    assert found["PATH"] == os.environ["PATH"]
+    code = "import os, sys; print([os.environ[n] for n in sys.stdin.read().split()])"
+    names = "OPENAI_BASE_URL OPENAI_API_KEY ANTHROPIC_BASE_URL ANTHROPIC_API_KEY MINE"
+    printed = await run_program(make(), code, stdin=names, env={"MINE": "x"})
+    assert printed == "['http://h/u/v1', 'k', 'http://h/u', 'k', 'x']\n"
+
+
+async def test_program_that_fails_says_so_with_the_end_of_its_stderr() -> None:
+    with pytest.raises(AgentFailed, match=r"exit code 3: .*oh no"):
+        await run_program(make(), "import sys; print('oh no', file=sys.stderr); sys.exit(3)")
+
+
+async def test_program_that_prints_without_end_is_stopped() -> None:
+    with pytest.raises(AgentFailed, match="more than 1000 bytes"):
+        await run_program(make(max_agent_output_bytes=1000), "while True: print('x' * 99)")
+
+
+async def test_program_is_killed_with_its_children_when_it_is_cancelled(tmp_path: Any) -> None:
+    pids = tmp_path / "pids"
+    os.mkfifo(pids)
+    code = (
+        "import os, subprocess, sys;"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}');"
+        "child.wait()"
+    )
+    run = asyncio.create_task(run_program(make(), code))
+    started = (await asyncio.to_thread(pids.read_text)).split()
+    handles = [os.pidfd_open(int(pid)) for pid in started]
+    assert len(handles) == 2
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    for ended in handles:
+        assert await asyncio.to_thread(select.select, [ended], [], [], 10) == ([ended], [], [])
+        os.close(ended)
+
+
+# Which sequences are trained.
+
+
+def node(given: str, *sampled: tuple[str, float]) -> SequenceNode:
+    tokens = [ord(c) for c in given]
+    labels, logprobs = [IGNORE_INDEX] * len(tokens), [1.0] * len(tokens)
+    for text, logprob in sampled:
+        tokens += [ord(c) for c in text]
+        labels += [ord(c) for c in text]
+        logprobs += [logprob] * len(text)
+    return SequenceNode(full_text="", tokens=tokens, masked_tokens=labels, logprobs=logprobs)
+
+
+def num_trained(nodes: list[SequenceNode]) -> list[int]:
+    return [sum(label != IGNORE_INDEX for label in n.masked_tokens) for n in nodes]
+
+
+def test_samples_that_two_sequences_share_are_trained_in_the_first_only() -> None:
+    first = node("ask", ("yes", -0.5), ("more", -0.25))
+    branch = node("ask", ("yes", -0.5), ("less!", -0.75))
+    twig = node("ask", ("yes", -0.5), ("less!", -0.75), ("end", -0.1))
+    copy = node("ask", ("yes", -0.5))
+    again = node("ask", ("yes", -0.6))
+    prompt_only = node("ask")
+    kept = train_once([first, branch, twig, copy, again, prompt_only])
+    assert num_trained(kept) == [7, 5, 3, 3]
+    assert [len(n.tokens) for n in kept] == [10, 11, 14, 6]
+    assert kept[1].logprobs[:6] == [1.0] * 6
+    assert num_trained([branch]) == [8]

@@ -18,6 +18,7 @@ from atroposlib.envs.server_handling.scripted_engine import (
 )
 from atroposlib.envs.server_handling.scripted_engine.generation import PRINTABLE
 from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
@@ -62,6 +63,29 @@ async def test_tokens_and_logprobs_are_those_of_the_engine(name: str) -> None:
     assert answer.finish_reasons == ["length", "length"]
     # TRL's server keeps no versions.
     assert answer.weight_versions == [None if name == "trl" else [("7", 4)]] * 2
+
+
+async def test_a_managed_session_has_the_same_sequence_from_every_server_type() -> None:
+    states = []
+    for name in ("vllm", "sglang", "trl"):
+        async with ScriptedEngine(Script(seed=3, lengths=(3, 8))) as engine:
+            url = engine.url if name == "trl" else f"{engine.url}/v1"
+            config = APIServerConfig(base_url=url, server_type=name, model_name="scripted")  # type: ignore[arg-type]
+            manager = ServerManager([config])
+            (server,) = manager.servers
+            assert type(server) is TYPES[name]
+            server.tokenizer = ByteTokenizer()  # type: ignore[attr-defined]
+            async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
+                messages: list[Any] = [{"role": "user", "content": "hi"}]
+                for _ in range(2):
+                    answer = await managed.chat_completion(messages=messages, max_tokens=8)
+                    again = {"role": "user", "content": "go on"}
+                    messages = [*messages, answer.choices[0].message, again]
+                (node,) = managed.get_state()["nodes"]
+                states.append((node.tokens, node.masked_tokens, node.logprobs))
+            await manager.close()
+    assert states[0] == states[1] == states[2]
+    assert sum(token != -100 for token in states[0][1]) >= 6  # both turns are trained
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from aiohttp import web
 from helpers_peer import Characters, Peer, Reply
 
 from atroposlib.envs.server_handling.api_server import APIServer, TokenCompletions
@@ -462,24 +463,45 @@ async def test_connections_are_kept_and_closing_twice_is_harmless(name: str) -> 
     assert len(peer.asked) == 7
 
 
+class Silent(Peer):
+    """Answers POSTs when it is told to."""
+
+    def __init__(self, *replies: Any) -> None:
+        super().__init__(*replies)
+        self.arrived, self.release = asyncio.Event(), asyncio.Event()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        if request.method == "POST":
+            self.arrived.set()
+            await self.release.wait()
+        return await super()._answer(request)
+
+
+@CALLS
+async def test_a_server_that_is_silent_for_too_long_is_unavailable(name: str, call: str) -> None:
+    async with Silent({}) as peer:
+        server = open_server(name, peer)
+        server.tokenizer = Characters()
+        wrapper, prompt = {
+            "chat": (server._chat_completion_wrapper, {"messages": HELLO}),
+            "text": (server._completion_wrapper, {"prompt": "hi"}),
+            "tokens": (server._tokens_and_logprobs_completion_wrapper, {"input_ids": [1]}),
+        }[call]
+        with pytest.raises(EngineUnavailable, match=r"POST http.*: no answer within 0\.02 s"):
+            await wrapper(model="m", timeout=0.02, **prompt)
+        peer.release.set()
+        await server.close()
+
+
 @EVERY
 async def test_cancelling_a_call_ends_it(name: str) -> None:
-    release = asyncio.Event()
-    arrived = asyncio.Event()
-
-    class Slow(Peer):
-        async def _answer(self, request: Any) -> Any:
-            arrived.set()
-            await release.wait()
-            return await super()._answer(request)
-
-    async with Slow(KINDS[name].chat(1)) as peer:
+    async with Silent(KINDS[name].chat(1)) as peer:
         server = open_server(name, peer)
         call = asyncio.create_task(server.chat_completion(messages=HELLO))
-        await arrived.wait()
+        await peer.arrived.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         assert server.num_assigned == {"train": 0, "eval": 0}
-        release.set()
+        peer.release.set()
         await server.close()

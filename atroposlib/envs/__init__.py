@@ -18,6 +18,7 @@ _BASE = (
     "ServerBaseline",
 )
 _EXPORTS = dict.fromkeys(_BASE, "atroposlib.envs.base") | {
+    "AgentEnv": "atroposlib.envs.agent_env",
     "DatasetEnv": "atroposlib.envs.dataset_env",
     "JudgeEnv": "atroposlib.envs.judge_env",
     "MultiTurnEnv": "atroposlib.envs.multi_turn_env",

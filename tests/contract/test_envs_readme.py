@@ -69,13 +69,26 @@ def joke(request: HarnessRequest) -> str:
     return "ha" * (request.choice + 1)
 
 
-RESPOND = {"CountVowels": count_vowels, "GuessNumber": guess, "Shopping": shop, "Jokes": joke}
+def double(request: HarnessRequest) -> str:
+    """Right on every other call."""
+    found = re.search(r"Double (\d+)", request.prompt)
+    assert found
+    return str(2 * int(found[1]) + request.call % 2)
+
+
+RESPOND = {
+    "CountVowels": count_vowels,
+    "GuessNumber": guess,
+    "Shopping": shop,
+    "Jokes": joke,
+    "Doubling": double,
+}
 
 
 def test_there_is_an_example_of_every_base() -> None:
     assert sorted(ENVIRONMENTS) == sorted(RESPOND)
     bases = {re.search(r"class \w+\((\w+)\)", BLOCKS[name])[1] for name in ENVIRONMENTS}  # type: ignore[index]
-    assert bases == {"DatasetEnv", "MultiTurnEnv", "ToolEnv", "JudgeEnv"}
+    assert bases == {"DatasetEnv", "MultiTurnEnv", "ToolEnv", "JudgeEnv", "AgentEnv"}
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)

@@ -160,6 +160,8 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
         """Those that the server may have."""
 
     async def _find_fault(self) -> str | None:
+        # Recent servers sample one token of their own for it (SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0: not even
+        # that), /health_generate always does. It is asked before the first request and while the server is down.
         return await self._ask("/health", accept_4xx=False)
 
     # Sampling.

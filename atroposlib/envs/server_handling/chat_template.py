@@ -87,9 +87,12 @@ def identity(message: Message) -> str:
     """
     rest = {key: message[key] for key in _COMPARED_KEYS if message.get(key)}
     content = message.get("content") or ""
-    if calls := message.get("tool_calls"):
-        return repr((rest, content.strip(), [_call_identity(call) for call in calls]))
-    return repr((rest, content))
+    calls = message.get("tool_calls")
+    if calls:
+        content = content.strip()
+    head = repr((rest, [_call_identity(call) for call in calls or ()]))
+    # The text as it is: its repr() takes 4 ms per million characters.
+    return f"{len(head)} {head}{content}"
 
 
 def _call_identity(call: Any) -> tuple[str, str]:

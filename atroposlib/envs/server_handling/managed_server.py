@@ -27,7 +27,11 @@ from atroposlib.envs.server_handling.chat_template import (
     is_opened,
     read_messages,
 )
-from atroposlib.envs.server_handling.openai_routes import chat_completion_from, completion_from
+from atroposlib.envs.server_handling.openai_routes import (
+    chat_completion_from,
+    completion_from,
+    import_openai,
+)
 from atroposlib.envs.server_handling.sequences import (
     ChatPlace,
     Match,
@@ -355,6 +359,7 @@ class ManagedServer:
         request = {key: value for key, value in kwargs.items() if key not in _OWN_KEYWORDS}
         if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
             logger.info("Prompt of %d tokens: %.500s", len(turn.tokens), turn.full_text)
+        await import_openai()
         raw = await self.server.tokens_and_logprobs_completion(
             input_ids=turn.tokens, prompt=turn.full_text, **request
         )

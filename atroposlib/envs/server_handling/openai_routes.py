@@ -6,9 +6,11 @@ rule that a caller gets exactly the `n` choices it asked for, also from servers 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def _openai_type(name: str) -> Any:
-    # `openai` takes about a second to import.
     if name == "chat":
         from openai.types.chat import ChatCompletion
 
@@ -38,6 +39,12 @@ def _openai_type(name: str) -> Any:
     from openai.types import Completion
 
     return Completion
+
+
+async def import_openai() -> None:
+    """Import the types off the event loop before they are needed: it takes about a second, once."""
+    if "openai.types.chat" not in sys.modules:
+        await asyncio.to_thread(_openai_type, "chat")
 
 
 def chat_completion_from(body: dict[str, Any]) -> Any:
@@ -140,6 +147,7 @@ class OpenAIRoutesServer(APIServer):
         await self._peer.close()
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
+        await import_openai()
         request = read_request(kwargs, timeout_s=self.config.timeout)
         body = request.body
         if self.reasoning_config is not None and not request.skip_reasoning:
@@ -150,6 +158,7 @@ class OpenAIRoutesServer(APIServer):
         return chat_completion_from({**answer, "choices": choices})
 
     async def _completion_wrapper(self, **kwargs: Any) -> Any:
+        await import_openai()
         request = read_request(kwargs, timeout_s=self.config.timeout)
         answer = await self._complete("/completions", request.body, request)
         self._check_choices(answer, holds="text", kind=str)

@@ -11,11 +11,13 @@ float holds: a logprob that was decoded is finite.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
 
 from atroposlib.envs.server_handling.api_server import TokenCompletions, WeightSpan
+from atroposlib.envs.server_handling.choices import split_n, with_seed
 from atroposlib.errors import EngineProtocolError
 
 NEUTRAL_SAMPLING: dict[str, float] = {
@@ -184,11 +186,11 @@ def split_completions(body: dict[str, Any]) -> list[dict[str, Any]]:
     size = max(1, MAX_TOKENS_PER_ANSWER // max(1, int(body.get("max_tokens", DEFAULT_MAX_TOKENS))))
     if n <= size or body.get("use_beam_search"):
         return [body]
-    parts = [{**body, "n": min(size, n - start)} for start in range(0, n, size)]
-    if body.get("seed") is not None:
-        for start, part in zip(range(0, n, size), parts, strict=True):
-            part["seed"] = body["seed"] + start
-    return parts
+    counts = split_n(n, at_most=size)
+    starts = accumulate(counts, initial=0)
+    return [
+        with_seed({**body, "n": count}, start) for start, count in zip(starts, counts, strict=False)
+    ]
 
 
 def tokens_request(prompt_tokens: list[int], body: dict[str, Any]) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from atroposlib.envs.server_handling.api_server import (
     TokenCompletions,
     WeightSpan,
 )
-from atroposlib.envs.server_handling.choices import run_together
+from atroposlib.envs.server_handling.choices import run_together, with_seed
 from atroposlib.envs.server_handling.http import EngineHttpRejected, strip_v1
 from atroposlib.envs.server_handling.openai_routes import (
     OpenAIRoutesServer,
@@ -211,7 +211,7 @@ class VLLMServer(OpenAIRoutesServer):
         n = int(body.get("n", 1))
         single = {**body, "n": 1}
         if n > 1 and self._n_is_ignored:
-            parts = await run_together([send(single) for _ in range(n)])
+            parts = await run_together([send(with_seed(single, i)) for i in range(n)])
         else:
             parts = await run_together([send(part) for part in split_completions(body)])
             if n > 1 and len(parts) == 1 and len(parts[0]) == 1:
@@ -222,7 +222,7 @@ class VLLMServer(OpenAIRoutesServer):
                     n,
                 )
                 self._n_is_ignored = True
-                parts += await run_together([send(single) for _ in range(n - 1)])
+                parts += await run_together([send(with_seed(single, i)) for i in range(1, n)])
         return self._checked_count([each for part in parts for each in part], n)
 
     def _checked_count(self, sampled: list[Sampled], n: int) -> list[Sampled]:

@@ -37,14 +37,16 @@ def vllm_python() -> Path:
     return Path(path)
 
 
-def vllm_engine(model: Path, *, port: int, log_path: Path) -> EngineProcess:
+def vllm_engine(
+    model: Path, *, port: int, log_path: Path, max_model_len: int = MAX_MODEL_LEN
+) -> EngineProcess:
     """Return vLLM's CPU build on `model`, not yet started."""
     argv = vllm_command(
         python=vllm_python(),
         model=model,
         port=port,
         served_model_name=str(model),
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         dtype="float32",
         cpu=True,
     )

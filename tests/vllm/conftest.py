@@ -1,0 +1,34 @@
+"""One real vLLM for all tests that need no more than a small model: a start takes 30 to 70 s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.processes import free_port
+from tests.vllm.helpers_vllm import vllm_engine, vllm_python
+from tests.vllm.taught_model import MAX_LENGTH, make_taught_model
+
+
+class ServedModel(NamedTuple):
+    """A running vLLM and the checkpoint it serves, under its path as the name."""
+
+    url: str
+    """Without /v1."""
+    model: Path
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
+    """A vLLM that serves `tests.vllm.taught_model`; its weights never change."""
+    vllm_python()
+    directory = tmp_path_factory.mktemp("served")
+    model = make_taught_model(directory / "model")
+    engine = vllm_engine(
+        model, port=free_port(), log_path=directory / "engine.log", max_model_len=MAX_LENGTH
+    )
+    with engine:
+        yield ServedModel(engine.url, model)

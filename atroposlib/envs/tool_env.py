@@ -30,10 +30,12 @@ from atroposlib.envs.dataset_env import Row
 from atroposlib.envs.mcp_tools import McpServer, McpSession
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step
 from atroposlib.envs.rewards import RewardFailure
+from atroposlib.envs.server_handling.tool_parsers import Call, style_named
 from atroposlib.errors import ConfigError, EnvError
 
 logger = logging.getLogger(__name__)
 
+_HERMES = style_named("hermes")
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 _INSTRUCTIONS = """\
@@ -362,23 +364,30 @@ def parse_hermes_calls(answer: str) -> list[ToolCall | MalformedCall]:
     >>> parse_hermes_calls("<think><tool_call>no</tool_call></think> It is 3.")
     []
     """
-    visible = answer.rpartition("</think>")[2]
-    return [_read_call(match.group(1).strip()) for match in _CALL.finditer(visible)]
+    found: list[ToolCall | MalformedCall] = []
+    for part in _HERMES.split(answer, ()):
+        if isinstance(part, Call):
+            found.append(ToolCall(name=part.name, arguments=json.loads(part.arguments)))
+        else:  # marks that are left are of calls that could not be read
+            marked = _CALL.finditer(part.rpartition("</think>")[2])
+            found += [MalformedCall(reason=_fault_of(match.group(1).strip())) for match in marked]
+    return found
 
 
-def _read_call(text: str) -> ToolCall | MalformedCall:
+def _fault_of(text: str) -> str:
+    """Say why a text is not a call."""
     try:
         call = json.loads(text, strict=False)  # models write newlines inside strings
         arguments = call.get("arguments", {}) if isinstance(call, dict) else None
         if isinstance(arguments, str):  # as the OpenAI API writes them
             arguments = json.loads(arguments, strict=False)
-    except (json.JSONDecodeError, RecursionError) as error:
-        return MalformedCall(reason=f"the tool call is not valid JSON: {error}")
+    except (ValueError, RecursionError) as error:
+        return f"the tool call is not valid JSON: {error}"
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return MalformedCall(reason='a tool call is a JSON object with "name" and "arguments"')
+        return 'a tool call is a JSON object with "name" and "arguments"'
     if not isinstance(arguments, dict):
-        return MalformedCall(reason=f'"arguments" of {call["name"]} must be a JSON object')
-    return ToolCall(name=call["name"], arguments=arguments)
+        return f'"arguments" of {call["name"]} must be a JSON object'
+    return 'a tool call is a JSON object with "name" and "arguments", and with nothing else'
 
 
 def _faults(error: ValidationError) -> str:

@@ -180,6 +180,10 @@ def test_functions_without_a_schema_are_refused_with_the_parameter() -> None:
             [ToolCall(name="x", arguments={"a": "it's\ntwo lines"})],
         ),
         ("<think>" + call("add", a=1) + "</think> 3", []),
+        (
+            "<think></think>" + call("add", a="</tool_call> </think>"),
+            [ToolCall(name="add", arguments={"a": "</tool_call> </think>"})],
+        ),
     ],
 )
 def test_calls_are_read_from_the_text(text: str, calls: list[Any]) -> None:
@@ -195,12 +199,19 @@ def test_calls_are_read_from_the_text(text: str, calls: list[Any]) -> None:
         ('{"arguments": {}}', 'a JSON object with "name" and "arguments"'),
         ('{"name": "x", "arguments": [1]}', '"arguments" of x must be a JSON object'),
         ("[" * 100_000, "not valid JSON"),
+        ('{"name": "x", "parameters": {}}', "and with nothing else"),
     ],
 )
 def test_unreadable_calls_say_why(text: str, reason: str) -> None:
     (found,) = parse_hermes_calls(f"<tool_call>{text}</tool_call>")
     assert isinstance(found, MalformedCall)
     assert reason in found.reason
+
+
+def test_calls_that_cannot_be_read_stand_in_their_place() -> None:
+    good = call("add", a=1)
+    found = parse_hermes_calls(f"<tool_call>{{</tool_call>{good}<tool_call>[]</tool_call>{good}")
+    assert [type(one) for one in found] == [MalformedCall, ToolCall, MalformedCall, ToolCall]
 
 
 async def test_model_calls_a_tool_then_answers_and_is_judged() -> None:

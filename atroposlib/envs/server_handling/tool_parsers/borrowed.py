@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from atroposlib.envs.server_handling.tool_parsers.json_styles import HERMES
-from atroposlib.envs.server_handling.tool_parsers.style import Call, Parsed, Style, Tools
+from atroposlib.envs.server_handling.tool_parsers.style import Call, Style, Tools
 from atroposlib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def vllm_style(name: str, tokenizer: Any) -> Style:
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"vLLM's tool parser {name!r} refuses the tokenizer: {error}") from error
 
-    def parse(text: str, tools: Tools = ()) -> Parsed:
+    def split(text: str, tools: Tools) -> list[str | Call]:
         try:
             request = protocol.ChatCompletionRequest(
                 model="", messages=[{"role": "user", "content": ""}], tools=list(tools) or None
@@ -52,10 +52,10 @@ def vllm_style(name: str, tokenizer: Any) -> Style:
             read = parser_cls(tokenizer, request.tools).extract_tool_calls(text, request)
         except Exception:  # boundary: foreign code on a model's text
             logger.exception("vLLM's tool parser %s failed; the text is taken as it is", name)
-            return Parsed(text, ())
+            return [text]
         if not read.tools_called or not read.tool_calls:
-            return Parsed(text, ())
+            return [text]
         calls = [Call(call.function.name, call.function.arguments) for call in read.tool_calls]
-        return Parsed((read.content or "").strip(), tuple(calls))
+        return [read.content or "", *calls]
 
-    return Style(name=name, parse=parse, render=HERMES.render, markers=())
+    return Style(name=name, split=split, render=HERMES.render, markers=())

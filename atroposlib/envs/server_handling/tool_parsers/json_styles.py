@@ -63,7 +63,7 @@ def _render_hermes(calls: Sequence[Call]) -> str:
 
 
 HERMES = Style(
-    name="hermes", parse=by_places(_find_hermes), render=_render_hermes, markers=(_OPEN, _CLOSE)
+    name="hermes", split=by_places(_find_hermes), render=_render_hermes, markers=(_OPEN, _CLOSE)
 )
 
 
@@ -102,7 +102,7 @@ def _render_llama(calls: Sequence[Call]) -> str:
 
 
 LLAMA = Style(
-    name="llama3_json", parse=by_places(_find_llama), render=_render_llama, markers=(_PYTHON_TAG,)
+    name="llama3_json", split=by_places(_find_llama), render=_render_llama, markers=(_PYTHON_TAG,)
 )
 
 
@@ -193,14 +193,14 @@ def _mistral_id() -> str:
 
 MISTRAL = Style(
     name="mistral",
-    parse=by_places(_find_mistral),
+    split=by_places(_find_mistral),
     render=_render_mistral,
     markers=(_TOOL_CALLS,),
     new_id=_mistral_id,
 )
 MISTRAL_V11 = Style(
     name="mistral_v11",
-    parse=by_places(_find_mistral),
+    split=by_places(_find_mistral),
     render=_render_mistral_v11,
     markers=(_TOOL_CALLS, _ARGS, _CALL_ID),
     new_id=_mistral_id,
@@ -273,13 +273,13 @@ def _render_deepseek_v31(calls: Sequence[Call]) -> str:
 _DEEPSEEK_MARKERS = (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEPARATOR)
 DEEPSEEK_V3 = Style(
     name="deepseek_v3",
-    parse=by_places(_find_deepseek),
+    split=by_places(_find_deepseek),
     render=_render_deepseek_v3,
     markers=_DEEPSEEK_MARKERS,
 )
 DEEPSEEK_V31 = Style(
     name="deepseek_v31",
-    parse=by_places(_find_deepseek),
+    split=by_places(_find_deepseek),
     render=_render_deepseek_v31,
     markers=_DEEPSEEK_MARKERS,
 )

@@ -120,7 +120,7 @@ def _render_call(call: Call) -> str:
 
 QWEN3_CODER = Style(
     name="qwen3_coder",
-    parse=by_places(_find),
+    split=by_places(_find),
     render=_render,
     markers=(_OPEN, _CLOSE, "<function="),
 )

@@ -54,8 +54,9 @@ class Style:
     """One way of writing tool calls."""
 
     name: str
-    parse: Callable[[str, Tools], Parsed]
-    """Take a model's answer apart; the tools are needed by styles that write values without their types."""
+    split: Callable[[str, Tools], list[str | Call]]
+    """Take a model's answer apart: calls, and the text between them, in order. Some styles write values without their
+    types: these need the tools."""
     render: Callable[[Sequence[Call]], str]
     """Write calls as the model would."""
     markers: tuple[str, ...]
@@ -63,31 +64,38 @@ class Style:
     new_id: Callable[[], str] = _new_id
     """Make an id for a call that has none."""
 
+    def parse(self, text: str, tools: Tools = ()) -> Parsed:
+        """Return the calls of a model's answer, and its content.
 
-def by_places(find: Callable[[str, Tools], list[Found]]) -> Callable[[str, Tools], Parsed]:
-    """Make a style's `parse` of a function that finds the well-formed calls of a text, in order.
+        >>> from atroposlib.envs.server_handling.tool_parsers import style_named
+        >>> style_named("hermes").parse('Hm. <tool_call>{"name": "now", "arguments": {}}</tool_call>')
+        Parsed(content='Hm.', calls=(Call(name='now', arguments='{}', id=None),))
+        """
+        parts = self.split(text, tools)
+        calls = tuple(part for part in parts if isinstance(part, Call))
+        if not calls:
+            return Parsed(text, ())
+        pieces = [part.strip() for part in parts if isinstance(part, str)]
+        return Parsed("\n".join(filter(None, pieces)), calls)
 
-    >>> from atroposlib.envs.server_handling.tool_parsers import style_named
-    >>> style_named("hermes").parse('Hm. <tool_call>{"name": "now", "arguments": {}}</tool_call>', ())
-    Parsed(content='Hm.', calls=(Call(name='now', arguments='{}', id=None),))
-    """
 
-    def parse(text: str, tools: Tools) -> Parsed:
+def by_places(
+    find: Callable[[str, Tools], list[Found]],
+) -> Callable[[str, Tools], list[str | Call]]:
+    """Make a style's `split` of a function that finds the well-formed calls of a text, in order."""
+
+    def split(text: str, tools: Tools) -> list[str | Call]:
         found = find(text, tools)
         thinking_end = _end_of_thinking(text, found)
-        found = [one for one in found if one.start >= thinking_end]
-        if not found:
-            return Parsed(text, ())
-        pieces = []
+        parts: list[str | Call] = []
         at = 0
         for one in found:
-            pieces.append(text[at : one.start].strip())
-            at = one.end
-        pieces.append(text[at:].strip())
-        content = "\n".join(piece for piece in pieces if piece)
-        return Parsed(content, tuple(call for one in found for call in one.calls))
+            if one.start >= thinking_end:
+                parts += [text[at : one.start], *one.calls]
+                at = one.end
+        return [*parts, text[at:]]
 
-    return parse
+    return split
 
 
 def _end_of_thinking(text: str, found: Sequence[Found]) -> int:

@@ -6,6 +6,7 @@ nothing. A group that the teacher cannot annotate is sent without its fields: di
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,11 @@ from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, ExtraServers, load_tokenizer
 from atroposlib.envs.env_config import BaseEnvConfig
-from atroposlib.envs.runtime.outbox import drop_rule
+from atroposlib.envs.runtime.outbox import (
+    drop_rule,
+    in_thread_if_large,
+    without_tensors,
+)
 from atroposlib.envs.server_handling.choices import run_together
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -34,7 +39,7 @@ class TeacherDistillationConfig(BaseEnvConfig):
     teacher_enabled: bool = False
     """Ask the teacher servers for logprobs."""
     teacher_top_k: int = Field(default=0, ge=-1)
-    """Most likely tokens to keep per position; 0: the fewest that the server gives; -1: do not ask."""
+    """Most likely tokens to keep per position; 0: only the sequence's own token; -1: do not ask."""
 
 
 class TeacherLogprobs(NamedTuple):
@@ -134,13 +139,17 @@ class TeacherDistillationEnv(BaseEnv):
     async def _annotated(
         self, group: Mapping[str, Any] | None, abort_on_max_length: bool
     ) -> Mapping[str, Any] | None:
-        if group is None or not self._is_kept(group, abort_on_max_length):
+        if group is None:
+            return None
+        if not await in_thread_if_large(group, self._is_kept, group, abort_on_max_length):
             return group
         overrides = group.get("group_overrides") or {}
-        top_k = overrides.get("teacher_top_k", self.config.teacher_top_k)
-        if overrides.get("skip_teacher_top_k") or top_k < 0:
+        if overrides.get("skip_teacher_top_k"):
             return group
         try:
+            top_k = self._top_k(overrides.get("teacher_top_k"))
+            if top_k < 0:
+                return group
             answers = await run_together(
                 [self._ask([int(token) for token in tokens], top_k) for tokens in group["tokens"]]
             )
@@ -158,10 +167,17 @@ class TeacherDistillationEnv(BaseEnv):
             "distill_logprobs": [answer.logprobs for answer in answers],
         }
 
+    def _top_k(self, override: Any) -> int:
+        if override is None:
+            return self.config.teacher_top_k
+        if isinstance(override, bool) or not isinstance(override, int):
+            raise ConfigError(f"group_overrides.teacher_top_k: {override!r}, expected an integer")
+        return override
+
     def _is_kept(self, group: Mapping[str, Any], abort_on_max_length: bool) -> bool:
         """Whether the outbox will keep the group; it says why not, later."""
         try:
-            checked = check_group(group, strictness=Strictness.MEANING)
+            checked = check_group(without_tensors(group), strictness=Strictness.MEANING)
         except GroupError:
             return False
         verdict = drop_rule(
@@ -177,7 +193,7 @@ class TeacherDistillationEnv(BaseEnv):
         answer = await self.teacher_server.get_logprobs(
             input_ids=tokens, top_k=top_k, max_tokens=1, split="train"
         )
-        return read_answer(answer, num_tokens=len(tokens))
+        return await asyncio.to_thread(read_answer, answer, num_tokens=len(tokens))
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Add the number of groups the teacher failed on."""

@@ -183,6 +183,31 @@ async def test_a_group_may_override_the_teacher(
     assert found == [(IDS, LOGPROBS) if asked else (None, None)]
 
 
+async def test_an_override_that_is_no_number_is_a_failure_of_the_teacher(
+    attached: Attached, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = await attached.send(group(group_overrides={"teacher_top_k": "7"}))
+    assert found == [(None, None)]
+    assert attached.env.num_teacher_failures == 1
+    assert "group_overrides.teacher_top_k: '7', expected an integer" in caplog.text
+
+
+async def test_an_override_of_none_is_no_override(attached: Attached) -> None:
+    await attached.send(group(group_overrides={"teacher_top_k": None}))
+    assert [each["top_k"] for each in attached.teacher.asked] == [2, 2]
+
+
+async def test_groups_of_tensors_are_annotated_too(attached: Attached) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = group(
+        tokens=[torch.tensor([1, 5, 6]), torch.tensor([1, 7])],
+        masks=[torch.tensor([-100, 5, 6]), torch.tensor([-100, 7])],
+        scores=torch.tensor([1.0, 0.0]),
+    )
+    assert await attached.send(tensors) == [(IDS, LOGPROBS)]
+    assert attached.teacher.asked[0]["input_ids"] == [1, 5, 6]
+
+
 @pytest.mark.parametrize(("top_k", "num_asked"), [(-1, 0), (0, 2)])
 async def test_minus_one_never_asks_and_zero_does(
     tmp_path: Path, top_k: int, num_asked: int
@@ -346,6 +371,39 @@ def test_teacher_section_of_the_yaml_may_be_a_list(tmp_path: Path) -> None:
     assert env.teacher_server is not None
     urls = [server.config.base_url for server in env.teacher_server.servers]
     assert urls == ["http://a/v1", "http://b/v1"]
+
+
+class Producing(WithDefault):
+    """Makes the same group for ever."""
+
+    async def setup(self) -> None:
+        return None
+
+    async def get_next_item(self) -> Any:
+        return 1
+
+    async def collect_trajectories(self, item: Any) -> Any:
+        return group(), []
+
+
+async def test_process_writes_the_teachers_fields_too(tmp_path: Path) -> None:
+    path = tmp_path / "groups.jsonl"
+    flags = [
+        "--env.teacher_enabled=true",
+        "--env.total_steps=2",
+        f"--env.data_path_to_save_groups={path}",
+        "--teacher.timeout=7",
+    ]
+    env = build_environment(Producing, "process", flags, prog="t")
+    assert isinstance(env, Producing)
+    assert env.teacher_server is not None
+    assert env.teacher_server.servers[0].config.timeout == 7
+    env.teacher_server.servers = [Teacher()]
+    await env.process_manager()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(each["distill_token_ids"], each["distill_logprobs"]) for each in lines] == [
+        (IDS, LOGPROBS)
+    ] * 2
 
 
 def test_default_teacher_takes_flags_field_by_field() -> None:

@@ -34,8 +34,9 @@ T = TypeVar("T")
 MAX_GROUPS_PER_SEND = 16
 MAX_TOKENS_PER_SEND = 1_000_000
 """About 12 MB: a hub takes several times that in one body, and a lost answer costs no more than this."""
-THREAD_FROM_TOKENS = 20_000
-"""Groups larger than this are checked and written off the event loop (over about 10 ms of work)."""
+THREAD_FROM_TOKENS = 8192
+"""Groups larger than this are checked and written off the event loop: over a millisecond of work, and often several
+groups come at once."""
 
 MAX_RETRY_AFTER_S = 60.0
 """A hub's `Retry-After` is followed up to here."""
@@ -235,7 +236,7 @@ class Outbox:
         """Hold what an environment's own `_send_scored_data_to_api` hands on to the default."""
         groups = [scored_data] if isinstance(scored_data, Mapping) else scored_data
         for group in map(without_tensors, groups):
-            self._hold(await _maybe_in_thread(group, self._check, group))
+            self._hold(await in_thread_if_large(group, self._check, group))
 
     async def run(
         self, hub: HubClient, *, env_id: Callable[[], int], reregister: Reregister
@@ -352,7 +353,7 @@ class Outbox:
 
     async def _judge(self, group: Mapping[str, Any], abort_on_max_length: bool) -> ScoredGroup:
         """Apply gate 1, then the drop rules in the original's order."""
-        checked = await _maybe_in_thread(group, self._check, group)
+        checked = await in_thread_if_large(group, self._check, group)
         config = self._env.config
         verdict = drop_rule(
             checked,
@@ -403,7 +404,7 @@ class Outbox:
         except Exception:
             logger.exception("add_rollouts_for_wandb failed; the group is kept")
         if self._log is not None:
-            self._log.write(await _maybe_in_thread(group, _line, group, checked))
+            self._log.write(await in_thread_if_large(group, _line, group, checked))
 
 
 def drop_rule(
@@ -512,8 +513,11 @@ def _plain(value: Any) -> Any:
     return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)
 
 
-async def _maybe_in_thread(group: Mapping[str, Any], work: Callable[..., T], *args: Any) -> T:
+async def in_thread_if_large(group: Mapping[str, Any], work: Callable[..., T], *args: Any) -> T:
+    """Return `work(*args)`, off the event loop where it visits the tokens of a large group."""
     tokens = group.get("tokens")
     rows = tokens if isinstance(tokens, list | tuple) else []
     size = sum(len(row) for row in rows if isinstance(row, list | tuple))
-    return await asyncio.to_thread(work, *args) if size > THREAD_FROM_TOKENS else work(*args)
+    # A teacher's fields hold many numbers per token.
+    is_large = size > THREAD_FROM_TOKENS or group.get("distill_logprobs") is not None
+    return await asyncio.to_thread(work, *args) if is_large else work(*args)

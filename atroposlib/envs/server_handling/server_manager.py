@@ -57,6 +57,10 @@ class ServerManager:
     local servers on ports 9004 to 9007 (or those of the SLURM job).
     """
 
+    # Tests in the wild make a manager without its constructor and give it `servers`.
+    proxy_url: str | None = None
+    tool_parser: str | None = None
+
     def __init__(
         self,
         configs: Configs,

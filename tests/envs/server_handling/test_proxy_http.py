@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers_proxy import ENGINE_URL, WEATHER, Proxy, events_of, trained_text, weather_agent
 
 from atroposlib.envs.server_handling.http import EngineHttpRejected
-from atroposlib.envs.server_handling.managed_server_proxy import main
+from atroposlib.envs.server_handling.managed_server_proxy import create_app, main
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy.sessions import SessionLimits
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_harness import (
+    ByteTokenizer,
+    ServerHarness,
+    create_chat_completion,
+)
+from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.scored_data import IGNORE_INDEX
 
@@ -532,6 +541,49 @@ async def test_unknown_routes_are_json_too() -> None:
         assert answer.json()["error"]["code"] == "unknown_route"
         answer = await proxy.client.get("/sessions/create")
         assert answer.status_code == 405
+
+
+def test_manager_that_was_made_without_its_constructor_serves_a_synchronous_client() -> None:
+    from fastapi.testclient import TestClient
+
+    engine = ServerHarness(respond=lambda request: "hello")
+    engine.config = SimpleNamespace(model_name="m")  # type: ignore[assignment]
+    manager = object.__new__(ServerManager)
+    manager.max_n_completions = 8
+    manager.reasoning_config = None
+    manager.servers = [engine]
+    app = create_app(server_manager=manager, tokenizer=ByteTokenizer(), model_name="m")
+    client = TestClient(app)
+    uuid = client.post("/sessions/create", json={}).json()["uuid"]
+    for turn in range(2):
+        said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+        messages = [*said * turn, {"role": "user", "content": "hi"}]
+        answer = client.post(f"/{uuid}/v1/chat/completions", json={"messages": messages})
+        assert answer.json()["choices"][0]["message"]["content"] == "hello"
+    assert len(client.get(f"/{uuid}/nodes").json()["nodes"]) == 1
+
+
+async def test_api_without_token_ids_is_501_unless_made_up_tokens_are_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", raising=False)
+    async with Proxy() as proxy:
+        server = OpenAIServer(APIServerConfig(model_name="gpt", base_url=ENGINE_URL, api_key="x"))
+        proxy.manager.servers = [server]
+        refused = await proxy.client.post("/sessions/create", json={})
+        assert refused.status_code == 501
+        assert "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER" in refused.json()["error"]["message"]
+        monkeypatch.setenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", "1")
+
+        async def plain(**kwargs: Any) -> Any:
+            return create_chat_completion("made by the API")
+
+        server.chat_completion = plain  # type: ignore[method-assign]
+        uuid = await proxy.open()
+        answer = await proxy.post(chat_url(uuid), HELLO)
+        assert answer["choices"][0]["message"]["content"] == "made by the API"
+        (node,) = await proxy.nodes(uuid)
+        assert node["metadata"]["dummy_tokens"] is True
 
 
 def test_open_address_without_a_token_is_refused(

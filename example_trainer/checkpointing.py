@@ -23,22 +23,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.tensor import DTensor
 
 from atroposlib.errors import ConfigError
 from example_trainer.model import Policy, finish_directory, fresh_directory
-from example_trainer.parallel import World, second_names
+from example_trainer.parallel import World
 
 FORMAT = 1
 _STEP = re.compile(r"step_(\d+)$")
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
-"""Not strict: the second name of a tied parameter is not stored. What is missing in a file raises all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +55,12 @@ class Checkpoints:
             training = directory / "training"
             _save_tensors(training, _tensors(policy, optimizer), world=self.world)
             if self.world.is_main:
-                state = {"format": FORMAT, "step": step, "random": _random_states()}
+                state = {
+                    "format": FORMAT,
+                    "step": step,
+                    "optimizer_has_state": bool(optimizer.state),
+                    "random": _random_states(),
+                }
                 (training / "state.json").write_text(json.dumps(state), encoding="utf-8")
         return target
 
@@ -96,21 +95,14 @@ class Checkpoints:
             raise ConfigError(
                 f"{directory} has checkpoint format {state.get('format')}, this trainer reads {FORMAT}"
             )
-        tensors = _tensors(policy, optimizer)
+        if state["optimizer_has_state"]:
+            _make_state(optimizer)
         try:
-            _load_tensors(training, tensors, world=self.world)
+            _load_tensors(training, policy, optimizer, world=self.world)
         except (RuntimeError, ValueError, KeyError, checkpoint.CheckpointException) as error:
             raise ConfigError(
                 f"{directory} is of another model or optimizer than configured: {str(error)[:400]}"
             ) from error
-        model, optimizer_state = _split(tensors)
-        set_state_dict(
-            policy.model,
-            optimizer,
-            model_state_dict=model,
-            optim_state_dict=optimizer_state,
-            options=_FLAT,
-        )
         _restore_random_states(state["random"])
         return int(state["step"])
 
@@ -129,31 +121,53 @@ class Checkpoints:
         self.world.barrier()
 
 
-def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return model and optimizer state as one flat dict; every value is a tensor or a number."""
-    model, optimizer_state = get_state_dict(policy.model, optimizer, options=_FLAT)
-    tied = second_names(policy.model)
-    both = {f"model.{name}": value for name, value in model.items() if name not in tied}
-    return both | {f"optimizer.{name}": value for name, value in optimizer_state.items()}
+def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return what a checkpoint holds by name, each tensor with memory of its own.
+
+    That is every trained parameter and what the optimizer keeps for it. Frozen parameters come from the model that the
+    run started with; settings such as the learning rate come from the configuration.
+    """
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, parameter in _trained(policy):
+        tensors[f"model.{name}"] = parameter.detach()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensor = value if isinstance(value, Tensor) else torch.tensor(value).double()
+            if (
+                tensor.data_ptr() in seen
+            ):  # 8-bit AdamW shares its quantisation map, safetensors refuses that
+                tensor = tensor.clone()
+            seen.add(_address(tensor))
+            tensors[f"optimizer.{name}.{key}"] = tensor
+    return tensors
 
 
-def _split(tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    for name, value in tensors.items():
-        kind, _, rest = name.partition(".")
-        parts[kind == "optimizer"][rest] = value
-    return parts
+def _address(value: Tensor) -> int:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.data_ptr()
 
 
-def _only_tensors(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """Leave out settings such as learning rates: they come from the configuration, and only tensors are stored."""
-    return {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+def _trained(policy: Policy) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
 
 
-def _save_tensors(directory: Path, tensors: dict[str, Any], *, world: World) -> None:
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have a fresh optimizer create its state, by a step that moves nothing."""
+    rates = [settings["lr"] for settings in optimizer.param_groups]
+    for settings in optimizer.param_groups:
+        settings["lr"] = settings["lr"] and 0.0
+        for parameter in settings["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for settings, rate in zip(optimizer.param_groups, rates, strict=True):
+        settings["lr"] = rate
+
+
+def _save_tensors(directory: Path, tensors: dict[str, Tensor], *, world: World) -> None:
     with _without_warnings():
         checkpoint.save(
-            _only_tensors(tensors),
+            tensors,
             storage_writer=checkpoint.HuggingFaceStorageWriter(
                 str(directory), save_distributed=True
             ),
@@ -161,15 +175,24 @@ def _save_tensors(directory: Path, tensors: dict[str, Any], *, world: World) -> 
         )
 
 
-def _load_tensors(directory: Path, tensors: dict[str, Any], *, world: World) -> None:
-    stored = _only_tensors(tensors)
+def _load_tensors(
+    directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, *, world: World
+) -> None:
+    """Read into the tensors that model and optimizer hold."""
+    tensors = _tensors(policy, optimizer)
     with _without_warnings():
         checkpoint.load(
-            stored,
+            tensors,
             storage_reader=checkpoint.HuggingFaceStorageReader(str(directory)),
             no_dist=world.size == 1,
         )
-    tensors.update(stored)
+    for name, parameter in _trained(policy):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            stored = tensors[f"optimizer.{name}.{key}"]
+            if not isinstance(value, Tensor):
+                optimizer.state[parameter][key] = type(value)(stored.item())
+            elif _address(value) != _address(stored):
+                value.copy_(stored)
 
 
 @contextmanager

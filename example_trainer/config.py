@@ -24,8 +24,13 @@ from example_trainer.objective import (
     Surrogate,
 )
 
-_MODES = {"none": "restart", "shared_vllm": "reload"}
-"""The original's `--weight-bridge-mode` -> our bridge."""
+_MODES = {
+    "none": ("restart", False),
+    "shared_vllm": ("reload", False),
+    "lora_only": ("lora", True),
+    "lora_restart": ("restart", True),
+}
+"""The original's `--weight-bridge-mode` -> our bridge, and whether adapters are trained."""
 
 
 class TrainerConfig(BaseModel):
@@ -103,12 +108,37 @@ class TrainerConfig(BaseModel):
     pad_to_multiple_of: int = Field(8, ge=1, description="micro-batch width is rounded up to this")
     lr: float = Field(1e-5, gt=0, description="learning rate after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="steps of linear learning-rate warm-up")
-    optimizer: Literal["adamw"] = Field("adamw", description="the only one so far")
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
+        "adamw", description="adamw_8bit needs bitsandbytes; both others need a single process"
+    )
+    adafactor_scale_parameter: bool = Field(
+        False, description="Adafactor: scale the rate by the size of each parameter"
+    )
+    adafactor_relative_step: bool = Field(
+        False, description="Adafactor: its own schedule instead of lr"
+    )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
     adam_beta2: float = Field(0.99, ge=0, lt=1, description="AdamW")
     adam_eps: float = Field(1e-8, gt=0, description="AdamW")
     weight_decay: float = Field(0.0, ge=0, description="AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient norm is clipped to this")
+
+    # Adapters
+    lora: bool = Field(False, description="train adapters on a frozen model")
+    lora_r: int = Field(16, ge=1, description="rank of the adapters")
+    lora_alpha: int = Field(32, ge=1, description="adapters are scaled by this / lora_r")
+    lora_dropout: float = Field(
+        0.0, ge=0, lt=1, description="makes the trainer differ from the engine"
+    )
+    lora_target_modules: list[str] = Field(
+        ["q_proj", "v_proj"], description="names of the matrices that get an adapter"
+    )
+    lora_layer_indices: str | None = Field(
+        None, description="layers that get adapters, such as 0-3,28-31; None: all"
+    )
+    train_layer_indices: str | None = Field(
+        None, description="layers that are trained, all else being frozen; None: the whole model"
+    )
 
     # Objective
     objective: ObjectiveName = Field(
@@ -208,19 +238,22 @@ class TrainerConfig(BaseModel):
     wandb_group: str | None = Field(None, description="None: eight random characters")
 
     # Weights to the engines
-    bridge: Literal["restart", "reload"] = Field(
+    bridge: Literal["restart", "reload", "transfer", "lora"] = Field(
         "restart",
         description="restart: the trainer starts an engine and restarts it on new weights; "
-        "reload: running engines load new weights in place",
+        "reload: running engines load new weights in place, from disk; transfer: over NCCL or CUDA IPC; "
+        "lora: running engines swap the adapter",
     )
     weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "lora_restart"] | None = Field(
-        None, description="the original's name for bridge: none = restart, shared_vllm = reload"
+        None,
+        description="the original's name for bridge: none = restart, shared_vllm = reload, lora_only = lora, "
+        "lora_restart = restart with --lora",
     )
     publish_interval: int | None = Field(
         None,
         ge=1,
         validation_alias=AliasChoices("publish_interval", "vllm_restart_interval"),
-        description="steps between hand-overs of weights; None: 1 for reload, 3 for restart",
+        description="steps between hand-overs of weights; None: 3 for restart, else 1",
     )
     weights_dir: Path | None = Field(
         None,
@@ -273,16 +306,17 @@ class TrainerConfig(BaseModel):
     @model_validator(mode="after")
     def _settle(self) -> Self:
         if self.weight_bridge_mode is not None:
-            if self.weight_bridge_mode not in _MODES:
-                raise ValueError(
-                    f"--weight_bridge_mode {self.weight_bridge_mode} is not available; use none or shared_vllm"
-                )
-            chosen = _MODES[self.weight_bridge_mode]
+            chosen, trains_adapters = _MODES[self.weight_bridge_mode]
             if "bridge" in self.model_fields_set and self.bridge != chosen:
                 raise ValueError(
                     f"--bridge {self.bridge} contradicts --weight_bridge_mode {self.weight_bridge_mode}"
                 )
             self.bridge = chosen  # type: ignore[assignment]
+            self.lora = self.lora or trains_adapters
+        if self.bridge == "lora":
+            self.lora = True
+        if self.lora and self.train_layer_indices is not None:
+            raise ValueError("--train_layer_indices is for full weights; use --lora_layer_indices")
         for url in self.engine_urls:
             _http_url(url)
         return self
@@ -316,7 +350,7 @@ class TrainerConfig(BaseModel):
 
     @property
     def steps_per_publish(self) -> int:
-        return self.publish_interval or (1 if self.bridge == "reload" else 3)
+        return self.publish_interval or (3 if self.bridge == "restart" else 1)
 
     @property
     def num_threads(self) -> int | None:

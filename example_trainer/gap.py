@@ -76,9 +76,9 @@ class LogprobGap:
     def compare_older(self, batch: Batch, version: int) -> None:
         """Compare each version other than `version` that is used for the first time, while its weights are on disk.
 
-        One process only: weights from disk cannot stand in for those that are split.
+        One process and a whole model only: weights from disk cannot stand in for those that are split or adapted.
         """
-        if self._policy.world.size > 1:
+        if self._policy.world.size > 1 or self._policy.is_adapted:
             return
         rows = [row for row in batch.rows if not row.is_supervised]
         for older in {row.version for row in rows} - self._seen - {version, UNKNOWN_VERSION}:

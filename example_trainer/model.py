@@ -1,7 +1,7 @@
 """The model that is trained: loading it, and saving it so that no reader ever sees half a checkpoint.
 
-Master weights are float32 (AdamW at 1e-5 loses its updates in bfloat16); the forward pass and saved weights use the
-configured dtype. Dropout is off: the trainer's logprobs must be those of the engine.
+What is trained is kept in float32 (AdamW at 1e-5 loses its updates in bfloat16); the forward pass, saved weights and
+what adapters leave frozen use the configured dtype. Dropout is off: the trainer's logprobs must be those of the engine.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atroposlib.errors import ConfigError
+from example_trainer.adapters import add_adapters, freeze_other_layers, merged_weights
 from example_trainer.config import TrainerConfig
 from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
@@ -123,11 +124,16 @@ class Policy:
         """Size of a saved checkpoint, roughly."""
         return sum(int(p.numel()) for p in self.model.parameters()) * int(self.dtype.itemsize)
 
-    def save(self, target: Path) -> None:
-        """Write weights, config and tokenizer to `target`, replacing it, all at once; every process must call it."""
+    @property
+    def is_adapted(self) -> bool:
+        """Whether adapters are trained instead of the model's own weights."""
+        return hasattr(self.model, "peft_config")
+
+    def save(self, target: Path, *, merged: bool = False) -> None:
+        """Do `write` in a fresh directory and put it at `target`, all at once; every process must call it."""
         directory = fresh_directory(target) if self.world.is_main else Path()
         try:
-            self.write(directory)
+            self.write(directory, merged=merged)
             if self.world.is_main:
                 finish_directory(directory, target)
         finally:
@@ -135,23 +141,51 @@ class Policy:
                 shutil.rmtree(directory, ignore_errors=True)
         self.world.barrier()
 
-    def write(self, directory: Path) -> None:
-        """Let the first process write weights, config and tokenizer into `directory`; every process must call it."""
+    def write(self, directory: Path, *, merged: bool = False) -> None:
+        """Let the first process write weights, config and tokenizer into `directory`; every process must call it.
+
+        With adapters these are the adapter's, in peft's format, or with `merged` those of the whole model.
+        """
         state = full_weights(self.model, module=self.module)
         if not self.world.is_main:
             return
+        self.tokenizer.save_pretrained(directory)
+        if self.is_adapted and not merged:
+            self.model.save_pretrained(directory, state_dict=state)
+            return
+        if self.is_adapted:
+            state = merged_weights(state, self.model)
         converted: dict[int, Tensor] = {}  # tied parameters stay tied
         weights = {
             name: converted.setdefault(value.data_ptr(), value.detach().to(self.dtype))
             for name, value in state.items()
             if value.is_floating_point()
         }
-        self.model.save_pretrained(directory, state_dict=weights)
-        self.tokenizer.save_pretrained(directory)
+        base_model(self.model).save_pretrained(directory, state_dict=weights)
         path = directory / "config.json"  # save_pretrained writes the dtype of the master weights
         config = json.loads(path.read_text(encoding="utf-8"))
         config["dtype"] = str(self.dtype).removeprefix("torch.")
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithoutAdapters:
+    """The frozen model under an adapted policy: a reference that needs no second copy."""
+
+    policy: Policy
+
+    def logprobs(self, micro_batch: MicroBatch) -> PolicyOutput:
+        with self.policy.model.disable_adapter():
+            return self.policy.logprobs(micro_batch)
+
+
+def reference_of(policy: Policy, config: TrainerConfig) -> Policy | WithoutAdapters:
+    """Return what the policy was before training: a frozen copy, or the policy without its adapters."""
+    if policy.is_adapted:
+        return WithoutAdapters(policy=policy)
+    reference = load_policy(config, policy.world)
+    reference.model.requires_grad_(False)
+    return reference
 
 
 def check_model_path(name: str) -> None:
@@ -181,13 +215,18 @@ def load_policy(config: TrainerConfig, world: World | None = None) -> Policy:
         model = AutoModelForCausalLM.from_pretrained(
             name,
             config=settings,
-            dtype=torch.float32,
+            dtype=dtype if config.lora and world.size == 1 else torch.float32,
             attn_implementation=config.attention_kernel,
         )
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(f"--model_name {name} cannot be loaded: {reason}") from error
+    if config.lora:
+        model = add_adapters(model, config)
+    elif config.train_layer_indices is not None:
+        layers = transformer_layers(model)
+        freeze_other_layers(model, config.train_layer_indices, num_layers=len(layers))
     model.to(device).train()
     if config.gradient_checkpointing:
         # transformers 5.x renamed it on the way; the old name warns there, the new one is missing before.

@@ -30,8 +30,9 @@ from example_trainer.data import Batch, DataOptions, MicroBatch, make_batch
 from example_trainer.feed import Feed, Follower, Leader
 from example_trainer.gap import GapReport, LogprobGap
 from example_trainer.loss import LossShare, policy_loss
-from example_trainer.model import Policy, choose_device, load_policy
+from example_trainer.model import Policy, choose_device, load_policy, reference_of
 from example_trainer.objective import Objective
+from example_trainer.optim import make_optimizer, set_learning_rate
 from example_trainer.parallel import World, processes, sync_gradients, whole
 from example_trainer.records import Clock, MetricsLog, describe_batch, progress_line
 from example_trainer.weights import WeightsDirectory
@@ -50,7 +51,7 @@ def train(config: TrainerConfig) -> None:
     with ExitStack() as stack:
         world = stack.enter_context(processes(choose_device(config)))
         policy = load_policy(config, world)
-        reference = load_policy(config, world) if config.kl_coef else None
+        reference = reference_of(policy, config) if config.kl_coef else None
         optimizer = make_optimizer(policy, config)
         saved = Checkpoints(save_path=config.save_path, world=world, keep_last=config.keep_last)
         start = resume(config, saved, policy, optimizer)
@@ -97,9 +98,10 @@ def train(config: TrainerConfig) -> None:
         if not is_finished:
             logger.info("stopped after step %d; --resume goes on from there", version)
             return
-        policy.save(config.save_path / "final_model")
+        final = config.save_path / ("final_adapter" if config.lora else "final_model")
+        policy.save(final)
         if version != saved_version:
-            feed.checkpointed(version, config.save_path / "final_model")
+            feed.checkpointed(version, final)
 
 
 def save_checkpoint(
@@ -190,9 +192,7 @@ def take_step(
 
     A batch with nothing to train leaves weights and optimizer as they are.
     """
-    lr = config.lr * min(1.0, (step + 1) / max(1, config.warmup_steps))
-    for settings in optimizer.param_groups:
-        settings["lr"] = lr
+    lr = set_learning_rate(optimizer, config, step)
     gap.compare_older(batch, step)
     objective = objective_of(config)
     totals = torch.zeros(len(LossShare._fields), dtype=torch.float64, device=policy.device)
@@ -276,16 +276,6 @@ def is_publish_due(version: int, config: TrainerConfig) -> bool:
     if version == config.num_steps:
         return config.bridge != "restart"
     return version % config.steps_per_publish == 0
-
-
-def make_optimizer(policy: Policy, config: TrainerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        policy.model.parameters(),
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        weight_decay=config.weight_decay,
-    )
 
 
 def data_options(config: TrainerConfig) -> DataOptions:

@@ -41,7 +41,7 @@ class WeightsDirectory:
 
         Every process must call it; the first writes.
         """
-        self._policy.save(self.directory(version))
+        self._policy.save(self.directory(version), merged=True)
         if not self._policy.world.is_main:
             return self.directory(version)
         self._versions.append(version)

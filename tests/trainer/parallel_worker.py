@@ -17,8 +17,9 @@ from example_trainer.config import TrainerConfig
 from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
 from example_trainer.model import load_policy
+from example_trainer.optim import make_optimizer
 from example_trainer.parallel import World, processes
-from example_trainer.training import data_options, make_optimizer, resume, take_step
+from example_trainer.training import data_options, resume, take_step
 from example_trainer.weights import WeightsDirectory
 from tests.trainer.helpers_trainer import make_group
 

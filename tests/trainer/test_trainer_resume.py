@@ -18,9 +18,10 @@ from example_trainer.config import TrainerConfig
 from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
 from example_trainer.model import load_policy
+from example_trainer.optim import make_optimizer
 from example_trainer.parallel import ALONE
 from example_trainer.records import MetricsLog
-from example_trainer.training import data_options, make_optimizer, take_step, train
+from example_trainer.training import data_options, take_step, train
 from example_trainer.weights import WeightsDirectory
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_reload import fake_engine, running_hub
@@ -77,15 +78,23 @@ def metrics_of(config: TrainerConfig) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize(
     ("stop_after", "changes"),
-    [(3, {"warmup_steps": 4}), (2, {"dtype": "bfloat16"})],
+    [
+        (3, {"warmup_steps": 4}),
+        (2, {"dtype": "bfloat16"}),
+        (2, {"optimizer": "adamw_8bit"}),
+        (2, {"optimizer": "adafactor"}),
+        (2, {"lora": True, "kl_coef": 0.1, "gradient_checkpointing": True}),
+        (2, {"train_layer_indices": "1"}),
+    ],
 )
 def test_a_stopped_run_resumes_to_the_same_weights_and_the_same_record(
     model_dir: Path, tmp_path: Path, stop_after: int, changes: dict[str, Any]
 ) -> None:
     whole = run(model_dir, tmp_path / "whole", stop_after=None, **changes)
     parts = run(model_dir, tmp_path / "parts", stop_after=stop_after, **changes)
-    expected = load_file(whole.save_path / "final_model/model.safetensors")
-    found = load_file(parts.save_path / "final_model/model.safetensors")
+    final = "final_adapter/adapter_model" if whole.lora else "final_model/model"
+    expected = load_file(whole.save_path / f"{final}.safetensors")
+    found = load_file(parts.save_path / f"{final}.safetensors")
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         assert torch.equal(value, found[name]), name

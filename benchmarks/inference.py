@@ -29,6 +29,7 @@ from atroposlib.envs.server_handling.scripted_engine import ByteTokenizer, Laten
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.vllm_server import NEUTRAL_SAMPLING
+from atroposlib.utils.garbage import collect_less_often
 from benchmarks._env_process import Probe
 
 MODEL = "scripted"
@@ -222,6 +223,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", help="one of the kinds, for a profiler")
     args = parser.parse_args()
+    collect_less_often()  # as the commands of an environment do
     script = Script(latency=Latency(first_token_s=args.latency, sigma=SIGMA))
     print(
         f"\n### {args.concurrency} requests in flight, answers after {args.latency:g} s,"

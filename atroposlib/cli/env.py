@@ -30,6 +30,7 @@ from atroposlib.envs.server_handling.server_config import (
     ServerManagerConfig,
 )
 from atroposlib.errors import ConfigError, EnvError, cli_boundary
+from atroposlib.utils.garbage import collect_less_often
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,9 @@ class EnvCommand(BaseModel):
 
     def run(self) -> None:
         """Build the environment and run it to its end."""
-        asyncio.run(run_mode(self.build(), self.mode))
+        env = self.build()
+        collect_less_often()
+        asyncio.run(run_mode(env, self.mode))
 
 
 def command_class(env_cls: type[BaseEnv], mode: str) -> type[EnvCommand]:

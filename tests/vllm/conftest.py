@@ -23,12 +23,19 @@ class ServedModel(NamedTuple):
 
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
-    """A vLLM that serves `tests.vllm.taught_model`; its weights never change."""
+    """A vLLM that serves `tests.vllm.taught_model`; its weights never change.
+
+    It offers the token routes, so servers that look for them use them; test_vllm_loop.py runs without.
+    """
     vllm_python()
     directory = tmp_path_factory.mktemp("served")
     model = make_taught_model(directory / "model")
     engine = vllm_engine(
-        model, port=free_port(), log_path=directory / "engine.log", max_model_len=MAX_LENGTH
+        model,
+        port=free_port(),
+        log_path=directory / "engine.log",
+        max_model_len=MAX_LENGTH,
+        extra_args=["--enable-scale-out"],
     )
     with engine:
         yield ServedModel(engine.url, model)

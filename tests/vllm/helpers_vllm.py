@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +39,12 @@ def vllm_python() -> Path:
 
 
 def vllm_engine(
-    model: Path, *, port: int, log_path: Path, max_model_len: int = MAX_MODEL_LEN
+    model: Path,
+    *,
+    port: int,
+    log_path: Path,
+    max_model_len: int = MAX_MODEL_LEN,
+    extra_args: Sequence[str] = (),
 ) -> EngineProcess:
     """Return vLLM's CPU build on `model`, not yet started."""
     argv = vllm_command(
@@ -49,6 +55,7 @@ def vllm_engine(
         max_model_len=max_model_len,
         dtype="float32",
         cpu=True,
+        extra_args=extra_args,
     )
     return EngineProcess(
         argv,

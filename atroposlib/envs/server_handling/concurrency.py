@@ -22,7 +22,7 @@ ALLOWANCE = 8.0
 """Requests that each client keeps waiting at a busy server, so that none of its slots is ever empty."""
 QUEUE_SEEN = 0.1
 """Share of waiting requests that ends the doubling."""
-MIN_SAMPLES, MAX_SAMPLES = 4, 32
+MIN_SAMPLES, MAX_SAMPLES = 4, 128
 """Requests in a round of measurement; between the two, half as many as the limit."""
 MIN_SPREAD = 0.15
 """Coefficient of variation of the answer lengths below which no line is fitted."""
@@ -30,14 +30,15 @@ BATCHING_SLOWDOWN = 3.0
 """Where lengths do not vary: how much slower than at best a token may be before that counts as a queue."""
 WORSE = 0.9
 """Less throughput than this share of the best, at a higher limit, means that the server is past its knee."""
-MEMORY_S, PEAK_MEMORY_S = 60.0, 300.0
-"""How long the shortest wait and the best throughput count; the server may have changed since."""
-MEMORY_ROUNDS = 15
-"""The shortest wait counts for at least as many latencies."""
-CEILING_S, KNEE_S = 8.0, 60.0
+PEAK_MEMORY_S = 300.0
+"""How long the best throughput counts; the server may have changed since."""
+SHRUNK, AS_LONG = 0.7, 0.9
+"""A wait that is still this long when the limit has shrunk to that share is no queue."""
+CEILING_S, KNEE_S = 6.0, 60.0
 """How long the level at which a server refused, or gave less, is exceeded in small steps only."""
-REFUSED_FACTOR, TIMEOUT_FACTOR = 0.95, 0.7
-MAX_PAUSE_S = 60.0
+REFUSED_FACTOR, TIMEOUT_FACTOR = 0.93, 0.7
+PAUSE_AFTER, MAX_PAUSE_S = 3, 60.0
+"""Refusals without any answer between them after which nothing is sent for as long as the server says."""
 FIRST_PAUSE_S = 0.1
 FIGURES_VALID_S = 6.0
 """How long the server's own figures take precedence over latencies."""
@@ -80,15 +81,16 @@ class ConcurrencyController:
         self._limit = float(min(cap, initial))
         self._doubles = True
         self._last_share = 0.0
-        self._latency = 0.0
         self._num_refused = 0
         """Refusals since the last answer."""
         self._decreased_at = -math.inf
         self._put_ceiling(math.inf, until=-math.inf, step=1.0)
-        self._best_wait = _Lowest()
-        self._best_token_time = _Lowest()
+        self._best_token_time = math.inf
+        self._usual_wait = math.inf
+        """The shortest wait seen, in tokens: network and prompt."""
         self._peak_rate, self._peak_level, self._peak_at = 0.0, 0.0, -math.inf
-        self._drains = False
+        self._shrinking_from: tuple[float, float] | None = None
+        """The limit and the sign of a queue where the present decrease began."""
         self._figures_until = -math.inf
         self._round = _Line()
         self._round_began = 0.0
@@ -157,10 +159,10 @@ class ConcurrencyController:
         level = max(1.0, min(self._limit, (self.in_flight + 1) / self.share))
         self._doubles = False
         self._put_ceiling(level, until=now + CEILING_S, step=1.0)
-        self._set(level * (TIMEOUT_FACTOR if timed_out else REFUSED_FACTOR))
+        self._set(min(level - 0.5, level * (TIMEOUT_FACTOR if timed_out else REFUSED_FACTOR)))
         self._decreased_at = now
         self._begin_round(now)
-        if self._num_refused > 1 and not timed_out:
+        if self._num_refused >= PAUSE_AFTER and not timed_out:
             pause_s = FIRST_PAUSE_S * 2.0 ** min(self._num_refused, 10)
             if retry_after_s is not None:
                 pause_s = retry_after_s
@@ -195,7 +197,7 @@ class ConcurrencyController:
 
     def _end_round(self, now: float) -> None:
         line = self._round
-        share = self._share_waiting(now, line)
+        share = self._share_waiting(line)
         if self._is_used and self._is_past_knee(now, line):
             self._doubles = False
             self._put_ceiling(self._peak_level, until=now + KNEE_S, step=1.0)
@@ -204,20 +206,41 @@ class ConcurrencyController:
             self._adjust(now, share)
         self._begin_round(now)
 
-    def _share_waiting(self, now: float, line: _Line) -> float:
+    def _share_waiting(self, line: _Line) -> float:
         """Return the share of its latency that a request waits beyond what is usual here."""
         token_time = line.latency_sum / line.tokens_sum
-        latency = self._latency = line.latency_sum / line.count
-        if self._drains:  # the queue was emptied to find out
-            self._drains = False
-            self._best_wait, self._best_token_time = _Lowest(), _Lowest()
-        fastest = self._best_token_time.update(now, token_time)
+        latency = line.latency_sum / line.count
+        self._best_token_time = min(self._best_token_time, token_time)
         if line.spread < MIN_SPREAD:
-            return max(0.0, 1.0 - BATCHING_SLOWDOWN * fastest / token_time)
-        wait, error = line.intercept()
-        wait = min(max(wait, 0.0), latency)
-        usual = self._best_wait.update(now, wait)
-        return max(0.0, (wait - usual - error) / latency)
+            sign = token_time
+            if self._is_no_queue(sign):
+                self._best_token_time = token_time
+            share = 1.0 - BATCHING_SLOWDOWN * self._best_token_time / token_time
+        else:
+            wait, slope, error = line.fit()
+            # Reading the prompt takes longer in a large batch, too: the usual wait is counted in tokens.
+            slope = max(slope, 0.5 * self._best_token_time)
+            sign = min(max(wait, 0.0), latency) / slope
+            if self._is_no_queue(sign):
+                self._usual_wait = math.inf
+            self._usual_wait = min(self._usual_wait, sign + error / slope)
+            share = ((sign - self._usual_wait) * slope - error) / latency
+        share = max(0.0, share)
+        if share < QUEUE_SEEN:
+            self._shrinking_from = None
+        elif self._shrinking_from is None:
+            self._shrinking_from = (self._limit, sign)
+        return share
+
+    def _is_no_queue(self, sign: float) -> bool:
+        """Whether what looked like a queue is as long as before although far fewer requests are sent."""
+        if self._shrinking_from is None:
+            return False
+        limit, earlier = self._shrinking_from
+        if self._limit > SHRUNK * limit:
+            return False
+        self._shrinking_from = None
+        return sign >= AS_LONG * earlier
 
     def _is_past_knee(self, now: float, line: _Line) -> bool:
         """Whether more requests were tried and gave less: tokens per second = requests in flight / time per token."""
@@ -241,15 +264,6 @@ class ConcurrencyController:
             if now >= self._ceiling_until:
                 self._put_ceiling(limit * (1.0 - share), until=now + CEILING_S, step=ALLOWANCE / 2)
         wanted = limit * (1.0 - share) + ALLOWANCE
-        if (
-            now >= self._figures_until
-            and share > 0.05
-            and self._best_token_time.is_older_than(
-                now, max(MEMORY_S, MEMORY_ROUNDS * self._latency)
-            )
-        ):
-            self._drains = True
-            wanted = 0.9 * limit * (1.0 - share)
         if self._doubles and now >= self._figures_until:
             wanted = limit  # answers raise it
         elif share < 0.05:
@@ -267,22 +281,6 @@ class ConcurrencyController:
 
     def _set(self, limit: float) -> None:
         self._limit = min(max(limit, 1.0), float(self.cap))
-
-
-class _Lowest:
-    """The lowest value seen, and when."""
-
-    def __init__(self) -> None:
-        self.value = math.inf
-        self.at = math.inf
-
-    def update(self, now: float, value: float) -> float:
-        if value <= self.value:
-            self.value, self.at = value, now
-        return self.value
-
-    def is_older_than(self, now: float, age_s: float) -> bool:
-        return now - self.at > age_s
 
 
 class _Line:
@@ -307,8 +305,8 @@ class _Line:
         mean = self.tokens_sum / self.count
         return math.sqrt(max(0.0, self._xx / self.count - mean * mean)) / mean
 
-    def intercept(self) -> tuple[float, float]:
-        """Return the latency of no tokens at all, by least squares, and its standard error."""
+    def fit(self) -> tuple[float, float, float]:
+        """Return the latency of no tokens at all and of each token, by least squares, and the former's error."""
         n = self.count
         x, y = self.tokens_sum / n, self.latency_sum / n
         xx = self._xx - n * x * x
@@ -316,4 +314,4 @@ class _Line:
         yy = self._yy - n * y * y
         slope = max(0.0, xy / xx)
         residual = max(0.0, yy - slope * xy) / max(1, n - 2)
-        return y - slope * x, math.sqrt(residual * (1.0 / n + x * x / xx))
+        return y - slope * x, slope, math.sqrt(residual * (1.0 / n + x * x / xx))

@@ -5,6 +5,7 @@ Owns two rules: calls inside a closed thinking block are not calls, and the text
 
 from __future__ import annotations
 
+import bisect
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -100,9 +101,9 @@ def by_places(
 
 def _end_of_thinking(text: str, found: Sequence[Found]) -> int:
     """Return where the last thinking block ends; an end mark inside a call is an argument's text."""
-    ends = [
-        match.end()
-        for match in _THINKING_END.finditer(text)
-        if not any(one.start <= match.start() < one.end for one in found)
-    ]
-    return ends[-1] if ends else 0
+    starts = [one.start for one in found]
+    for match in reversed(list(_THINKING_END.finditer(text))):
+        index = bisect.bisect_right(starts, match.start()) - 1
+        if index < 0 or match.start() >= found[index].end:
+            return match.end()
+    return 0

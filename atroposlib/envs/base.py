@@ -521,8 +521,8 @@ def join_items(items: Sequence[Any]) -> ScoredDataGroup:
     return group  # type: ignore[return-value]  # built key by key
 
 
-def load_tokenizer(source: str) -> Any:
-    """Load a tokenizer by name or path; ConfigError when there is none."""
+def load_tokenizer(source: str, *, flag: str = "--env.tokenizer_name") -> Any:
+    """Load a tokenizer by name or path; ConfigError, which names `flag`, when there is none."""
     from transformers import AutoTokenizer
 
     try:
@@ -531,5 +531,5 @@ def load_tokenizer(source: str) -> Any:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ConfigError(
             f"cannot load the tokenizer {source!r}: {reason}; "
-            "give a Hugging Face name or a local directory with --env.tokenizer_name"
+            f"give a Hugging Face name or a local directory with {flag}"
         ) from error

@@ -155,6 +155,15 @@ def test_rows_are_added_to_a_file_on_a_line_of_their_own(hub: HubServer, tmp_pat
     assert rows_in(path) == [{"old": 1}, {"messages": chat("b"), "score": 2.0}]
 
 
+def test_a_tokenizer_that_is_not_there_names_its_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sft.jsonl"
+    assert sft.main([str(path), f"--tokenizer={tmp_path}"]) == 2
+    assert "local directory with --tokenizer" in capsys.readouterr().err
+    assert not path.exists()
+
+
 def test_a_file_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert sft.main([]) == 2
     assert "--filepath: a value is required" in capsys.readouterr().err

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import Counter
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.server_handling.server_harness import ByteTokenizer
+from tests.faults.closing import MARK
 
-MARK = "author: "
 PROMPT_END = ";"
 KINDS = {
     3: "raises once",
+    5: "exits once",
+    9: "exits in a task once",
     7: "raises always",
     11: "gives none",
     13: "scores are equal",
@@ -38,11 +41,16 @@ def kind_of(number: int) -> str:
     return "good" if kind == "hangs once" and number // PERIOD % 5 else kind
 
 
+async def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
 class FaultyEnvConfig(BaseEnvConfig):
     """What the tests set."""
 
     run: str = "run"
     """Names this process; part of every prompt."""
+    has_faults: bool = True
     fails_from: int = -1
     """From this item on every attempt raises the same error; -1: none."""
 
@@ -81,12 +89,19 @@ class FaultyEnv(BaseEnv):
 
     async def collect_trajectories(self, item: int) -> tuple[Any, list[Any]]:
         self.attempts[item] += 1
-        is_first, kind = self.attempts[item] == 1, kind_of(item)
+        is_first = self.attempts[item] == 1
+        kind = kind_of(item) if self.config.has_faults else "good"
         if 0 <= self.config.fails_from <= item:
             raise LookupError("the same fault again")
         if kind == "raises always" or (kind == "raises once" and is_first):
             self.counts["raised"] += 1
             raise RuntimeError(f"item {item} is bad")
+        if kind == "exits once" and is_first:
+            self.counts["exited"] += 1
+            sys.exit(3)
+        if kind == "exits in a task once" and is_first:
+            self.counts["exited"] += 1
+            await asyncio.gather(interrupted(), asyncio.sleep(0.1))
         if kind == "hangs once" and is_first:
             await asyncio.sleep(3600)
         if kind == "gives none":
@@ -117,7 +132,10 @@ class FaultyEnv(BaseEnv):
         """Nothing is held out."""
 
     def close(self) -> Any:
-        record = {"given": self.num_given, "tried": len(self.attempts), **self.counts}
+        attempts = Counter(
+            n for item, n in self.attempts.items() if kind_of(item) == "raises always"
+        )
+        record = {"attempts at the hopeless": attempts, **self.counts}
         print(MARK + json.dumps(record), flush=True)
         return super().close()
 

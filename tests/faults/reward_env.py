@@ -16,8 +16,7 @@ from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, R
 from atroposlib.envs.server_handling.choices import run_together
 from atroposlib.envs.server_handling.server_harness import ByteTokenizer
 from tests.faults import bad_rewards
-
-MARK = "author: "
+from tests.faults.closing import MARK
 
 
 class RewardEnvConfig(DatasetEnvConfig):

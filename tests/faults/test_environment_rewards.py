@@ -24,6 +24,7 @@ from atroposlib.envs.rewards import RewardFailure, RewardWorkers
 from atroposlib.scored_data import ScoredGroup
 from tests.faults import bad_rewards
 from tests.faults.bad_rewards import KINDS, SCORE
+from tests.faults.closing import MARK
 from tests.faults.drivers import (
     GroupKey,
     HubProcess,
@@ -37,7 +38,6 @@ from tests.faults.drivers import (
     make_group,
     registration,
 )
-from tests.faults.reward_env import MARK
 from tests.faults.scripted_engine import ScriptedEngine
 from tests.processes import Process
 

@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import random
-import re
 import signal
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ import pytest
 
 from atroposlib.client import HubClient
 from atroposlib.scored_data import Strictness, check_group
+from tests.faults.closing import closing_counts
 from tests.faults.drivers import (
     BATCH_SIZE,
     HubProcess,
@@ -38,7 +38,7 @@ from tests.faults.drivers import (
     is_alive,
     kill_group,
 )
-from tests.faults.faulty_env import MARK, kind_of
+from tests.faults.faulty_env import kind_of
 from tests.faults.proxy import Proxy, Toxics
 from tests.faults.scripted_engine import ScriptedEngine, answer_tokens
 from tests.processes import ROOT, Process
@@ -328,48 +328,11 @@ def schedule(rng: random.Random) -> list[list[Fault]]:
 # The account
 
 
-def closing_counts(log: str) -> dict[str, Any]:
-    """What an environment said at its end: groups, items, and the author's own record."""
-    groups = re.findall(
-        r"(\d+) groups accepted, (\d+) stored by the hub, (\d+) held; dropped: (.*)", log
-    )
-    items = re.findall(
-        r"(\d+) items begun: (\d+) gave groups, (\d+) gave none, (\d+) given up \((.*)\),"
-        r" (\d+) unfinished; failed attempts: (.*); put back",
-        log,
-    )
-    authors = re.findall(MARK + "(.*)", log)
-    assert len(groups) == len(items) == len(authors) == 1, log[-4000:]
-    accepted, stored, held, dropped = groups[0]
-    begun, with_groups, without, given_up, given_up_as, unfinished, failed = items[0]
-    return {
-        "accepted": int(accepted),
-        "stored": int(stored),
-        "held": int(held),
-        "dropped": counted(dropped),
-        "begun": int(begun),
-        "with groups": int(with_groups),
-        "without": int(without),
-        "given up": int(given_up),
-        "given up as": counted(given_up_as),
-        "unfinished": int(unfinished),
-        "failed": counted(failed),
-        "author": json.loads(authors[0]),
-    }
-
-
-def counted(listed: str) -> Counter[str]:
-    """Read `ValueError 3, TimeoutError 1`, or `none`."""
-    if listed == "none":
-        return Counter()
-    pairs = [entry.rpartition(" ") for entry in listed.split(", ")]
-    return Counter({name: int(number) for name, _, number in pairs})
-
-
 def check_skips(member: Member) -> dict[str, Any]:
     """Every item and every group of one environment is in one place, with its reason."""
-    counts, author = closing_counts(member.log()), None
+    counts = closing_counts(member.log())
     author = Counter(counts["author"])
+    attempts = author.pop("attempts at the hopeless")
     names = member.accepted()
     assert counts["accepted"] == len(names) == len(set(names)), member.run
     ended = counts["with groups"] + counts["without"] + counts["given up"]
@@ -381,7 +344,11 @@ def check_skips(member: Member) -> dict[str, Any]:
     assert set(counts["dropped"]) <= {"equal_scores", "malformed"}, counts
     assert counts["failed"]["RuntimeError"] == author["raised"], counts
     assert counts["failed"]["GroupError"] == author["malformed"], counts
-    assert set(counts["failed"]) <= {"RuntimeError", "GroupError", "TimeoutError"}, counts
+    assert counts["failed"]["ExitRaised"] == author["exited"], counts
+    known = {"RuntimeError", "GroupError", "ExitRaised", "TimeoutError"}
+    assert set(counts["failed"]) <= known, counts
+    assert counts["given up as"]["RuntimeError"] == attempts.pop("3", 0), counts
+    assert set(attempts) <= {"1", "2"}, attempts  # under way at the end
     assert counts["given up"] == counts["given up as"].total(), counts
     kinds = Counter(kind_of(int(name.partition("/")[2])) for name in names)
     assert not kinds["raises always"] + kinds["gives none"] + kinds["scores are equal"], kinds

@@ -1,8 +1,8 @@
-"""Turn `sys.exit()` in an environment's code into a failure of the item it belongs to.
+"""Turn `sys.exit()` in an environment's code into a failure of what called it: an item, a hook.
 
-Raised in any task, SystemExit and KeyboardInterrupt stop the event loop at once: nothing is delivered and nothing is
-told to the hub. While `contained()` lasts, every task of the loop raises `ExitRaised` in their place. Only `serve.py`
-uses it, which takes Ctrl-C as a signal; elsewhere both mean what they say.
+Raised out of a task, SystemExit and KeyboardInterrupt stop the event loop at once: nothing is delivered, and nothing
+is told to the hub. `as_failures` raises `ExitRaised` in their place; `contained` does so at the outermost frame of
+every task. Only `serve.py` uses them, which takes Ctrl-C as a signal; elsewhere both mean what they say.
 """
 
 from __future__ import annotations
@@ -17,6 +17,19 @@ from atroposlib.errors import EnvError
 
 class ExitRaised(EnvError):
     """The environment's code raised SystemExit or KeyboardInterrupt."""
+
+
+@contextlib.contextmanager
+def as_failures() -> Iterator[None]:
+    """Raise `ExitRaised` where the block would exit."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _failure(error) from error
+
+
+def _failure(error: BaseException) -> ExitRaised:
+    return ExitRaised(f"{type(error).__name__}: {error} was raised by the environment's code")
 
 
 @contextlib.contextmanager
@@ -69,6 +82,4 @@ class _Contained(Coroutine[Any, Any, Any]):
         try:
             return step(*args)
         except (SystemExit, KeyboardInterrupt) as error:
-            raise ExitRaised(
-                f"{type(error).__name__}: {error} was raised by the environment's code"
-            ) from error
+            raise _failure(error) from error

@@ -35,7 +35,7 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.env_config import EvalHandlingEnum
 from atroposlib.envs.runtime import spool
 from atroposlib.envs.runtime.capacity import Load, max_workers, num_to_start
-from atroposlib.envs.runtime.exits import contained
+from atroposlib.envs.runtime.exits import as_failures, contained
 from atroposlib.envs.runtime.items import Outcomes, Work, cause_of, close, collect_timed
 from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.envs.runtime.outbox import MAX_RETRY_AFTER_S, Backoff, GroupLog, Outbox
@@ -283,7 +283,8 @@ class _Server:
     async def _guard(self, work: Awaitable[None]) -> None:
         """Await `work`; its error ends the run and is raised by `run`."""
         try:
-            await work
+            with as_failures():
+                await work
         except Exception as error:  # noqa: BLE001 - kept and raised again by run()
             if self._error is None:
                 self._error = error
@@ -454,7 +455,8 @@ class _Server:
         try:
             status = await self._hub.status_env(
                 env_id,
-                wait_s=0.0 if known is None else self._timings.poll_wait_s,
+                # One that was away is not asked for news but whether it is back.
+                wait_s=0.0 if known is None or self._is_hub_away else self._timings.poll_wait_s,
                 seen_step=None if known is None else known.current_step,
                 seen_policy=None if known is None else known.policy_version,
                 env_uid=self._uid,
@@ -519,19 +521,22 @@ class _Server:
         interval = env.checkpoint_interval
         if interval > 0 and step // interval > before // interval:
             try:
-                env.save_checkpoint(step // interval * interval)
+                with as_failures():
+                    env.save_checkpoint(step // interval * interval)
             except Exception:
                 logger.exception("save_checkpoint failed at step %d; the run goes on", step)
         if env.items_sent_this_step >= env.config.min_items_sent_before_logging:
             env.items_sent_this_step = 0
             try:
-                await env.wandb_log({})
+                with as_failures():
+                    await env.wandb_log({})
             except Exception:
                 logger.exception("wandb_log failed at step %d; the run goes on", step)
 
     async def _evaluate(self, step: int) -> None:
         try:
-            await self._env.evaluate()
+            with as_failures():
+                await self._env.evaluate()
         except Exception:
             logger.exception("evaluate failed at step %d; training goes on", step)
 
@@ -600,7 +605,8 @@ class _Server:
         if self._env.backlog:
             return self._begin(self._env.backlog.pop(0))
         try:
-            item = await self._env.get_next_item()
+            with as_failures():
+                item = await self._env.get_next_item()
         except Exception as error:  # noqa: BLE001 - the author's code; counted, and it may end the run
             self._log_failure("get_next_item", error)
             self._outcomes.failed(error)
@@ -615,7 +621,8 @@ class _Server:
         """Run one item through the environment's `handle_env`; a failure of an override is the item's."""
         work.is_settled = False
         try:
-            groups = await self._env.handle_env(key)
+            with as_failures():
+                groups = await self._env.handle_env(key)
         except Exception as raised:  # noqa: BLE001 - boundary: one item
             if work.is_settled:  # its groups are handed over: asking again would give them twice
                 self._log_failure("handle_env after the item's end", cause_of(raised))
@@ -641,10 +648,11 @@ class _Server:
             return None
         work = self._work.get(key) or Work(item=entry["item"])
         try:
-            groups, backlog = await collect_timed(env, work.item)
-            if groups:
-                await env.handle_send_to_api(groups, work.item)
-                env.last_completed_item = groups
+            with as_failures():
+                groups, backlog = await collect_timed(env, work.item)
+                if groups:
+                    await env.handle_send_to_api(groups, work.item)
+                    env.last_completed_item = groups
             env.backlog.extend(backlog)  # not before: a group that is refused is asked for again
         except Exception as raised:  # noqa: BLE001 - boundary: one item
             self._item_failed(work, cause_of(raised))

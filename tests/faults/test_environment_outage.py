@@ -1,0 +1,247 @@
+"""A hub that is away for an hour, or an engine, costs nothing: the runtime's own intervals, and a clock that skips.
+
+Environment, hub and engine share one event loop and talk over loopback. Whenever the loop would sleep, the clock jumps
+to the next timer instead; an hour of waiting takes as long as its attempts do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.runtime import serve as serving
+from atroposlib.envs.runtime.outbox import Outbox
+from atroposlib.envs.runtime.pace import Pace
+from tests.envs.helpers_runtime import LoopbackHub
+from tests.faults.faulty_env import FaultyEnv, FaultyEnvConfig
+from tests.faults.scripted_engine import ScriptedEngine
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+HOUR_S = 3600.0
+ENGINE_AWAY_S = 1500.0
+"""Twice as long as a request waits for its engine, and as an item may take."""
+BACK_S = 8.0
+"""Both that send and those that ask have noticed a hub that is back: the longest pause, and turns to wait for."""
+TIMINGS = serving.Timings(tick_s=1.0)
+"""An hour has too many of the usual ticks, in which the loop only looks at the environment; the rest is as always."""
+
+
+class SkippingClock:
+    """`time.monotonic` of the whole process, which the running loop advances instead of waiting."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._real = time.monotonic
+        self._skipped_s = 0.0
+        self.grace_s = 0.001
+        """What answers from loopback and from threads may take before the clock goes on without them."""
+        selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+        self._select = selector.select
+        monkeypatch.setattr(time, "monotonic", self.now)
+        monkeypatch.setattr(selector, "select", self._select_or_skip)
+        monkeypatch.setattr(serving, "Pace", functools.partial(Pace, clock=self.now))
+
+    def now(self) -> float:
+        return self._real() + self._skipped_s
+
+    def _select_or_skip(self, timeout: float | None) -> Any:
+        if timeout is None or timeout <= 0:
+            return self._select(timeout)
+        events = self._select(min(timeout, self.grace_s))
+        if not events:
+            self._skipped_s += timeout
+        return events
+
+    @asynccontextmanager
+    async def without_grace(self) -> AsyncIterator[None]:
+        """For times in which nothing answers: they have tens of thousands of timers."""
+        before, self.grace_s = self.grace_s, 0.0
+        try:
+            yield
+        finally:
+            self.grace_s = before
+
+    async def until(self, claim: Callable[[], bool], *, within_s: float) -> float:
+        """Wait until `claim` holds and return the seconds it took on this clock."""
+        began = self.now()
+        while not claim():
+            assert self.now() - began < within_s, f"not within {within_s} s"
+            await asyncio.sleep(0.05)
+        return self.now() - began
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> SkippingClock:
+    return SkippingClock(monkeypatch)
+
+
+class Run:
+    """One environment that serves, and what it did so far."""
+
+    def __init__(self, hub: LoopbackHub, engine: ScriptedEngine) -> None:
+        self.hub = hub
+        config = FaultyEnvConfig(
+            has_faults=False,
+            group_size=4,
+            max_num_workers=6,
+            max_token_length=64,
+            use_wandb=False,
+            steps_per_eval=0,
+            rollout_server_url=hub.url,
+            total_steps=1_000_000,
+        )
+        servers = [APIServerConfig(server_type="vllm", model_name="m", base_url=engine.url)]
+        self.env = FaultyEnv(config, servers)
+        self.stop = asyncio.Event()
+        self.task: asyncio.Task[Outbox] = asyncio.create_task(
+            serving.serve(self.env, timings=TIMINGS, stop=self.stop)
+        )
+
+    @property
+    def ledger(self) -> Any:
+        return self.hub.coordinator.ledger()
+
+    async def train(self, num_batches: int) -> None:
+        while num_batches:
+            num_batches -= await self.hub.take_batch() > 0
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def run_on(hub: LoopbackHub, engine: ScriptedEngine) -> AsyncIterator[Run]:
+    run = Run(hub, engine)
+    try:
+        yield run
+    finally:
+        run.stop.set()
+        await asyncio.gather(run.task, return_exceptions=True)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO):
+        yield caplog
+
+
+def items_of(log: pytest.LogCaptureFixture) -> Counter[str]:
+    found = re.findall(
+        r"(\d+) items begun: (\d+) gave groups, .*, (\d+) unfinished; (.*)", log.text
+    )
+    begun, with_groups, unfinished, rest = found[-1]
+    assert rest.startswith("failed attempts: none;"), rest
+    return Counter(
+        {"begun": int(begun), "gave groups": int(with_groups), "unfinished": int(unfinished)}
+    )
+
+
+@pytest.mark.parametrize(("duration_s", "comes_back"), [(HOUR_S, "as it was"), (600.0, "empty")])
+async def test_hub_away_for_an_hour_costs_no_group(
+    duration_s: float, comes_back: str, clock: SkippingClock, log: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        ScriptedEngine() as engine,
+        LoopbackHub(batch_size=16) as hub,
+        run_on(hub, engine) as run,
+    ):
+        await clock.until(lambda: run.ledger.produced >= 4, within_s=60)
+        engine.delay_s = 5.0
+        await run.train(2)
+        await clock.until(lambda: len(run.env.running_items) >= 4, within_s=60)
+        await hub.stop()
+        before = run.ledger
+        num_begun = run.env.num_given
+        if comes_back == "empty":
+            await hub.coordinator.reset()
+        hub.calls.clear()
+        left_at = clock.now()
+        await asyncio.sleep(30)  # the engine answers
+        async with clock.without_grace():
+            await asyncio.sleep(duration_s - 30)
+        away_s = clock.now() - left_at
+        held = run.env.group_sink.num_held
+        # What was under way is finished and held; nothing new is started without knowing the hub's state.
+        assert run.env.num_given - num_begun <= 6
+        assert held >= 4
+        assert not run.env.running_items
+        assert hub.calls == {}
+        engine.delay_s = 0.02
+        await hub.start()
+        if comes_back == "empty":
+            await hub.start_trainer()
+            assert run.ledger.produced == 0
+            before = run.ledger
+        back_s = await clock.until(
+            lambda: (
+                run.ledger.produced >= before.produced + held
+                and "the hub answers again" in log.text
+                and hub.coordinator.num_connected == 1
+            ),
+            within_s=BACK_S,
+        )
+        # One state change each way is one line each; an hour of attempts is none.
+        assert log.text.count("the hub is away; starting no new work") == 1
+        assert log.text.count("the hub is away; holding") == 1
+        assert log.text.count("the hub answers again") == 1
+        assert log.text.count("the hub is back") == 1
+        assert log.text.count("registering again") == (comes_back == "empty")
+        num_batches = 6
+        await run.train(num_batches)
+        run.stop.set()
+        outbox = await run.task
+        ledger = run.ledger
+        state = hub.coordinator.explain().environments
+    assert outbox.num_accepted == outbox.num_stored
+    assert (outbox.num_held, outbox.dropped) == (0, {})
+    sent_before = 0 if comes_back == "as it was" else outbox.num_stored - ledger.produced
+    assert ledger.produced == outbox.num_stored - sent_before == ledger.trained + ledger.queued
+    assert (ledger.duplicates, ledger.rejected) == (0, {})
+    assert [each.state for each in state] == ["disconnected"]
+    items = items_of(log)
+    assert items["begun"] == items["gave groups"] + items["unfinished"]
+    assert items["gave groups"] == outbox.num_accepted
+    print(f"hub away for {away_s:.0f} s: {held} groups held, sent {back_s:.1f} s after its return")
+    assert away_s >= duration_s
+
+
+async def test_engine_away_for_longer_than_any_wait_costs_no_item(
+    clock: SkippingClock, log: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        ScriptedEngine() as engine,
+        LoopbackHub(batch_size=16) as hub,
+        run_on(hub, engine) as run,
+    ):
+        await clock.until(lambda: run.ledger.produced >= 4, within_s=60)
+        await engine.stop()
+        await run.train(2)
+        await asyncio.sleep(30)
+        num_begun, produced = run.env.num_given, run.ledger.produced
+        left_at = clock.now()
+        async with clock.without_grace():
+            await asyncio.sleep(ENGINE_AWAY_S)
+        away_s = clock.now() - left_at
+        assert run.ledger.produced == produced
+        assert run.env.num_given == num_begun
+        assert hub.coordinator.explain().environments[0].state == "active"
+        await engine.start()
+        back_s = await clock.until(lambda: run.ledger.produced >= produced + 6, within_s=60)
+        assert log.text.count("the engine answers again") == 1
+        await run.train(4)
+        run.stop.set()
+        outbox = await run.task
+        ledger = run.ledger
+    items = items_of(log)
+    assert items["begun"] == items["gave groups"] + items["unfinished"]
+    assert items["gave groups"] == outbox.num_accepted == outbox.num_stored == ledger.produced
+    assert (outbox.num_held, outbox.dropped, ledger.duplicates) == (0, {}, 0)
+    print(f"engine away for {away_s:.0f} s: groups again {back_s:.1f} s after its return")

@@ -84,7 +84,7 @@ async def test_an_answer_that_is_only_a_call_has_no_content() -> None:
     assert choice.message.content is None
 
 
-@pytest.mark.parametrize("form", ["object", "dump", "json", "parsed_arguments", "sdk"])
+@pytest.mark.parametrize("form", ["object", "dump", "json", "stripped", "parsed_arguments", "sdk"])
 async def test_a_call_that_comes_back_in_any_form_is_the_sampled_turn(form: str) -> None:
     engine, managed = session()
     engine.tell("Let me see.\n" + CALL, "It is 3.")
@@ -110,6 +110,8 @@ async def test_a_call_that_comes_back_in_any_form_is_the_sampled_turn(form: str)
         message = message.model_dump()
     elif form == "json":
         message = json.loads(json.dumps(plain))
+    elif form == "stripped":
+        message = {**plain, "content": f"{message.content.strip()} \n"}
     elif form == "parsed_arguments":
         plain["tool_calls"][0]["function"]["arguments"] = {"a": 1, "b": 2}
         message = plain
@@ -133,6 +135,28 @@ async def test_a_call_that_comes_back_in_any_form_is_the_sampled_turn(form: str)
     assert node.masked_tokens[start : start + len(sampled)] == sampled
     assert node.logprobs[start : start + len(sampled)] == logprobs_after(engine.sent[0], sampled)
     assert managed.num_broken_prefixes == 0
+
+
+async def test_a_call_in_an_opened_answer_has_only_the_sampled_text_as_content() -> None:
+    engine, managed = session()
+    engine.tell("see.\n" + CALL, "It is 3.")
+    opened = {"role": "assistant", "content": "Let me "}
+    choice = await ask(managed, [user("x"), opened])
+    assert choice.message.content.strip() == "see."
+    whole = choice.message.model_dump(exclude_none=True) | {"content": "Let me see."}
+    await ask(managed, [user("x"), whole, result_of(choice.message.tool_calls[0], "3")])
+    [node] = managed.get_state()["nodes"]
+    assert f"Let me see.\n{CALL}<|im_end|>" in node.full_text
+
+
+async def test_an_opened_answer_does_not_go_on_behind_a_call() -> None:
+    engine, managed = session()
+    engine.tell("Let me see." + CALL, " no calls")
+    await ask(managed, [user("x")])
+    await ask(managed, [user("x"), {"role": "assistant", "content": "Let me see. Wait,"}])
+    first, second = managed.get_state()["nodes"]
+    assert "tool_call" in first.full_text
+    assert second.full_text.endswith("assistant\nLet me see. Wait, no calls<|im_end|>")
 
 
 async def test_another_calls_arguments_are_another_turn() -> None:

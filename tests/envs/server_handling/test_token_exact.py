@@ -257,6 +257,31 @@ async def test_more_text_behind_a_sampled_answer_keeps_its_ids_and_drops_its_end
     )
 
 
+async def test_an_opened_answer_does_not_go_on_behind_tokens_that_nobody_saw() -> None:
+    engine = ToldEngine(BY_NAME["chatml"].tokenizer)
+    managed = ManagedServer(engine)
+    hidden = engine.tokenizer.convert_tokens_to_ids("<|start_header_id|>")
+    engine.answers.append(([hidden], "length"))
+    engine.tell("b")
+    await managed.chat_completion(messages=[user("x")])
+    await managed.chat_completion(messages=[user("x"), {"role": "assistant", "content": "a"}])
+    assert engine.sent[1] == engine.sent[0] + engine.tokenizer.encode("a")
+
+
+async def test_a_special_token_that_is_added_later_ends_turns() -> None:
+    tokenizer = make_tokenizer(CHATML.replace("<|im_end|>", "<|stop|>"))
+    engine = ToldEngine(tokenizer)
+    engine.tell("a")
+    await ManagedServer(engine).chat_completion(messages=[user("x")])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|stop|>"]})
+    managed = ManagedServer(engine)
+    engine.tell("a", "b", end="<|stop|>")
+    first = await managed.chat_completion(messages=[user("x")])
+    assert first.choices[0].message.content == "a"
+    await managed.chat_completion(messages=[user("x"), first.choices[0].message, user("y")])
+    assert tokenizer.decode(engine.sent[2]).count("a<|stop|>\n<|im_start|>user") == 1
+
+
 async def test_going_on_with_a_finished_answer_samples_before_its_end() -> None:
     engine = ToldEngine(BY_NAME["chatml"].tokenizer)
     managed = ManagedServer(engine)

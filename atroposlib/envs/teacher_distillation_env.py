@@ -6,7 +6,7 @@ nothing. A group that the teacher cannot annotate is sent without its fields: di
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -27,6 +27,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, EngineProtocolError, GroupError
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.type_definitions import Item
+from atroposlib.utils.off_loop import off_loop
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ class TeacherDistillationEnv(BaseEnv):
         answer = await self.teacher_server.get_logprobs(
             input_ids=tokens, top_k=top_k, max_tokens=1, split="train"
         )
-        return await asyncio.to_thread(read_answer, answer, num_tokens=len(tokens))
+        return await off_loop(functools.partial(read_answer, answer, num_tokens=len(tokens)))
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Add the number of groups the teacher failed on."""

@@ -26,6 +26,7 @@ from atroposlib.client import EnvStatus, HubClient, UnknownEnvironment
 from atroposlib.envs.env_config import BaseEnvConfig
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
+from atroposlib.utils.off_loop import off_loop
 
 logger = logging.getLogger(__name__)
 
@@ -520,4 +521,4 @@ async def in_thread_if_large(group: Mapping[str, Any], work: Callable[..., T], *
     size = sum(len(row) for row in rows if isinstance(row, list | tuple))
     # A teacher's fields hold many numbers per token.
     is_large = size > THREAD_FROM_TOKENS or group.get("distill_logprobs") is not None
-    return await asyncio.to_thread(work, *args) if is_large else work(*args)
+    return await off_loop(work, *args) if is_large else work(*args)

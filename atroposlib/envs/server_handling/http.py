@@ -19,6 +19,7 @@ import msgspec
 from pydantic import BaseModel
 
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+from atroposlib.utils.off_loop import off_loop
 
 T = TypeVar("T")
 
@@ -152,7 +153,7 @@ class HttpPeer:
         try:
             if len(answer) < THREAD_FROM_BYTES:
                 return read(answer)
-            return await asyncio.to_thread(read, answer)
+            return await off_loop(read, answer)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             is_json = isinstance(e, msgspec.ValidationError)
             what = "unexpected values" if is_json else "a body that is not JSON"

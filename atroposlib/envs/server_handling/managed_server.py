@@ -7,7 +7,6 @@ verbatim (`sequences.py`, `chat_template.py`). One instance serves one rollout g
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import logging
@@ -43,6 +42,7 @@ from atroposlib.envs.server_handling.sequences import (
 )
 from atroposlib.envs.server_handling.tool_messages import ToolCall, completion_with_tool_calls
 from atroposlib.errors import ConfigError, EngineProtocolError
+from atroposlib.utils.off_loop import off_loop
 
 if TYPE_CHECKING:
     from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
@@ -382,7 +382,7 @@ class ManagedServer:
     async def _read(self, answer: TokenCompletions) -> list[SampledTurn]:
         if sum(map(len, answer.output_tokens)) < THREAD_FROM_TOKENS:
             return self._read_turns(answer)
-        return await asyncio.to_thread(self._read_turns, answer)
+        return await off_loop(self._read_turns, answer)
 
     def _read_turns(self, answer: TokenCompletions) -> list[SampledTurn]:
         turns = []

@@ -178,7 +178,7 @@ class APIServer(ABC):
         """Requests that wait for the server to be up."""
         self._health_asked_at = -HEALTH_REMINDER_S
         self._load_task: asyncio.Task[None] | None = None
-        self._tells_load = True
+        self._tells_load = type(self)._find_load is not APIServer._find_load
         self._healthy = asyncio.Event()
         self._healthy.set()
         self._asked = asyncio.Event()

@@ -34,18 +34,28 @@ def list_hostnames() -> list[str]:
 def inference_urls(hostnames: list[str]) -> list[str]:
     """Return the base URLs of the servers on the nodes that do not train.
 
-    `NUM_TRAINING_NODES` nodes come first; `INFER_TP` GPUs form one server (1 where unset).
+    `NUM_TRAINING_NODES` nodes come first; `INFER_TP` GPUs form one server (1 where unset). Raises ConfigError when no
+    node is left for inference.
     """
-    num_training = _read_int("NUM_TRAINING_NODES", default=None)
-    servers_per_node = max(1, GPUS_PER_NODE // _read_int("INFER_TP", default=1))
+    num_training = _read_int("NUM_TRAINING_NODES", default=None, at_least=0)
+    gpus_per_server = _read_int("INFER_TP", default=1, at_least=1)
+    if gpus_per_server > GPUS_PER_NODE:
+        raise ConfigError(
+            f"INFER_TP={gpus_per_server} is more than the {GPUS_PER_NODE} GPUs of a node; list the servers by hand"
+        )
+    serving = hostnames[num_training:]
+    if not serving:
+        raise ConfigError(
+            f"NUM_TRAINING_NODES={num_training} leaves none of the job's {len(hostnames)} nodes for inference"
+        )
     return [
         f"http://{host}:{FIRST_PORT + i}/v1"
-        for host in hostnames[num_training:]
-        for i in range(servers_per_node)
+        for host in serving
+        for i in range(GPUS_PER_NODE // gpus_per_server)
     ]
 
 
-def _read_int(name: str, *, default: int | None) -> int:
+def _read_int(name: str, *, default: int | None, at_least: int) -> int:
     text = os.environ.get(name)
     if text is None:
         if default is None:
@@ -55,6 +65,6 @@ def _read_int(name: str, *, default: int | None) -> int:
         value = int(text)
     except ValueError as e:
         raise ConfigError(f"{name}={text!r} is not a whole number") from e
-    if value < 1:
-        raise ConfigError(f"{name}={text!r} must be at least 1")
+    if value < at_least:
+        raise ConfigError(f"{name}={text!r} must be at least {at_least}")
     return value

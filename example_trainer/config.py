@@ -6,6 +6,7 @@ Names and spellings of the original trainer keep working (`--model`, `--atropos-
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -24,6 +25,8 @@ from example_trainer.objective import (
     Surrogate,
 )
 
+logger = logging.getLogger(__name__)
+
 _MODES = {
     "none": ("restart", False),
     "shared_vllm": ("reload", False),
@@ -31,6 +34,9 @@ _MODES = {
     "lora_restart": ("restart", True),
 }
 """The original's `--weight-bridge-mode` -> our bridge, and whether adapters are trained."""
+
+
+_UNUSED = "accepted and ignored: torchrun starts several processes, engines take weights without shared memory"
 
 
 class TrainerConfig(BaseModel):
@@ -43,8 +49,10 @@ class TrainerConfig(BaseModel):
         validation_alias=AliasChoices("model_name", "model", "model_name_or_path"),
         description="checkpoint directory, or a name on the Hugging Face hub",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: cuda where there is one"
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda or cuda:N; auto: cuda where there is one",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -286,6 +294,16 @@ class TrainerConfig(BaseModel):
     max_model_len: int = Field(4096, ge=1, description="longest sequence of the engine")
     log_dir: Path = Field(Path("logs"), description="the engine's log goes here")
 
+    # The original's flags without a use here
+    vllm_config_path: str | None = Field(None, description=_UNUSED)
+    trainer_rank: int = Field(0, description=_UNUSED)
+    world_size: int = Field(1, description=_UNUSED)
+    init_method: str = Field("env://", description=_UNUSED)
+    num_inference_nodes: int = Field(0, description=_UNUSED)
+    debug_loading: bool = Field(False, description=_UNUSED)
+    single_copy: bool = Field(False, description=_UNUSED)
+    benchmark: bool = Field(False, description="log a summary of times and memory at the end")
+
     @field_validator("hub_url")
     @classmethod
     def _hub_is_http(cls, value: str) -> str:
@@ -295,6 +313,14 @@ class TrainerConfig(BaseModel):
     @classmethod
     def _join_engines(cls, value: Any) -> Any:
         return ",".join(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _name_unused(self) -> Self:
+        fields = type(self).model_fields
+        unused = [n for n in self.model_fields_set if fields[n].description == _UNUSED]
+        if unused:
+            logger.warning("ignored: %s; %s", ", ".join(f"--{n}" for n in sorted(unused)), _UNUSED)
+        return self
 
     @model_validator(mode="after")
     def _apply_objective(self) -> Self:

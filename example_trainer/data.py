@@ -159,6 +159,8 @@ class Batch:
     num_groups: int
     num_sequences: int
     """As received."""
+    num_tokens: int
+    """In the micro-batches, prompts included, padding not."""
     num_trained_tokens: int
     """In the micro-batches."""
     num_skipped_zero_advantage: int
@@ -225,6 +227,7 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
         rows=kept,
         num_groups=len(groups),
         num_sequences=len(all_rows),
+        num_tokens=sum(len(row.tokens) for row in kept),
         num_trained_tokens=sum(len(row.trained) for row in kept),
         num_skipped_zero_advantage=len(trained) - len(kept),
         num_skipped_untrained=len(fitting) - len(trained),

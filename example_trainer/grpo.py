@@ -1,4 +1,4 @@
-"""`atropos-grpo`: train a model on what the environments send to the hub."""
+"""`atropos-grpo`: train a model on what the environments send to the hub; `atropos-grpo plot`: draw a run's curves."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from typing import NoReturn
 from atroposlib.config import parse_flags
 from atroposlib.errors import cli_boundary, require
 from example_trainer.config import TrainerConfig
+from example_trainer.plot import PlotConfig, plot
 
 DESCRIPTION = "GRPO trainer: batches from run-api, new weights to the engines after every step."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer and return its exit code: 0, 1 (failed), 2 (configuration), 130 or 143 (stopped)."""
-    return cli_boundary(lambda: _run(argv))
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["plot"]:
+        return cli_boundary(lambda: _plot(words[1:]))
+    return cli_boundary(lambda: _run(words))
 
 
 def start_command() -> None:
@@ -31,7 +35,18 @@ def start_command() -> None:
     require("transformers.utils.logging", extra="trainer").disable_progress_bar()
 
 
-def _run(argv: Sequence[str] | None) -> None:
+def _plot(argv: Sequence[str]) -> None:
+    config = parse_flags(
+        PlotConfig,
+        argv,
+        prog="atropos-grpo plot",
+        description="Draw the curves of a run as PNG.",
+        positional="run",
+    )
+    sys.stdout.write(f"{plot(config)}\n")
+
+
+def _run(argv: Sequence[str]) -> None:
     config = parse_flags(TrainerConfig, argv, prog="atropos-grpo", description=DESCRIPTION)
     start_command()
     from example_trainer.training import train

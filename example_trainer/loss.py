@@ -41,6 +41,38 @@ class LossShare(NamedTuple):
     """Of the distillation loss; 0 without a teacher."""
 
 
+class LogprobSums(NamedTuple):
+    """Sums over the policy-gradient positions of a micro-batch, for means and standard deviations."""
+
+    own_sum: Tensor
+    own_square_sum: Tensor
+    sampled_sum: Tensor
+    sampled_square_sum: Tensor
+    raised_own_sum: Tensor
+    """Over positions whose advantage is above 0."""
+    num_raised: Tensor
+    lowered_own_sum: Tensor
+    """Over positions whose advantage is below 0."""
+    num_lowered: Tensor
+
+
+def logprob_sums(positions: Positions, logprobs_N: Tensor) -> LogprobSums:
+    is_policy_N = ~positions.is_supervised_N
+    own_N, sampled_N = logprobs_N.detach()[is_policy_N], positions.sampled_logprobs_N[is_policy_N]
+    raised_N = positions.advantages_N[is_policy_N] > 0
+    lowered_N = positions.advantages_N[is_policy_N] < 0
+    return LogprobSums(
+        own_sum=own_N.sum(),
+        own_square_sum=own_N.square().sum(),
+        sampled_sum=sampled_N.sum(),
+        sampled_square_sum=sampled_N.square().sum(),
+        raised_own_sum=(own_N * raised_N).sum(),
+        num_raised=raised_N.sum(),
+        lowered_own_sum=(own_N * lowered_N).sum(),
+        num_lowered=lowered_N.sum(),
+    )
+
+
 def policy_loss(
     objective: Objective,
     positions: Positions,

@@ -253,9 +253,13 @@ def transformer_layers(model: Any) -> list[nn.Module]:
 def choose_device(config: TrainerConfig) -> torch.device:
     """Return the configured device; ConfigError when cuda is asked for and absent."""
     has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    if config.device == "auto":
+        return torch.device("cuda" if has_cuda else "cpu")
+    if config.device != "cpu" and not has_cuda:
+        raise ConfigError(
+            f"--device {config.device}: torch sees no CUDA device here; use --device cpu"
+        )
+    return torch.device(config.device)
 
 
 def choose_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+import torch
+
 from atroposlib.errors import ConfigError, require
 from example_trainer.config import TrainerConfig
 from example_trainer.data import UNKNOWN_VERSION, Batch
@@ -23,10 +25,18 @@ _WANDB_NAMES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
     "lr": "train/lr",
+    "raised_logprob_mean": "train/pos_logp",
+    "lowered_logprob_mean": "train/neg_logp",
     "train_s": "train/step_time",
     "publish_s": "train/sync_time",
     "batch_wait_s": "train/data_fetch_time",
+    "ratio_mean": "grpo/mean_ratio",
     "clip_fraction": "grpo/clipped_fraction",
+    "logprob_mean": "logprobs/training_mean",
+    "logprob_std": "logprobs/training_std",
+    "sampled_logprob_mean": "logprobs/inference_mean",
+    "sampled_logprob_std": "logprobs/inference_std",
+    "sampled_kl_mean": "alignment/diff_mean",
     "logprob_gap_mean": "alignment/diff_abs_mean",
     "logprob_gap_max": "alignment/diff_max",
 }
@@ -113,6 +123,18 @@ class Clock:
         return {name: round(value, 6) for name, value in (self._phases | totals).items()}
 
 
+def gpu_memory(device: torch.device) -> dict[str, float]:
+    """Return the GiB that torch holds on a GPU, now and at most so far; nothing on the CPU."""
+    if device.type != "cuda":
+        return {}
+    sizes = {
+        "gpu_memory_gb": torch.cuda.memory_allocated(device),
+        "gpu_memory_reserved_gb": torch.cuda.memory_reserved(device),
+        "gpu_memory_peak_gb": torch.cuda.max_memory_allocated(device),
+    }
+    return {name: size / 2**30 for name, size in sizes.items()}
+
+
 def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
     """Return the metrics of the data; staleness is counted in steps, over sequences of known version."""
     staleness = version - batch.versions[batch.versions != UNKNOWN_VERSION]
@@ -139,7 +161,9 @@ def progress_line(record: dict[str, Any], num_steps: int) -> str:
     return (
         f"step {record['step']}/{num_steps} reward {record['reward_mean']:.3f} loss {show('loss')} "
         f"grad norm {show('grad_norm')} staleness {show('staleness_mean')} "
-        f"logprob gap {show('logprob_gap_max')} in {record['wall_s']:.2f} s"
+        f"logprob gap {show('logprob_gap_max')} {record['tokens_per_s']:.0f} tokens/s "
+        f"in {record['wall_s']:.2f} s (wait {record['batch_wait_s']:.2f}, train {record['train_s']:.2f}, "
+        f"publish {record['publish_s']:.2f}, save {record['save_s']:.2f})"
     )
 
 

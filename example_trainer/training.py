@@ -8,6 +8,7 @@ died is trained by the next one. A run that goes on from a checkpoint is sent ag
 from __future__ import annotations
 
 import logging
+import math
 import random
 import signal
 import threading
@@ -29,12 +30,18 @@ from example_trainer.config import TrainerConfig
 from example_trainer.data import Batch, DataOptions, MicroBatch, make_batch
 from example_trainer.feed import Feed, Follower, Leader
 from example_trainer.gap import GapReport, LogprobGap
-from example_trainer.loss import LossShare, policy_loss
+from example_trainer.loss import LogprobSums, LossShare, logprob_sums, policy_loss
 from example_trainer.model import Policy, choose_device, load_policy, reference_of
 from example_trainer.objective import Objective
 from example_trainer.optim import make_optimizer, set_learning_rate
 from example_trainer.parallel import World, processes, sync_gradients, whole
-from example_trainer.records import Clock, MetricsLog, describe_batch, progress_line
+from example_trainer.records import (
+    Clock,
+    MetricsLog,
+    describe_batch,
+    gpu_memory,
+    progress_line,
+)
 from example_trainer.weights import WeightsDirectory
 
 logger = logging.getLogger(__name__)
@@ -87,7 +94,8 @@ def train(config: TrainerConfig) -> None:
                     saved_version = version
             record = describe_batch(batch, step) | describe_result(result, batch)
             record |= {"num_lost_leases": feed.num_lost_leases} | clock.read()
-            record |= {"step": version, "queue_size": feed.queue_size()}
+            record |= {"step": version, "queue_size": feed.queue_size()} | gpu_memory(policy.device)
+            record["tokens_per_s"] = batch.num_tokens / record["train_s"]
             log.write(record)
             if world.is_main:
                 logger.info(progress_line(record, config.num_steps))
@@ -175,7 +183,7 @@ class StepResult:
     loss: float | None
     grad_norm: float | None
     sums: dict[str, float]
-    """The sums of `LossShare`, over the whole batch."""
+    """Those of `LossShare` and `LogprobSums`, over the whole batch."""
     gap: GapReport
 
 
@@ -195,7 +203,8 @@ def take_step(
     lr = set_learning_rate(optimizer, config, step)
     gap.compare_older(batch, step)
     objective = objective_of(config)
-    totals = torch.zeros(len(LossShare._fields), dtype=torch.float64, device=policy.device)
+    names = LossShare._fields + LogprobSums._fields
+    totals = torch.zeros(len(names), dtype=torch.float64, device=policy.device)
     micro_batches = policy.world.share(batch.micro_batches)
     for index, cpu_micro_batch in enumerate(micro_batches):
         micro_batch = cpu_micro_batch.to(policy.device)
@@ -213,11 +222,12 @@ def take_step(
         )
         (share.loss * policy.world.size).backward()  # FSDP takes the mean over the processes
         if not micro_batch.is_filler:
-            totals += torch.stack([value.detach() for value in share])
+            sums_of_logprobs = logprob_sums(micro_batch.positions, own.logprobs_N)
+            totals += torch.stack([value.detach() for value in (*share, *sums_of_logprobs)])
     report = gap.settle(step)
     grad_norm = update_weights(policy, optimizer, config, step) if batch.micro_batches else None
     totals = policy.world.sum(totals)
-    sums = dict(zip(LossShare._fields, totals.tolist(), strict=True))
+    sums = dict(zip(names, totals.tolist(), strict=True))
     return StepResult(
         lr=lr,
         loss=sums["loss"] if batch.micro_batches else None,
@@ -252,20 +262,39 @@ def update_weights(
 
 
 def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
-    """Return the metrics of the step, means over trained positions; `kl_mean` is to the reference, None without one."""
+    """Return the metrics of the step, means over trained positions; None where nothing went into one.
+
+    `kl_mean` is to the reference. `raised` and `lowered` are positions with an advantage above and below 0.
+    """
     sums = result.sums
-    num_trained, num_policy = max(1, batch.num_trained_tokens), max(1.0, sums["num_policy"])
+
+    def mean(total: str, count: str = "num_policy") -> float | None:
+        return sums[total] / sums[count] if sums[count] else None
+
+    def deviation(total: str, squares: str) -> float | None:
+        average, square = mean(total), mean(squares)
+        if average is None or square is None:
+            return None
+        return math.sqrt(max(square - average * average, 0.0))
+
+    num_trained = max(1, batch.num_trained_tokens)
     return {
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
-        "ratio_mean": sums["ratio_sum"] / num_policy if sums["num_policy"] else None,
-        "clip_fraction": sums["num_clipped"] / num_policy,
-        "rejected_fraction": sums["num_rejected"] / num_policy,
+        "ratio_mean": mean("ratio_sum"),
+        "clip_fraction": mean("num_clipped"),
+        "rejected_fraction": mean("num_rejected"),
         "entropy_mean": sums["entropy_sum"] / num_trained if batch.micro_batches else None,
         "kl_mean": sums["kl_sum"] / num_trained if sums["kl_sum"] else None,
-        "sampled_kl_mean": sums["sampled_kl_sum"] / num_policy if sums["num_policy"] else None,
+        "sampled_kl_mean": mean("sampled_kl_sum"),
         "distill_loss": sums["distill_sum"] / num_trained if sums["distill_sum"] else None,
+        "logprob_mean": mean("own_sum"),
+        "logprob_std": deviation("own_sum", "own_square_sum"),
+        "sampled_logprob_mean": mean("sampled_sum"),
+        "sampled_logprob_std": deviation("sampled_sum", "sampled_square_sum"),
+        "raised_logprob_mean": mean("raised_own_sum", "num_raised"),
+        "lowered_logprob_mean": mean("lowered_own_sum", "num_lowered"),
         "logprob_gap_max": result.gap.maximum,
         "logprob_gap_mean": result.gap.mean,
     }

@@ -1,8 +1,7 @@
 """The names, signatures and flags that environments of the original rely on.
 
-Names are those that its environments, trainers and documents import; a module that this version does not have yet is
-skipped by name, so that its test becomes hard when it arrives. Signatures keep positional order, for callers in the
-wild pass positionally.
+Names are those that its environments, trainers and documents import. Signatures keep positional order, for callers in
+the wild pass positionally.
 """
 
 from __future__ import annotations
@@ -106,13 +105,6 @@ NAMES = {
 """Module -> what is imported from it."""
 
 
-NOT_YET = {
-    "example_trainer": "TrainingConfig train_legacy train_shared_vllm train_lora train_lora_restart parse_args"
-    " config_from_args",
-}
-"""Names that this version does not have. Each goes from here once it is there; none is needed by an environment."""
-
-
 def _missing(module: str) -> list[str]:
     """Return the promised names that cannot be imported from `module`."""
     try:
@@ -126,11 +118,7 @@ def _missing(module: str) -> list[str]:
 
 @pytest.mark.parametrize("module", NAMES)
 def test_names_are_where_environments_import_them_from(module: str) -> None:
-    assert _missing(module) == NOT_YET.get(module, "").split()
-
-
-def test_names_that_no_module_promises_are_not_waited_for() -> None:
-    assert set(NOT_YET) <= set(NAMES)
+    assert _missing(module) == []
 
 
 METHODS = {

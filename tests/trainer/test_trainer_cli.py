@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -38,6 +39,58 @@ def test_the_originals_flags_still_work() -> None:
     )
 
 
+ORIGINAL_FLAGS = """--lr 1e-5|--training-steps 10|--batch-size 2|--seq-len 2048|--gradient-accumulation-steps 32
+--warmup-steps 0|--optimizer adamw_8bit|--adafactor-scale-parameter|--adafactor-relative-step|--device cpu|--save-path t
+--checkpoint-interval 3|--clip-eps 0.2|--vllm-port 9001|--vllm-gpu 1|--gpu-memory-utilization 0.45
+--vllm-gpu-memory-utilization 0.45|--max-model-len 4096|--dtype bfloat16|--vllm-restart-interval 3
+--atropos-url http://localhost:8000|--use-wandb|--wandb-project p|--wandb-group g|--vllm-config-path p
+--weight-bridge-mode shared_vllm|--weight-bridge-mode lora_only|--weight-bridge-mode lora_restart
+--train-layer-indices 0-3,28-31|--lora-r 16|--lora-alpha 32|--lora-dropout 0.05|--lora-target-modules q_proj v_proj
+--lora-layer-indices 1|--trainer-rank 0|--world-size 1|--init-method env://|--num-inference-nodes 0|--debug-loading
+--benchmark|--log-dir ./logs"""
+
+
+@pytest.mark.parametrize("flag", ORIGINAL_FLAGS.replace("\n", "|").split("|"))
+def test_every_flag_of_the_original_is_accepted(flag: str) -> None:
+    parse("--model", "m", *flag.split())
+
+
+def test_flags_without_a_use_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    parse("--model=m", "--trainer-rank=1", "--debug-loading")
+    assert "ignored: --debug_loading, --trainer_rank" in caplog.text
+
+
+def test_an_objective_stands_for_settings_and_a_given_one_wins() -> None:
+    dapo = parse("--model=m", "--objective=dapo")
+    assert (dapo.clip_eps, dapo.clip_eps_high, dapo.loss_mean) == (0.2, 0.28, "token")
+    gspo = parse("--model=m", "--objective=gspo", "--loss_mean=token", "--clip-eps=0.1")
+    assert (gspo.ratio_level, gspo.loss_mean, gspo.clip_eps) == ("sequence", "token", 0.1)
+
+
+def test_the_originals_adapter_modes_train_adapters() -> None:
+    for mode, bridge in (("lora_only", "lora"), ("lora_restart", "restart")):
+        config = parse("--model=m", f"--weight-bridge-mode={mode}")
+        assert (config.bridge, config.lora) == (bridge, True)
+
+
+def test_a_run_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [{"step": i, "reward_mean": i / 10, "loss": None, "train_s": 0.5} for i in range(1, 6)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 6, "rew')  # a run that goes on
+    assert grpo.main(["plot", str(tmp_path)]) == 0
+    picture = tmp_path / "learning_curve.png"
+    assert capsys.readouterr().out.strip() == str(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_metrics_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert grpo.main(["plot", str(tmp_path)]) == 2
+    assert "metrics.jsonl cannot be read" in capsys.readouterr().err
+
+
 def test_shared_vllm_becomes_reload_after_every_step() -> None:
     config = parse("--model=m", "--weight-bridge-mode=shared_vllm")
     assert (config.bridge, config.steps_per_publish) == ("reload", 1)
@@ -57,7 +110,9 @@ def test_engine_urls_are_a_comma_list_with_or_without_v1() -> None:
         (["--model=m", "--batch_size=0"], ["--batch_size", "0", "greater than or equal to 1"]),
         (["--model=m", "--hub_url=ftp://hub"], ["--hub_url", "ftp://hub", "http://"]),
         (["--model=m", "--engine_url=localhost:9001"], ["localhost:9001", "http://"]),
-        (["--model=m", "--weight-bridge-mode=lora_only"], ["lora_only", "shared_vllm"]),
+        (["--model=m", "--weight-bridge-mode=lora"], ["lora", "shared_vllm"]),
+        (["--model=m", "--device=gpu"], ["--device", "gpu"]),
+        (["--model=m", "--lora", "--train_layer_indices=0"], ["lora_layer_indices"]),
         (["--model=m", "--bridge=reload", "--weight-bridge-mode=none"], ["contradicts"]),
         (["--model=/no/such/dir"], ["/no/such/dir", "does not exist"]),
         (["--model=m", "--lr=fast"], ["--lr", "fast"]),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import re
 import signal
@@ -36,7 +37,7 @@ from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.server_handling.choices import run_together
 from atroposlib.envs.server_handling.managed_server_proxy import create_app
 from atroposlib.envs.server_handling.proxy.local import serve_locally
-from atroposlib.envs.server_handling.proxy.sessions import SessionOptions, Sessions
+from atroposlib.envs.server_handling.proxy.sessions import SessionLimits, SessionOptions, Sessions
 from atroposlib.envs.server_handling.proxy_client import create_proxy_session
 from atroposlib.envs.server_handling.sequences import SequenceNode
 from atroposlib.envs.tool_env import call_function
@@ -201,7 +202,9 @@ class AgentEnv(DatasetEnv):
             return
         sessions = await self._local_sessions()
         session = await sessions.open(
-            SessionOptions(tool_parser=self.config.tool_parser, **options)
+            SessionOptions(
+                tool_parser=self.config.tool_parser, needs_tokens=split == "train", **options
+            )
         )
 
         async def look() -> list[SequenceNode]:
@@ -298,7 +301,9 @@ class AgentEnv(DatasetEnv):
         async with self._starting:
             if self._sessions is None:
                 name = self.server.servers[0].config.model_name
-                app = create_app(self.server, self.tokenizer, name)
+                # Each run closes its session, so none may expire under a slow agent.
+                limits = SessionLimits(idle_s=math.inf, life_s=math.inf)
+                app = create_app(self.server, self.tokenizer, name, limits=limits)
                 self._url = await self._proxy.enter_async_context(serve_locally(app))
                 self._sessions = app.state.sessions
             sessions: Sessions = self._sessions

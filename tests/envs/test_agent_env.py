@@ -23,12 +23,14 @@ from atroposlib.envs.agent_env import (
 )
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.server_handling.managed_server_proxy import create_app
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy.local import serve_locally
 from atroposlib.envs.server_handling.sequences import SequenceNode
 from atroposlib.envs.server_handling.server_harness import (
     ByteTokenizer,
     HarnessRequest,
     ServerHarness,
+    create_chat_completion,
 )
 from atroposlib.errors import EngineUnavailable, EnvError
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
@@ -272,6 +274,27 @@ async def test_evaluation_asks_with_its_own_temperature_and_budget() -> None:
     assert metrics["eval/pass@1"] == 0.0
     assert [r["temperature"] for r in env.server.servers[0].requests] == [0.0, 0.0]
     assert len(env.server.servers[0].eval_request_timings) == 2
+
+
+async def test_api_without_token_ids_can_be_evaluated_but_not_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", raising=False)
+    server = OpenAIServer(ENGINE)
+
+    async def answer_six(**kwargs: Any) -> Any:
+        assert (kwargs["temperature"], kwargs["split"]) == (0.0, "eval")
+        return create_chat_completion("6")
+
+    server.chat_completion = answer_six  # type: ignore[method-assign]
+    env = make()
+    env.server.servers = [server]
+    await env.setup()
+    metrics = await env.evaluate()
+    assert metrics["eval/pass@1"] == 0.5
+    with pytest.raises(NotImplementedError, match="no token ids"):
+        await env.collect_trajectories(4)
+    await env.close()
 
 
 async def test_agent_is_told_when_its_conversation_is_longer_than_the_trainer_takes() -> None:

@@ -164,8 +164,10 @@ async def test_content_parts_and_developer_messages_are_read_as_text() -> None:
         ({**HELLO, "functions": [{"name": "f"}]}, "functions"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-            "messages[0].tool_calls",
+            "messages[0].tool_calls[0].function.name",
         ),
+        ({**HELLO, "tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({**HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ],
 )
 async def test_requests_that_cannot_be_answered_are_400_and_name_the_field(

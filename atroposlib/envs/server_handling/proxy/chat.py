@@ -16,6 +16,7 @@ from atroposlib.envs.server_handling.proxy.turn import (
     Body,
     Choice,
     read_messages,
+    read_tools,
 )
 
 
@@ -76,6 +77,28 @@ _ENGINE_NAMES = (
 )
 
 
+_TAKEN_NAMES = frozenset(
+    {
+        "messages",
+        "conversation",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
+"""Parameters of `apply_chat_template`: what they are is not the agent's to say."""
+
+
 class ChatBody(Sampling):
     """A request for a chat completion."""
 
@@ -101,11 +124,15 @@ def read(body: ChatBody) -> Ask:
     sampling = body.sampling()
     if body.max_completion_tokens is not None:
         sampling["max_tokens"] = body.max_completion_tokens
-    variables = body.chat_template_kwargs
+    variables = body.chat_template_kwargs or {}
+    if taken := sorted(_TAKEN_NAMES & set(variables)):
+        raise invalid(
+            f"chat_template_kwargs must not have {taken[0]!r}", param="chat_template_kwargs"
+        )
     return Ask(
         messages=read_messages(body.messages),
         template={"chat_template_kwargs": variables} if variables else {},
-        tools=body.tools or None,
+        tools=read_tools(body.tools),
         tool_choice=body.tool_choice,
         sampling=sampling,
         n=body.n or 1,

@@ -20,6 +20,7 @@ from atroposlib.envs.server_handling.proxy.turn import (
     Body,
     read_messages,
     text_content,
+    text_field,
     tool_call,
 )
 
@@ -74,17 +75,17 @@ def _messages_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]
     for i, block in enumerate(content):
         at = f"{where}.content[{i}]"
         kind = block.get("type") if isinstance(block, Mapping) else None
-        try:
-            if kind == "tool_use":
-                calls.append(tool_call(block["id"], block["name"], block["input"]))
-            elif kind == "tool_result":
-                text = text_content(block.get("content"), where=f"{at}.content")
-                call_id = block["tool_use_id"]
-                results.append({"role": "tool", "tool_call_id": call_id, "content": text})
-            elif kind not in ("thinking", "redacted_thinking"):
-                texts.append(text_content([block], where=at))
-        except KeyError as e:
-            raise invalid(f"{at}: {e.args[0]} is missing", param=at) from e
+        if kind == "tool_use":
+            call_id, name = text_field(block, "id", at), text_field(block, "name", at)
+            if not isinstance(block.get("input"), Mapping):
+                raise invalid(f"{at}.input must be an object", param=f"{at}.input")
+            calls.append(tool_call(call_id, name, block["input"]))
+        elif kind == "tool_result":
+            text = text_content(block.get("content"), where=f"{at}.content")
+            call_id = text_field(block, "tool_use_id", at)
+            results.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        elif kind not in ("thinking", "redacted_thinking"):
+            texts.append(text_content([block], where=at))
     if role == "assistant":
         said: dict[str, Any] = {"role": role, "content": "".join(texts)}
         return [{**said, "tool_calls": calls} if calls else said]

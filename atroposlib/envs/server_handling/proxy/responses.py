@@ -20,6 +20,7 @@ from atroposlib.envs.server_handling.proxy.turn import (
     Body,
     read_messages,
     text_content,
+    text_field,
     tool_call,
 )
 
@@ -70,12 +71,14 @@ def read(body: ResponsesBody, history: History) -> tuple[Ask, list[dict[str, Any
         "temperature": body.temperature,
         "top_p": body.top_p,
     }
-    text_format = (body.text or {}).get("format") or {}
-    if text_format.get("type", "text") != "text":
+    text_format = (body.text or {}).get("format") or {"type": "text"}
+    if not isinstance(text_format, Mapping):
+        raise invalid("text.format must be an object", param="text.format")
+    if text_format.get("type") != "text":
         # The same thing under the name and in the shape of chat completions.
         inner = {key: value for key, value in text_format.items() if key != "type"}
         sampling["response_format"] = {
-            "type": text_format["type"],
+            "type": text_field(text_format, "type", "text.format"),
             **({"json_schema": inner} if inner else {}),
         }
     ask = Ask(
@@ -93,22 +96,21 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for i, item in enumerate(items):
         where = f"input[{i}]"
         kind = item.get("type", "message")
-        try:
-            if kind == "message":
-                content = text_content(item.get("content"), where=f"{where}.content")
-                messages.append({"role": item["role"], "content": content})
-            elif kind == "function_call":
-                call = tool_call(item["call_id"], item["name"], item["arguments"])
-                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            elif kind == "function_call_output":
-                output = text_content(item["output"], where=f"{where}.output")
-                messages.append(
-                    {"role": "tool", "tool_call_id": item["call_id"], "content": output}
-                )
-            elif kind != "reasoning":
-                raise invalid(f"{where} is an item of type {kind!r}, not known here", param=where)
-        except KeyError as e:
-            raise invalid(f"{where}: {e.args[0]} is missing", param=where) from e
+        if kind == "message":
+            content = text_content(item.get("content"), where=f"{where}.content")
+            messages.append({"role": item.get("role"), "content": content})
+        elif kind == "function_call":
+            call_id, name, arguments = (
+                text_field(item, key, where) for key in ("call_id", "name", "arguments")
+            )
+            call = tool_call(call_id, name, arguments)
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = text_content(item.get("output"), where=f"{where}.output")
+            call_id = text_field(item, "call_id", where)
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        elif kind != "reasoning":
+            raise invalid(f"{where} is an item of type {kind!r}, not known here", param=where)
     return messages
 
 

@@ -65,6 +65,8 @@ class SessionOptions:
     """Prompt and answer together; a longer prompt is refused as too long. None: whatever the engine takes."""
     sampling: Mapping[str, Any] | None = None
     """Replaces what the agent asks for, such as {"temperature": 1.0}."""
+    needs_tokens: bool = True
+    """Refuse an API without token ids. False: talk to it all the same, without sequences (to evaluate it)."""
     split: str | None = None
     """Budget of the engine: train or eval; None: what the request says."""
 
@@ -99,6 +101,21 @@ class _Engine:
         if noted is not None:
             noted.append(answer)
         return answer
+
+
+class _Plain:
+    """An API without token ids in the place of a managed server: there are answers, but no sequences."""
+
+    def __init__(self, manager: Any) -> None:
+        self.server = manager.servers[0]
+        self.chat_completion = manager.chat_completion
+        self.completion = manager.completion
+
+    def get_state(self) -> dict[str, Any]:
+        return {"nodes": []}
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
 
 
 class Session:
@@ -155,7 +172,8 @@ class Session:
         if ask.tools:
             kwargs |= {"tools": ask.tools, "tool_choice": ask.tool_choice}
         answer = await self._sample(self.managed.chat_completion, ask, kwargs)
-        self.last_messages = [*ask.messages, answer.choices[0].message()]
+        said = answer.choices[0].message()
+        self.last_messages = [*ask.messages, {**said, "content": said["content"] or ""}]
         return answer
 
     async def complete(self, prompt: str, ask: Ask) -> Answer:
@@ -309,14 +327,19 @@ class Sessions:
         if options.base_url is not None:
             self._check_engine(options.base_url)
         stack = AsyncExitStack()
-        managed = await stack.enter_async_context(
-            self.manager.managed_server(
-                tokenizer=self.tokenizer,
-                base_url=options.base_url,
-                tool_call_parser=options.tool_parser,
-                track_tree=options.track_tree,
+        try:
+            managed = await stack.enter_async_context(
+                self.manager.managed_server(
+                    tokenizer=self.tokenizer,
+                    base_url=options.base_url,
+                    tool_call_parser=options.tool_parser,
+                    track_tree=options.track_tree,
+                )
             )
-        )
+        except NotImplementedError:
+            if options.needs_tokens:
+                raise
+            managed = _Plain(self.manager)
         session = Session(
             managed,
             uuid=str(uuid.uuid4()),

@@ -95,10 +95,13 @@ def read_messages(raw: Sequence[Mapping[str, Any]], *, param: str = "messages") 
 
 def _read_message(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = raw.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         known = ", ".join(sorted(_ROLES))
         raise invalid(f"{where}.role is {role!r}; known roles: {known}", param=f"{where}.role")
     message = {key: raw[key] for key in _KEPT if raw.get(key) is not None}
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if key in message:
+            message[key] = text_field(message, key, where)
     if role == "developer":
         message["role"] = "system"
     if role == "assistant":
@@ -134,16 +137,39 @@ def text_content(content: Any, *, where: str) -> str:
     return "".join(texts)
 
 
+def text_field(values: Any, key: str, where: str) -> str:
+    """Return a field that must be a string."""
+    value = values.get(key) if isinstance(values, Mapping) else None
+    if not isinstance(value, str):
+        raise invalid(f"{where}.{key} must be a string", param=f"{where}.{key}")
+    return value
+
+
 def _read_calls(raw: Any, where: str) -> list[dict[str, Any]]:
-    try:
-        return [
-            tool_call(call["id"], call["function"]["name"], call["function"]["arguments"])
-            for call in raw
-        ]
-    except (KeyError, TypeError, AttributeError) as e:
+    if not isinstance(raw, list) or not all(isinstance(call, Mapping) for call in raw):
         raise invalid(
             f"{where} must be a list of {{id, type, function: {{name, arguments}}}}", param=where
-        ) from e
+        )
+    calls = []
+    for i, call in enumerate(raw):
+        at, function = f"{where}[{i}]", call.get("function")
+        name = text_field(function, "name", f"{at}.function")
+        arguments = text_field(function, "arguments", f"{at}.function")
+        calls.append(tool_call(text_field(call, "id", at), name, arguments))
+    return calls
+
+
+def read_tools(raw: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Return the tools of a chat completion; None without any."""
+    for i, tool in enumerate(raw or ()):
+        where = f"tools[{i}]"
+        if tool.get("type") != "function":
+            raise invalid(
+                f"{where} is of type {tool.get('type')!r}; only functions can be offered",
+                param=where,
+            )
+        text_field(tool.get("function"), "name", f"{where}.function")
+    return [dict(tool) for tool in raw] if raw else None
 
 
 def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:

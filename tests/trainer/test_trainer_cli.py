@@ -175,3 +175,11 @@ def test_help_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--max_logprob_gap" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["small", "7b", "lora"])
+def test_the_example_configurations_are_read(name: str) -> None:
+    path = Path(grpo.__file__).with_name("configs") / f"{name}.yaml"
+    config = parse("--config", str(path), "--num_steps=3")
+    assert (config.num_steps, config.save_path) == (3, Path(f"runs/{name}"))
+    assert config.lora == (name == "lora")

@@ -1,7 +1,8 @@
-"""`benchmarks/hub.py` runs against a started hub and its figures are measurements."""
+"""`benchmarks/hub.py` and `env.py` run against started processes, and their figures are measurements."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -9,11 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from atroposlib.envs.server_handling.vllm_bodies import read_completions
 from atroposlib.scored_data import Strictness
 from atroposlib.wire import split_packed, unpack_group
+from benchmarks._env_engine import Choice, Engine
+from benchmarks._env_process import Probe
 from benchmarks._hub_load import JSON, PACKED, Bodies, make_group
 from benchmarks._hub_process import Hub, cpu_s, memory_bytes, probing, running_hub
 
@@ -56,6 +61,74 @@ def test_a_quick_run_measures_a_started_hub(tmp_path: Path) -> None:
     met = {row["target"]: row["met"] for row in tables["Targets"]}
     assert met["packed in + out, durable"] == "-"  # which store a given hub has is not known
     assert met["JSON in + out, any store"] in ("yes", "NO")
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_a_short_run_measures_a_served_environment() -> None:
+    run = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "benchmarks/env.py"), "--seconds", "2"),
+            *("--only", "managed:512"),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    [row] = tables_of(run.stdout)["The environment process"]
+    assert (row["path"], row["completion tokens"]) == ("managed_server", "512")
+    rate = float(row["completions per CPU s"].replace(",", ""))
+    per_group = float(row["CPU ms per group"])
+    assert rate > 0
+    assert rate * per_group == pytest.approx(8000, rel=0.02)  # two views of one measurement
+    blocked = [
+        float(value) for value in row["loop CPU between ticks, p50 / p99 / max ms"].split("/")
+    ]
+    assert 0 <= blocked[0] <= blocked[1] <= blocked[2]
+
+
+async def test_the_environments_probe_sees_what_blocks_its_loop(tmp_path: Path) -> None:
+    probe = Probe(tmp_path / "probe.json")
+    probe.switch()
+    task = asyncio.create_task(probe.run())
+    await asyncio.sleep(0.03)
+    end = time.thread_time() + 0.05
+    while time.thread_time() < end:
+        pass
+    await asyncio.sleep(0.03)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    probe.write()
+    seen = json.loads((tmp_path / "probe.json").read_text())
+    assert max(seen["loop_cpu_ms"]) >= 45
+    assert max(seen["late_ms"]) >= 30
+    assert min(seen["loop_cpu_ms"]) < 20
+
+
+def test_the_instant_engine_answers_what_vllm_answers() -> None:
+    """The same readers that read vLLM read it; the prompt comes back as it was sent."""
+    choice = Choice(
+        b'"token_ids":[7,8],"logprobs":{"token_logprobs":[-0.5,-1.0]},"prompt_token_ids":', b"", b""
+    )
+    engine = Engine({2: [choice]})
+    sent: list[bytes] = []
+
+    class Transport(asyncio.Transport):
+        def writelines(self, pieces: Any) -> None:
+            sent.append(b"".join(pieces))
+
+    engine.connection_made(Transport())
+    body = b'{"model":"m","n":3,"max_tokens":2,"prompt":[5,6,7]}'
+    request = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    for start in range(0, len(request), 40):  # as it may come from a socket
+        engine.data_received(request[start : start + 40])
+    [answer] = sent
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert f"Content-Length: {len(content)}".encode() in head
+    found = read_completions(content, prompt_tokens=[5, 6, 7], label="instant")
+    assert [(each.tokens, each.logprobs) for each in found] == [([7, 8], [-0.5, -1.0])] * 3
 
 
 def test_cpu_time_counts_children_and_threads_that_have_ended() -> None:

@@ -39,7 +39,8 @@ CEILING_S, KNEE_S = 6.0, 60.0
 REFUSED_FACTOR, TIMEOUT_FACTOR = 0.93, 0.7
 PAUSE_AFTER, MAX_PAUSE_S = 3, 60.0
 """Refusals without any answer between them after which nothing is sent for as long as the server says."""
-FIRST_PAUSE_S = 0.1
+FIRST_PAUSE_S, PROBE_S = 0.1, 2.0
+"""The pause after such refusals where the server names none; it doubles from the first to the last."""
 FIGURES_VALID_S = 6.0
 """How long the server's own figures take precedence over latencies."""
 
@@ -163,9 +164,11 @@ class ConcurrencyController:
         self._decreased_at = now
         self._begin_round(now)
         if self._num_refused >= PAUSE_AFTER and not timed_out:
-            pause_s = FIRST_PAUSE_S * 2.0 ** min(self._num_refused, 10)
-            if retry_after_s is not None:
-                pause_s = retry_after_s
+            pause_s = retry_after_s
+            if pause_s is None:  # one request at a time finds out
+                pause_s = min(
+                    FIRST_PAUSE_S * 2.0 ** min(self._num_refused - PAUSE_AFTER, 10), PROBE_S
+                )
             self.paused_until = max(self.paused_until, now + min(pause_s, MAX_PAUSE_S))
 
     def observe(self, now: float, *, running: float, waiting: float) -> None:

@@ -1,0 +1,453 @@
+"""APIServer: what is sent again and what is not, health, limits, figures, and what third parties build on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from helpers_inference import FakeEngine
+
+from atroposlib.envs.server_handling import api_server
+from atroposlib.envs.server_handling.api_server import (
+    APIServer,
+    TokenCompletions,
+    longest_completion,
+)
+from atroposlib.envs.server_handling.concurrency import ServerLoad
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_harness import (
+    ServerHarness,
+    create_chat_completion,
+)
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.errors import EngineRejected, EngineUnavailable
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class Fast(ServerHarness):
+    """Answers "yes"; waits for nothing between two attempts unless it is told to."""
+
+    max_backoff_s = 0.0
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(
+            APIServerConfig(base_url="http://h/v1", model_name="m", **config),
+            respond=lambda request: "yes",
+        )
+
+
+class FastVLLM(VLLMServer):
+    max_backoff_s = 0.0
+    health_poll_s = 0.001
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110 - what is waited for is someone else's state
+            await asyncio.sleep(0.001)
+
+
+# Sending again.
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_later_is_waiting_and_uses_up_no_attempt(status: int) -> None:
+    server = Fast()
+    server.fail(EngineUnavailable("later", status=status), times=5)
+    await server.chat_completion(messages=HELLO)
+    assert list(server.attempts_list) == [6]
+
+
+async def test_later_is_waited_for_no_longer_than_for_a_server_that_is_down() -> None:
+    server = Fast(health_wait_s=0.05)
+    server.fail(EngineUnavailable("later", status=429, retry_after_s=0.0), times=10**4)
+    began = time.monotonic()
+    with pytest.raises(EngineUnavailable, match=r"later \(gave up after \d+ attempts\)") as caught:
+        await server.chat_completion(messages=HELLO)
+    assert 0.05 <= time.monotonic() - began < 2
+    assert (caught.value.status, caught.value.retry_after_s) == (429, 0.0)
+
+
+async def test_retry_after_is_honoured() -> None:
+    server = Fast()
+    server.fail(EngineUnavailable("later", status=429, retry_after_s=0.1))
+    began = time.monotonic()
+    await server.chat_completion(messages=HELLO)
+    assert time.monotonic() - began >= 0.1
+
+
+def test_retry_after_is_honoured_up_to_a_minute() -> None:
+    pauses = [
+        Fast()._pause_s(EngineUnavailable("later", status=429, retry_after_s=seconds), 1)
+        for seconds in (3.0, 1e9)
+    ]
+    assert pauses == [pytest.approx(3.0, abs=0.02), pytest.approx(60.0, abs=0.02)]
+
+
+async def test_an_account_without_money_is_not_waited_for() -> None:
+    server = Fast()
+    server.fail(EngineUnavailable('{"code": "insufficient_quota"}', status=429), times=100)
+    with pytest.raises(EngineUnavailable, match="gave up after 3 attempts"):
+        await server.chat_completion(messages=HELLO)
+
+
+@pytest.mark.parametrize(
+    "error", [EngineUnavailable("broken", status=500), ConnectionResetError("x"), TimeoutError("x")]
+)
+async def test_failures_are_tried_three_times_in_all(error: Exception) -> None:
+    server = Fast()
+    server.fail(error, times=3)
+    with pytest.raises(EngineUnavailable, match="gave up after 3 attempts") as caught:
+        await server.chat_completion(messages=HELLO)
+    assert caught.value.__cause__ is error
+    assert len(server.requests) == 3
+    await server.chat_completion(messages=HELLO)
+    assert list(server.attempts_list) == [1]
+
+
+@pytest.mark.parametrize("error", [EngineRejected("bad request"), ValueError("x"), KeyError("x")])
+async def test_what_would_fail_again_is_raised_at_once(error: Exception) -> None:
+    server = Fast()
+    server.fail(error)
+    with pytest.raises(type(error)) as caught:
+        await server.chat_completion(messages=HELLO)
+    assert caught.value is error
+    assert len(server.requests) == 1
+
+
+async def test_a_request_that_is_sent_again_goes_before_those_that_wait() -> None:
+    server = Fast(num_max_requests_at_once=1)
+    server.fail(ConnectionResetError("x"))
+    server.delay_s = 0.01
+    order: list[str] = []
+
+    async def ask(name: str) -> None:
+        await server.chat_completion(messages=HELLO)
+        order.append(name)
+
+    await server.sem.acquire()
+    asks = [asyncio.create_task(ask(name)) for name in ("first", "second", "third")]
+    await asyncio.sleep(0)
+    server.sem.release()
+    await asyncio.gather(*asks)
+    assert order == ["second", "first", "third"]
+
+
+async def test_nothing_is_left_of_a_cancelled_request() -> None:
+    server = Fast()
+    server.delay_s = 60.0
+    task = asyncio.create_task(server.chat_completion(messages=HELLO))
+    await eventually(lambda: bool(server.requests))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert server.concurrency is not None
+    assert (server.concurrency.in_flight, server.sem._value) == (0, 512)
+    assert server.num_assigned == {"train": 0, "eval": 0}
+
+
+# Health.
+
+
+async def test_health_is_asked_only_while_a_request_waits() -> None:
+    async with FakeEngine() as engine:
+        engine.health_statuses = [503] * 10**6
+        server = FastVLLM(engine.config(health_wait_s=60.0))
+        assert engine.num_health == 0
+        task = asyncio.create_task(server.chat_completion(messages=HELLO))
+        await eventually(lambda: engine.num_health > 3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert server.check_task is not None
+        await server.check_task
+        asked = engine.num_health
+        await asyncio.sleep(0.02)
+        assert engine.num_health == asked
+        assert not server.server_healthy
+        await server.close()
+
+
+async def test_a_server_that_is_down_says_why_once_and_is_shown_in_the_metrics(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with FakeEngine() as engine:
+        engine.health_statuses = [503] * 8
+        server = FastVLLM(engine.config())
+        asks = [asyncio.create_task(server.chat_completion(messages=HELLO)) for _ in range(5)]
+        with caplog.at_level(logging.INFO):
+            await eventually(lambda: engine.num_health > 2)
+            metrics = await server.wandb_metrics({}, "server_0")
+            await asyncio.gather(*asks)
+        assert metrics["server/server_0_healthy"] == 0.0
+        assert metrics["server/server_0_requests_waiting"] == 5.0
+        metrics = await server.wandb_metrics({}, "server_0")
+        assert metrics["server/server_0_healthy"] == 1.0
+        assert metrics["server/server_0_requests_waiting"] == 0.0
+        await server.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("is not ready: GET" in line for line in lines) == 1
+    assert sum("is ready" in line for line in lines) == 1
+
+
+async def test_requests_in_line_wait_when_the_server_goes_down_meanwhile() -> None:
+    async with FakeEngine() as engine:
+        server = FastVLLM(engine.config(num_max_requests_at_once=1, health_wait_s=20.0))
+        engine.hold = asyncio.Event()
+        asks = [asyncio.create_task(server.chat_completion(messages=HELLO)) for _ in range(4)]
+        await eventually(lambda: len(engine.requests) == 1)
+        engine.health_statuses = [503] * 20
+        engine.statuses = [500]
+        engine.hold.set()
+        await asyncio.gather(*asks)
+        await server.close()
+    assert len(engine.requests) == 5  # only the one that failed was sent twice
+    assert sorted(server.attempts_list) == [1, 1, 1, 2]
+
+
+# The limit.
+
+
+async def test_refusals_lower_the_limit_and_it_is_shown() -> None:
+    server = Fast()
+    release = asyncio.Event()
+
+    async def wait(**kwargs: Any) -> Any:
+        await release.wait()
+        raise EngineUnavailable("too many", status=429)
+
+    server._chat_completion_wrapper = wait  # type: ignore[method-assign]
+    asks = [asyncio.create_task(server.chat_completion(messages=HELLO)) for _ in range(80)]
+    await eventually(lambda: server.sem.in_use == 64)
+    before = await server.wandb_metrics(None, "server_0")
+    release.set()
+    await eventually(lambda: server.sem.capacity < 64)
+    after = await server.wandb_metrics({}, "server_0")
+    for ask in asks:
+        ask.cancel()
+    await asyncio.gather(*asks, return_exceptions=True)
+    assert before["server/server_0_concurrency_limit"] == 64.0
+    assert after["server/server_0_concurrency_limit"] < 64.0
+    assert server.sem._value == 512
+
+
+async def test_without_adaptation_the_configured_number_is_used() -> None:
+    server = Fast(adaptive_concurrency=False, num_max_requests_at_once=200)
+    server.delay_s = 60.0
+    asks = [asyncio.create_task(server.chat_completion(messages=HELLO)) for _ in range(300)]
+    await eventually(lambda: len(server.requests) == 200)
+    metrics = await server.wandb_metrics({}, "server_0")
+    for ask in asks:
+        ask.cancel()
+    await asyncio.gather(*asks, return_exceptions=True)
+    assert "server/server_0_concurrency_limit" not in metrics
+
+
+async def test_the_limit_grows_to_the_configured_number_at_a_server_that_is_fine() -> None:
+    server = Fast(num_max_requests_at_once=300)
+    server.delay_s = 0.05
+    await asyncio.gather(*(server.chat_completion(messages=HELLO) for _ in range(1500)))
+    assert server.sem.capacity == 300
+
+
+async def test_evaluation_takes_its_slots_out_of_the_same_limit() -> None:
+    server = Fast()
+    server.delay_s = 60.0
+    asks = [
+        asyncio.create_task(server.chat_completion(messages=HELLO, split=split))
+        for split in ["eval"] * 40 + ["train"] * 60
+    ]
+    await eventually(lambda: len(server.requests) == 100)
+    assert server.concurrency is not None
+    server._apply_limit()
+    assert (server.eval_sem.capacity, server.sem.capacity) == (64, 24)
+    for ask in asks:
+        ask.cancel()
+    await asyncio.gather(*asks, return_exceptions=True)
+    assert server.sem.capacity == 64
+
+
+async def test_the_weight_share_applies_on_top_of_the_limit() -> None:
+    server = Fast()
+    await server.update_weight(0.25)
+    assert server.sem.capacity == 16
+    assert server.concurrency is not None
+    assert server.concurrency.share == 0.25
+    await server.update_weight(0.0)
+    assert server.sem.capacity == 1
+
+
+async def test_load_is_asked_only_while_the_server_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_server, "LOAD_POLL_S", 0.01)
+
+    class Loaded(Fast):
+        num_asked = 0
+
+        async def _find_load(self) -> ServerLoad | None:
+            self.num_asked += 1
+            return ServerLoad(running=8.0, waiting=56.0)
+
+    server = Loaded()
+    server.delay_s = 0.1
+    await asyncio.gather(*(server.chat_completion(messages=HELLO) for _ in range(64)))
+    assert 2 <= server.num_asked <= 10
+    assert server.sem.capacity < 64
+    asked = server.num_asked
+    await asyncio.sleep(0.05)
+    assert server.num_asked == asked
+    await server.close()
+
+
+async def test_vllm_tells_its_load_and_one_without_figures_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(api_server, "LOAD_POLL_S", 0.005)
+    pages = [b"vllm:num_requests_running{} 3.0\nvllm:num_requests_waiting{} 1.0\n", b"nothing"]
+    asked = 0
+
+    async def metrics(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.Response(body=pages[min(asked, 2) - 1])
+
+    engine = FakeEngine()
+    engine.server.app.router.add_get("/metrics", metrics)
+    async with engine:
+        engine.hold = asyncio.Event()
+        server = FastVLLM(engine.config())
+        assert await server._find_load() == ServerLoad(running=3.0, waiting=1.0)
+        ask = asyncio.create_task(server.chat_completion(messages=HELLO))
+        await eventually(lambda: asked == 2)
+        await asyncio.sleep(0.03)
+        engine.hold.set()
+        await ask
+        await server.close()
+    assert asked == 2
+
+
+def test_tokens_of_an_answer_are_those_of_its_longest_completion() -> None:
+    tokens = TokenCompletions([1], [[1] * 3, [1] * 7], [[0.0] * 3, [0.0] * 7], ["stop", "stop"])
+    assert longest_completion(tokens) == 7
+    chat = create_chat_completion("x", n=4)
+    assert longest_completion(chat) is None
+    chat.usage = type("Usage", (), {"completion_tokens": 40})()
+    assert longest_completion(chat) == 10
+    assert longest_completion({"prompt_tokens": [1]}) is None
+
+
+# Figures.
+
+
+async def test_figures_look_back_on_a_bounded_number_of_requests() -> None:
+    server = Fast(rolling_buffer_length=5)
+    for split in ["train"] * 20 + ["eval"] * 20:
+        await server.chat_completion(messages=HELLO, split=split)
+    lengths = {
+        len(figures)
+        for figures in (
+            server.request_timings,
+            server.attempts_list,
+            server.eval_request_timings,
+            server.eval_attempts_list,
+        )
+    }
+    assert lengths == {5}
+    metrics = await server.wandb_metrics({"kept": 1}, "server_3")
+    assert set(metrics) == {
+        "kept",
+        "server/server_3_healthy",
+        "server/server_3_requests_waiting",
+        "server/server_3_concurrency_limit",
+        "server/server_3_request_time_avg",
+        "server/server_3_request_time_std",
+        "server/server_3_request_time_99p",
+        "server/server_3_average_num_attempts",
+        "server/server_3_eval_request_time_avg",
+        "server/server_3_eval_request_time_std",
+        "server/server_3_eval_request_time_99p",
+        "server/server_3_eval_retry_rate",
+    }
+
+
+# What others build on.
+
+
+class ThirdParty(APIServer):
+    """What a subclass outside this project has: the abstract methods, and a health task that never ends."""
+
+    def __init__(self, config: Any, reasoning_config: Any = None) -> None:
+        super().__init__(config, reasoning_config=reasoning_config)
+        self.is_up = False
+        self.num_asked = 0
+
+    async def check_server_status_task(self, chat_completion: bool = True) -> None:
+        while True:
+            self.num_asked += 1
+            self.server_healthy = self.is_up
+            await asyncio.sleep(0.001)
+
+    async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
+        return kwargs
+
+    async def _completion_wrapper(self, **kwargs: Any) -> Any:
+        return kwargs
+
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> Any:
+        return kwargs["input_ids"], [[2]], [[-0.1]], ["stop"]
+
+
+async def test_a_subclass_may_watch_its_server_for_ever() -> None:
+    server = ThirdParty(APIServerConfig(base_url="http://h/v1", model_name="m"))
+    ask = asyncio.create_task(server.chat_completion(messages=HELLO, split="eval"))
+    await eventually(lambda: server.num_asked > 3)
+    assert not ask.done()
+    server.is_up = True
+    assert await ask == {"messages": HELLO, "model": "m"}
+    server.is_up = False
+    await eventually(lambda: not server.server_healthy)
+    ask = asyncio.create_task(server.completion(prompt="p"))
+    server.is_up = True
+    assert await ask == {"prompt": "p", "model": "m"}
+    with pytest.raises(NotImplementedError, match="ThirdParty cannot return prompt logprobs"):
+        await server.get_logprobs(prompt="p")
+    await server.close()
+
+
+async def test_private_methods_may_be_replaced_on_a_class_and_on_an_object(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[dict[str, Any]] = []
+    original = FastVLLM._tokens_and_logprobs_completion_wrapper
+
+    async def wrapper(self: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs)
+        return await original(self, **kwargs)
+
+    monkeypatch.setattr(FastVLLM, "_tokens_and_logprobs_completion_wrapper", wrapper)
+    async with FakeEngine() as engine:
+        server = FastVLLM(engine.config())
+        await server.tokens_and_logprobs_completion(input_ids=[5], max_tokens=1)
+        await server.close()
+    assert seen == [{"input_ids": [5], "max_tokens": 1, "model": "tiny"}]
+
+    async def own(**kwargs: Any) -> Any:
+        return "own"
+
+    server = FastVLLM(APIServerConfig(base_url="http://h/v1", health_check=False))
+    server._chat_completion_wrapper = own  # type: ignore[method-assign]
+    server._completion_wrapper = own  # type: ignore[method-assign]
+    assert await server.chat_completion(messages=HELLO) == "own"
+    assert await server.completion(prompt="p") == "own"
+
+
+async def test_free_slots_can_be_peeked_at_as_in_a_semaphore() -> None:
+    server = Fast(num_max_requests_at_once=3, num_requests_for_eval=2)
+    assert (server.sem._value, server.eval_sem._value) == (3, 2)
+    assert (server.sem.max_val, server.sem.weight, server.sem.min_val()) == (3, 1.0, 0.0)
+    async with server.sem:
+        assert server.sem._value == 2

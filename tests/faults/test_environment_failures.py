@@ -1,15 +1,22 @@
-"""Failures of an environment's own code: when they end the run, who is told, what is counted (real processes)."""
+"""Failures of an environment's own code: when they end the run, who is told, what is counted."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atroposlib.client import TrainerClient
-from tests.faults.closing import closing_counts
+from atroposlib.envs.runtime.outbox import Outbox
+from atroposlib.envs.runtime.serve import Timings, serve
+from atroposlib.errors import EnvError
+from tests.envs.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
+from tests.faults.closing import MARK, closing_counts
 from tests.faults.drivers import (
     HubProcess,
     assert_balanced,
@@ -36,7 +43,7 @@ async def open_run(hub: HubProcess) -> None:
 
 def environment_argv(hub: HubProcess, engine: ScriptedEngine, *flags: str) -> list[str]:
     return [
-        *(SCRIPT, "serve", f"--env.rollout_server_url={hub.url}", "--env.max_batches_offpolicy=4"),
+        *(SCRIPT, "serve", f"--env.rollout_server_url={hub.url}", "--env.max_batches_offpolicy=3"),
         *(f"--env.max_consecutive_failures={MAX_CONSECUTIVE}", f"--openai.base_url={engine.url}"),
         *flags,
     ]
@@ -54,7 +61,7 @@ async def test_equal_failures_end_the_run_with_that_error_and_the_hub_is_told(
     with hub_process(tmp_path) as hub:
         async with ScriptedEngine() as engine:
             await open_run(hub)
-            argv = environment_argv(hub, engine, "--env.has_faults=false", "--env.fails_from=8")
+            argv = environment_argv(hub, engine, "--env.has_faults=false", "--env.fails_from=6")
             with running("environment", argv, log_path=tmp_path / "log") as environment:
                 code = await asyncio.to_thread(environment.wait, 60)
             log = environment.log()
@@ -66,7 +73,7 @@ async def test_equal_failures_end_the_run_with_that_error_and_the_hub_is_told(
     # Good ones under way at the last failure are given up with it: no groups yet, but counted.
     counts = closing_counts(log)
     accepted = counts["accepted"]
-    assert 1 <= accepted == counts["stored"] == counts["with groups"] <= 8
+    assert 1 <= accepted == counts["stored"] == counts["with groups"] <= 6
     assert (counts["held"], counts["dropped"], counts["without"]) == (0, {}, 0)
     assert set(counts["failed"]) == {"LookupError"}
     assert counts["failed"]["LookupError"] >= MAX_CONSECUTIVE
@@ -99,3 +106,81 @@ async def test_environment_whose_code_exits_goes_on_and_counts_it(tmp_path: Path
     assert ledger["produced"] == ledger["queued"] == counts["accepted"] == counts["stored"]
     assert "SystemExit: 3 was raised by the environment's code" in log
     assert "KeyboardInterrupt:  was raised by the environment's code" in log
+
+
+# In one process, with a hub on a loopback port
+
+
+FAST = Timings(
+    tick_s=0.01, control_refill_s=0.01, control_burst=10, backoff_first_s=0.02, backoff_cap_s=0.05
+)
+
+
+async def serve_until(env: ScriptedEnv, claim: Callable[[], bool]) -> Outbox:
+    run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
+    await eventually(lambda: claim() or run.done(), timeout_s=20, what="the claim")
+    stop.set()
+    return await run
+
+
+async def test_item_whose_group_is_refused_asks_for_its_backlog_once() -> None:
+    attempts: Counter[int] = Counter()
+
+    class Asking(ScriptedEnv):
+        async def collect_trajectories(self, item: int) -> Any:
+            attempts[item] += 1
+            group = make_group()
+            if item == 0 and attempts[0] == 1:
+                group["masks"] = group["masks"][:1]
+            return group, [100] if item == 0 else []
+
+    async with LoopbackHub(batch_size=4) as hub:
+        env = Asking(rollout_server_url=hub.url, num_items=2)
+        outbox = await serve_until(env, lambda: attempts[100] > 0 and not env.running_items)
+    assert attempts == {0: 2, 1: 1, 100: 1}
+    assert (outbox.num_stored, outbox.dropped) == (3, {"malformed": 1})
+
+
+async def test_override_that_fails_after_the_groups_are_handed_over_does_not_give_them_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Failing(ScriptedEnv):
+        async def handle_env(self, item_uuid: Any) -> Any:
+            await super().handle_env(item_uuid)
+            raise OSError("the author's own log is full")
+
+    async with LoopbackHub(batch_size=4) as hub:
+        env = Failing(rollout_server_url=hub.url, num_items=3)
+        with caplog.at_level(logging.INFO):
+            outbox = await serve_until(
+                env, lambda: caplog.text.count("the author's own log is full") >= 3
+            )
+    assert env.started == [0, 1, 2]
+    assert (outbox.num_accepted, outbox.num_stored) == (3, 3)
+    counts = closing_counts(caplog.text + MARK + "{}")
+    assert (counts["begun"], counts["with groups"], counts["failed"]) == (3, 3, {})
+
+
+@pytest.mark.parametrize("raised", [SystemExit(2), KeyboardInterrupt()])
+@pytest.mark.parametrize("hook", ["setup", "get_next_item", "evaluate", "handle_env"])
+async def test_exit_from_a_hook_is_its_failure_and_stops_no_loop(
+    hook: str, raised: BaseException
+) -> None:
+    async def fail(self: Any, *_: Any) -> Any:
+        raise raised
+
+    exiting = type("Exiting", (ScriptedEnv,), {hook: fail})
+    async with LoopbackHub(batch_size=4) as hub:
+        env = exiting(
+            rollout_server_url=hub.url, steps_per_eval=1, max_consecutive_failures=4, total_steps=2
+        )
+        run = asyncio.create_task(serve(env, timings=FAST))
+        while hook == "evaluate" and not run.done():
+            await hub.take_batch()
+            await asyncio.sleep(0.01)
+        if hook == "evaluate":  # training goes on
+            assert (await run).num_stored >= 4
+        else:
+            with pytest.raises(EnvError, match=f"{type(raised).__name__}.* was raised by"):
+                await run
+        assert hub.coordinator.num_connected == 0

@@ -46,8 +46,8 @@ from tests.processes import ROOT, Process
 pytestmark = pytest.mark.e2e
 
 GROUP_SIZE = 4
-MAX_QUEUED = 3 * BATCH_SIZE
-"""Of the hub, in sequences; the environments want to be twice as far ahead."""
+MAX_QUEUED = 5 * BATCH_SIZE
+"""Of the hub, in sequences; the environments want to be a batch further ahead."""
 RECOVERY_S = 90.0
 """Generous: the machine may be slow. What is asserted are counts."""
 
@@ -99,6 +99,12 @@ class Stage:
     @property
     def drain(self) -> Path:
         return self.directory / "drain"
+
+    @property
+    def num_refusals(self) -> int:
+        """How often the hub has said that it is full."""
+        assert self.hub.process is not None
+        return self.hub.process.log().count("status=429")
 
     @property
     def committed(self) -> dict[str, Any]:
@@ -237,11 +243,11 @@ async def silence_network(on: Stage) -> None:
 async def fill_hub(on: Stage) -> None:
     """The trainer hangs until the hub has told an environment that it is full."""
     assert on.trainer is not None
-    before = sum(each.log().count("429") for each in on.members.values())
+    before = on.num_refusals
     on.trainer.popen.send_signal(signal.SIGSTOP)
     try:
         await eventually(
-            lambda: sum(each.log().count("429") for each in on.members.values()) > before,
+            lambda: on.num_refusals > before,
             timeout_s=RECOVERY_S,
             what="the hub says that it is full",
             interval_s=0.1,

@@ -75,9 +75,17 @@ async def watch(config: WatcherConfig, wandb: Any) -> None:
     ):
         run = await _begin(hub, wandb, config)
         logged_step = 0
+        known: list[str | None] = []
         try:
             while True:
-                health = await check(http, config)
+                faults = await find_faults(http, config.urls)
+                if faults != known:
+                    _tell(config.urls, faults)
+                    known = faults
+                health = {
+                    f"server/server_health_{config.node_num}_{i}": int(fault is None)
+                    for i, fault in enumerate(faults)
+                }
                 step = await _current_step(hub)
                 if step is not None and step > logged_step:
                     try:
@@ -106,27 +114,27 @@ async def _begin(hub: HubClient, wandb: Any, config: WatcherConfig) -> Any:
             await asyncio.sleep(config.interval_s)
 
 
-async def check(http: aiohttp.ClientSession, config: WatcherConfig) -> dict[str, int]:
-    """Return 1 for every server that answers, 0 for the others, under their names in wandb."""
-    found = await asyncio.gather(*(_is_healthy(http, url) for url in config.urls))
-    names = [f"server/server_health_{config.node_num}_{i}" for i in range(len(found))]
-    return dict(zip(names, map(int, found), strict=True))
+async def find_faults(http: aiohttp.ClientSession, urls: Sequence[str]) -> list[str | None]:
+    """Return why each server is not healthy; None for those that are."""
+    return await asyncio.gather(*(_fault_of(http, url) for url in urls))
 
 
-async def _is_healthy(http: aiohttp.ClientSession, url: str) -> bool:
+async def _fault_of(http: aiohttp.ClientSession, url: str) -> str | None:
     status = 0
     for path in HEALTH_PATHS:
         try:
             async with http.get(url + path) as answer:
                 status = answer.status
         except (aiohttp.ClientError, TimeoutError) as e:
-            logger.warning("%s%s: %s", url, path, str(e) or type(e).__name__)
-            return False
+            return str(e) or type(e).__name__
         if status != 404:
             break
-    if status != 200:
-        logger.warning("%s answered %d", url, status)
-    return status == 200
+    return None if status == 200 else f"status {status}"
+
+
+def _tell(urls: Sequence[str], faults: Sequence[str | None]) -> None:
+    for url, fault in zip(urls, faults, strict=True):
+        logger.info("%s: %s", url, fault or "healthy")
 
 
 async def _wandb_info(hub: HubClient) -> WandbInfo:

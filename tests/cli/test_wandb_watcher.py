@@ -142,6 +142,20 @@ async def test_a_server_that_is_not_there_is_unhealthy(peers: Any) -> None:
     assert wandb.logged[0] == (1, {"server/server_health_3_0": 0})
 
 
+async def test_health_is_told_when_it_changes(peers: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger=watcher.__name__)
+
+    def fall_ill() -> None:
+        if peers.asked.count("/status") > 3:
+            peers.health["/health_generate"] = 503
+
+    await watch_until(
+        lambda: peers.asked.count("/status") > 9, config_for(peers), Wandb(), fall_ill
+    )
+    told = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert told == ["healthy", "status 503"]
+
+
 async def test_it_waits_for_a_trainer_with_wandb_and_outlives_all_the_others(peers: Any) -> None:
     peers.info = {"group": None, "project": None}
     peers.hub_failures = 3

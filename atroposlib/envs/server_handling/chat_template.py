@@ -76,7 +76,7 @@ def _text_of(content: Any, *, where: str) -> str:
                 f"{where}[{i}] is of type {kind!r}, and prompts of token ids carry text only;"
                 " describe it in words, or call server.chat_completion(), which keeps no tokens"
             )
-        texts.append(part["text"])
+        texts.append(str(part.get("text") or ""))
     return "".join(texts)
 
 

@@ -394,16 +394,17 @@ class ManagedServer:
             strict=True,
         ):
             text, visible_text = self._template.decode_both(tokens)
-            ended = self._template.ends_turn(tokens)
-            end = self._template.text_of(tokens[-1]) if ended else ""
+            reason = _reason(finish_reason)
+            last = self._template.text_of(tokens[-1]) if self._template.ends_turn(tokens) else ""
             turns.append(
                 SampledTurn(
                     tokens=tokens,
                     logprobs=logprobs,
-                    full_text=text + end,
+                    full_text=text + last,
                     visible_text=visible_text,
-                    end=end,
-                    finish_reason=_reason(finish_reason),
+                    # A turn that was cut off may end with any special token.
+                    end=last if reason != "length" else "",
+                    finish_reason=reason,
                     weight_versions=spans,
                 )
             )

@@ -261,11 +261,14 @@ async def test_an_opened_answer_does_not_go_on_behind_tokens_that_nobody_saw() -
     engine = ToldEngine(BY_NAME["chatml"].tokenizer)
     managed = ManagedServer(engine)
     hidden = engine.tokenizer.convert_tokens_to_ids("<|start_header_id|>")
-    engine.answers.append(([hidden], "length"))
-    engine.tell("b")
+    engine.answers.append(([hidden, hidden], "length"))
+    engine.tell("b", "c")
     await managed.chat_completion(messages=[user("x")])
     await managed.chat_completion(messages=[user("x"), {"role": "assistant", "content": "a"}])
     assert engine.sent[1] == engine.sent[0] + engine.tokenizer.encode("a")
+    # The answer itself can be gone on with: it was cut off, so its last token is no end.
+    await managed.chat_completion(messages=[user("x"), {"role": "assistant", "content": ""}])
+    assert engine.sent[2] == [*engine.sent[0], hidden, hidden]
 
 
 async def test_a_special_token_that_is_added_later_ends_turns() -> None:

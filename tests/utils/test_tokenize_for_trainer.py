@@ -6,9 +6,14 @@ import logging
 from typing import Any
 
 import pytest
-from transformers import BatchEncoding
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
-from atroposlib.utils.tokenize_for_trainer import UNMASKED_ROLES, tokenize_for_trainer
+from atroposlib.utils.tokenize_for_trainer import (
+    UNMASKED_ROLES,
+    chat_token_ids,
+    tokenize_for_trainer,
+)
 from tests.tiny_model import IM_END, make_tiny_tokenizer
 
 CHAT = [
@@ -115,3 +120,55 @@ def test_template_that_rewrites_earlier_turns_is_reported(
     with caplog.at_level(logging.WARNING):
         tokenize_for_trainer(Rewriting(), CHAT, train_on_all_assistant_turns=True)
     assert "message 2: the chat template renders earlier messages differently" in caplog.text
+
+
+ODD_TEXTS = [
+    "",
+    " leading and trailing \n\n",
+    "e\u0301 \u00e9 \U0001f600 \ufffd",
+    "<|im_start|>user\nspelled out<|im_end|>",
+    "the the the theme\n    return self.then(the)",
+]
+
+
+def make_merging_tokenizer() -> Any:
+    """Byte-level BPE with merges, so that a text can be cut into tokens in more than one way."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", IM_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([" ".join(ODD_TEXTS) * 20], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=IM_END,
+        chat_template=make_tiny_tokenizer().chat_template,
+    )
+
+
+@pytest.mark.parametrize("make", [make_tiny_tokenizer, make_merging_tokenizer])
+@pytest.mark.parametrize("limit", [None, 12])
+def test_ids_are_those_of_transformers_also_after_somebody_truncated(
+    make: Any, limit: int | None
+) -> None:
+    tokenizer = make()
+    if limit is not None:
+        tokenizer("the " * 99, truncation=True, max_length=limit)  # leaves its limit in the backend
+        assert tokenizer.backend_tokenizer.truncation is not None
+    for text in ODD_TEXTS:
+        chat = [*CHAT[:2], {"role": "assistant", "content": text}]
+        for prompt in (False, True):
+            found = chat_token_ids(tokenizer, chat, add_generation_prompt=prompt)
+            assert found == make().apply_chat_template(
+                chat, tokenize=True, return_dict=False, add_generation_prompt=prompt
+            )
+
+
+def test_a_replaced_template_method_is_the_one_that_is_asked() -> None:
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.apply_chat_template = lambda chat, **options: [len(chat)]
+    assert chat_token_ids(tokenizer, CHAT) == [5]

@@ -1,0 +1,316 @@
+"""ServerManager: which server gets which call when servers come and go, and what a session may count on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from helpers_inference import FakeEngine
+
+from atroposlib.envs.server_handling import api_server, proxy_client
+from atroposlib.envs.server_handling.api_server import EngineDown
+from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
+from atroposlib.envs.server_handling.server_harness import ByteTokenizer, ServerHarness
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.errors import EngineUnavailable
+
+HELLO = [{"role": "user", "content": "hello"}]
+NOWHERE = "http://127.0.0.1:1/v1"
+
+
+class FastVLLM(VLLMServer):
+    max_backoff_s = 0.0
+    health_poll_s = 0.002
+
+
+class Harness(ServerHarness):
+    """Answers at once; is up or down as the test says, without being asked."""
+
+    def __init__(self, config: APIServerConfig, reasoning_config: Any = None) -> None:
+        super().__init__(config, reasoning_config, respond=lambda request: "yes")
+
+    def go_down(self) -> None:
+        self.server_healthy = False
+
+
+def harnesses(num_servers: int, **config: Any) -> tuple[ServerManager, list[Harness]]:
+    entries = [
+        APIServerConfig(base_url=f"http://h{i}/v1", model_name="m", **config)
+        for i in range(num_servers)
+    ]
+    manager = ServerManager(entries, server_class=Harness)
+    return manager, manager.servers  # type: ignore[return-value]
+
+
+def num_requests(servers: list[Harness]) -> list[int]:
+    return [len(server.requests) for server in servers]
+
+
+# Choosing.
+
+
+async def test_calls_follow_the_free_slots() -> None:
+    manager, servers = harnesses(2, num_max_requests_at_once=40)
+    servers[0].sem.update_limit(10)
+    for server in servers:
+        server.delay_s = 0.02
+    await asyncio.gather(*(manager.chat_completion(messages=HELLO) for _ in range(50)))
+    assert num_requests(servers) == [10, 40]
+
+
+async def test_evaluation_has_slots_of_its_own_and_makes_a_server_less_free_for_training() -> None:
+    manager, servers = harnesses(2, num_requests_for_eval=4)
+    for server in servers:
+        server.delay_s = 0.02
+    await servers[0].sem.acquire()  # training does not matter to evaluation
+    evaluations = [
+        asyncio.create_task(manager.chat_completion(messages=HELLO, split="eval")) for _ in range(8)
+    ]
+    await asyncio.sleep(0)
+    assert [server.num_assigned["eval"] for server in servers] == [4, 4]
+    assert servers[0].num_free("train") == 60
+    assert servers[0].num_free("eval") == 0
+    await asyncio.gather(*evaluations)
+
+
+async def test_a_share_of_all_servers_can_be_set() -> None:
+    manager, servers = harnesses(2)
+    await manager.update_weight(0.5)
+    assert [server.sem.capacity for server in servers] == [32, 32]
+
+
+async def test_all_figures_are_shown_under_the_number_of_their_server() -> None:
+    manager, servers = harnesses(2)
+    servers[1].go_down()
+    metrics = await manager.wandb_metrics({"kept": 1})
+    assert metrics["kept"] == 1
+    assert (metrics["server/server_0_healthy"], metrics["server/server_1_healthy"]) == (1.0, 0.0)
+
+
+async def test_prompt_logprobs_come_from_one_server_as_any_call() -> None:
+    manager, servers = harnesses(2)
+
+    async def get_logprobs(**kwargs: Any) -> Any:
+        return kwargs
+
+    servers[0].go_down()
+    servers[1]._get_logprobs_wrapper = get_logprobs  # type: ignore[method-assign]
+    answer = await manager.get_logprobs(input_ids=[1], top_k=2)
+    assert answer == {"input_ids": [1], "top_k": 2, "model": "m"}
+
+
+# Servers that go down.
+
+
+async def test_a_call_moves_on_when_its_server_goes_down() -> None:
+    async with FakeEngine() as first, FakeEngine() as second:
+        configs = [engine.config(health_wait_s=30.0) for engine in (first, second)]
+        manager = ServerManager(configs, server_class=FastVLLM)
+        second.health_statuses = [503]
+        await manager.chat_completion(messages=HELLO)  # only the first is up
+        assert manager.servers[0].server_healthy
+        first.statuses = [500]
+        first.health_statuses = [503] * 10**4
+        manager.servers[1].server_healthy = True
+        manager.servers[0].num_assigned["train"] -= 1  # the freer one
+        async with asyncio.timeout(10):
+            await manager.chat_completion(messages=HELLO)
+        await manager.close()
+    assert (len(first.requests), len(second.requests)) == (2, 1)
+
+
+async def test_a_server_that_came_back_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_server, "HEALTH_REMINDER_S", 0.01)
+    async with FakeEngine() as first, FakeEngine() as second:
+        first.health_statuses = [503] * 3
+        manager = ServerManager([first.config(), second.config()], server_class=FastVLLM)
+        async with asyncio.timeout(10):
+            while not first.requests:
+                await asyncio.gather(*(manager.chat_completion(messages=HELLO) for _ in range(2)))
+                await asyncio.sleep(0.005)
+        await manager.close()
+    assert second.requests
+
+
+async def test_a_server_that_stays_down_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeEngine() as first, FakeEngine() as second:
+        first.health_statuses = [503] * 10**4
+        manager = ServerManager([first.config(), second.config()], server_class=FastVLLM)
+        for _ in range(50):
+            await manager.chat_completion(messages=HELLO)
+        await manager.close()
+    assert len(second.requests) == 50
+    assert first.num_health == 1
+
+
+async def test_no_server_is_hit_while_none_is_ready_and_the_reasons_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with FakeEngine() as engine:
+        engine.health_statuses = [503] * 10**4
+        configs = [
+            engine.config(base_url=NOWHERE, health_wait_s=0.1),
+            engine.config(health_wait_s=0.1),
+        ]
+        manager = ServerManager(configs, server_class=FastVLLM)
+        calls = [manager.chat_completion(messages=HELLO) for _ in range(20)]
+        with caplog.at_level(logging.INFO):
+            errors = await asyncio.gather(*calls, return_exceptions=True)
+        metrics = await manager.wandb_metrics()
+        await manager.close()
+    assert engine.requests == []
+    assert {type(error) for error in errors} == {EngineDown}
+    assert "no inference server is ready" in str(errors[0])
+    assert f"{NOWHERE}: GET" in str(errors[0])
+    assert "answered 503" in str(errors[0])
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("No inference server is ready; requests wait" in line for line in lines) == 1
+    assert metrics["server/server_0_healthy"] == metrics["server/server_1_healthy"] == 0.0
+
+
+# Sessions.
+
+
+async def test_a_session_stays_on_its_server_for_all_turns() -> None:
+    manager, servers = harnesses(3)
+    async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
+        mine = servers.index(managed.server)
+        managed.server.num_assigned["train"] += 100  # every other server is freer
+        messages = list(HELLO)
+        for _ in range(4):
+            reply = await managed.chat_completion(messages=messages, n=1)
+            messages += [reply.choices[0].message, *HELLO]
+        managed.server.num_assigned["train"] -= 100
+        assert len(managed.get_state()["nodes"]) == 1
+    assert num_requests(servers)[mine] == sum(num_requests(servers)) == 4
+
+
+async def test_a_session_whose_engine_does_not_come_back_fails_rather_than_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(api_server, "BOUND_WAIT_S", 0.05)
+    async with FakeEngine() as first, FakeEngine() as second:
+        engines = [first, second]
+        configs = [engine.config(health_wait_s=30.0) for engine in engines]
+        manager = ServerManager(configs, server_class=FastVLLM)
+        async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
+            await managed.chat_completion(messages=HELLO, max_tokens=2)
+            mine = manager.servers.index(managed.server)
+            engines[mine].statuses = [500] * 10
+            engines[mine].health_statuses = [503] * 10**4
+            with pytest.raises(EngineUnavailable, match="is not ready after 0.05 s"):
+                await managed.chat_completion(messages=HELLO, max_tokens=2)
+        assert len(engines[1 - mine].requests) == 0
+        async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
+            assert managed.server is manager.servers[1 - mine]
+        await manager.close()
+
+
+async def test_a_session_goes_on_when_its_engine_comes_back() -> None:
+    async with FakeEngine() as first, FakeEngine() as second:
+        engines = [first, second]
+        manager = ServerManager([e.config() for e in engines], server_class=FastVLLM)
+        async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
+            mine = manager.servers.index(managed.server)
+            engines[mine].statuses = [500]
+            await managed.chat_completion(messages=HELLO, max_tokens=2)
+        await manager.close()
+    assert (len(engines[mine].requests), len(engines[1 - mine].requests)) == (2, 0)
+
+
+async def test_calls_inside_a_dedicated_server_cannot_block_each_other() -> None:
+    manager, servers = harnesses(1, num_max_requests_at_once=1)
+    async with asyncio.timeout(5), manager.dedicated_server() as server:
+        assert server is servers[0]
+        await asyncio.gather(*(server.chat_completion(messages=HELLO) for _ in range(3)))
+        await manager.chat_completion(messages=HELLO)
+        async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
+            await managed.chat_completion(messages=HELLO)
+    assert num_requests(servers) == [5]
+    assert server.num_assigned == {"train": 0, "eval": 0}
+
+
+# A proxy.
+
+
+@pytest.mark.parametrize("by", ["argument", "variable", "attribute"])
+async def test_sessions_are_opened_at_a_proxy_where_one_is_configured(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[dict[str, Any]] = []
+
+    class Session:
+        closed = False
+
+        async def cleanup(self) -> None:
+            self.closed = True
+
+    async def create(**kwargs: Any) -> Session:
+        opened.append(kwargs)
+        return Session()
+
+    monkeypatch.setattr(proxy_client, "create_proxy_session", create)
+    monkeypatch.delenv("ATROPOS_PROXY_URL", raising=False)
+    if by == "variable":
+        monkeypatch.setenv("ATROPOS_PROXY_URL", "http://proxy")
+    config = APIServerConfig(base_url="http://h/v1", model_name="m", server_type="vllm")
+    manager = ServerManager(config, proxy_url="http://proxy" if by == "argument" else None)
+    if by == "attribute":
+        assert not manager.use_proxy
+        manager.proxy_url = "http://proxy"
+    assert manager.use_proxy
+    with pytest.raises(RuntimeError, match="author"):
+        async with manager.managed_server(base_url="http://e/v1", tool_parser="llama3") as first:
+            raise RuntimeError("author")
+    async with manager.managed_server(ByteTokenizer()):
+        pass
+    assert first.closed
+    common = {"proxy_url": "http://proxy", "track_tree": False, "model_name": "m"}
+    assert opened == [
+        {**common, "base_url": "http://e/v1", "tool_parser": "llama3"},
+        {**common, "base_url": None, "tool_parser": "hermes"},
+    ]
+
+
+# What servers there are.
+
+
+def test_one_class_speaks_to_all_servers_and_the_first_entry_decides() -> None:
+    entries = [
+        APIServerConfig(base_url="http://a/v1", server_type="vllm"),
+        APIServerConfig(base_url="http://b/v1", server_type="openai"),
+    ]
+    assert [type(server) for server in ServerManager(entries).servers] == [VLLMServer] * 2
+    own = ServerManager(entries, server_class=Harness)
+    assert [type(server) for server in own.servers] == [Harness] * 2
+
+
+def test_a_list_is_one_server_per_entry_as_given() -> None:
+    entries = [APIServerConfig(base_url=f"http://h{i}/v1", api_key="k") for i in range(3)]
+    manager = ServerManager(entries)
+    assert [server.config for server in manager.servers] == entries
+
+
+def test_a_bare_config_means_four_local_servers_with_all_its_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    baseline = ServerBaseline(
+        timeout=7,
+        num_max_requests_at_once=11,
+        num_requests_for_eval=3,
+        model_name="m",
+        rolling_buffer_length=9,
+        server_type="vllm",
+        tokenizer_name="t",
+    )
+    configs = [server.config for server in ServerManager(baseline).servers]
+    assert [config.base_url for config in configs] == [
+        f"http://localhost:{port}/v1" for port in (9004, 9005, 9006, 9007)
+    ]
+    for config in configs:
+        assert config.model_dump(include=set(ServerBaseline.model_fields)) == baseline.model_dump()
+        assert config.api_key == "x"

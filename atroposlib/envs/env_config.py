@@ -92,7 +92,7 @@ class BaseEnvConfig(BaseModel):
     max_item_attempts: int = Field(default=3, ge=1)
     """How often a failing item is tried before it is given up."""
     max_consecutive_failures: int = Field(default=16, ge=1)
-    """Failures of one type, without a success in between, that end the run."""
+    """Failures of one type, without a success in between, that end the run; not where all were under way at once."""
 
     @model_validator(mode="before")
     @classmethod

@@ -161,6 +161,45 @@ async def test_override_that_fails_after_the_groups_are_handed_over_does_not_giv
     assert (counts["begun"], counts["with groups"], counts["failed"]) == (3, 3, {})
 
 
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_failures_of_one_moment_end_the_run_only_if_a_later_attempt_fails_too(
+    is_over: bool,
+) -> None:
+    """A process that was stopped finds all its items past their deadlines, more than may fail in a row."""
+    num_workers, max_failures = 8, 4
+    has_struck = asyncio.Event()
+
+    async def answer(item: int) -> Any:
+        await has_struck.wait()
+        first = len(env.started) <= num_workers
+        return TimeoutError("too late") if first or not is_over else make_group()
+
+    async with LoopbackHub(batch_size=16) as hub:
+        env = ScriptedEnv(
+            rollout_server_url=hub.url,
+            answer=answer,
+            num_items=num_workers,
+            max_num_workers=num_workers,
+            max_consecutive_failures=max_failures,
+        )
+        run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
+        await eventually(
+            lambda: len(env.running_items) == num_workers, timeout_s=20, what="all under way"
+        )
+        has_struck.set()
+        if is_over:
+            await eventually(
+                lambda: hub.coordinator.ledger().produced == num_workers or run.done(),
+                timeout_s=20,
+                what="every item has its group",
+            )
+            stop.set()
+            assert (await run).num_stored == num_workers
+        else:
+            with pytest.raises(EnvError, match=r"9 items in a row failed with TimeoutError"):
+                await run
+
+
 @pytest.mark.parametrize("raised", [SystemExit(2), KeyboardInterrupt()])
 @pytest.mark.parametrize("hook", ["setup", "get_next_item", "evaluate", "handle_env"])
 async def test_exit_from_a_hook_is_its_failure_and_stops_no_loop(

@@ -28,14 +28,22 @@ class Work:
     num_failures: int = 0
     is_settled: bool = False
     """The present attempt has been counted."""
+    began_after: int = 0
+    """`Outcomes.num_failed` when the present attempt began."""
 
 
 class Outcomes:
-    """Counts what became of every item, and decides when failures end the run."""
+    """Counts what became of every item, and decides when failures end the run.
+
+    Attempts under way together often fail together, of one cause that is over in a moment: a process that was stopped,
+    a judge that restarts. However many they are, they end no run; one of those begun afterwards must fail as well.
+    """
 
     def __init__(self, *, max_consecutive: int) -> None:
         self._max_consecutive = max_consecutive
         self._consecutive: Counter[str] = Counter()
+        self._since: dict[str, int] = {}
+        """By type: the number of failures counted when those in a row began."""
         self.num_begun = 0
         """Items, not attempts; one that is tried again is not counted again."""
         self.num_with_groups = 0
@@ -62,12 +70,23 @@ class Outcomes:
         else:
             self.num_without_groups += 1
 
-    def failed(self, error: BaseException) -> None:
-        """Count `error`; raise EnvError when its type has failed too often in a row."""
+    @property
+    def num_failed(self) -> int:
+        """Failed attempts."""
+        return self.by_type.total()
+
+    def failed(self, error: BaseException, *, began_after: int) -> None:
+        """Count the `error` of an attempt; raise EnvError when its type has failed too often in a row.
+
+        `began_after` is `num_failed` at the beginning of the attempt.
+        """
         kind = type(error).__name__
         self.by_type[kind] += 1
         self._consecutive[kind] += 1
-        if self._consecutive[kind] >= self._max_consecutive:
+        if self._consecutive[kind] == 1:
+            self._since[kind] = self.num_failed
+        has_gone_on = self._max_consecutive == 1 or began_after >= self._since[kind]
+        if has_gone_on and self._consecutive[kind] >= self._max_consecutive:
             raise EnvError(
                 f"{self._consecutive[kind]} items in a row failed with {kind}: {error}"
             ) from error

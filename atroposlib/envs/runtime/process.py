@@ -145,7 +145,7 @@ def _keep(
     if isinstance(error, EngineUnavailable):
         raise error
     logger.error("item failed: %s: %s", type(error).__name__, error, exc_info=error)
-    outcomes.failed(error)
+    outcomes.failed(error, began_after=outcomes.num_failed)  # nobody waits: end at once
     work.num_failures += 1
     if work.num_failures >= env.config.max_item_attempts:
         outcomes.given_up[type(error).__name__] += 1

@@ -609,7 +609,7 @@ class _Server:
                 item = await self._env.get_next_item()
         except Exception as error:  # noqa: BLE001 - the author's code; counted, and it may end the run
             self._log_failure("get_next_item", error)
-            self._outcomes.failed(error)
+            self._outcomes.failed(error, began_after=self._outcomes.num_failed)
             return None
         return None if item is None else self._begin(item)
 
@@ -620,6 +620,7 @@ class _Server:
     async def _work_on(self, key: str, work: Work) -> None:
         """Run one item through the environment's `handle_env`; a failure of an override is the item's."""
         work.is_settled = False
+        work.began_after = self._outcomes.num_failed
         try:
             with as_failures():
                 groups = await self._env.handle_env(key)
@@ -688,7 +689,7 @@ class _Server:
                 "item given up after %d attempts: %s", work.num_failures, type(error).__name__
             )
         try:
-            self._outcomes.failed(error)
+            self._outcomes.failed(error, began_after=work.began_after)
         except Exception as fatal:  # noqa: BLE001 - kept and raised again by run()
             self._error = self._error or fatal
             self._stop.set()

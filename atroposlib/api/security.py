@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import msgspec
 import yaml
@@ -396,6 +396,12 @@ def _refusal_without_tokens(scope: AsgiScope, route: Route | None) -> _Refusal |
     # A page in a browser on this machine can send requests here; it cannot read the answers, but it need not.
     if b"cross-site" in _header(scope, b"sec-fetch-site"):
         return _Refusal(403, "requests of web pages from other sites are refused")
+    if (foreign := _foreign_host(scope)) is not None:
+        return _Refusal(
+            403,
+            f"this hub has no tokens and serves its own machine, which {foreign!r} does not name; call it as localhost,"
+            " or start it with --token",
+        )
     if route is not None and route.is_destructive:
         client = scope.get("client")
         if client is None or not is_loopback(client[0]):
@@ -405,6 +411,23 @@ def _refusal_without_tokens(scope: AsgiScope, route: Route | None) -> _Refusal |
                 " hub has no tokens; start it with --token or --tokens and send an admin token",
             )
     return None
+
+
+def _foreign_host(scope: AsgiScope) -> str | None:
+    """Return the Host of a request to a loopback socket that is none of its names, else None.
+
+    A web page whose name was made to point here (DNS rebinding) sends its own name, and the browser takes it for the
+    same site.
+    """
+    server = scope.get("server")
+    hosts = _header(scope, b"host")
+    if server is None or not is_loopback(server[0]) or not hosts:
+        return None
+    host = hosts[0].decode("latin-1")
+    name = urlsplit(f"//{host}").hostname if host.count("[") == host.count("]") else None
+    if name is not None and (is_loopback(name) or name.endswith(".localhost")):
+        return None
+    return host
 
 
 def _header(scope: AsgiScope, name: bytes) -> list[bytes]:

@@ -244,6 +244,9 @@ async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket
     if hub.found:
         logger.info("going on with what %s holds; --fresh erases it", config.data_dir)
     await server.serve(sockets=[listener])
+    # Everything is stored: a second signal must not turn the end of the interpreter into a kill.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if broken:
         raise StoreBroken(f"the store broke: {broken[0]}; start the hub again to recover") from (
             broken[0]

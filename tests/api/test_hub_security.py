@@ -69,12 +69,13 @@ async def call(
     peer: str = "127.0.0.1",
     headers: dict[str, str] | None = None,
     inside: Inside | None = None,
+    base_url: str = "http://hub",
 ) -> httpx.Response:
     transport = httpx.ASGITransport(Access(inside or Inside(), tokens), client=(peer, 1))
     sent = dict(headers or {})
     if secret is not None:
         sent["Authorization"] = f"Bearer {secret}"
-    async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
+    async with httpx.AsyncClient(transport=transport, base_url=base_url) as http:
         return await http.request(method, path, headers=sent)
 
 
@@ -317,6 +318,27 @@ async def test_without_tokens_web_pages_of_other_sites_are_kept_out() -> None:
     for site, status in [("cross-site", 403), ("same-origin", 204), ("none", 204)]:
         response = await call("GET", "/reset_data", headers={"Sec-Fetch-Site": site})
         assert response.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost:8000", 204), ("127.0.0.1", 204), ("[::1]:8000", 204), ("hub.localhost:1", 204)]
+    + [("evil.example:8000", 403), ("127.0.0.1.evil.example", 403), ("[::1", 403), ("", 403)],
+)
+async def test_without_tokens_names_made_to_point_here_are_refused(host: str, status: int) -> None:
+    response = await call(
+        "GET", "/status", base_url="http://127.0.0.1:8000", headers={"Host": host}
+    )
+    assert response.status_code == status
+    response = await call(
+        "GET",
+        "/status",
+        tokens=TokenSet([token("admin", Scope.ADMIN)]),
+        secret=secret_of("admin"),
+        base_url="http://127.0.0.1:8000",
+        headers={"Host": host},
+    )
+    assert response.status_code == 204
 
 
 @pytest.mark.parametrize(

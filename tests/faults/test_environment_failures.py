@@ -13,6 +13,7 @@ import pytest
 
 from atroposlib.client import TrainerClient
 from atroposlib.envs.runtime.outbox import Outbox
+from atroposlib.envs.runtime.process import process
 from atroposlib.envs.runtime.serve import Timings, serve
 from atroposlib.errors import EnvError
 from tests.envs.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
@@ -223,3 +224,36 @@ async def test_exit_from_a_hook_is_its_failure_and_stops_no_loop(
             with pytest.raises(EnvError, match=f"{type(raised).__name__}.* was raised by"):
                 await run
         assert hub.coordinator.num_connected == 0
+
+
+async def test_process_tries_an_item_again_whose_group_is_malformed(tmp_path: Path) -> None:
+    def answer(item: int) -> Any:
+        group = make_group()
+        if item == 1 and env.started.count(1) == 1:
+            group["masks"] = group["masks"][:1]
+        return group
+
+    env = ScriptedEnv(
+        answer=answer,
+        total_steps=4,
+        max_num_workers=1,
+        data_path_to_save_groups=str(tmp_path / "groups.jsonl"),
+    )
+    assert (await process(env)).num_groups == 4
+    assert env.started == [0, 1, 1, 2, 3]
+
+
+async def test_process_asks_for_the_backlog_of_the_last_item(tmp_path: Path) -> None:
+    class Asking(ScriptedEnv):
+        async def collect_trajectories(self, item: int) -> Any:
+            self.started.append(item)
+            return make_group(), [item + 10] if item < 10 else []
+
+    env = Asking(
+        num_items=2,
+        total_steps=9,
+        max_num_workers=4,
+        data_path_to_save_groups=str(tmp_path / "groups.jsonl"),
+    )
+    assert (await process(env)).num_groups == 4
+    assert env.started == [0, 1, 10, 11]

@@ -441,4 +441,4 @@ async def test_no_group_is_lost_or_trained_twice_under_a_schedule_of_faults(
         f" {sum(each['unfinished'] for each in counts)} unfinished; engine {dict(on.engine.counts)}"
     )
     assert given_up["RuntimeError"] > 0
-    assert len(accepted) > 2 * duration_s, "too little load to show anything"
+    assert len(accepted) > duration_s, "too little load to show anything"

@@ -100,18 +100,23 @@ async def _fill(env: BaseEnv, log: GroupLog) -> None:
                 logger.warning("no more items: %d of %d groups", log.num_groups, wanted)
                 return
             work, task = running.popleft()
+            written = log.num_groups
             try:
                 groups, backlog = await task
+                if groups:
+                    await env.handle_send_to_api(
+                        groups,
+                        work.item,
+                        do_send_to_api=False,
+                        abort_on_any_max_length_exceeded=False,
+                    )
             except Exception as raised:  # noqa: BLE001 - boundary: one item
                 has_more = _keep(work, cause_of(raised), env, outcomes, retries) or has_more
                 continue
             env.backlog.extend(backlog)
+            has_more = has_more or bool(backlog)
             outcomes.succeeded(gave_groups=bool(groups))
             if groups:
-                written = log.num_groups
-                await env.handle_send_to_api(
-                    groups, work.item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
-                )
                 groups = log.num_groups > written
                 await env.wandb_log()
             num_empty = 0 if groups else num_empty + 1

@@ -28,14 +28,14 @@ import uvicorn
 from pydantic import BaseModel, Field, SecretStr
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from atroposlib.config import parse_flags
 from atroposlib.envs.server_handling.proxy import chat, completions, messages, responses
 from atroposlib.envs.server_handling.proxy.errors import ProxyError, error_for, invalid
-from atroposlib.envs.server_handling.proxy.local import LocalServer
+from atroposlib.envs.server_handling.proxy.local import KEEP_ALIVE_S, LocalServer
 from atroposlib.envs.server_handling.proxy.sessions import (
     DEFAULT_TOOL_PARSER,
     Session,
@@ -55,6 +55,7 @@ B = TypeVar("B", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 
 SHUTDOWN_GRACE_S = 2
+BODY_TIMEOUT_S = 60.0
 
 
 class EngineEntry(Body):
@@ -371,12 +372,20 @@ class _Routes:
         """Read a JSON body into `model`. Raises ProxyError for one that is too large or no JSON object."""
         limit = self._sessions.limits.max_body_bytes
         body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise ProxyError(
-                    413, f"the body has more than {limit} bytes", code="body_too_large"
-                )
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > limit:
+                        raise ProxyError(
+                            413, f"the body has more than {limit} bytes", code="body_too_large"
+                        )
+        except TimeoutError as e:
+            raise ProxyError(
+                408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="slow_body"
+            ) from e
+        except ClientDisconnect as e:
+            raise ProxyError(499, "the client went away", code="client_gone") from e
         try:
             content = msgspec.json.decode(bytes(body)) if body else {}
         except msgspec.DecodeError as e:
@@ -448,8 +457,10 @@ def _json(content: Any, *, status: int = 200) -> Response:
 
 
 def _stream(events: Iterable[bytes]) -> Response:
-    return StreamingResponse(
-        events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+    return Response(
+        b"".join(events),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache"},
     )
 
 
@@ -530,6 +541,7 @@ async def _serve(
             log_level="warning",
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
         )
     )

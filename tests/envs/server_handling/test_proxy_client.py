@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers_proxy import WEATHER, Proxy, call_text, trained_text, weather_agent
+from helpers_proxy import ENGINE_URL, WEATHER, Proxy, call_text, trained_text, weather_agent
 
+from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.envs.server_handling.http import EngineHttpRejected
 from atroposlib.envs.server_handling.proxy.local import serve_locally
 from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer, create_proxy_session
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_harness import ByteTokenizer
+from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EngineUnavailable
+from atroposlib.scored_data import Strictness, check_group
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -95,6 +100,41 @@ async def test_token_is_needed_and_comes_from_the_environment(
         completion = await managed.chat_completion(messages=HELLO)
         assert completion.choices[0].message.content == "he"
         await managed.cleanup()
+
+
+async def test_environment_that_was_not_written_for_a_proxy_works_with_one() -> None:
+    class Once(DatasetEnv):
+        def load_tokenizer(self) -> Any:
+            return ByteTokenizer()
+
+        def load_rows(self, split: str) -> Any:
+            return ["a", "b"]
+
+        def prompt(self, row: Any) -> str:
+            return f"say {row}"
+
+        def score(self, row: Any, answer: str) -> float:
+            return float(answer == "yes")
+
+    answers = ["yes", "no"]
+    async with (
+        Proxy(lambda request: answers[request.choice]) as proxy,
+        serve_locally(proxy.app) as url,
+    ):
+        config = APIServerConfig(model_name="tiny", base_url=ENGINE_URL, server_type="vllm")
+        env = Once(DatasetEnvConfig(group_size=2), [config])
+        env.server = ServerManager([config], proxy_url=url)
+        await env.setup()
+        group, _ = await env.collect_trajectories("a")
+        await env.close()
+        assert group is not None
+        check_group(group, strictness=Strictness.MEANING)
+        assert group["scores"] == [1.0, 0.0]
+        assert group["policy_version"] == 7
+        assert [ByteTokenizer().decode(tokens) for tokens in group["tokens"]] == [
+            f"<user>say a<eos><assistant>{answer}<eos>" for answer in answers
+        ]
+        assert proxy.sessions.open_sessions() == []
 
 
 async def test_failures_are_the_errors_of_an_engine() -> None:

@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+KEEP_ALIVE_S = 120
+"""Longer than clients keep idle connections, so that they end them: a call must not meet the server's close."""
 _SHUTDOWN_S = 1
 """How long requests that are being answered may take at the end."""
 
@@ -45,6 +47,7 @@ async def serve_locally(app: ASGIApp) -> AsyncIterator[str]:
             log_config=None,
             log_level="warning",
             access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
     )

@@ -1,0 +1,152 @@
+"""Agents through the proxy to a real vLLM: OpenAI's SDK in both of its APIs, and Anthropic's messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from atroposlib.envs.server_handling.managed_server_proxy import create_app
+from atroposlib.envs.server_handling.proxy.local import serve_locally
+from atroposlib.envs.server_handling.proxy.sessions import Session, SessionOptions, Sessions
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from tests.vllm.conftest import ServedModel
+from tests.vllm.taught_model import ADD, ANSWER, CALL, MAX_LENGTH, QUESTION, RESULT
+from tests.vllm.test_vllm_sessions import assert_sampled_by
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+GREEDY = SessionOptions(max_tokens=100, sampling={"temperature": 0.0})
+
+
+class Opened(NamedTuple):
+    """A session at a proxy."""
+
+    url: str
+    session: Session
+
+
+@asynccontextmanager
+async def opened(served: ServedModel, options: SessionOptions = GREEDY) -> AsyncIterator[Opened]:
+    config = APIServerConfig(
+        base_url=f"{served.url}/v1", model_name=str(served.model), server_type="vllm"
+    )
+    manager = ServerManager([config])
+    app = create_app(manager, AutoTokenizer.from_pretrained(served.model), "taught")
+    try:
+        async with serve_locally(app) as url:
+            sessions: Sessions = app.state.sessions
+            yield Opened(url, await sessions.open(options))
+    finally:
+        await manager.close()
+
+
+def assert_conversation(served: ServedModel, session: Session) -> None:
+    """One sequence: the call and the answer as they were sampled, with the model's logprobs."""
+    [node] = session.nodes()
+    trained = [label for label in node.masked_tokens if label != -100]
+    text = "".join(f"{answer}<|im_end|>" for answer in (CALL, ANSWER))
+    assert AutoTokenizer.from_pretrained(served.model).decode(trained) == text
+    model = AutoModelForCausalLM.from_pretrained(served.model, dtype=torch.float32)
+    print("largest gap:", assert_sampled_by(model, node))
+
+
+async def test_chat_agent_that_streams_is_one_exact_sequence(served_model: ServedModel) -> None:
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    tools: Any = [ADD]
+    async with (
+        opened(served_model) as (url, session),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=session.uuid) as client,
+    ):
+        for _ in range(2):
+            async with client.chat.completions.stream(
+                model="any", messages=messages, tools=tools, temperature=1
+            ) as stream:
+                message = (await stream.get_final_completion()).choices[0].message
+            messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
+            for call in message.tool_calls or ():
+                assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": RESULT})
+        assert message.content == ANSWER
+        assert_conversation(served_model, session)
+
+
+async def test_responses_agent_is_one_exact_sequence(served_model: ServedModel) -> None:
+    async with (
+        opened(served_model) as (url, session),
+        openai.AsyncOpenAI(base_url=f"{url}/{session.uuid}/v1", api_key="x") as client,
+    ):
+        tools: Any = [{"type": "function", **ADD["function"]}]  # type: ignore[dict-item]
+        first = await client.responses.create(model="any", input=QUESTION, tools=tools)
+        call = first.output[-1]
+        assert call.type == "function_call"
+        told: Any = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+        second = await client.responses.create(
+            model="any", input=[told], tools=tools, previous_response_id=first.id
+        )
+        assert second.output_text == ANSWER
+        assert_conversation(served_model, session)
+
+
+async def test_messages_agent_is_one_exact_sequence(served_model: ServedModel) -> None:
+    said: list[Any] = [{"role": "user", "content": QUESTION}]
+    tools = [{"name": "add", "input_schema": {"type": "object"}}]
+    body = {"model": "any", "max_tokens": 100, "messages": said, "tools": tools}
+    async with opened(served_model) as (url, session), httpx.AsyncClient(timeout=120) as client:
+        headers = {"x-api-key": session.uuid}
+        first = (await client.post(f"{url}/v1/messages", json=body, headers=headers)).json()
+        block = first["content"][-1]
+        assert (first["stop_reason"], block["input"]) == ("tool_use", {"a": 1, "b": 2})
+        result = {"type": "tool_result", "tool_use_id": block["id"], "content": RESULT}
+        said += [
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": [result]},
+        ]
+        second = (await client.post(f"{url}/v1/messages", json=body, headers=headers)).json()
+        assert second["content"] == [{"type": "text", "text": ANSWER}]
+        assert_conversation(served_model, session)
+
+
+async def test_vllms_refusals_reach_the_agent_as_openais(served_model: ServedModel) -> None:
+    async with (
+        opened(served_model) as (url, session),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=session.uuid, max_retries=0) as client,
+    ):
+        long: Any = [{"role": "user", "content": "x" * (2 * MAX_LENGTH)}]
+        nearly: Any = [{"role": "user", "content": "x" * (MAX_LENGTH - 50)}]
+        for messages in (long, nearly):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(model="any", messages=messages)
+            assert refused.value.code == "context_length_exceeded"
+        assert session.nodes() == []
+
+
+async def test_vllm_constrains_an_answer_to_a_format(served_model: ServedModel) -> None:
+    schema: Any = {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "pick",
+            "schema": {
+                "type": "object",
+                "properties": {"pick": {"enum": ["a", "b"]}},
+                "required": ["pick"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    async with (
+        opened(served_model) as (url, session),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=session.uuid, max_retries=0) as client,
+    ):
+        completion = await client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "pick"}], response_format=schema
+        )
+        assert json.loads(completion.choices[0].message.content or "")["pick"] in ("a", "b")

@@ -13,6 +13,8 @@ from tokenizers import AddedToken
 from atroposlib.envs.server_handling import tool_call_translator
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.errors import ConfigError
+from tests.envs.server_handling.tool_samples import SAMPLED
+from tests.envs.server_handling.tool_samples import TOOLS as WEATHER
 
 RAW = '<tool_call>{"name": "search", "arguments": {"query":  "cats"}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "search"}}]
@@ -150,6 +152,18 @@ def test_calls_that_were_read_come_back_as_the_answer_they_stood_in(
         assert translator.convert_messages_for_template([message]) == [
             {"role": "assistant", "content": text, "name": "bot"}
         ]
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_answers_of_every_style_come_back_character_by_character(name: str) -> None:
+    translator = ToolCallTranslator(Tokenizer(), name)
+    text = f"<think>\nhm </think>  I look.\n\n{SAMPLED[name]}\n\n{SAMPLED[name]}  and so on "
+    content, tool_calls, _ = translator.parse_model_output(f"{text}<|im_end|>", tools=WEATHER)
+    assert content == "<think>\nhm </think>  I look.\nand so on"
+    assert [call["function"]["name"] for call in dicts(tool_calls)] == ["weather", "weather"]
+    message = {"role": "assistant", "content": content, "tool_calls": dicts(tool_calls)}
+    (converted,) = translator.convert_messages_for_template([message])
+    assert converted["content"] == text
 
 
 def test_what_an_agent_changed_is_not_taken_for_what_was_sampled(

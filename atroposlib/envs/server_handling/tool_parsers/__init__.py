@@ -1,8 +1,8 @@
 """Tool calls in the text of models: one `Style` per way of writing them, read and written without vLLM.
 
-A style is two pure functions, text -> calls with their places and calls -> text, and what one writes the other reads
-back. Text that is not a well-formed call stays text: nothing raises on what a model wrote, nothing is repaired.
-Called by `ToolCallTranslator` and `ToolEnv`; knows neither messages nor tokens.
+A style is two pure functions, text -> text and calls in order, and calls -> text; what one writes the other reads
+back. Text that is not a well-formed call stays text: nothing raises on what a model wrote, nothing is repaired. Called
+by `ToolCallTranslator` and `ToolEnv`; knows neither messages nor tokens.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ request may cost is limits.py's business.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -317,6 +318,7 @@ def _digest(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
+@functools.lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Is `host` an address that only this machine reaches?"""
     if host == "localhost":
@@ -424,10 +426,13 @@ def _foreign_host(scope: AsgiScope) -> str | None:
     if server is None or not is_loopback(server[0]) or not hosts:
         return None
     host = hosts[0].decode("latin-1")
+    return None if _names_this_machine(host) else host
+
+
+@functools.lru_cache(maxsize=256)
+def _names_this_machine(host: str) -> bool:
     name = urlsplit(f"//{host}").hostname if host.count("[") == host.count("]") else None
-    if name is not None and (is_loopback(name) or name.endswith(".localhost")):
-        return None
-    return host
+    return name is not None and (is_loopback(name) or name.endswith(".localhost"))
 
 
 def _header(scope: AsgiScope, name: bytes) -> list[bytes]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from atroposlib.envs.agent_env import AgentEnv, AgentEnvConfig
 
-NUM_ROWS = 1000
+NUM_ROWS = {"train": 1000, "eval": 16}
 
 
 class ArithmeticAgentsConfig(AgentEnvConfig):
@@ -34,7 +34,7 @@ class ArithmeticAgents(AgentEnv):
 
     def load_rows(self, split: str) -> list[str]:
         rng = random.Random(f"arithmetic:{split}")
-        numbers = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(NUM_ROWS)]
+        numbers = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(NUM_ROWS[split])]
         return [f"{a} {rng.choice('*+')} {b}" for a, b in numbers]
 
     async def run_agent(self, row: str, base_url: str, api_key: str) -> str:

@@ -21,7 +21,7 @@ from atroposlib.envs.server_handling.api_server import (
     WeightSpan,
 )
 from atroposlib.envs.server_handling.choices import run_together, with_seed
-from atroposlib.envs.server_handling.http import EngineHttpRejected, strip_v1
+from atroposlib.envs.server_handling.http import EngineHttpRejected, excerpt, strip_v1
 from atroposlib.envs.server_handling.openai_routes import (
     OpenAIRoutesServer,
     Request,
@@ -282,6 +282,11 @@ class VLLMServer(OpenAIRoutesServer):
 
     async def _list_routes(self) -> frozenset[str] | None:
         status, body = await self._peer.get("/openapi.json", timeout_s=HEALTH_TIMEOUT_S)
+        if status >= 500:  # says nothing for good
+            raise EngineUnavailable(
+                f"GET {self._peer.root}/openapi.json answered {status}: {excerpt(body)}",
+                status=status,
+            )
         if status != 200:
             return None
         try:

@@ -31,6 +31,8 @@ class Engine:
     def __init__(self, *listed: str) -> None:
         self.listed = listed
         self.tokens_status = 200
+        self.describe_statuses: list[int] = []
+        """Answered, and used up, before the description is given."""
         self.weight_info: list[Any] = []
         """Answers of /weight_info, used up; a status or a version. Empty: 404."""
         self.calls: Counter[str] = Counter()
@@ -62,6 +64,8 @@ class Engine:
     async def _describe(self, request: web.Request) -> web.Response:
         self.calls["/openapi.json"] += 1
         await asyncio.sleep(0)
+        if self.describe_statuses:
+            return web.Response(status=self.describe_statuses.pop(0))
         return web.json_response({"openapi": "3.1.0", "paths": dict.fromkeys(self.listed, {})})
 
     async def _weight_info(self, request: web.Request) -> web.Response:
@@ -173,6 +177,21 @@ async def test_many_first_requests_ask_once_what_the_server_offers() -> None:
         ]
         await asyncio.gather(*calls)
     assert engine.calls == {"/openapi.json": 1, "/v1/completions": 20}
+
+
+async def test_a_server_that_is_starting_is_asked_again_what_it_offers() -> None:
+    async with Engine(TOKENS_ROUTE) as engine:
+        engine.describe_statuses = [503]
+        await engine.client.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=1)
+    assert engine.calls == {"/openapi.json": 2, TOKENS_ROUTE: 1}
+
+
+async def test_a_server_without_a_description_is_asked_for_completions() -> None:
+    async with Engine(TOKENS_ROUTE) as engine:
+        engine.describe_statuses = [404] * 9
+        for _ in range(2):
+            await engine.client.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=1)
+    assert engine.calls == {"/openapi.json": 1, "/v1/completions": 2}
 
 
 async def test_completions_of_large_answers_keep_their_order_over_several_requests() -> None:

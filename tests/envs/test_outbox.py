@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -345,3 +346,22 @@ def test_backoff_doubles_to_its_cap_with_jitter() -> None:
         assert full / 2 <= wait <= full
     backoff.reset()
     assert backoff.next() <= 1.0
+
+
+@pytest.mark.parametrize(("num_tokens", "off_loop"), [(100, False), (9000, True)])
+async def test_large_groups_are_turned_into_text_off_the_event_loop(
+    num_tokens: int, off_loop: bool
+) -> None:
+    threads: set[bool] = set()
+
+    class Watching(ScriptedEnv):
+        def decode_tokens(self, tokens: Sequence[int]) -> str:
+            threads.add(threading.current_thread() is not threading.main_thread())
+            return f"{len(tokens)} tokens"
+
+    outbox = make_outbox(Watching(include_messages=True))
+    rows = [[1] * num_tokens] * 2
+    assert await outbox.accept({"tokens": rows, "masks": rows, "scores": [0.0, 1.0]}) == 1
+    assert threads == {off_loop}
+    text = {"role": "user", "content": f"{num_tokens} tokens"}
+    assert outbox.held[0].messages == [[text], [text]]

@@ -372,19 +372,19 @@ class Outbox:
         if verdict is not None:
             raise verdict
         if config.include_messages and checked.messages is None:
-            checked = checked.replace(
-                messages=[
-                    [
-                        {
-                            "role": "user",
-                            "content": self._env.decode_tokens(checked.sequence(i).tokens.tolist()),
-                        }
-                    ]
-                    for i in range(checked.num_sequences)
-                ],
-                empty_fields=checked.empty_fields - {"messages"},
-            )
+            checked = await in_thread_if_large(group, self._with_text, checked)
         return checked
+
+    def _with_text(self, checked: ScoredGroup) -> ScoredGroup:
+        """Add one pseudo message per sequence: all of its text."""
+        texts = [
+            self._env.decode_tokens(checked.sequence(i).tokens.tolist())
+            for i in range(checked.num_sequences)
+        ]
+        return checked.replace(
+            messages=[[{"role": "user", "content": text}] for text in texts],
+            empty_fields=checked.empty_fields - {"messages"},
+        )
 
     def _check(self, group: Mapping[str, Any]) -> ScoredGroup:
         checked = check_group(group, strictness=Strictness.MEANING, environment=self._environment)

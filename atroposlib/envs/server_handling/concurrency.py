@@ -1,13 +1,13 @@
 """How many requests one inference server should have at once: a controller that only computes.
 
-It is told when requests start, finish or are refused (time is an argument) and answers with `limit`, in 1..cap. It
-aims at a short queue in front of a busy server: `ALLOWANCE * sqrt(limit)` waiting requests, which is also what makes
-several environments on one server end up with equal shares. The queue comes from the server's own figures where it has
-any, else from latencies. `APIServer` owns one per server; nothing here sends, sleeps or knows of weights and splits.
+It is told when requests start, finish or are refused (time is an argument) and answers with `limit`, in 1..cap. It aims
+at ALLOWANCE requests waiting at a busy server, as many for every client, which is what makes their parts equal. The
+queue comes from the server's own figures where it has any, else from latencies; a client that comes late cannot tell
+the others' queue from a slow network then, and parts are unequal. `APIServer` owns one per server; nothing here sends.
 
-Latency is `wait + tokens * time_per_token`. The line through (tokens, latency) separates the two, so neither long
-answers nor a batch that makes every token slower look like a queue; only the wait does. wait / latency is then the
-share of requests that wait (Little's law).
+Latency is `wait + tokens * time_per_token` (as TCP Vegas has it, per token). The line through (tokens, latency)
+separates the two, so neither long answers nor a batch that makes every token slower look like a queue; only the wait
+does. wait / latency is then the share of requests that wait (Little's law).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ BATCHING_SLOWDOWN = 3.0
 """Where lengths do not vary: how much slower than at best a token may be before that counts as a queue."""
 WORSE = 0.9
 """Less throughput than this share of the best, at a higher limit, means that the server is past its knee."""
-PEAK_MEMORY_S = 300.0
-"""How long the best throughput counts; the server may have changed since."""
+PEAK_MEMORY_S, FADE = 300.0, 0.97
+"""How long the best throughput counts, and what is left of it after a round that shows it is out of reach."""
 SHRUNK, AS_LONG = 0.7, 0.9
 """A wait that is still this long when the limit has shrunk to that share is no queue."""
 CEILING_S, KNEE_S = 6.0, 60.0
@@ -254,10 +254,15 @@ class ConcurrencyController:
         if rate >= self._peak_rate or now - self._peak_at > PEAK_MEMORY_S:
             self._peak_rate, self._peak_level, self._peak_at = rate, level, now
             return False
-        return bool(rate < WORSE * self._peak_rate and level > 1.2 * self._peak_level)
+        if rate >= WORSE * self._peak_rate:
+            return False
+        if level > 1.2 * self._peak_level:
+            return True
+        self._peak_rate *= FADE  # no more requests than then, and still less: the server is slower
+        return False
 
     def _adjust(self, now: float, share: float) -> None:
-        """Move towards a queue of ALLOWANCE * sqrt(limit), at most halving the limit or adding a half."""
+        """Move towards a queue of ALLOWANCE requests, at most halving the limit or adding a half."""
         limit = self._limit
         # A first sign may be a pause for new weights, which is no queue.
         lowest = 0.5 if self._last_share >= QUEUE_SEEN else 0.8

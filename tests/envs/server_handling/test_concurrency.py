@@ -154,17 +154,11 @@ def test_storms_of_refusals_end() -> None:
     assert sum(one.controller.limit for one in clients) <= 12
 
 
-@pytest.mark.parametrize(
-    ("kind", "starts"),
-    [
-        ("queues", [0, 0]),
-        ("tells its load", [0, 20, 60]),
-        ("refuses", [0, 20, 60]),
-    ],
-)
-def test_environments_that_share_a_server_get_equal_parts(kind: str, starts: list[float]) -> None:
-    clients = [client(starts_at=at) for at in starts]
-    engine = SimulatedEngine(clients, slots=64, **SERVERS[kind])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["tells its load", "refuses"])
+def test_environments_that_share_a_server_get_equal_parts(kind: str, seed: int) -> None:
+    clients = [client(starts_at=at) for at in (0, 20, 60)]
+    engine = SimulatedEngine(clients, slots=64, seed=seed, **SERVERS[kind])
     engine.run(120)
     before = [one.num_tokens for one in clients]
     rate = rate_until(engine, 300)
@@ -175,9 +169,10 @@ def test_environments_that_share_a_server_get_equal_parts(kind: str, starts: lis
     assert rate >= 0.95 * 64 / TOKEN_TIME_S
 
 
-def test_late_environments_and_early_ones_both_get_work_where_nothing_tells_the_load() -> None:
-    # A latecomer cannot tell the others' queue from a slow network, so parts are far from equal.
-    clients = [client(starts_at=at) for at in (0, 20, 60)]
+@pytest.mark.parametrize("starts", [(0, 0), (0, 0, 0, 0), (0, 20, 60)])
+def test_nobody_starves_at_a_server_that_tells_nothing(starts: tuple[float, ...]) -> None:
+    # The others' queue cannot be told from a slow network then, so parts are far from equal.
+    clients = [client(starts_at=at) for at in starts]
     engine = SimulatedEngine(clients, slots=64)
     engine.run(120)
     before = [one.num_tokens for one in clients]
@@ -201,6 +196,14 @@ def test_shares_that_the_hub_gives_divide_the_server() -> None:
     assert parts[0] / sum(parts) == pytest.approx(0.75, abs=0.05)
     assert rate >= 0.95 * 64 / TOKEN_TIME_S
     assert len(engine.waiting) <= 16  # one allowance for all, not one for each
+
+
+def test_a_server_that_becomes_slower_is_not_taken_for_an_overloaded_one() -> None:
+    engine = SimulatedEngine([client()], slots=10**4)
+    engine.run(60)
+    engine.token_time = lambda running: 3 * TOKEN_TIME_S
+    engine.run(120)
+    assert rate_until(engine, 240) >= 0.95 * CAP / (3 * TOKEN_TIME_S)
 
 
 def test_a_pause_for_new_weights_costs_little() -> None:

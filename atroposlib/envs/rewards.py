@@ -266,7 +266,10 @@ class _Worker:
         # Before anything is awaited: the keeper ends them all when the pipe is closed, even if nobody waits for that.
         if process.stdin is not None and not process.stdin.is_closing():
             process.stdin.transport.abort()
-        if not _IS_LINUX:
+        if _IS_LINUX:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()  # a fork of ours may hold the pipe open
+        else:
             _kill_group(process.pid)
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
@@ -331,21 +334,20 @@ def _keep(child: int) -> None:
     os.dup2(nowhere, 1)  # the child's end of file is the end of the child
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     poll = select.poll()
     poll.register(0, 0)  # requests are the child's; a hang-up is reported without being asked for
     poll.register(woken, select.POLLIN)
     status = _collect(child)
     while status is None:
-        if any(fd == 0 for fd, _ in poll.poll()):
+        if any(fd == 0 for fd, _ in poll.poll()) or signal.SIGTERM in os.read(woken, 4096):
             break
-        os.read(woken, 4096)
         status = _collect(child)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(
-            child, signal.SIGKILL
-        )  # at once: those that fork faster than they can be listed, too
+        # All at once first: they may fork faster than they can be listed.
+        os.killpg(child, signal.SIGKILL)
     while (left := _children()) or status is None:
         for pid in left:
             os.kill(pid, signal.SIGKILL)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +113,34 @@ async def test_worker_whose_calls_leave_processes_behind_is_replaced(tmp_path: P
         assert len(noted(tmp_path)) == 40
         assert workers.failures == {}
     assert survivors(tmp_path) == []
+
+
+async def test_worker_ends_although_a_fork_of_the_environment_holds_its_pipe(
+    tmp_path: Path,
+) -> None:
+    workers = RewardWorkers()
+    assert await workers.run(bad_rewards.leave_a_daemon, str(tmp_path), timeout_s=PATIENT_S)
+    fork = sleeping_fork()
+    try:
+        await workers.close()
+        assert survivors(tmp_path) == []
+    finally:
+        collect(fork)
+
+
+def sleeping_fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forks beside threads
+        pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+        os._exit(0)
+    return pid
+
+
+def collect(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize("misdeed", ["fork_and_wait", "leave_a_daemon", "hang_in_regex"])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
 import select
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +25,8 @@ from atroposlib.envs.agent_env import (
     train_once,
 )
 from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.runtime.process import process
+from atroposlib.envs.server_handling.http import EngineHttpRejected
 from atroposlib.envs.server_handling.managed_server_proxy import create_app
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy.local import serve_locally
@@ -57,18 +62,24 @@ class Doubling(AgentEnv):
         return float(answer == str(2 * row))
 
 
+class Refused(Exception):
+    """The API's answer is an error; its argument is the code."""
+
+
 def ask(base_url: str, api_key: str, text: str) -> str:
     """Call the API as any program would."""
-    import urllib.request
-
     body = {"messages": [{"role": "user", "content": text}], "temperature": 0}
     request = urllib.request.Request(
         f"{base_url}/chat/completions",
         data=json.dumps(body).encode(),
         headers={"Authorization": f"Bearer {api_key}"},
     )
-    with urllib.request.urlopen(request, timeout=30) as response:
-        answer: str = json.load(response)["choices"][0]["message"]["content"]
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            answer: str = json.load(response)["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        with error:
+            raise Refused(json.load(error)["error"]["code"]) from None
     return answer
 
 
@@ -140,6 +151,13 @@ class Reviews:
         return str(int(found[1]) + self.num_reviews)
 
 
+def gold_of(prompt: str) -> str:
+    found = re.search(r"What is (\d+) ([*+]) (\d+)", prompt)
+    assert found
+    left, right = int(found[1]), int(found[3])
+    return str(left * right if found[2] == "*" else left + right)
+
+
 class OfflineArithmetic(ArithmeticAgents):
     def load_tokenizer(self) -> Any:
         return ByteTokenizer()
@@ -187,6 +205,31 @@ async def test_agent_on_plain_http_with_two_conversations_makes_two_sequences() 
     assert scores["391<eos>"] == 1.0
     assert scores["392<eos>"] == 0.0
     assert env.counts["agent_sequences"] == 4
+
+
+async def test_groups_of_agents_reach_the_file_and_the_page_with_their_messages(
+    tmp_path: Any,
+) -> None:
+    path = tmp_path / "groups.jsonl"
+    turns = itertools.count()
+    env = make(
+        OfflineArithmetic,
+        respond=lambda request: gold_of(request.prompt) if next(turns) % 2 else "no idea",
+        config_cls=ArithmeticAgentsConfig,
+        agent="http",
+        total_steps=1,
+        max_num_workers=1,
+        include_messages=True,
+        data_path_to_save_groups=str(path),
+    )
+    result = await process(env)
+    assert result.num_groups == 1
+    assert set(result.outbox.dropped) <= {"equal_scores"}
+    (line,) = result.path.read_text().splitlines()
+    group = json.loads(line)
+    assert len(group["messages"]) == len(group["scores"]) == 4
+    assert group["messages"][0][0]["role"] == "user"
+    assert group["messages"][0][-1]["role"] == "assistant"
 
 
 # Agents in this process.
@@ -266,6 +309,20 @@ async def test_failure_of_the_engine_is_the_items_not_the_agents() -> None:
         await group_of(env, 4)
 
 
+async def test_request_that_the_engine_refuses_is_the_agents_failure() -> None:
+    class Careless(Doubling):
+        agent_failure_score = -1.0
+
+    env = make(Careless)
+    refusal = EngineHttpRejected("This model's maximum context length is 8 tokens", status=400)
+    env.server.servers[0].fail(refusal, times=1)
+    group = await group_of(env, 4)
+    # The other agent's answer is the second one, which is wrong; the failed one sampled nothing.
+    assert group is None
+    assert env.counts["agent_failed"] == 1
+    assert env.num_too_short == 1
+
+
 async def test_evaluation_asks_with_its_own_temperature_and_budget() -> None:
     env = make(respond=lambda request: "no")
     await env.setup()
@@ -298,15 +355,12 @@ async def test_api_without_token_ids_can_be_evaluated_but_not_trained(
 
 
 async def test_agent_is_told_when_its_conversation_is_longer_than_the_trainer_takes() -> None:
-    import urllib.error
-
     class Talkative(Doubling):
         async def run_agent(self, row: Any, base_url: str, api_key: str) -> Any:
             try:
                 return await asyncio.to_thread(ask, base_url, api_key, "x" * 100)
-            except urllib.error.HTTPError as refused:
-                with refused:
-                    return json.load(refused)["error"]["code"]
+            except Refused as refused:
+                return refused.args[0]
 
         def score(self, row: Any, answer: Any) -> float:
             return float(answer == "context_length_exceeded")

@@ -410,6 +410,24 @@ async def test_session_that_is_answered_is_not_idle() -> None:
         assert len(await proxy.nodes(uuid)) == 1
 
 
+async def test_sessions_at_the_same_time_keep_apart() -> None:
+    async with Proxy(lambda request: request.prompt.split("<user>")[1][:3]) as proxy:
+
+        async def talk(number: int) -> tuple[str, list[dict[str, Any]]]:
+            name = f"{number:03}"
+            uuid = await proxy.open()
+            messages: list[dict[str, Any]] = []
+            for _ in range(3):
+                messages.append({"role": "user", "content": f"{name}?"})
+                answer = await proxy.post(chat_url(uuid), {"messages": messages})
+                messages.append(answer["choices"][0]["message"])
+            return name, await proxy.nodes(uuid)
+
+        for name, nodes in await asyncio.gather(*map(talk, range(40))):
+            (node,) = nodes
+            assert trained_text(node) == f"{name}<eos>" * 3
+
+
 async def test_deleting_a_session_cancels_what_the_engine_is_doing_for_it() -> None:
     async with Proxy() as proxy:
         uuid = await proxy.open()

@@ -21,7 +21,12 @@ from pydantic import BaseModel
 
 from atroposlib.envs.server_handling.api_server import TokenCompletions
 from atroposlib.envs.server_handling.managed_server import ManagedServer, Prompt
-from atroposlib.envs.server_handling.proxy.errors import ProxyError, invalid, too_long
+from atroposlib.envs.server_handling.proxy.errors import (
+    ProxyError,
+    error_for,
+    invalid,
+    too_long,
+)
 from atroposlib.envs.server_handling.proxy.turn import Answer, Ask, Choice, TokenLogprob
 from atroposlib.envs.server_handling.sequences import SequenceNode
 from atroposlib.envs.server_handling.tool_parsers import style_named
@@ -143,7 +148,7 @@ class Session:
         self.responses: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
         """Conversations by the id of the response that ended them."""
         self.engine_errors: list[EngineError] = []
-        """Failures of the engine that the agent was told."""
+        """Failures of the engine that the agent was told; requests that were at fault themselves are not among them."""
         self.last_messages: list[dict[str, Any]] = []
         """The conversation of the latest answer, that answer included."""
         self._clock = clock
@@ -207,7 +212,9 @@ class Session:
                 raise self.closed_by or ProxyError(503, "the proxy is shutting down")
             return task.result()
         except EngineError as e:
-            self.engine_errors.append(e)
+            told = error_for(e)
+            if told is None or told.status != 400:
+                self.engine_errors.append(e)
             raise
         finally:
             self.used_at = self._clock()

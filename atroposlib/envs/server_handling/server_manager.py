@@ -34,6 +34,7 @@ from atroposlib.envs.server_handling.server_config import (
 )
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.slurm import inference_urls, list_hostnames
+from atroposlib.envs.server_handling.turns import turn
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError
 
@@ -60,6 +61,8 @@ class ServerManager:
     # Tests in the wild make a manager without its constructor and give it `servers`.
     proxy_url: str | None = None
     tool_parser: str | None = None
+    _num_stuck = 0
+    """Calls that wait because no server is ready."""
 
     def __init__(
         self,
@@ -79,8 +82,6 @@ class ServerManager:
         self.proxy_url = proxy_url or os.environ.get("ATROPOS_PROXY_URL") or None
         if use_proxy and not self.proxy_url:
             raise ConfigError("use_proxy is set; give proxy_url or set ATROPOS_PROXY_URL as well")
-        self._num_stuck = 0
-        """Calls that wait because no server is ready."""
         self.servers: list[APIServer]
         if testing:
             self.servers = [ServerHarness.answering_anything(_first(configs), reasoning_config)]
@@ -155,6 +156,7 @@ class ServerManager:
 
     async def _call_one(self, method: str, kwargs: dict[str, Any]) -> Any:
         """Make one call at the server that is freest, and at another one if that goes down."""
+        await turn()
         token = may_move.set(len(self.servers) > 1)
         try:
             while True:
@@ -252,6 +254,7 @@ class ServerManager:
             async with self._proxy_session(base_url, parser, track_tree) as session:
                 yield session
             return
+        await turn()
         server = self._at(base_url) if base_url else await self._choose()
         managed = self._manage(
             server,

@@ -76,11 +76,10 @@ def test_throughput_is_back_within_30_s_of_a_change_of_capacity(kind: str, seed:
         assert rate_until(engine, engine.now + 60) >= 0.95 * slots / TOKEN_TIME_S
 
 
+# Without spread in the lengths, tokens up to three times as slow as the best pass for batching.
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", SERVERS)
+@pytest.mark.parametrize("kind", [kind for kind in SERVERS if kind != "queues, equal lengths"])
 def test_queue_in_front_of_a_busy_server_stays_short(kind: str, seed: int) -> None:
-    if kind == "queues, equal lengths":
-        pytest.skip("without spread, slow tokens up to three times the best pass for batching")
     engine = SimulatedEngine([client()], slots=64, seed=seed, **SERVERS[kind])
     engine.run(60)
     waiting = []

@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 from pydantic import BaseModel
 
+from atroposlib.envs.server_handling.turns import turn
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.utils.off_loop import off_loop
 
@@ -136,6 +137,7 @@ class HttpPeer:
 
         `read` runs in a thread when the answer is large. A `msgspec.DecodeError` becomes `EngineProtocolError`.
         """
+        await turn()
         payload = msgspec.json.encode(body, enc_hook=_encode_model)
         all_headers = {"Content-Type": "application/json", **(headers or {})}
         status, answer, retry_after = await self._request(

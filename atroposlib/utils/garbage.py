@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 
-THRESHOLDS = (50_000, 20, 100)
+THRESHOLDS = (10_000, 1_000, 100)
 """New objects before the youngest are looked through, and how often each generation before the next one is. Measured
 with `benchmarks/inference.py`: a fifth less CPU per request, and no step of the loop longer for it."""
 

@@ -112,6 +112,7 @@ def test_engine_urls_are_a_comma_list_with_or_without_v1() -> None:
         (["--model=m", "--engine_url=localhost:9001"], ["localhost:9001", "http://"]),
         (["--model=m", "--weight-bridge-mode=lora"], ["lora", "shared_vllm"]),
         (["--model=m", "--device=gpu"], ["--device", "gpu"]),
+        (["--model=m", "--dtype=float16"], ["--dtype", "float16", "bfloat16"]),
         (["--model=m", "--lora", "--train_layer_indices=0"], ["lora_layer_indices"]),
         (["--model=m", "--bridge=reload", "--weight-bridge-mode=none"], ["contradicts"]),
         (["--model=/no/such/dir"], ["/no/such/dir", "does not exist"]),

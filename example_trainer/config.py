@@ -269,10 +269,25 @@ class TrainerConfig(BaseModel):
     )
     engine_url: str = Field(
         "",
-        description="reload: addresses of the engines, comma-separated; empty: port vllm_port here",
+        description="reload, transfer and lora: addresses of the engines, comma-separated; empty: port vllm_port here",
     )
     engine_timeout_s: float = Field(
         600.0, gt=0, description="for an engine to start, or to take weights"
+    )
+    lora_name: str = Field(
+        "policy",
+        min_length=1,
+        description="lora: what the engines call the adapter; the environments' model_name",
+    )
+    transfer_backend: Literal["nccl", "ipc"] = Field(
+        "nccl", description="transfer: nccl between GPUs; ipc on one and the same GPU (vLLM only)"
+    )
+    transfer_bucket_mb: int = Field(
+        512, ge=1, description="transfer: MB of weights that are handed over at a time"
+    )
+    transfer_address: str | None = Field(
+        None,
+        description="transfer: address at which the engines reach the trainer; None: that from which it reaches them",
     )
 
     # The engine that the trainer starts itself

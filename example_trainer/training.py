@@ -86,8 +86,7 @@ def train(config: TrainerConfig) -> None:
                 feed.acknowledge(step=version)
             with clock.phase("publish_s"):
                 if is_publish_due(version, config):
-                    bridge.publish(policy, version)
-                    feed.announce(version)
+                    feed.announce(bridge.publish(policy, version))
             with clock.phase("save_s"):
                 if config.checkpoint_interval and version % config.checkpoint_interval == 0:
                     save_checkpoint(saved, policy, optimizer, version, feed)

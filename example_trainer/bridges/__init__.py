@@ -1,16 +1,20 @@
-"""How new weights reach the engines: one Protocol, two ways.
+"""How new weights reach the engines: one Protocol, four ways.
 
-`restart` stops the engine and starts it on the new checkpoint; `reload` lets running engines load it in place.
+`restart` stops the engine and starts it on the new checkpoint; `reload` lets running engines load it in place;
+`transfer` hands the weights over from memory to memory; `lora` swaps the adapter only.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Protocol
 
+from example_trainer.bridges.lora import LoraBridge
 from example_trainer.bridges.reload import ReloadBridge
 from example_trainer.bridges.restart import RestartBridge
+from example_trainer.bridges.transfer import TransferBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import Policy, choose_device, choose_dtype
 from example_trainer.vllm_process import (
@@ -33,8 +37,11 @@ class WeightBridge(Protocol):
     def start(self, policy: Policy, version: int) -> None:
         """Return when every engine serves the policy as `version`."""
 
-    def publish(self, policy: Policy, version: int) -> None:
-        """Return when every engine samples from the policy's weights and says so."""
+    def publish(self, policy: Policy, version: int) -> int:
+        """Return when every engine samples from the policy's weights and says so; the version that they serve.
+
+        That is `version`, or an older one where an engine could not take the new weights and went back (restart).
+        """
 
     def close(self) -> None:
         """Stop what `start` started, and nothing else; harmless when repeated."""
@@ -47,7 +54,7 @@ class CheckpointEngines(Protocol):
 
     def start(self, checkpoint_dir: Path, version: int) -> None: ...
 
-    def publish(self, checkpoint_dir: Path, version: int) -> None: ...
+    def publish(self, checkpoint_dir: Path, version: int) -> int: ...
 
     def close(self) -> None: ...
 
@@ -65,10 +72,9 @@ class CheckpointBridge:
         if policy.world.is_main:
             self._engines.start(path, version)
 
-    def publish(self, policy: Policy, version: int) -> None:
+    def publish(self, policy: Policy, version: int) -> int:
         path = self._weights.save(version)
-        if policy.world.is_main:
-            self._engines.publish(path, version)
+        return self._engines.publish(path, version) if policy.world.is_main else version
 
     def close(self) -> None:
         self._engines.close()
@@ -76,12 +82,25 @@ class CheckpointBridge:
 
 def make_bridge(config: TrainerConfig, weights: WeightsDirectory) -> WeightBridge:
     """Build the bridge that the configuration names."""
-    engines: CheckpointEngines
-    if config.bridge == "reload":
-        engines = ReloadBridge(urls=config.engine_urls, timeout_s=config.engine_timeout_s)
-    else:
-        engines = RestartBridge(start_engine=lambda model, version: make_engine(config, model))
-    return CheckpointBridge(weights, engines)
+    urls, timeout_s = config.engine_urls, config.engine_timeout_s
+    match config.bridge:
+        case "restart":
+            return CheckpointBridge(
+                weights,
+                RestartBridge(start_engine=lambda model, version: make_engine(config, model)),
+            )
+        case "reload":
+            return CheckpointBridge(weights, ReloadBridge(urls=urls, timeout_s=timeout_s))
+        case "lora":
+            return LoraBridge(weights, urls=urls, lora_name=config.lora_name, timeout_s=timeout_s)
+        case "transfer":
+            return TransferBridge(
+                urls=urls,
+                backend=config.transfer_backend,
+                bucket_bytes=config.transfer_bucket_mb * 2**20,
+                address=config.transfer_address,
+                timeout_s=timeout_s,
+            )
 
 
 def make_engine(config: TrainerConfig, model: Path) -> EngineProcess:
@@ -91,6 +110,7 @@ def make_engine(config: TrainerConfig, model: Path) -> EngineProcess:
     # That of the published weights: vLLM's own choice for float32 weights is 16 bits.
     dtype = str(choose_dtype(config, device)).removeprefix("torch.")
     if config.engine == "vllm":
+        transfers = {"backend": config.transfer_backend} if config.bridge == "transfer" else None
         argv = vllm_command(
             python=config.vllm_python or sys.executable,
             model=model,
@@ -100,8 +120,12 @@ def make_engine(config: TrainerConfig, model: Path) -> EngineProcess:
             gpu_memory_utilization=None if is_cpu else config.gpu_memory_utilization,
             dtype=dtype,
             cpu=is_cpu,
+            lora_rank=config.lora_r if config.bridge == "lora" else None,
+            extra_args=["--weight-transfer-config", json.dumps(transfers)] if transfers else [],
         )
-        env = vllm_environment(gpu=config.vllm_gpu, cpu=is_cpu)
+        env = vllm_environment(
+            gpu=config.vllm_gpu, cpu=is_cpu, takes_handles=config.transfer_backend == "ipc"
+        )
     else:
         argv = local_engine_command(
             model=model,

@@ -1,4 +1,4 @@
-"""A small HTTP server with vLLM's weight routes, and a hub on a port, both in threads."""
+"""A small HTTP server with the weight routes of vLLM or SGLang, and a hub on a port, both in threads."""
 
 from __future__ import annotations
 
@@ -14,15 +14,49 @@ import uvicorn
 
 from atroposlib.api.server import create_app
 
+ROUTES = {
+    "vllm": {
+        "/health",
+        "/pause",
+        "/resume",
+        "/collective_rpc",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+        "/weight_info",
+        "/server_info",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    },
+    "sglang": {
+        "/health",
+        "/pause_generation",
+        "/continue_generation",
+        "/update_weights_from_disk",
+        "/flush_cache",
+        "/update_weight_version",
+        "/model_info",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+    },
+    "original": {"/health", "/lora/load"},
+}
+
 
 class FakeEngine:
-    """Records what it is asked; `faults` maps a route to the (status, body) it answers instead."""
+    """Records what it is asked to do; `faults` maps a route to the (status, body) it answers instead.
 
-    def __init__(self) -> None:
+    Questions (`/openapi.json` and those that change nothing) are not among `calls`.
+    """
+
+    def __init__(self, kind: str = "vllm") -> None:
+        self.kind = kind
         self.calls: list[str] = []
+        self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.weights: list[str] = []
         self.versions: list[str] = []
+        self.adapters: dict[str, str] = {}
         self.faults: dict[str, tuple[int, bytes]] = {}
+        self.device = "cuda"
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -34,7 +68,7 @@ class FakeEngine:
 
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                status, reply = engine.handle(self.path, json.loads(body or b"{}"))
+                status, reply = engine.handle(self.path, json.loads(body or b"{}") or {})
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(reply)))
                 self.end_headers()
@@ -48,20 +82,54 @@ class FakeEngine:
 
     def handle(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         route = path.partition("?")[0]
-        self.calls.append(path)
+        answer = self.look(route)
+        if answer is None:
+            self.calls.append(path)
+            self.bodies.append((route, body))
         if route in self.faults:
             return self.faults[route]
+        if answer is not None:
+            return 200, json.dumps(answer).encode()
+        if route not in ROUTES[self.kind]:
+            return 404, b'{"detail": "Not Found"}'
+        return self.act(route, body)
+
+    def look(self, route: str) -> Any:
+        """Answer a question; None for what is none."""
+        version = {"weight_version": self.versions[-1] if self.versions else "default"}
+        answers = {
+            "/openapi.json": {"paths": dict.fromkeys(ROUTES[self.kind], {})},
+            "/weight_info": version,
+            "/model_info": version,
+            "/server_info": {"vllm_config": f"model='m', device_config={self.device}, seed=0"},
+        }
+        is_known = route in ROUTES[self.kind] or route == "/openapi.json"
+        return answers.get(route) if is_known else None
+
+    def act(self, route: str, body: dict[str, Any]) -> tuple[int, bytes]:
         if route == "/collective_rpc":
             assert body["method"] == "reload_weights"
             self.weights.append(body["kwargs"]["weights_path"])
-        if route == "/update_weight_version":
+        elif route == "/update_weights_from_disk":
+            self.weights.append(body["model_path"])
+            self.versions.append(body["weight_version"])
+        elif route == "/update_weight_version":
             self.versions.append(body["new_version"])
+        elif route.endswith("/load_lora_adapter"):
+            if body["lora_name"] in self.adapters:
+                return 400, b"already loaded"
+            self.adapters[body["lora_name"]] = body["lora_path"]
+        elif route.endswith("/unload_lora_adapter"):
+            if self.adapters.pop(body["lora_name"], None) is None:
+                return 404 if self.kind == "vllm" else 400, b"cannot be found"
+        elif route == "/lora/load":
+            self.adapters[body["adapter_name"]] = body["adapter_path"]
         return 200, b'{"success": true}'
 
 
 @contextmanager
-def fake_engine() -> Iterator[FakeEngine]:
-    engine = FakeEngine()
+def fake_engine(kind: str = "vllm") -> Iterator[FakeEngine]:
+    engine = FakeEngine(kind)
     thread = threading.Thread(
         target=engine.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
     )

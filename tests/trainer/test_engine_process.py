@@ -182,7 +182,7 @@ def test_engine_ends_when_its_parent_is_killed(port: int, tmp_path: Path) -> Non
         "from example_trainer.vllm_process import EngineProcess\n"
         f"engine = EngineProcess([sys.executable, {str(FAKE_ENGINE)!r}, '{port}'],"
         f" url='http://127.0.0.1:{port}', log_path=Path({str(tmp_path / 'log')!r}))\n"
-        "engine.start(); engine.wait_healthy(); print(engine.pid, flush=True); time.sleep(60)\n"
+        "engine.start(); engine.wait_ready(); print(engine.pid, flush=True); time.sleep(60)\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=FAKE_ENGINE.parents[2]
@@ -256,6 +256,9 @@ def test_vllm_environment_hides_this_process_s_packages_and_opens_the_developmen
     assert "VIRTUAL_ENV" not in environment
     assert environment["HOME"] == "/home/a"
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in environment
+    assert vllm_environment(takes_handles=True)["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
     assert environment["CUDA_VISIBLE_DEVICES"] == "1"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert environment["OMP_NUM_THREADS"] == "4"

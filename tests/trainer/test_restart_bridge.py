@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -17,8 +22,11 @@ from example_trainer.vllm_process import EngineProcess
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 
 
+WATCH_S = 0.05
+
+
 class Engines:
-    """Makes fake engines on one port and remembers them."""
+    """Makes fake engines on one port and remembers them; `options` by version, else for all."""
 
     def __init__(self, directory: Path) -> None:
         with socket.socket() as probe:
@@ -27,12 +35,15 @@ class Engines:
         self.url = f"http://127.0.0.1:{self.port}"
         self.directory = directory
         self.options: list[str] = []
+        self.options_of: dict[int, list[str]] = {}
         self.made: list[EngineProcess] = []
 
     def __call__(self, model: Path, version: int) -> EngineProcess:
         argv = [sys.executable, str(FAKE_ENGINE), str(self.port), "--model", str(model)]
         engine = EngineProcess(
-            [*argv, *self.options], url=self.url, log_path=self.directory / f"engine_{version}.log"
+            [*argv, *self.options_of.get(version, self.options)],
+            url=self.url,
+            log_path=self.directory / f"engine_{version}.log",
         )
         self.made.append(engine)
         return engine
@@ -50,21 +61,48 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "step_1"
-    path.mkdir()
-    (path / "config.json").write_text("{}")
-    return path
+def make_checkpoint(tmp_path: Path) -> Callable[[int], Path]:
+    def make(version: int) -> Path:
+        path = tmp_path / f"version_{version}"
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+        (path / "model.safetensors").write_bytes(b"weights")
+        return path
+
+    return make
+
+
+@pytest.fixture
+def base(make_checkpoint: Callable[[int], Path]) -> Path:
+    return make_checkpoint(0)
+
+
+@pytest.fixture
+def checkpoint(make_checkpoint: Callable[[int], Path]) -> Path:
+    return make_checkpoint(1)
+
+
+@pytest.fixture
+def bridge(engines: Engines) -> Iterator[RestartBridge]:
+    bridge = RestartBridge(start_engine=engines, watch_interval_s=WATCH_S)
+    yield bridge
+    bridge.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_each_publish_replaces_the_engine_and_names_the_version(
-    engines: Engines, checkpoint: Path, tmp_path: Path
+    engines: Engines, bridge: RestartBridge, checkpoint: Path, tmp_path: Path
 ) -> None:
     engines.options = ["--versions", str(tmp_path / "versions")]
-    bridge = RestartBridge(start_engine=engines)
     bridge.start(Path("org/base"), 0)
     assert engines.served_model() == "org/base"
-    bridge.publish(checkpoint, 1)
+    assert bridge.publish(checkpoint, 1) == 1
     assert engines.served_model() == str(checkpoint)
     assert (tmp_path / "versions").read_text().splitlines() == ["org/base 0", f"{checkpoint} 1"]
     assert [engine.pid is not None for engine in engines.made] == [False, True]
@@ -73,52 +111,124 @@ def test_each_publish_replaces_the_engine_and_names_the_version(
     bridge.close()  # harmless
 
 
-def test_engine_without_versions_is_used_all_the_same(engines: Engines, checkpoint: Path) -> None:
-    bridge = RestartBridge(start_engine=engines)
-    bridge.start(Path("base"), 0)
+def test_engine_without_versions_is_used_all_the_same(
+    engines: Engines, bridge: RestartBridge, base: Path, checkpoint: Path
+) -> None:
+    bridge.start(base, 0)
     bridge.publish(checkpoint, 1)
     assert engines.served_model() == str(checkpoint)
-    bridge.close()
 
 
-def test_refused_version_is_an_error(engines: Engines) -> None:
+def test_refused_version_is_an_error(engines: Engines, base: Path) -> None:
     engines.options = ["--versions", "refuse"]
     bridge = RestartBridge(start_engine=engines)
     with pytest.raises(EngineError, match="answered 400.*new_version is missing"):
-        bridge.start(Path("base"), 0)
+        bridge.start(base, 0)
     bridge.close()
     assert engines.made[0].pid is None
 
 
 def test_checkpoint_without_a_model_leaves_the_old_engine_running(
-    engines: Engines, tmp_path: Path
+    engines: Engines, bridge: RestartBridge, base: Path, tmp_path: Path
 ) -> None:
-    bridge = RestartBridge(start_engine=engines)
-    bridge.start(Path("base"), 0)
-    with pytest.raises(EngineError, match="holds no config.json"):
+    bridge.start(base, 0)
+    pid = engines.made[0].pid
+    with pytest.raises(EngineError, match=r"holds no config\.json"):
         bridge.publish(tmp_path / "nothing", 1)
-    assert engines.served_model() == "base"
-    bridge.close()
+    assert engines.served_model() == str(base)
+    assert [engine.pid for engine in engines.made] == [pid]
 
 
-def test_engine_that_does_not_come_back_is_an_error_with_its_log(
-    engines: Engines, checkpoint: Path
+def test_a_version_that_does_not_come_up_is_rolled_back_and_the_old_one_named(
+    engines: Engines,
+    bridge: RestartBridge,
+    base: Path,
+    make_checkpoint: Callable[[int], Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    bridge = RestartBridge(start_engine=engines)
-    bridge.start(Path("base"), 0)
-    engines.options = ["--die", "out of memory"]
+    engines.options_of[1] = ["--die", "out of memory"]
+    bridge.start(base, 0)
+    assert bridge.publish(make_checkpoint(1), 1) == 0
+    assert engines.served_model() == str(base)
+    assert "version 0 is served again" in caplog.text
+    assert "out of memory" in caplog.text
+    last = make_checkpoint(2)
+    assert bridge.publish(last, 2) == 2
+    assert engines.served_model() == str(last)
+
+
+def test_the_second_version_in_a_row_that_does_not_come_up_is_an_error_with_its_log(
+    engines: Engines,
+    bridge: RestartBridge,
+    base: Path,
+    make_checkpoint: Callable[[int], Path],
+) -> None:
+    engines.options_of = {1: ["--die", "first"], 2: ["--die", "out of memory"]}
+    bridge.start(base, 0)
+    assert bridge.publish(make_checkpoint(1), 1) == 0
     with pytest.raises(EngineError, match="out of memory"):
-        bridge.publish(checkpoint, 1)
-    bridge.close()
+        bridge.publish(make_checkpoint(2), 2)
 
 
-def test_engine_that_is_already_started_is_taken_as_it_is(engines: Engines) -> None:
+def test_engine_that_is_already_started_is_taken_as_it_is(engines: Engines, base: Path) -> None:
     def started(model: Path, version: int) -> EngineProcess:
         engine = engines(model, version)
         engine.start()
         return engine
 
     bridge = RestartBridge(start_engine=started)
-    bridge.start(Path("base"), 0)
-    assert engines.served_model() == "base"
+    bridge.start(base, 0)
+    assert engines.served_model() == str(base)
     bridge.close()
+
+
+def test_an_engine_that_is_killed_is_started_again_on_the_version_it_served(
+    engines: Engines, bridge: RestartBridge, base: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    engines.options = ["--versions", str(tmp_path / "versions")]
+    bridge.start(base, 0)
+    bridge.publish(checkpoint, 1)
+    killed = engines.made[-1].pid
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: len(engines.made) == 3)
+    assert bridge.publish(checkpoint, 2) == 2  # waits for the engine that is being started
+    assert engines.served_model() == str(checkpoint)
+    versions = [line.split()[-1] for line in (tmp_path / "versions").read_text().splitlines()]
+    assert versions == ["0", "1", "1", "2"]
+
+
+def test_an_engine_that_does_not_come_back_ends_the_run(
+    engines: Engines, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trainer would wait for ever for data that cannot come: it is asked to stop, and then told why."""
+    caplog.set_level(logging.ERROR)
+    asked = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    try:
+        bridge = RestartBridge(start_engine=engines, watch_interval_s=WATCH_S)
+        bridge.start(base, 0)
+        engines.options = ["--die", "the disk is full"]
+        pid = engines.made[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_until(asked.is_set)
+        with pytest.raises(EngineError, match="died and did not come back.*the disk is full"):
+            bridge.close()
+        bridge.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_closing_ends_an_engine_that_is_just_being_started_again(
+    engines: Engines, base: Path
+) -> None:
+    bridge = RestartBridge(start_engine=engines, watch_interval_s=WATCH_S)
+    bridge.start(base, 0)
+    engines.options = ["--never-healthy"]
+    pid = engines.made[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: len(engines.made) == 2)
+    bridge.close()
+    assert [engine.pid for engine in engines.made] == [None, None]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
+from atroposlib.errors import ConfigError
 from example_trainer.bridges import make_bridge, make_engine
 from example_trainer.config import TrainerConfig
 from example_trainer.weights import WeightsDirectory
@@ -36,8 +39,24 @@ def test_vllm_runs_in_its_own_python_and_keeps_the_models_name() -> None:
     assert "--gpu-memory-utilization" not in command
 
 
+def test_vllm_is_started_for_adapters_of_the_next_rank_that_it_knows() -> None:
+    command = command_of(engine="vllm", bridge="lora", lora_r=40)
+    assert "--enable-lora" in command
+    assert value_of(command, "--max-lora-rank") == "64"
+    assert value_of(command, "--max-loras") == "2"
+    assert "--enable-lora" not in command_of(engine="vllm", bridge="restart", lora=True)
+    with pytest.raises(ConfigError, match="--lora_r 513.*512"):
+        command_of(engine="vllm", bridge="lora", lora_r=513)
+
+
+def test_vllm_is_started_for_the_transfer_that_is_asked_for() -> None:
+    command = command_of(engine="vllm", bridge="transfer", transfer_backend="ipc")
+    assert value_of(command, "--weight-transfer-config") == '{"backend": "ipc"}'
+    assert "--weight-transfer-config" not in command_of(engine="vllm", bridge="reload")
+
+
 def test_the_flag_chooses_the_bridge() -> None:
-    for name in ("restart", "reload"):
+    for name in ("restart", "reload", "transfer", "lora"):
         config = TrainerConfig(model_name="m", bridge=name)  # type: ignore[arg-type]
         bridge = make_bridge(config, cast(WeightsDirectory, None))
         assert bridge.name == name

@@ -1,22 +1,30 @@
-"""`bridges/reload.py` against a small real server in the engine's place."""
+"""`bridges/reload.py` against small real servers in the place of vLLM and SGLang."""
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
 
-from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+from atroposlib.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
 from example_trainer.bridges.reload import ReloadBridge
 from tests.trainer.helpers_reload import FakeEngine, fake_engine
 
-UPDATE = [
+VLLM = [
     "/pause?mode=keep",
     "/collective_rpc",
     "/reset_prefix_cache?reset_running_requests=true",
     "/update_weight_version",
     "/resume",
+]
+SGLANG = [
+    "/pause_generation",
+    "/update_weights_from_disk",
+    "/flush_cache",
+    "/update_weight_version",
+    "/continue_generation",
 ]
 
 
@@ -25,64 +33,172 @@ def bridge_to(*engines: FakeEngine, timeout_s: float = 5.0) -> ReloadBridge:
     return ReloadBridge(urls=urls, timeout_s=timeout_s)
 
 
-def test_start_loads_the_initial_model_as_version_0(tmp_path: Path) -> None:
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "version_1")
+
+
+def make_checkpoint(path: Path, **config: object) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "model.safetensors").write_bytes(b"weights")
+    return path
+
+
+def test_start_loads_the_initial_model_as_version_0(checkpoint: Path) -> None:
     with fake_engine() as engine:
-        bridge_to(engine).start(tmp_path, 0)
-    assert engine.calls == ["/health", *UPDATE]
-    assert (engine.weights, engine.versions) == ([str(tmp_path)], ["0"])
+        bridge_to(engine).start(checkpoint, 0)
+    assert engine.calls == ["/health", *VLLM]
+    assert (engine.weights, engine.versions) == ([str(checkpoint)], ["0"])
 
 
-def test_publish_reaches_every_engine_frozen(tmp_path: Path) -> None:
-    with fake_engine() as one, fake_engine() as two:
-        bridge_to(one, two).publish(tmp_path / "v7", 7)
-    for engine in (one, two):
-        assert engine.calls == UPDATE
-        assert (engine.weights, engine.versions) == ([str(tmp_path / "v7")], ["7"])
+def test_publish_reaches_engines_of_both_kinds_frozen(checkpoint: Path) -> None:
+    with fake_engine() as one, fake_engine("sglang") as two, fake_engine() as three:
+        assert bridge_to(one, two, three).publish(checkpoint, 7) == 7
+    assert [one.calls, two.calls, three.calls] == [VLLM, SGLANG, VLLM]
+    for engine in (one, two, three):
+        assert set(engine.weights) == {str(checkpoint)}
+        assert set(engine.versions) == {"7"}
 
 
-def test_a_failed_reload_still_resumes_and_names_engine_route_and_answer(tmp_path: Path) -> None:
+def test_sglang_is_never_asked_to_flush_inside_an_update(checkpoint: Path) -> None:
+    with fake_engine("sglang") as engine:
+        bridge_to(engine).publish(checkpoint, 7)
+    update = dict(engine.bodies)["/update_weights_from_disk"]
+    assert update["flush_cache"] is False
+    assert dict(engine.bodies)["/pause_generation"] == {"mode": "retract"}
+
+
+def test_sglang_that_cannot_flush_its_cache_is_used_and_told_about_once(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fake_engine("sglang") as engine:
+        engine.faults["/flush_cache"] = (400, b"Flush cache failed.")
+        bridge = bridge_to(engine)
+        for version in (1, 2):
+            bridge.publish(checkpoint, version)
+    assert engine.versions[-1] == "2"
+    assert sum("of older weights" in r.message for r in caplog.records) == 1
+
+
+def test_sglang_that_answers_success_false_is_an_error(checkpoint: Path) -> None:
+    with fake_engine("sglang") as engine:
+        engine.faults["/update_weights_from_disk"] = (200, b'{"success":false,"message":"shape"}')
+        with pytest.raises(EngineProtocolError, match="shape"):
+            bridge_to(engine).publish(checkpoint, 1)
+    assert engine.calls[-1] == "/continue_generation"
+
+
+def test_sglang_is_known_by_its_routes_where_the_list_of_routes_is_hidden(checkpoint: Path) -> None:
+    with fake_engine("sglang") as engine:
+        engine.faults["/openapi.json"] = (404, b"Not Found")
+        bridge_to(engine).publish(checkpoint, 1)
+    assert engine.calls == SGLANG
+    with fake_engine() as engine:
+        engine.faults["/openapi.json"] = (404, b"Not Found")
+        bridge_to(engine).publish(checkpoint, 1)
+    assert engine.calls[-len(VLLM) :] == VLLM
+
+
+def test_a_checkpoint_that_is_not_complete_reaches_no_engine(tmp_path: Path) -> None:
+    """vLLM does not survive a reload that fails."""
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    (partial / "config.json").write_text("{}")
+    with fake_engine() as engine:
+        bridge = bridge_to(engine)
+        with pytest.raises(EngineError, match=r"nothing holds no config\.json"):
+            bridge.publish(tmp_path / "nothing", 1)
+        with pytest.raises(EngineError, match=r"lacks model\.safetensors"):
+            bridge.publish(partial, 1)
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index))
+        (partial / "model-1.safetensors").write_bytes(b"half")
+        with pytest.raises(EngineError, match=r"lacks model-2\.safetensors"):
+            bridge.publish(partial, 1)
+    assert engine.calls == []
+
+
+def test_tied_embeddings_are_not_reloaded_by_vllm_on_the_cpu(tmp_path: Path) -> None:
+    """It would answer 200 and keep the old output layer."""
+    tied = make_checkpoint(tmp_path / "tied", tie_word_embeddings=True)
+    with fake_engine() as engine:
+        bridge_to(engine).publish(tied, 1)
+        engine.device = "cpu"
+        with pytest.raises(EngineRejected, match="tied embeddings.*--bridge restart"):
+            bridge_to(engine).publish(tied, 2)
+    assert engine.weights == [str(tied)]
+    assert engine.calls[-1] == "/resume"
+
+
+def test_an_engine_that_names_another_version_afterwards_is_an_error(checkpoint: Path) -> None:
+    with fake_engine() as engine:
+        engine.faults["/weight_info"] = (200, b'{"weight_version": "3"}')
+        with pytest.raises(EngineProtocolError, match="version '3' after version 4 was loaded"):
+            bridge_to(engine).publish(checkpoint, 4)
+
+
+def test_a_failed_reload_still_resumes_and_names_engine_route_and_answer(checkpoint: Path) -> None:
     with fake_engine() as engine:
         engine.faults["/collective_rpc"] = (500, b"shape mismatch")
         with pytest.raises(
             EngineUnavailable, match=r"/collective_rpc answered 500: shape mismatch"
         ):
-            bridge_to(engine).publish(tmp_path, 1)
-    assert engine.calls == [UPDATE[0], UPDATE[1], "/resume"]
+            bridge_to(engine).publish(checkpoint, 1)
+    assert engine.calls == [VLLM[0], VLLM[1], "/resume"]
 
 
-def test_a_cache_of_older_weights_is_an_error(tmp_path: Path) -> None:
+def test_the_failure_is_told_and_not_that_of_resuming_after_it(checkpoint: Path) -> None:
+    with fake_engine() as engine:
+        engine.faults["/collective_rpc"] = (500, b"shape mismatch")
+        engine.faults["/resume"] = (500, b"engine is dead")
+        with pytest.raises(EngineUnavailable, match="shape mismatch"):
+            bridge_to(engine).publish(checkpoint, 1)
+
+
+def test_a_cache_of_older_weights_is_an_error(checkpoint: Path) -> None:
     with fake_engine() as engine:
         engine.faults["/reset_prefix_cache"] = (200, b'{"success": false}')
         with pytest.raises(EngineProtocolError, match="older weights"):
-            bridge_to(engine).publish(tmp_path, 1)
+            bridge_to(engine).publish(checkpoint, 1)
     assert engine.calls[-1] == "/resume"
 
 
-def test_missing_development_routes_name_the_switch(tmp_path: Path) -> None:
+def test_missing_development_routes_name_the_switch(checkpoint: Path) -> None:
     with fake_engine() as engine:
         engine.faults["/pause"] = (404, b"Not Found")
         with pytest.raises(EngineRejected, match="VLLM_SERVER_DEV_MODE=1"):
-            bridge_to(engine).publish(tmp_path, 1)
+            bridge_to(engine).publish(checkpoint, 1)
     assert engine.weights == []
 
 
 def test_an_engine_without_weight_versions_is_used_and_told_about_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     with fake_engine() as engine:
         engine.faults["/update_weight_version"] = (404, b"Not Found")
         bridge = bridge_to(engine)
         for version in (1, 2):
-            bridge.publish(tmp_path, version)
-    assert engine.calls == [*UPDATE, *UPDATE[:3], "/resume"]
+            bridge.publish(checkpoint, version)
+    assert engine.calls == [*VLLM, *VLLM[:3], "/resume"]
     assert sum("keeps no weight version" in r.message for r in caplog.records) == 1
 
 
-def test_a_missing_engine_is_named_after_the_timeout(tmp_path: Path) -> None:
+def test_a_missing_engine_is_named_after_the_timeout(checkpoint: Path) -> None:
     with fake_engine() as engine:
         pass  # gone, and its port with it
     with pytest.raises(
         EngineUnavailable, match=rf"{engine.url}: /health got no answer.*--engine_url"
     ):
-        bridge_to(engine, timeout_s=0.3).start(tmp_path, 0)
+        bridge_to(engine, timeout_s=0.3).start(checkpoint, 0)
+
+
+def test_one_engine_of_several_that_fails_is_named_and_the_others_have_the_weights(
+    checkpoint: Path,
+) -> None:
+    with fake_engine() as one, fake_engine() as two:
+        one.faults["/collective_rpc"] = (500, b"out of memory")
+        with pytest.raises(EngineUnavailable, match=rf"{one.url}.*out of memory"):
+            bridge_to(one, two).publish(checkpoint, 1)
+    assert (one.versions, two.versions) == ([], ["1"])

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -205,6 +206,8 @@ class ChatTemplate:
                 raise
             return None
         if not opened:
+            if pieces is not None:
+                self._look_for_results(messages, pieces[-1])
             return pieces
         if pieces is None:
             if tracked:
@@ -241,36 +244,41 @@ class ChatTemplate:
         add_generation_prompt: bool,
     ) -> tuple[str, ...] | None:
         marks = _Marks.absent_from(messages)
-        given = [
-            None if i in tracked else self._for_template(message, marks)
-            for i, message in enumerate(messages)
-        ]
 
-        def cut(write: Callable[[dict[str, Any], str], dict[str, Any]]) -> list[str] | None:
-            written = [
-                ready if ready is not None else write(message, marks.turn(i))
-                for i, (message, ready) in enumerate(zip(messages, given, strict=True))
-            ]
-            text = self._apply(written, options, add_generation_prompt=add_generation_prompt)
-            return marks.cut(text, sorted(tracked))
+        def cut(num: int, *, named: bool = False, prompt: bool = False) -> list[str] | None:
+            text = self._apply(
+                [
+                    self._for_template(messages[i], marks)
+                    if i not in tracked
+                    else marks.in_place_of(messages[i], marks.turn(i), named=named)
+                    for i in range(num)
+                ],
+                options,
+                add_generation_prompt=prompt,
+            )
+            names = {i: _first_name(messages[i]) if named else "" for i in tracked if i < num}
+            return marks.cut(text, names)
 
-        try:
-            pieces = cut(_as_content)
-        except _Refused:
-            # Some templates allow the results of tool calls only after a message with calls.
-            called = [i for i in tracked if messages[i].get("tool_calls")]
-            if not called:
-                raise
-            pieces = cut(_as_name)
-            for i in called if pieces is not None else ():
-                assert pieces is not None
-                # What follows the name is the rest of the calls, which was sampled, up to the end of the turn.
-                place = sorted(tracked).index(i) + 1
-                _, end, rest = pieces[place].partition(tracked[i] or "\0")
-                if not end:
-                    return None
-                pieces[place] = end + rest
+        called = [i for i in sorted(tracked) if messages[i].get("tool_calls")]
+        if not called or not self._mentions("tool_calls"):
+            pieces = cut(len(messages), prompt=add_generation_prompt)
+        else:
+            pieces = _cut_calls(
+                cut, len(messages), add_generation_prompt, tracked=tracked, called=called
+            )
         return None if pieces is None else tuple(map(marks.restore, pieces))
+
+    def _look_for_results(self, messages: Sequence[Message], text: str) -> None:
+        """Say so if results of tools that are last in `messages` are not in the text."""
+        for message in reversed(messages):
+            if message["role"] != "tool":
+                return
+            content = message["content"].strip()
+            if content not in text and json.dumps(content)[1:-1] not in text:
+                self.say_once(
+                    "The chat template leaves out results of tools: the model does not see them."
+                    " Some templates show them only after a message with tool_calls"
+                )
 
     def _for_template(self, message: dict[str, Any], marks: _Marks) -> dict[str, Any]:
         if message["role"] != "assistant":
@@ -284,6 +292,9 @@ class ChatTemplate:
                 message["tool_calls"] = [_with_parsed(call) for call in message["tool_calls"]]
         for tag in _THINK_TAGS:
             message["content"] = message["content"].replace(tag, marks.tag(tag))
+        if not message["content"] and message.get("tool_calls"):
+            # Templates of DeepSeek take any text, even an empty one, for the whole answer.
+            message["content"] = None
         return message
 
     def _mentions(self, word: str) -> bool:
@@ -312,23 +323,23 @@ class ChatTemplate:
                     **variables,
                 )
             )
-        except TypeError:
-            # Templates of DeepSeek add arguments to text: they want JSON rather than an object.
-            as_json = [_with_json_arguments(message) for message in messages]
-            if as_json == messages:
-                raise
-            return self._apply(as_json, options, add_generation_prompt=add_generation_prompt)
-        except ValueError as e:
-            if getattr(self._tokenizer, "chat_template", "") is None:
+        except Exception as e:
+            is_refusal = _is_of_jinja(e)
+            if is_refusal or isinstance(e, TypeError):
+                # Text + None, or text + an object: some want an empty text, or arguments as JSON.
+                as_text = [_with_texts(message) for message in messages]
+                if as_text != messages:
+                    return self._apply(
+                        as_text, options, add_generation_prompt=add_generation_prompt
+                    )
+            if is_refusal:
+                raise _Refused(f"the chat template refuses these messages: {e}") from e
+            if isinstance(e, ValueError) and getattr(self._tokenizer, "chat_template", "") is None:
                 raise ConfigError(
                     "the tokenizer has no chat template; use an instruction-tuned model,"
                     " set tokenizer.chat_template, or call completion() with a text prompt"
                 ) from e
             raise
-        except Exception as e:
-            if not _is_of_jinja(e):
-                raise
-            raise _Refused(f"the chat template refuses these messages: {e}") from e
 
     # Tokens.
 
@@ -419,15 +430,27 @@ class _Marks:
     def tag(self, tag: str) -> str:
         return f"{self._base}TAG{_THINK_TAGS.index(tag)}END"
 
-    def cut(self, text: str, turns: Sequence[int]) -> list[str] | None:
-        """Cut a text at the marks of turns; None unless each is there once, in order."""
+    def in_place_of(self, message: Message, mark: str, *, named: bool) -> dict[str, Any]:
+        """Return a message that shows the mark: as its content, or as the name of what it calls."""
+        if not named or not message.get("tool_calls"):
+            return {"role": message["role"], "content": mark}
+        calls = [_with_parsed(_plain(call)) for call in message["tool_calls"]]
+        calls[0] = {**calls[0], "function": {**calls[0]["function"], "name": mark}}
+        return {"role": message["role"], "content": None, "tool_calls": calls}
+
+    def cut(self, text: str, names: Mapping[int, str]) -> list[str] | None:
+        """Cut a text at the marks of turns; None unless each is there once, in order.
+
+        Some templates write the name of a call into its result: a mark with a name may come again.
+        """
         pieces = []
-        for index in turns:
+        for index in sorted(names):
             mark = self.turn(index)
             piece, found, text = text.partition(mark)
-            if not found or mark in text:
+            if not found or (mark in text and not names[index]):
                 return None
             pieces.append(piece)
+            text = text.replace(mark, names[index])
         return [*pieces, text]
 
     def restore(self, text: str) -> str:
@@ -443,16 +466,58 @@ def _searched(message: Message) -> str:
     return repr(message)
 
 
-def _as_content(message: dict[str, Any], mark: str) -> dict[str, Any]:
-    return {"role": message["role"], "content": mark}
+def _cut_calls(
+    cut: Callable[..., list[str] | None],
+    num_messages: int,
+    add_generation_prompt: bool,
+    *,
+    tracked: Mapping[int, str],
+    called: Sequence[int],
+) -> list[str] | None:
+    """Cut a conversation with tracked tool calls: what follows them without the text of the calls.
+
+    Rendered once with the calls and once as if they had been plain answers: templates may refuse, or leave out, results
+    without a call before them.
+    """
+    places = {i: place for place, i in enumerate(sorted(tracked), start=1) if i in called}
+    plain = _unless_refused(cut, num_messages, prompt=add_generation_prompt)
+    pieces = _unless_refused(cut, num_messages, prompt=add_generation_prompt, named=True)
+    if pieces is None:
+        return plain
+
+    def call_text(i: int) -> str:
+        # With nothing after the call, all there can be is the rest of its text and the end of the turn.
+        alone = _unless_refused(cut, i + 1, named=True)
+        return commonprefix([pieces[places[i]], alone[-1]]) if alone else ""
+
+    if plain is not None and all(
+        other in piece for piece, other in zip(pieces, plain, strict=True)
+    ):
+        # Earlier calls were looked at when they were the newest.
+        newest = places[called[-1]]
+        num_left_out = len(pieces[newest]) - len(plain[newest])
+        if pieces[newest].endswith(plain[newest]) and num_left_out <= len(call_text(called[-1])):
+            return plain
+    for i, place in places.items():
+        position = call_text(i).rfind(tracked[i]) if tracked[i] else -1
+        if position < 0:
+            return None
+        pieces[place] = pieces[place][position:]
+    return pieces
 
 
-def _as_name(message: dict[str, Any], mark: str) -> dict[str, Any]:
-    if not message.get("tool_calls"):
-        return _as_content(message, mark)
-    calls = [_with_parsed(_plain(call)) for call in message["tool_calls"]]
-    calls[0] = {**calls[0], "function": {"name": mark, "arguments": {}}}
-    return {"role": message["role"], "content": "", "tool_calls": calls}
+def _unless_refused(
+    cut: Callable[..., list[str] | None], num_messages: int, **how: bool
+) -> list[str] | None:
+    try:
+        return cut(num_messages, **how)
+    except _Refused:
+        return None
+
+
+def _first_name(message: Message) -> str:
+    calls = message.get("tool_calls")
+    return str(_field(_field(calls[0], "function"), "name")) if calls else ""
 
 
 def _plain(call: Any) -> dict[str, Any]:
@@ -468,9 +533,12 @@ def _with_parsed(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """Give a message with tool calls an empty text for none; if it has a text, its arguments as JSON."""
     if message["role"] != "assistant" or not message.get("tool_calls"):
         return message
+    if message["content"] is None:
+        return {**message, "content": ""}
     calls = []
     for call in message["tool_calls"]:
         arguments = call["function"].get("arguments")

@@ -34,6 +34,7 @@ EXTRA_SPECIAL = [
     "[INST]",
     "[/INST]",
     "[TOOL_CALLS]",
+    "[TOOL_RESULTS]",
 ]
 TEXT_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 """Single tokens, but not special ones: decoding keeps them."""
@@ -178,6 +179,36 @@ CALLS_BEFORE_RESULTS = (
     "{% elif m.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for call in m.tool_calls %}"
     "{{ call.function | tojson + (']' if loop.last else ', ') }}{% endfor %}{{ eos_token }}"
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+
+# Gemma 4: a result is written by the call before it, and the turn goes on behind it.
+RESULTS_BELONG_TO_CALLS = (
+    "{% for m in messages %}{% if m.role != 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>' + m.role + '\\n' }}{% endif %}"
+    "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+    "{{ '<tool_call>\\n' + {'name': f.name, 'arguments': f.arguments} | tojson + '\\n</tool_call>[TOOL_RESULTS]' }}"
+    "{% if not loop.last and messages[loop.index0 + 1].role == 'tool' %}"
+    "{{ messages[loop.index0 + 1].content + '[/TOOL_RESULTS]' }}{% endif %}"
+    "{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+# gpt-oss: a result bears the name of what was called. DeepSeek: arguments are added as text.
+RESULTS_NAME_CALLS = (
+    "{% set ns = namespace(name='') %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}{% if not ns.name %}{{ raise_exception('no call before a result') }}{% endif %}"
+    "{{ '<|im_start|>' + ns.name + '\\n' + m.content + '<|im_end|>\\n' }}"
+    "{% elif m.tool_calls %}{% set ns.name = m.tool_calls[0].function.name %}"
+    '{{ \'<|im_start|>assistant\\n<tool_call>\\n{"name": "\' + ns.name + \'", "arguments": \''
+    " + m.tool_calls[0].function.arguments + '}\\n</tool_call><|im_end|>\\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+NO_RESULTS = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 TRIMS = (

@@ -14,6 +14,9 @@ from atroposlib.errors import ConfigError
 from tests.envs.server_handling.helpers_templates import (
     CALLS_BEFORE_RESULTS,
     CHATML,
+    NO_RESULTS,
+    RESULTS_BELONG_TO_CALLS,
+    RESULTS_NAME_CALLS,
     TOOLS,
     ToldEngine,
     logprobs_after,
@@ -267,6 +270,76 @@ async def test_templates_that_want_calls_before_results_keep_the_sampled_ids() -
     )
     assert len(managed.get_state()["nodes"]) == 1
     assert managed.num_broken_prefixes == 0
+
+
+async def run_a_call(
+    engine: ToldEngine, managed: ManagedServer, *, end: str = "<|im_end|>"
+) -> list[Any]:
+    """Ask, call, tell the result, ask again; return the messages."""
+    engine.tell(CALL, end=end)
+    engine.tell("It is 3.", "Bye.")
+    messages: list[Any] = [user("1 + 2?")]
+    first = await ask(managed, messages)
+    messages += [first.message, result_of(first.message.tool_calls[0], "3")]
+    second = await ask(managed, messages)
+    messages += [second.message, user("thanks")]
+    await ask(managed, messages)
+    return messages
+
+
+async def test_results_that_a_template_writes_only_behind_calls_are_not_lost() -> None:
+    engine, managed = session(RESULTS_BELONG_TO_CALLS)
+    await run_a_call(engine, managed, end="[TOOL_RESULTS]")
+    assert engine.tokenizer.decode(engine.sent[2]) == (
+        f"<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n{CALL}[TOOL_RESULTS]3[/TOOL_RESULTS]"
+        "It is 3.<|im_end|>\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert len(managed.get_state()["nodes"]) == 1
+    assert managed.num_broken_prefixes == 0
+
+
+async def test_where_a_call_ends_unknown_the_conversation_forks_and_keeps_the_result() -> None:
+    engine, managed = session(RESULTS_BELONG_TO_CALLS)
+    await run_a_call(engine, managed, end="")
+    text = engine.tokenizer.decode(engine.sent[1])
+    assert '{"name": "add", "arguments": {"b": 2, "a": 1}}' in text
+    assert text.endswith("[TOOL_RESULTS]3[/TOOL_RESULTS]")
+    assert managed.num_broken_prefixes >= 1
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", ""])
+async def test_a_template_that_names_the_call_in_its_result_keeps_one_sequence(end: str) -> None:
+    engine, managed = session(RESULTS_NAME_CALLS)
+    engine.tell(CALL, end=end)
+    first = await ask(managed, [user("1 + 2?")])
+    engine.tell("It is 3.")
+    history = [user("1 + 2?"), first.message, result_of(first.message.tool_calls[0], "3")]
+    await ask(managed, history)
+    if end:
+        assert engine.tokenizer.decode(engine.sent[1]) == (
+            f"<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n{CALL}<|im_end|>\n"
+            "<|im_start|>add\n3<|im_end|>\n<|im_start|>assistant\n"
+        )
+    # Where a call that was not ended stops in the template's text cannot be known.
+    assert managed.num_broken_prefixes == (0 if end else 1)
+
+
+async def test_an_answer_stopped_by_text_is_ended_by_the_template() -> None:
+    engine, managed = session(TOOLS)
+    await run_a_call(engine, managed, end="")
+    assert f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>" in engine.tokenizer.decode(
+        engine.sent[1]
+    )
+    assert managed.num_broken_prefixes == 0
+
+
+async def test_results_that_no_template_writes_are_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, managed = session(NO_RESULTS)
+    with caplog.at_level(logging.WARNING):
+        await run_a_call(engine, managed)
+    assert caplog.text.count("leaves out results of tools") == 1
 
 
 async def test_calls_of_a_given_history_are_written_as_text_where_the_template_knows_none() -> None:

@@ -330,7 +330,8 @@ class _Routes:
 
     async def _nodes(self, request: Request) -> Response:
         session = await self._session(request)
-        return _json({"nodes": [node.model_dump() for node in session.nodes()]})
+        # Up to megabytes of numbers: not on the event loop.
+        return await asyncio.to_thread(_json, {"nodes": list(map(dict, session.nodes()))})
 
     async def _forget(self, request: Request) -> Response:
         session = await self._session(request)

@@ -527,6 +527,26 @@ async def test_sampling_of_the_session_replaces_the_agents() -> None:
         assert len(proxy.engine.eval_request_timings) == 1
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"sampling": {"messages": []}},
+        {"tool_parser": "hermse"},
+        {"max_tokens": 0},
+        {"split": "test"},
+        {"max_context_tokens": "many"},
+    ],
+)
+async def test_sessions_that_cannot_be_are_refused_when_they_are_opened(
+    body: dict[str, Any],
+) -> None:
+    async with Proxy() as proxy:
+        refused = await proxy.client.post("/sessions/create", json=body)
+        assert refused.status_code == 400
+        assert next(iter(body)).split("_")[0] in refused.json()["error"]["message"]
+        assert proxy.sessions.open_sessions() == []
+
+
 async def test_setup_replaces_the_engines_for_new_sessions() -> None:
     async with Proxy() as proxy:
         before = await proxy.open()

@@ -49,7 +49,7 @@ class Sampling(Body):
 
     def sampling(self) -> dict[str, Any]:
         """Return what was given, under the engine's names."""
-        given = {name: getattr(self, name) for name in _ENGINE_NAMES}
+        given = {name: getattr(self, name) for name in ENGINE_NAMES}
         if self.response_format is not None and self.response_format.get("type") != "text":
             given["response_format"] = self.response_format
         return {name: value for name, value in given.items() if value is not None}
@@ -60,7 +60,7 @@ class Sampling(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-_ENGINE_NAMES = (
+ENGINE_NAMES = (
     "max_tokens",
     "temperature",
     "top_p",
@@ -75,6 +75,7 @@ _ENGINE_NAMES = (
     "repetition_penalty",
     "logit_bias",
 )
+"""What may be said about sampling, by whoever opens a session and by the agent."""
 
 
 _TAKEN_NAMES = frozenset(

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 from atroposlib.envs.server_handling.api_server import TokenCompletions
 from atroposlib.envs.server_handling.managed_server import ManagedServer, Prompt
+from atroposlib.envs.server_handling.proxy.chat import ENGINE_NAMES
 from atroposlib.envs.server_handling.proxy.errors import (
     ProxyError,
     error_for,
@@ -329,6 +330,9 @@ class Sessions:
             raise ProxyError(
                 429, f"{len(self._by_uuid)} sessions are open", code="too_many_sessions"
             )
+        if unknown := sorted(set(options.sampling or ()) - {*ENGINE_NAMES, "chat_template_kwargs"}):
+            known = ", ".join(ENGINE_NAMES)
+            raise invalid(f"sampling.{unknown[0]} is not one of {known}", param="sampling")
         if options.tool_parser is not None:
             style_named(options.tool_parser, tokenizer=self.tokenizer)
         if options.base_url is not None:
@@ -361,9 +365,10 @@ class Sessions:
 
     async def get(self, uuid: str) -> Session:
         """Return an open session and note that it is used. Raises ProxyError: 404, or 410 for an expired one."""
-        await self.expire()
         session = self._by_uuid.get(uuid)
-        if session is None:
+        if session is not None:
+            await self._expire(session)
+        if session is None or session.closed_by is not None:
             raise self._absence(uuid)
         session.used_at = self._clock()
         return session
@@ -382,15 +387,8 @@ class Sessions:
 
     async def expire(self) -> None:
         """Close the sessions whose time is over."""
-        now = self._clock()
-        for session in list(self._by_uuid.values()):
-            reason = self._overdue(session, now)
-            if reason is not None:
-                del self._by_uuid[session.uuid]
-                self._expired[session.uuid] = reason
-                while len(self._expired) > _NUM_REMEMBERED:
-                    self._expired.popitem(last=False)
-                await session.close(self._absence(session.uuid))
+        for session in self.open_sessions():
+            await self._expire(session)
 
     def open_sessions(self) -> list[Session]:
         return list(self._by_uuid.values())
@@ -398,6 +396,15 @@ class Sessions:
     def idle_s(self, session: Session) -> float:
         """Seconds since a session was last used."""
         return self._clock() - session.used_at
+
+    async def _expire(self, session: Session) -> None:
+        reason = self._overdue(session, self._clock())
+        if reason is None or self._by_uuid.pop(session.uuid, None) is None:
+            return
+        self._expired[session.uuid] = reason
+        while len(self._expired) > _NUM_REMEMBERED:
+            self._expired.popitem(last=False)
+        await session.close(self._absence(session.uuid))
 
     def _overdue(self, session: Session, now: float) -> str | None:
         if now - session.opened_at >= self.limits.life_s:

@@ -154,7 +154,6 @@ class _Routes:
         """Return every route."""
         table = [
             self._route("GET", "/health", self._health),
-            self._route("GET", "/v1/models", self._models),
             self._route("POST", "/setup", self._control(self._setup)),
             self._route("GET", "/servers", self._control(self._servers)),
             self._route("POST", "/sessions/create", self._control(self._create)),
@@ -162,6 +161,8 @@ class _Routes:
         ]
         for prefix in ("", "/{uuid}"):
             table += [
+                self._route("GET", f"{prefix}/v1/models", self._models),
+                self._route("GET", f"{prefix}/v1/models/{{model:path}}", self._model),
                 self._route("POST", f"{prefix}/v1/chat/completions", self._chat),
                 self._route("POST", f"{prefix}/v1/chat/completions/render", self._render),
                 self._route("POST", f"{prefix}/v1/completions", self._completions),
@@ -171,7 +172,6 @@ class _Routes:
             ]
         return [
             *table,
-            self._route("GET", "/{uuid}/v1/models", self._models),
             self._route("GET", "/{uuid}/nodes", self._nodes),
             self._route("DELETE", "/{uuid}/nodes", self._forget),
             self._route("DELETE", "/{uuid}", self._delete),
@@ -199,13 +199,15 @@ class _Routes:
         )
 
     async def _models(self, request: Request) -> Response:
-        model = {
-            "id": self._sessions.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "atropos",
-        }
-        return _json({"object": "list", "data": [model]})
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        # Whatever agents call their model, it is this one.
+        return _json(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        name = self._sessions.model_name
+        return {"id": name, "object": "model", "created": 0, "owned_by": "atropos"}
 
     async def _servers(self, request: Request) -> Response:
         entries = [

@@ -20,7 +20,7 @@ from atroposlib.envs.server_handling.server_harness import (
     create_chat_completion,
 )
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.errors import EngineProtocolError, EngineUnavailable
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
 from atroposlib.scored_data import IGNORE_INDEX
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
@@ -43,6 +43,8 @@ async def test_health_models_and_servers_describe_the_proxy() -> None:
         models = (await proxy.client.get("/v1/models")).json()
         assert models["object"] == "list"
         assert [(m["id"], m["owned_by"]) for m in models["data"]] == [("tiny", "atropos")]
+        for path in ("/v1/models/gpt-4o", "/some-uuid/v1/models/org/name"):
+            assert (await proxy.client.get(path)).json() == models["data"][0]
         assert (await proxy.client.get("/servers")).json()["servers"] == [
             {
                 "index": 0,
@@ -121,7 +123,14 @@ async def test_what_the_agent_asks_for_reaches_the_engine_and_the_rest_is_ignore
             "max_completion_tokens": 4,
             "frequency_penalty": 0.1,
         }
-        ignored = {"user": "me", "store": True, "service_tier": "auto", "reasoning_effort": "low"}
+        empty = {"logit_bias": {}, "stop_token_ids": [], "tools": [], "n": None}
+        ignored = {
+            **empty,
+            "user": "me",
+            "store": True,
+            "service_tier": "auto",
+            "reasoning_effort": "low",
+        }
         formats = {"response_format": {"type": "text"}, "parallel_tool_calls": False}
         await proxy.post(chat_url(uuid), {**HELLO, **asked, **ignored, **formats})
         (sent,) = proxy.engine.requests
@@ -581,6 +590,13 @@ async def test_unknown_routes_are_json_too() -> None:
         assert answer.json()["error"]["code"] == "unknown_route"
         answer = await proxy.client.get("/sessions/create")
         assert answer.status_code == 405
+
+
+def test_proxy_does_not_stand_on_a_proxy() -> None:
+    config = APIServerConfig(model_name="m", base_url=ENGINE_URL, server_type="vllm")
+    manager = ServerManager([config], proxy_url="http://127.0.0.1:9100")
+    with pytest.raises(ConfigError, match="ATROPOS_PROXY_URL"):
+        create_app(manager, ByteTokenizer())
 
 
 def test_manager_that_was_made_without_its_constructor_serves_a_synchronous_client() -> None:

@@ -52,7 +52,7 @@ class Sampling(Body):
         given = {name: getattr(self, name) for name in ENGINE_NAMES}
         if self.response_format is not None and self.response_format.get("type") != "text":
             given["response_format"] = self.response_format
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in given.items() if value not in (None, [], {})}
 
     @property
     def shows_usage(self) -> bool:

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from os.path import commonprefix
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -128,6 +129,8 @@ class _Facts:
     special: frozenset[int]
     anchor: str
     """Text of a special token to put before a fragment that is tokenised, so that no space is put there; or ""."""
+    plain_calls: str = ""
+    """The chat template for which tool calls may be rendered as if they were plain answers."""
     takes_arrays: bool = False
     """Its `decode` is that of transformers."""
     texts: dict[int, str] = field(default_factory=dict)
@@ -263,22 +266,29 @@ class ChatTemplate:
         if not called or not self._mentions("tool_calls"):
             pieces = cut(len(messages), prompt=add_generation_prompt)
         else:
-            pieces = _cut_calls(
-                cut, len(messages), add_generation_prompt, tracked=tracked, called=called
-            )
+            plain = _unless_refused(cut, len(messages), prompt=add_generation_prompt)
+            results = [m for m in messages[called[-1] :] if m["role"] == "tool"]
+            are_shown = plain is not None and _are_shown(results, plain[-1])
+            # Rendering is what a long conversation costs, so what was seen of a template once is not looked at again.
+            template = str(self._tokenizer.chat_template)
+            if are_shown and template == self._facts.plain_calls:
+                pieces = plain
+            else:
+                pieces = _cut_calls(
+                    cut, plain, len(messages), add_generation_prompt, tracked=tracked, called=called
+                )
+                if are_shown and results and pieces is plain:
+                    self._facts.plain_calls = template
         return None if pieces is None else tuple(map(marks.restore, pieces))
 
     def _look_for_results(self, messages: Sequence[Message], text: str) -> None:
         """Say so if results of tools that are last in `messages` are not in the text."""
-        for message in reversed(messages):
-            if message["role"] != "tool":
-                return
-            content = message["content"].strip()
-            if content not in text and json.dumps(content)[1:-1] not in text:
-                self.say_once(
-                    "The chat template leaves out results of tools: the model does not see them."
-                    " Some templates show them only after a message with tool_calls"
-                )
+        results = list(takewhile(lambda message: message["role"] == "tool", reversed(messages)))
+        if not _are_shown(results, text):
+            self.say_once(
+                "The chat template leaves out results of tools: the model does not see them."
+                " Some templates show them only after a message with tool_calls"
+            )
 
     def _for_template(self, message: dict[str, Any], marks: _Marks) -> dict[str, Any]:
         if message["role"] != "assistant":
@@ -468,6 +478,7 @@ def _searched(message: Message) -> str:
 
 def _cut_calls(
     cut: Callable[..., list[str] | None],
+    plain: list[str] | None,
     num_messages: int,
     add_generation_prompt: bool,
     *,
@@ -476,11 +487,10 @@ def _cut_calls(
 ) -> list[str] | None:
     """Cut a conversation with tracked tool calls: what follows them without the text of the calls.
 
-    Rendered once with the calls and once as if they had been plain answers: templates may refuse, or leave out, results
-    without a call before them.
+    Rendered with the calls, and (`plain`) as if they had been plain answers: templates may refuse, or leave out,
+    results without a call before them.
     """
     places = {i: place for place, i in enumerate(sorted(tracked), start=1) if i in called}
-    plain = _unless_refused(cut, num_messages, prompt=add_generation_prompt)
     pieces = _unless_refused(cut, num_messages, prompt=add_generation_prompt, named=True)
     if pieces is None:
         return plain
@@ -504,6 +514,11 @@ def _cut_calls(
             return None
         pieces[place] = pieces[place][position:]
     return pieces
+
+
+def _are_shown(results: Sequence[Message], text: str) -> bool:
+    contents = [message["content"].strip() for message in results]
+    return all(content in text or json.dumps(content)[1:-1] in text for content in contents)
 
 
 def _unless_refused(

@@ -45,6 +45,7 @@ from tests.processes import Process
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.timeout(180),
     pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl"),
 ]
 

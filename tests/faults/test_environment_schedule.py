@@ -293,11 +293,18 @@ async def replace_environment(on: Stage) -> None:
 async def replace_environment_while_the_hub_is_away(on: Stage) -> None:
     """Its groups go to a file, which is an error of that run, and its replacement sends them."""
     name = on.rng.choice(sorted(on.members))
+    member = on.members[name]
+    num_accepted = len(member.accepted())
+    await eventually(
+        lambda: len(member.accepted()) > num_accepted,
+        timeout_s=RECOVERY_S,
+        what=f"{member.run} is at work",
+        interval_s=0.01,
+    )
     await on.proxy.cut()
     await asyncio.sleep(1)
-    held = on.members[name]
     await on.stop_environment(name, code=1, times=2)
-    assert "groups could not be delivered" in held.log(), held.log()[-4000:]
+    assert "groups could not be delivered" in member.log(), member.log()[-4000:]
     await on.proxy.heal()
     on.start_environment(name)
 

@@ -32,8 +32,30 @@ from benchmarks._hub_process import Hub, cpu_s, memory_bytes, running_hub
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 2
 START_TIMEOUT_S = 60.0
-ROWS = [("chat", 512), ("chat", 2048), ("managed", 512), ("managed", 2048), ("managed", 32768)]
-"""How completions become tokens, and their length."""
+
+
+class Case(NamedTuple):
+    """One row."""
+
+    path: str
+    """How completions become tokens."""
+    num_tokens: int
+    num_workers: int = 8
+    """Items in flight."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}:{self.num_tokens}:{self.num_workers}"
+
+
+CASES = [
+    Case("chat", 512),
+    Case("chat", 2048),
+    Case("managed", 512),
+    Case("managed", 2048),
+    Case("managed", 32768),
+    Case("managed", 32768, num_workers=1),
+]
 ORIGINAL = {("chat", 512): (530, 100), ("chat", 2048): (263, 233)}
 ORIGINAL |= {("managed", 512): (230, 165), ("managed", 2048): (60, 589)}
 """NousResearch/atropos 296a0bc, measured in the same way on the same kind of machine: completions per CPU second, and
@@ -132,10 +154,10 @@ async def draining(hub: Hub) -> AsyncIterator[Sink]:
 
 
 async def measure(
-    path: str, num_tokens: int, *, engine_url: str, tokenizer: Path, directory: Path, seconds: float
+    case: Case, *, engine_url: str, tokenizer: Path, directory: Path, seconds: float
 ) -> Row:
     """Serve for `seconds` after a warm-up; the second half of that with the probe on."""
-    probe_path, log_path = directory / "probe.json", directory / f"env-{path}-{num_tokens}.log"
+    probe_path, log_path = directory / "probe.json", directory / f"env-{case.name}.log"
     with running_hub("memory", directory=directory) as hub:
         async with draining(hub) as sink:
             argv = [
@@ -143,12 +165,13 @@ async def measure(
                 "serve",
                 f"--env.rollout_server_url={hub.base_url}",
                 f"--env.tokenizer_name={tokenizer}",
-                f"--env.path={path}",
-                f"--env.max_token_length={num_tokens}",
+                f"--env.path={case.path}",
+                f"--env.max_token_length={case.num_tokens}",
+                f"--env.max_num_workers={case.num_workers}",
                 f"--openai.base_url={engine_url}",
             ]
             with running(argv, log_path=log_path, PROBE_PATH=str(probe_path)) as process:
-                warm_from = 2 if num_tokens > 8192 else 20
+                warm_from = 2 if case.num_tokens > 8192 else 20
                 deadline = time.monotonic() + START_TIMEOUT_S
                 while sink.num_groups < warm_from:
                     if process.poll() is not None or time.monotonic() > deadline:
@@ -174,12 +197,13 @@ def quantiles(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3g} / {p99:.3g} / {max(values):.3g}"
 
 
-def print_row(path: str, num_tokens: int, row: Row) -> None:
+def print_row(case: Case, row: Row) -> None:
     completions = GROUP_SIZE * row.num_groups
-    rate, p99_ms = ORIGINAL.get((path, num_tokens), ("-", "-"))
+    rate, p99_ms = ORIGINAL.get((case.path, case.num_tokens), ("-", "-"))
     cells = (
-        {"managed": "managed_server", "chat": "openai chat + tokenize_for_trainer"}[path],
-        num_tokens,
+        {"managed": "managed_server", "chat": "openai chat + tokenize_for_trainer"}[case.path],
+        case.num_tokens,
+        case.num_workers,
         f"{completions / row.cpu_s:,.0f}",
         rate,
         f"{1e3 * row.cpu_s / max(1, row.num_groups):.1f}",
@@ -193,8 +217,8 @@ def print_row(path: str, num_tokens: int, row: Row) -> None:
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    rows = [row for row in ROWS if not arguments.only or ":".join(map(str, row)) in arguments.only]
-    lengths = sorted({num_tokens for _, num_tokens in rows})
+    cases = [case for case in CASES if not arguments.only or case.name in arguments.only]
+    lengths = sorted({case.num_tokens for case in cases})
     with tempfile.TemporaryDirectory(prefix="env-") as folder:
         directory = Path(folder)
         tokenizer = directory / "tokenizer"
@@ -202,6 +226,7 @@ async def run(arguments: argparse.Namespace) -> None:
         columns = [
             "path",
             "completion tokens",
+            "items in flight",
             "completions per CPU s",
             "the original",
             "CPU ms per group",
@@ -214,23 +239,22 @@ async def run(arguments: argparse.Namespace) -> None:
         print(f"### The environment process: groups of {GROUP_SIZE}\n")
         print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
         with running_engine(tokenizer, lengths, directory=directory) as engine_url:
-            for path, num_tokens in rows:
+            for case in cases:
                 row = await measure(
-                    path,
-                    num_tokens,
+                    case,
                     engine_url=engine_url,
                     tokenizer=tokenizer,
                     directory=directory,
                     seconds=arguments.seconds,
                 )
-                print_row(path, num_tokens, row)
+                print_row(case, row)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [":".join(map(str, row)) for row in ROWS]
+    names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="*", choices=names, help="some of the rows")
     parser.add_argument("--seconds", type=float, default=12.0, help="per row, after the warm-up")
     arguments = parser.parse_args()

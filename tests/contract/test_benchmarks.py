@@ -69,7 +69,7 @@ def test_a_short_run_measures_a_served_environment() -> None:
     run = subprocess.run(
         [
             *(sys.executable, str(ROOT / "benchmarks/env.py"), "--seconds", "2"),
-            *("--only", "managed:512"),
+            *("--only", "managed:512:8"),
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

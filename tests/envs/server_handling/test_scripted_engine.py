@@ -459,6 +459,25 @@ async def test_a_long_line_is_answered_429_with_the_time_to_wait() -> None:
         await asyncio.gather(*asked)
 
 
+async def test_throughput_falls_beyond_the_best_concurrency_where_the_script_says_so() -> None:
+    script = Script(num_slots=4, thrash=1.0, latency=Latency(first_token_s=0.01))
+
+    async def per_second(concurrency: int) -> float:
+        async with running(script) as client:
+
+            async def work(worker: int) -> None:
+                for i in range(32 // concurrency):
+                    await client.ask(seed=100 * worker + i)
+
+            began = time.monotonic()
+            await asyncio.gather(*(work(worker) for worker in range(concurrency)))
+            return 32 / (time.monotonic() - began)
+
+    few, best, many = [await per_second(concurrency) for concurrency in (1, 4, 32)]
+    assert few < best / 2
+    assert many < best / 1.5
+
+
 async def test_a_client_that_goes_away_frees_its_slot() -> None:
     script = Script(num_slots=1, latency=Latency(first_token_s=30))
     async with running(script) as client:

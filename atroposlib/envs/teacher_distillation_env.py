@@ -154,12 +154,14 @@ class TeacherDistillationEnv(BaseEnv):
             answers = await run_together(
                 [self._ask([int(token) for token in tokens], top_k) for tokens in group["tokens"]]
             )
-        except Exception:
+        except Exception as error:
             self.num_teacher_failures += 1
             logger.warning(
-                "no teacher logprobs for a group (%d so far); it is sent without them",
+                "no teacher logprobs for a group (%d so far); it is sent without them: %s: %s",
                 self.num_teacher_failures,
-                exc_info=True,
+                type(error).__name__,
+                error,
+                exc_info=self.num_teacher_failures == 1,
             )
             return {**group, "distill_token_ids": None, "distill_logprobs": None}
         return {

@@ -249,6 +249,18 @@ async def test_a_teacher_that_is_away_drops_the_fields_of_the_whole_group(
     assert await attached.send(group()) == [(None, None)]
 
 
+async def test_the_first_failure_is_logged_with_its_traceback_later_ones_in_a_line(
+    attached: Attached, caplog: pytest.LogCaptureFixture
+) -> None:
+    attached.teacher.answer = lambda answer: {}
+    for _ in range(2):
+        await attached.send(group())
+    first, second = [r for r in caplog.records if "no teacher logprobs" in r.message]
+    assert "KeyError: 'prompt_topk_token_ids'" in second.message
+    assert first.exc_info
+    assert not second.exc_info
+
+
 async def test_without_a_teacher_groups_pass_as_they_are(tmp_path: Path) -> None:
     env = Env(config(teacher_enabled=False), POLICY)
     log = GroupLog.open(tmp_path / "g.jsonl")

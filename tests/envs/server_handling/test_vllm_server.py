@@ -255,6 +255,40 @@ async def test_top_k_zero_asks_for_the_prompts_own_tokens_only(
     ]
 
 
+@pytest.mark.parametrize(("top_k", "asked", "ids"), [(0, 1, [6]), (1, 1, [9]), (2, 2, [9, 6])])
+async def test_the_originals_server_is_asked_for_one_at_least_since_it_takes_0_for_none(
+    top_k: int, asked: int, ids: list[int]
+) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def generate(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        return web.json_response({"prompt_logprobs": [None, {"6": -2.0, "9": -0.5}]})
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/health", health)
+    app.router.add_post("/generate", generate)
+    async with TestServer(app) as server:
+        url = str(server.make_url("/"))
+        client = FastVLLM(APIServerConfig(base_url=url, model_name="m", server_type="vllm"))
+        answer = await client.get_logprobs(input_ids=[5, 6], top_k=top_k)
+        await client.close()
+    assert answer["prompt_topk_token_ids"] == [[], ids]
+    assert bodies == [
+        {
+            "prompt": {"prompt_token_ids": [5, 6]},
+            "prompt_logprobs": asked,
+            "n": 1,
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "max_tokens": 1,
+        }
+    ]
+
+
 # The transport.
 
 

@@ -41,7 +41,7 @@ class GroupChannel:
         self, store: dist.Store, *, name: str, backend: str, world_size: int, timeout_s: float
     ) -> None:
         # What init_process_group does, short of making it the default group, which is the trainers' own.
-        from torch.distributed.distributed_c10d import _new_process_group_helper
+        from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
         self._group, _ = _new_process_group_helper(
             world_size,
@@ -52,6 +52,7 @@ class GroupChannel:
             group_name=name,
             timeout=timedelta(seconds=timeout_s),
         )
+        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
         self._store = store  # it serves the others for as long as the group lives
 
     def broadcast(self, tensor: Tensor) -> None:

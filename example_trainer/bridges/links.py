@@ -28,14 +28,11 @@ from example_trainer.bridges.engines import RunningEngine
 
 logger = logging.getLogger(__name__)
 
-GROUP_NAME = "atropos_weights"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
     """What a link needs to know to meet its engine."""
 
-    number: int
     device: torch.device
     address: str
     bucket_bytes: int
@@ -72,8 +69,8 @@ class SglangLink:
         control = engine.control
         info = control.look("/server_info") or control.look("/get_server_info") or {}
         world_size = 1 + int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
-        self._name = f"{GROUP_NAME}_{wiring.number}"
         store = open_store(world_size=world_size, timeout_s=wiring.timeout_s)
+        self._name = group_name(store.port)
         body = {
             "master_address": wiring.address,
             "master_port": store.port,
@@ -157,7 +154,7 @@ class VllmLink:
         else:  # vLLM transfers nothing on the CPU; a peer in a test joins a group over a store, as vLLM would
             store = open_store(world_size=world_size, timeout_s=wiring.timeout_s)
             body |= {"master_address": wiring.address, "master_port": store.port}
-            name = f"{GROUP_NAME}_{wiring.number}"
+            name = group_name(store.port)
 
             def join() -> Channel:
                 return GroupChannel(
@@ -228,6 +225,11 @@ class VllmIpcLink:
             self.engine.control.post("/shutdown_weight_transfer_engine")
         except EngineError as error:
             logger.warning("%s", error)
+
+
+def group_name(port: int) -> str:
+    """Name the group that meets at the store on `port`; no two of one process may have the same."""
+    return f"atropos_weights_{port}"
 
 
 def _require_vllm_backend(control: Control, backend: str) -> None:

@@ -89,8 +89,8 @@ class TransferBridge:
             )
         if policy.world.is_main:
             for_each(self._controls, lambda c: c.get("/health"), timeout_s=self._timeout_s)
-            for number, control in enumerate(self._controls):
-                self._links.append(self._open(identify(control), number, policy.device))
+            for control in self._controls:
+                self._links.append(self._open(identify(control), policy.device))
         self.publish(policy, version)
 
     def publish(self, policy: Policy, version: int) -> int:
@@ -121,10 +121,9 @@ class TransferBridge:
         for control in self._controls:
             control.close()
 
-    def _open(self, engine: RunningEngine, number: int, device: torch.device) -> Link:
+    def _open(self, engine: RunningEngine, device: torch.device) -> Link:
         url = engine.control.url
         wiring = Wiring(
-            number=number,
             device=device,
             address=self._address or own_address(url),
             bucket_bytes=self._bucket_bytes,

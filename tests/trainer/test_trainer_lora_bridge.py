@@ -1,0 +1,109 @@
+"""`bridges/lora.py` against small real servers in the place of vLLM, SGLang and the original's server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+from example_trainer.bridges.lora import LoraBridge
+from example_trainer.config import TrainerConfig
+from example_trainer.model import Policy, load_policy
+from example_trainer.weights import KEEP_ADAPTERS, WeightsDirectory
+from tests.tiny_model import make_tiny_model
+from tests.trainer.helpers_reload import FakeEngine, fake_engine
+
+SWAP = ["/v1/unload_lora_adapter", "/v1/load_lora_adapter", "/update_weight_version"]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    model = make_tiny_model(tmp_path_factory.mktemp("model"))
+    return load_policy(TrainerConfig(model_name=str(model), device="cpu", lora=True))
+
+
+@contextmanager
+def bridge_to(policy: Policy, directory: Path, *engines: FakeEngine) -> Iterator[LoraBridge]:
+    config = TrainerConfig(model_name="m", bridge="lora", weights_dir=directory)
+    urls = [engine.url for engine in engines]
+    with WeightsDirectory(config, policy) as weights:
+        bridge = LoraBridge(weights, urls=urls, lora_name="policy", timeout_s=5.0)
+        yield bridge
+        bridge.close()
+
+
+def test_each_version_is_served_from_a_directory_of_its_own(policy: Policy, tmp_path: Path) -> None:
+    """vLLM keys its prefix cache by the path: the same one again would keep keys and values of the old adapter."""
+    with fake_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
+        bridge.start(policy, 0)
+        assert engine.adapters == {"policy": str(tmp_path / "adapter_0")}
+        assert bridge.publish(policy, 1) == 1
+        assert engine.adapters == {"policy": str(tmp_path / "adapter_1")}
+    assert engine.calls == ["/health", *SWAP, *SWAP]
+    assert engine.versions == ["0", "1"]
+    files = {path.name for path in (tmp_path / "adapter_1").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files
+    assert "model.safetensors" not in files
+
+
+def test_requests_in_flight_are_not_frozen_and_nothing_is_loaded_in_place(
+    policy: Policy, tmp_path: Path
+) -> None:
+    """SGLang ends the unload when they have ended; vLLM reads what is loaded in place again in every step."""
+    with (
+        fake_engine() as vllm,
+        fake_engine("sglang") as sglang,
+        bridge_to(policy, tmp_path, vllm, sglang) as bridge,
+    ):
+        bridge.start(policy, 3)
+    assert not [c for engine in (vllm, sglang) for c in engine.calls if "pause" in c]
+    loads: list[dict[str, Any]] = [
+        body for engine in (vllm, sglang) for route, body in engine.bodies if "/load_lora" in route
+    ]
+    assert loads == [{"lora_name": "policy", "lora_path": str(tmp_path / "adapter_3")}] * 2
+    assert (vllm.versions, sglang.versions) == (["3"], ["3"])
+
+
+def test_the_originals_server_is_asked_by_its_own_route(policy: Policy, tmp_path: Path) -> None:
+    with fake_engine("original") as engine, bridge_to(policy, tmp_path, engine) as bridge:
+        bridge.start(policy, 0)
+    assert engine.adapters == {"policy": str(tmp_path / "adapter_0")}
+
+
+def test_vllm_that_swaps_no_adapters_is_told_the_switches(policy: Policy, tmp_path: Path) -> None:
+    with fake_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
+        engine.faults["/v1/load_lora_adapter"] = (404, b"Not Found")
+        with pytest.raises(
+            EngineRejected, match="--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        ):
+            bridge.start(policy, 0)
+
+
+def test_an_adapter_that_cannot_be_loaded_is_an_error(policy: Policy, tmp_path: Path) -> None:
+    """The original prints it and goes on with the old adapter."""
+    with (
+        fake_engine() as vllm,
+        fake_engine("sglang") as sglang,
+    ):
+        with bridge_to(policy, tmp_path, vllm) as bridge:
+            vllm.faults["/v1/load_lora_adapter"] = (500, b"rank 16 is greater than 8")
+            with pytest.raises(EngineUnavailable, match="rank 16 is greater than 8"):
+                bridge.start(policy, 0)
+        with bridge_to(policy, tmp_path, sglang) as bridge:
+            sglang.faults["/load_lora_adapter"] = (200, b'{"success": false, "error": "rank"}')
+            with pytest.raises(EngineProtocolError, match="/load_lora_adapter failed.*rank"):
+                bridge.start(policy, 0)
+
+
+def test_adapters_stay_on_disk_for_requests_in_flight_but_not_for_ever(
+    policy: Policy, tmp_path: Path
+) -> None:
+    with fake_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
+        for version in range(KEEP_ADAPTERS + 2):
+            bridge.publish(policy, version)
+    found = sorted(int(p.name.removeprefix("adapter_")) for p in tmp_path.iterdir())
+    assert found == list(range(2, KEEP_ADAPTERS + 2))

@@ -1,4 +1,4 @@
-"""The proxy's parts: sessions over `ManagedServer`, and one module per API that agents speak.
+"""The parts of the proxy: `routes` over `sessions` over `ManagedServer`, and one module per API that agents speak.
 
 `managed_server_proxy.create_app` puts them behind HTTP. A dialect (`chat`, `completions`, `responses`, `messages`) is
 two pure translations: a request body to a `turn.Ask`, a `turn.Answer` to a response body or to server-sent events.

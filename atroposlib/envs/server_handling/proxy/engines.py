@@ -1,0 +1,58 @@
+"""Which engines a proxy talks to: its configuration file and the body of `/setup`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from atroposlib.envs.server_handling.proxy.turn import Body
+from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerType
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import ConfigError
+
+
+class EngineEntry(Body):
+    """One engine of a configuration."""
+
+    base_url: str
+    api_key: str = "x"
+    server_type: ServerType = "vllm"
+    num_max_requests_at_once: int = Field(default=512, ge=1)
+    num_requests_for_eval: int = Field(default=64, ge=1)
+    timeout: int = Field(default=1200, gt=0)
+
+
+class Engines(Body):
+    """Engines of one model."""
+
+    model_name: str
+    tokenizer_name: str | None = None
+    servers: list[EngineEntry] = Field(min_length=1)
+
+    def manager(self) -> ServerManager:
+        """Return a manager of these engines."""
+        if len({entry.server_type for entry in self.servers}) > 1:
+            raise ConfigError("servers: all must be of one server_type")
+        manager = ServerManager(
+            [
+                APIServerConfig(
+                    model_name=self.model_name,
+                    tokenizer_name=self.tokenizer_name or "none",
+                    **entry.model_dump(),
+                )
+                for entry in self.servers
+            ]
+        )
+        manager.proxy_url = None  # ATROPOS_PROXY_URL is for environments; this is the proxy
+        return manager
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load a Hugging Face tokenizer by name or path; slow, call it off the event loop."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"tokenizer_name {name!r} cannot be loaded: {e}") from e

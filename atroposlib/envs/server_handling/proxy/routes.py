@@ -1,0 +1,379 @@
+"""The proxy's endpoints: who may call them, what is read, what is answered.
+
+A handler translates between HTTP and a `Session` and holds no state; the translation itself is in the dialects. Every
+failure, bugs included, becomes an error body in the form of the API that was called. Called by `create_app`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from atroposlib.envs.server_handling.proxy import chat, completions, messages, responses
+from atroposlib.envs.server_handling.proxy.engines import Engines, load_tokenizer
+from atroposlib.envs.server_handling.proxy.errors import ProxyError, error_for, invalid
+from atroposlib.envs.server_handling.proxy.sessions import (
+    DEFAULT_TOOL_PARSER,
+    Session,
+    SessionOptions,
+    Sessions,
+)
+from atroposlib.envs.server_handling.proxy.turn import Ask, Body
+from atroposlib.envs.server_handling.server_manager import ServerManager
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=BaseModel)
+Handler = Callable[[Request], Awaitable[Response]]
+
+BODY_TIMEOUT_S = 60.0
+
+
+class NewSession(Body):
+    """The body of `/sessions/create`; the last four are not the original's."""
+
+    tool_parser: str | None = DEFAULT_TOOL_PARSER
+    track_tree: bool = False
+    base_url: str | None = None
+    max_tokens: int = Field(default=1024, ge=1)
+    max_context_tokens: int | None = Field(default=None, ge=2)
+    sampling: dict[str, Any] | None = None
+    split: str | None = Field(default=None, pattern="^(train|eval)$")
+
+
+class Routes:
+    """The handlers. Each returns a response or raises; `_guarded` turns what was raised into an error body."""
+
+    def __init__(self, sessions: Sessions, *, token: str | None) -> None:
+        self._sessions = sessions
+        self._token = token
+        self._own_managers: list[ServerManager] = []
+        """Made by `/setup`; earlier ones still serve the sessions that were opened on them."""
+
+    def table(self) -> list[Route]:
+        """Return every route."""
+        table = [
+            self._route("GET", "/health", self._health),
+            self._route("POST", "/setup", self._control(self._setup)),
+            self._route("GET", "/servers", self._control(self._servers)),
+            self._route("POST", "/sessions/create", self._control(self._create)),
+            self._route("GET", "/sessions", self._control(self._list)),
+        ]
+        for prefix in ("", "/{uuid}"):
+            table += [
+                self._route("GET", f"{prefix}/v1/models", self._models),
+                self._route("GET", f"{prefix}/v1/models/{{model:path}}", self._model),
+                self._route("POST", f"{prefix}/v1/chat/completions", self._chat),
+                self._route("POST", f"{prefix}/v1/chat/completions/render", self._render),
+                self._route("POST", f"{prefix}/v1/completions", self._completions),
+                self._route("POST", f"{prefix}/v1/responses", self._responses),
+                self._route("POST", f"{prefix}/v1/messages", self._messages),
+                self._route("POST", f"{prefix}/v1/messages/count_tokens", self._count_tokens),
+            ]
+        return [
+            *table,
+            self._route("GET", "/{uuid}/nodes", self._nodes),
+            self._route("DELETE", "/{uuid}/nodes", self._forget),
+            self._route("DELETE", "/{uuid}", self._delete),
+        ]
+
+    async def close(self) -> None:
+        """Close all sessions, and the managers made by `/setup`."""
+        await self._sessions.close_all()
+        for manager in self._own_managers:
+            await manager.close()
+
+    # Looking and control.
+
+    async def _health(self, request: Request) -> Response:
+        await self._sessions.expire()
+        servers = self._sessions.manager.servers
+        return _json(
+            {
+                "status": "ok",
+                "model": self._sessions.model_name,
+                "sessions": len(self._sessions.open_sessions()),
+                "servers": len(servers),
+                "healthy_servers": sum(bool(server.server_healthy) for server in servers),
+            }
+        )
+
+    async def _models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        # Whatever agents call their model, it is this one.
+        return _json(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        name = self._sessions.model_name
+        return {"id": name, "object": "model", "created": 0, "owned_by": "atropos"}
+
+    async def _servers(self, request: Request) -> Response:
+        entries = [
+            {
+                "index": i,
+                "base_url": getattr(server.config, "base_url", None),
+                "healthy": bool(server.server_healthy),
+                "model_name": server.config.model_name,
+                "server_type": getattr(server.config, "server_type", None),
+            }
+            for i, server in enumerate(self._sessions.manager.servers)
+        ]
+        return _json({"servers": entries})
+
+    async def _setup(self, request: Request) -> Response:
+        engines = await self._body(request, Engines)
+        manager = engines.manager()
+        if engines.tokenizer_name is not None:
+            self._sessions.tokenizer = await asyncio.to_thread(
+                load_tokenizer, engines.tokenizer_name
+            )
+        self._own_managers.append(manager)
+        self._sessions.manager = manager
+        self._sessions.model_name = engines.model_name
+        logger.info("%d engines of %s", len(manager.servers), engines.model_name)
+        return _json(
+            {
+                "status": "ok",
+                "servers": len(manager.servers),
+                "model_name": engines.model_name,
+            }
+        )
+
+    async def _create(self, request: Request) -> Response:
+        body = await self._body(request, NewSession)
+        session = await self._sessions.open(SessionOptions(**body.model_dump()))
+        return _json(
+            {
+                "uuid": session.uuid,
+                "model_name": session.model_name,
+                "tool_parser": session.options.tool_parser,
+                "base_url": session.base_url,
+                "created_at": session.created_at,
+            }
+        )
+
+    async def _list(self, request: Request) -> Response:
+        await self._sessions.expire()
+        now = time.time()
+        entries = [
+            {
+                "uuid": session.uuid,
+                "model_name": session.model_name,
+                "base_url": session.base_url,
+                "created_at": session.created_at,
+                "last_accessed": now - self._sessions.idle_s(session),
+                "num_nodes": len(session.nodes()),
+            }
+            for session in self._sessions.open_sessions()
+        ]
+        return _json({"sessions": entries})
+
+    # Sessions.
+
+    async def _chat(self, request: Request) -> Response:
+        session = await self._session(request)
+        body = await self._body(request, chat.ChatBody)
+        answer = await session.run(session.ask(chat.read(body)), gone=_gone(request))
+        if body.stream:
+            return _stream(chat.stream(answer, shows_usage=body.shows_usage))
+        return _json(chat.write(answer))
+
+    async def _render(self, request: Request) -> Response:
+        session = await self._session(request)
+        rendered = session.render(chat.read(await self._body(request, chat.ChatBody)))
+        return _json(
+            {
+                "prompt_text": rendered.text,
+                "token_ids": rendered.tokens,
+                "num_tokens": len(rendered.tokens),
+            }
+        )
+
+    async def _completions(self, request: Request) -> Response:
+        session = await self._session(request)
+        body = await self._body(request, completions.CompletionBody)
+        ask = Ask(
+            messages=[],
+            sampling=body.sampling(),
+            n=body.n or 1,
+            split=body.split,
+            wants_logprobs=body.logprobs is not None,
+        )
+        call = session.complete(completions.read_prompt(body), ask)
+        answer = await session.run(call, gone=_gone(request))
+        if body.stream:
+            return _stream(completions.stream(answer, shows_usage=body.shows_usage))
+        return _json(completions.write(answer))
+
+    async def _responses(self, request: Request) -> Response:
+        session = await self._session(request)
+        body = await self._body(request, responses.ResponsesBody)
+        ask, conversation = responses.read(body, session.responses)
+        answer = await session.run(session.ask(ask), gone=_gone(request))
+        if body.store is not False:
+            limit = self._sessions.limits.max_nodes
+            responses.remember(session.responses, answer, conversation, at_most=limit)
+        if body.stream:
+            return _stream(responses.stream(answer, body))
+        return _json(responses.write(answer, body))
+
+    async def _messages(self, request: Request) -> Response:
+        session = await self._session(request)
+        body = await self._body(request, messages.MessagesBody)
+        answer = await session.run(session.ask(messages.read(body)), gone=_gone(request))
+        return _stream(messages.stream(answer)) if body.stream else _json(messages.write(answer))
+
+    async def _count_tokens(self, request: Request) -> Response:
+        session = await self._session(request)
+        rendered = session.render(messages.read(await self._body(request, messages.MessagesBody)))
+        return _json({"input_tokens": len(rendered.tokens)})
+
+    async def _nodes(self, request: Request) -> Response:
+        session = await self._session(request)
+        # Up to megabytes of numbers: not on the event loop.
+        return await asyncio.to_thread(_json, {"nodes": list(map(dict, session.nodes()))})
+
+    async def _forget(self, request: Request) -> Response:
+        session = await self._session(request)
+        session.forget()
+        return _json({"status": "forgotten", "uuid": session.uuid})
+
+    async def _delete(self, request: Request) -> Response:
+        uuid = request.path_params["uuid"]
+        await self._sessions.close(uuid)
+        return _json({"status": "deleted", "uuid": uuid})
+
+    # Who, and what.
+
+    def _control(self, handler: Handler) -> Handler:
+        async def checked(request: Request) -> Response:
+            if self._token is not None and not _same(_key(request), self._token):
+                raise ProxyError(
+                    401,
+                    "this needs the proxy's token: Authorization: Bearer TOKEN",
+                    type="authentication_error",
+                    code="invalid_api_key",
+                )
+            return await handler(request)
+
+        return checked
+
+    async def _session(self, request: Request) -> Session:
+        uuid = request.path_params.get("uuid") or _key(request)
+        if uuid is None or (self._token is not None and _same(uuid, self._token)):
+            raise ProxyError(
+                401,
+                "which session? Use its URL, http://.../<uuid>/v1, or its uuid as the API key",
+                type="authentication_error",
+                code="invalid_api_key",
+            )
+        return await self._sessions.get(uuid)
+
+    async def _body(self, request: Request, model: type[B]) -> B:
+        """Read a JSON body into `model`. Raises ProxyError for one that is too large or no JSON object."""
+        limit = self._sessions.limits.max_body_bytes
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > limit:
+                        raise ProxyError(
+                            413, f"the body has more than {limit} bytes", code="body_too_large"
+                        )
+        except TimeoutError as e:
+            raise ProxyError(
+                408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="slow_body"
+            ) from e
+        except ClientDisconnect as e:
+            raise ProxyError(499, "the client went away", code="client_gone") from e
+        try:
+            content = msgspec.json.decode(bytes(body)) if body else {}
+        except msgspec.DecodeError as e:
+            raise invalid(f"the body is not JSON: {e}") from e
+        if not isinstance(content, dict):
+            raise invalid("the body must be a JSON object")
+        return model.model_validate(content)
+
+    def _route(self, method: str, path: str, handler: Handler) -> Route:
+        return Route(path, _guarded(handler), methods=[method])
+
+
+def _guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """Answer every failure with an error body; bugs are logged with their traceback."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            if "origin" in request.headers:
+                # Sent by browsers alone: a web page must not reach an open port of this machine.
+                raise ProxyError(403, "requests from web pages are not answered")
+            return await handler(request)
+        except Exception as e:  # boundary: one request
+            error = error_for(e)
+            if error is None:
+                logger.exception("%s %s failed", request.method, request.url.path)
+                error = ProxyError(
+                    500, f"{type(e).__name__}: {e}", type="server_error", code="internal_error"
+                )
+            answer = _refusal(request, error)
+            if error.retry_after_s is not None:
+                answer.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+            return answer
+
+    return endpoint
+
+
+def _refusal(request: Request, error: ProxyError) -> Response:
+    if "/v1/messages" in request.url.path:
+        return _json(error.anthropic_body(), status=error.status)
+    return _json(error.openai_body(), status=error.status)
+
+
+async def no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return _refusal(request, ProxyError(error.status_code, message, code="unknown_route"))
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has closed its connection; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _key(request: Request) -> str | None:
+    """Return the key that OpenAI's (Authorization) or Anthropic's (x-api-key) SDK sends."""
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and credentials.strip():
+        return credentials.strip()
+    return request.headers.get("x-api-key")
+
+
+def _same(given: str | None, secret: str) -> bool:
+    return given is not None and hmac.compare_digest(given.encode(), secret.encode())
+
+
+def _json(content: Any, *, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
+
+
+def _stream(events: Iterable[bytes]) -> Response:
+    return Response(
+        b"".join(events),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache"},
+    )

@@ -1,21 +1,24 @@
 """Checkpoints from which a run continues exactly: `step_<N>/` is a model that engines can load, `training/` the rest.
 
     step_12/config.json, model.safetensors, tokenizer.json, ...
-    step_12/training/state.json       step and random states
+    step_12/training/state.json       step, its metrics, random states
     step_12/training/*.safetensors    float32 master weights and optimizer state, one file per process
 
-Guarantee: a directory with this name is complete; the previous one stays until it is. What one layout of processes
-wrote, any other reads. Nothing is pickled. Called by `training.py`.
+Guarantee: a directory with this name is complete; the previous one stays until it is. The newest is always of the run
+that goes on: those of steps that a run takes again are set aside. What one layout of processes wrote, any other reads.
+Nothing is pickled. Called by `training.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import random
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +34,12 @@ from atroposlib.errors import ConfigError
 from example_trainer.model import Policy, finish_directory, fresh_directory
 from example_trainer.parallel import World
 
+logger = logging.getLogger(__name__)
+
 FORMAT = 1
 _STEP = re.compile(r"step_(\d+)$")
+_UNFINISHED = re.compile(r"\.(step_\d+|final_model|final_adapter)-")
+"""What a killed process leaves: a directory half written, or half removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +51,43 @@ class Checkpoints:
     keep_last: int | None = None
     """How many to keep; None: all."""
 
-    def save(self, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> Path:
-        """Write the state after `step` steps, remove what is not to be kept, return the directory.
+    def begin(self, start: int) -> None:
+        """Tidy up for a run that takes the step after `start` next; every process must call it.
+
+        Removes what a killed process left half done, and moves checkpoints of later steps to `earlier_run_<n>/`: the
+        run takes those steps again, and a crash must not make it go on from where an abandoned run was.
+        """
+        if self.world.is_main and self.save_path.is_dir():
+            for path in list(self.save_path.iterdir()):
+                if _UNFINISHED.match(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+            self._set_aside([step for step in self.steps() if step > start])
+        self.world.barrier()
+
+    def _set_aside(self, steps: list[int]) -> None:
+        if not steps:
+            return
+        names = (self.save_path / f"earlier_run_{number}" for number in itertools.count(1))
+        aside = next(path for path in names if not path.exists())
+        aside.mkdir()
+        for step in reversed(steps):
+            self.directory(step).rename(aside / f"step_{step}")
+        if (self.save_path / "metrics.jsonl").is_file():
+            shutil.copy2(self.save_path / "metrics.jsonl", aside)
+        logger.warning(
+            "checkpoints of steps that this run takes again are now in %s: %s (--resume goes on from the newest)",
+            aside,
+            ", ".join(f"step_{step}" for step in steps),
+        )
+
+    def save(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write the state after `step` steps, with the last one's metrics, and return the directory.
 
         Every process must call it.
         """
@@ -58,6 +100,7 @@ class Checkpoints:
                 state = {
                     "format": FORMAT,
                     "step": step,
+                    "metrics": metrics,
                     "optimizer_has_state": bool(optimizer.state),
                     "random": _random_states(),
                 }
@@ -69,7 +112,12 @@ class Checkpoints:
         if self.keep_last is None or not self.world.is_main:
             return
         for step in self.steps()[: -self.keep_last]:
-            shutil.rmtree(self.directory(step), ignore_errors=True)
+            dying = (
+                self.save_path / f".step_{step}-removed"
+            )  # a crash must not leave a part under the good name
+            shutil.rmtree(dying, ignore_errors=True)
+            self.directory(step).rename(dying)
+            shutil.rmtree(dying, ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Return the steps that can be resumed from, ascending."""
@@ -82,15 +130,15 @@ class Checkpoints:
     def directory(self, step: int) -> Path:
         return self.save_path / f"step_{step}"
 
+    def metrics(self, directory: Path) -> dict[str, Any] | None:
+        """Return those of the last step before the checkpoint; None where it was saved without."""
+        found: dict[str, Any] | None = _read_state(directory).get("metrics")
+        return found
+
     def load(self, directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
         """Put the saved state into model and optimizer and return its step; ConfigError names what does not fit."""
         training = directory / "training"
-        try:
-            state = json.loads((training / "state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{directory} cannot be resumed from: {training / 'state.json'} {error}"
-            ) from error
+        state = _read_state(directory)
         if state.get("format") != FORMAT:
             raise ConfigError(
                 f"{directory} has checkpoint format {state.get('format')}, this trainer reads {FORMAT}"
@@ -119,6 +167,15 @@ class Checkpoints:
             if self.world.is_main:
                 shutil.rmtree(directory, ignore_errors=True)
         self.world.barrier()
+
+
+def _read_state(directory: Path) -> dict[str, Any]:
+    path = directory / "training/state.json"
+    try:
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory} cannot be resumed from: {path} {error}") from error
+    return state
 
 
 def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -179,13 +236,14 @@ def _load_tensors(
     directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, *, world: World
 ) -> None:
     """Read into the tensors that model and optimizer hold."""
+    reader = checkpoint.HuggingFaceStorageReader(str(directory))
+    stored = reader.read_metadata().state_dict_metadata
+    for name, parameter in _trained(policy):
+        if not any(key.startswith(f"optimizer.{name}.") for key in stored):
+            optimizer.state.pop(parameter, None)  # it never had a gradient: an expert nobody chose
     tensors = _tensors(policy, optimizer)
     with _without_warnings():
-        checkpoint.load(
-            tensors,
-            storage_reader=checkpoint.HuggingFaceStorageReader(str(directory)),
-            no_dist=world.size == 1,
-        )
+        checkpoint.load(tensors, storage_reader=reader, no_dist=world.size == 1)
     for name, parameter in _trained(policy):
         for key, value in optimizer.state.get(parameter, {}).items():
             stored = tensors[f"optimizer.{name}.{key}"]

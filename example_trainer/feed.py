@@ -8,11 +8,12 @@ owner of its retries. Called by `training.py` alone.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from atroposlib.client import (
     LeasedBatch,
@@ -21,18 +22,24 @@ from atroposlib.client import (
     TrainerNotRegistered,
     TrainerRegistration,
 )
-from atroposlib.errors import HubRejected, HubUnavailable
+from atroposlib.errors import HubError, HubRejected, HubUnavailable
 from atroposlib.scored_data import ScoredGroup, Strictness
 from atroposlib.wire import join_packed, pack_group, split_packed, unpack_group
 from example_trainer.config import TrainerConfig
 from example_trainer.parallel import World
 from example_trainer.records import MetricsLog
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 BATCH_WAIT_S = 5.0
 """How long the hub may hold one request for a batch."""
 MAX_BACKOFF_S = 5.0
+RETRY_S = 5.0
+"""How long the client repeats a control call by itself; in between the run may notice that it is to stop."""
+FIRST_WAIT_S = 120.0
+"""For a hub that starts together with the trainer. Later it is waited for as long as it takes."""
 
 
 class Feed(Protocol):
@@ -112,18 +119,22 @@ class Leader:
         """Batches that were not ours any more when they had been trained."""
 
     def begin(self, *, step: int) -> None:
-        self._register(step=step)
+        self._patiently(
+            "this run is unknown to it", lambda: self._register(step=step), for_s=FIRST_WAIT_S
+        )
         self.announce(step)
 
     def announce(self, version: int) -> None:
         self._published = version
-        self._hub.publish_policy(version)
+        self._patiently("it has not heard of the policy", lambda: self._hub.publish_policy(version))
 
     def next_groups(self, step: int) -> list[ScoredGroup] | None:
         self._leased = None
         while self._leased is None and not self._is_stopping():
             self._leased = self._lease(step)
-        if self._leased is None:
+        if self._leased is None or self._is_stopping():
+            if self._leased is not None:
+                self._give_back(self._leased)
             self._world.broadcast(None)
             return None
         groups = list(self._leased.groups)
@@ -139,9 +150,13 @@ class Leader:
 
     def acknowledge(self, *, step: int) -> None:
         """Waits for a hub that restarts; a lease that ended is counted and told, a forgotten batch told."""
-        assert self._leased is not None
+        batch = self._leased
+        assert batch is not None
         try:
-            self._hub.ack(self._leased, step=step)
+            self._patiently(
+                f"it has not heard that the batch of step {step} was trained and will hand it out again",
+                lambda: self._hub.ack(batch, step=step),
+            )
         except LeaseExpired as error:
             self.num_lost_leases += 1
             logger.warning(
@@ -158,28 +173,44 @@ class Leader:
             )
 
     def checkpointed(self, step: int, path: Path) -> None:
-        self._hub.checkpoint(step, path)
+        self._patiently(
+            "it has not heard of the checkpoint", lambda: self._hub.checkpoint(step, path)
+        )
 
     def queue_size(self) -> int | None:
-        return self._hub.status().queue_size
+        status = self._patiently("its queue is unknown", self._hub.status)
+        return None if status is None else status.queue_size
+
+    def _patiently(
+        self, otherwise: str, call: Callable[[], T], *, for_s: float = math.inf
+    ) -> T | None:
+        """Repeat a control call while the hub is away; None, and a warning, when the run is to stop meanwhile.
+
+        A run that is to stop must still save what it has. Raises HubUnavailable after `for_s` seconds.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                return call()
+            except HubUnavailable as error:
+                if self._is_stopping():
+                    logger.warning("stopping while the hub is away: %s (%s)", otherwise, error)
+                    return None
+                if time.monotonic() - began > for_s:
+                    raise
+                logger.warning("the hub is away, waiting for it: %s", error)
+
+    def _give_back(self, batch: LeasedBatch) -> None:
+        try:
+            self._hub.release(batch)
+        except HubError as error:
+            logger.warning("the batch of a step that is not taken was not given back: %s", error)
 
     def _register(self, *, step: int) -> None:
         """Begin the run at `step`, or begin it again at a hub that has forgotten it."""
-        config = self._config
-        logger.info("registering at %s", config.hub_url)
-        reply = self._hub.register(
-            TrainerRegistration(
-                wandb_group=self._log.wandb_group,
-                wandb_project=self._log.wandb_project,
-                batch_size=config.sequences_per_step,
-                max_token_len=config.seq_len,
-                checkpoint_dir=str(config.save_path),
-                save_checkpoint_interval=config.checkpoint_interval or config.num_steps,
-                starting_step=step,
-                num_steps=config.num_steps,
-            ),
-            resume_step=step,  # leases of an earlier trainer end here
-        )
+        logger.info("registering at %s", self._config.hub_url)
+        # With a step to resume from, leases of an earlier trainer end here.
+        reply = self._hub.register(self._registration(step), resume_step=step)
         if reply.replayed or reply.forgotten_steps:
             logger.warning(
                 "the hub holds an earlier run: %d groups that were trained on after step %d come again, and %d steps"
@@ -189,6 +220,19 @@ class Leader:
                 reply.forgotten_steps or 0,
             )
 
+    def _registration(self, step: int) -> TrainerRegistration:
+        config = self._config
+        return TrainerRegistration(
+            wandb_group=self._log.wandb_group,
+            wandb_project=self._log.wandb_project,
+            batch_size=config.sequences_per_step,
+            max_token_len=config.seq_len,
+            checkpoint_dir=str(config.save_path),
+            save_checkpoint_interval=config.checkpoint_interval or config.num_steps,
+            starting_step=step,
+            num_steps=config.num_steps,
+        )
+
     def _lease(self, step: int) -> LeasedBatch | None:
         """Ask once for the next batch, patiently; None when there is none yet or the run is to stop."""
         backoff_s = 0.2
@@ -197,7 +241,7 @@ class Leader:
                 batch = self._hub.lease_batch(wait_s=BATCH_WAIT_S, ttl_s=self._config.lease_s)
             except TrainerNotRegistered:
                 logger.warning("the hub has forgotten this run; registering again at step %d", step)
-                self._register(step=step)
+                self._patiently("this run is unknown to it", lambda: self._register(step=step))
                 self.announce(self._published)
                 continue
             except HubUnavailable as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
+import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -46,8 +48,18 @@ _WANDB_NAMES = {
 class MetricsLog:
     """Appends one JSON object per step to a file, complete at every moment; a context manager."""
 
-    def __init__(self, config: TrainerConfig, *, start: int = 0, is_main: bool = True) -> None:
-        """Begin a file, or go on with the lines of the first `start` steps; only the first process writes."""
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        start: int = 0,
+        last: Mapping[str, Any] | None = None,
+        is_main: bool = True,
+    ) -> None:
+        """Begin a file, or go on with the lines of the first `start` steps; only the first process writes.
+
+        `last`: metrics of step `start`, whose line is missing when the run ended right after its checkpoint.
+        """
         self.path: Path = config.metrics_path or config.save_path / "metrics.jsonl"
         self.wandb_project, self.wandb_group = "", ""
         self._run: Any = None
@@ -56,34 +68,56 @@ class MetricsLog:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = _lines_until(self.path, start) if start else []
-            self._file = self.path.open("w", encoding="utf-8")
-            self._file.writelines(kept)
+            self.path.touch()
+            kept = _lines_until(self.path, start)
+            # Cut, not written anew: the lines that stay are on the disk at every moment.
+            os.truncate(self.path, sum(map(len, kept)))
+            self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--metrics_path {self.path}: {error.strerror}") from error
+        if last is not None and (not kept or json.loads(kept[-1])["step"] < start):
+            self._append(last)
         if config.use_wandb and not config.wandb_project:
             logger.warning("wandb is off: --use_wandb needs --wandb_project")
         elif config.use_wandb:
             self.wandb_project = config.wandb_project or ""
-            self.wandb_group = config.wandb_group or secrets.token_hex(4)
-            self._run = require("wandb", extra="wandb").init(
-                project=self.wandb_project,
-                group=self.wandb_group,
-                config=config.model_dump(mode="json", exclude={"hub_token"}),
-            )
+            self._run = self._open_chart(config, goes_on=start > 0)
+
+    def _open_chart(self, config: TrainerConfig, *, goes_on: bool) -> Any:
+        """Begin a run at wandb, or go on with the one whose id an earlier life of this run has left."""
+        note = config.save_path / "wandb.json"
+        before = {}
+        if goes_on and note.is_file():
+            before = json.loads(note.read_text(encoding="utf-8"))
+        self.wandb_group = config.wandb_group or before.get("group") or secrets.token_hex(4)
+        chart = require("wandb", extra="wandb").init(
+            project=self.wandb_project,
+            group=self.wandb_group,
+            id=before.get("id"),
+            resume="allow" if before else None,
+            config=config.model_dump(mode="json", exclude={"hub_token"}),
+        )
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(json.dumps({"id": chart.id, "group": self.wandb_group}), encoding="utf-8")
+        return chart
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one step's metrics; None and non-finite numbers are written as null."""
         if self._file is None:
             return
-        clean = {name: _finite(value) for name, value in record.items()}
-        self._file.write(json.dumps(clean) + "\n")
-        self._file.flush()
+        clean = self._append(record)
         if self._run is not None:
             named = {
                 _WANDB_NAMES.get(k, f"train/{k}"): v for k, v in clean.items() if v is not None
             }
             self._run.log(named, step=clean["step"])
+
+    def _append(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._file is not None
+        clean = finite(record)
+        self._file.write(json.dumps(clean) + "\n")
+        self._file.flush()
+        return clean
 
     def __enter__(self) -> Self:
         return self
@@ -167,13 +201,26 @@ def progress_line(record: dict[str, Any], num_steps: int) -> str:
     )
 
 
-def _lines_until(path: Path, step: int) -> list[str]:
+def finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record with null in place of what JSON has no number for."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+
+
+def _lines_until(path: Path, step: int) -> list[bytes]:
     """Return the whole lines of steps up to `step`; those after it are taken again."""
-    if not path.is_file():
+    if not step:
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    lines = path.read_bytes().splitlines(keepends=True)
 
+    def is_kept(line: bytes) -> bool:
+        try:
+            return line.endswith(b"\n") and json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} is no metrics file of this trainer: {line!r:.100}"
+            ) from error
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return list(itertools.takewhile(is_kept, lines))

@@ -12,11 +12,11 @@ import math
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from example_trainer.bridges import make_bridge
 from example_trainer.checkpointing import Checkpoints
 from example_trainer.config import TrainerConfig
 from example_trainer.data import Batch, DataOptions, MicroBatch, make_batch
-from example_trainer.feed import Feed, Follower, Leader
+from example_trainer.feed import RETRY_S, Feed, Follower, Leader
 from example_trainer.gap import GapReport, LogprobGap
 from example_trainer.loss import LogprobSums, LossShare, logprob_sums, policy_loss
 from example_trainer.model import Policy, choose_device, load_policy, reference_of
@@ -39,6 +39,7 @@ from example_trainer.records import (
     Clock,
     MetricsLog,
     describe_batch,
+    finite,
     gpu_memory,
     progress_line,
 )
@@ -61,8 +62,11 @@ def train(config: TrainerConfig) -> None:
         reference = reference_of(policy, config) if config.kl_coef else None
         optimizer = make_optimizer(policy, config)
         saved = Checkpoints(save_path=config.save_path, world=world, keep_last=config.keep_last)
-        start = resume(config, saved, policy, optimizer)
-        log = stack.enter_context(MetricsLog(config, start=start, is_main=world.is_main))
+        start, metrics = resume(config, saved, policy, optimizer)
+        saved.begin(start)
+        log = stack.enter_context(
+            MetricsLog(config, start=start, last=metrics, is_main=world.is_main)
+        )
         weights = stack.enter_context(WeightsDirectory(config, policy))
         bridge = stack.enter_context(closing(make_bridge(config, weights)))
         bridge.start(policy, start)
@@ -87,18 +91,19 @@ def train(config: TrainerConfig) -> None:
             with clock.phase("publish_s"):
                 if is_publish_due(version, config):
                     feed.announce(bridge.publish(policy, version))
-            with clock.phase("save_s"):
-                if config.checkpoint_interval and version % config.checkpoint_interval == 0:
-                    save_checkpoint(saved, policy, optimizer, version, feed)
-                    saved_version = version
             record = describe_batch(batch, step) | describe_result(result, batch)
             record |= {"num_lost_leases": feed.num_lost_leases} | clock.read()
             record |= {"step": version, "queue_size": feed.queue_size()} | gpu_memory(policy.device)
-            record["tokens_per_s"] = batch.num_tokens / record["train_s"]
+            record |= {"tokens_per_s": batch.num_tokens / record["train_s"], "save_s": None}
+            with clock.phase("save_s"):
+                if config.checkpoint_interval and version % config.checkpoint_interval == 0:
+                    save_checkpoint(saved, policy, optimizer, version, feed, metrics=record)
+                    saved_version = version
+            record |= clock.read()
             log.write(record)
             if world.is_main:
                 logger.info(progress_line(record, config.num_steps))
-        is_finished = version == config.num_steps
+        is_finished = version >= config.num_steps
         if version != saved_version and (config.checkpoint_interval or not is_finished):
             save_checkpoint(saved, policy, optimizer, version, feed)
             saved_version = version
@@ -117,27 +122,37 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     version: int,
     feed: Feed,
+    *,
+    metrics: Mapping[str, Any] | None = None,
 ) -> None:
     """Save, tell the hub that it may forget what is in the checkpoint, and only then remove older ones."""
-    path = saved.save(policy, optimizer, version)
+    path = saved.save(policy, optimizer, version, None if metrics is None else finite(metrics))
     feed.checkpointed(version, path)
     saved.remove_old()
 
 
+class Start(NamedTuple):
+    """Where a run begins."""
+
+    step: int
+    metrics: dict[str, Any] | None
+    """Of the last step before, as far as its checkpoint holds them."""
+
+
 def resume(
     config: TrainerConfig, saved: Checkpoints, policy: Policy, optimizer: torch.optim.Optimizer
-) -> int:
-    """Load the checkpoint that the configuration asks for and return its step; 0 without one."""
+) -> Start:
+    """Load the checkpoint that the configuration asks for; step 0 without one."""
     directory = config.resume_from
     if directory is None and config.resume:
         newest = saved.world.broadcast(str((saved.steps() or [0])[-1]).encode())
         step = int(newest or b"0")
         directory = saved.directory(step) if step else None
     if directory is None:
-        return 0
+        return Start(0, None)
     step = saved.load(directory, policy, optimizer)
     logger.info("going on from %s", directory)
-    return step
+    return Start(step, saved.metrics(directory))
 
 
 @contextmanager
@@ -147,7 +162,7 @@ def make_feed(
     if not world.is_main:
         yield Follower(world)
         return
-    with TrainerClient(config.hub_url, token=config.hub_token) as hub:
+    with TrainerClient(config.hub_url, token=config.hub_token, retry_for_s=RETRY_S) as hub:
         yield Leader(hub, config, log, world, is_stopping=is_stopping)
 
 
@@ -161,6 +176,8 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
     def note(number: int, frame: FrameType | None) -> None:
         if asked.is_set():
+            for each in numbers:
+                signal.signal(each, signal.SIG_IGN)  # a third must not cut the unwinding short
             raise SystemExit(128 + number)
         asked.set()
         logger.info("asked to stop: finishing the step under way")

@@ -29,7 +29,7 @@ def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> l
     policy = load_policy(config, world)
     optimizer = make_optimizer(policy, config)
     saved = Checkpoints(save_path=config.save_path, world=world)
-    start = resume(config, saved, policy, optimizer)
+    start = resume(config, saved, policy, optimizer).step
     options = data_options(config)
     numbers: list[float | None] = []
     with WeightsDirectory(config, policy) as weights:

@@ -1,7 +1,7 @@
 """What does a request through `ServerManager` cost beside a bare aiohttp request, with thousands of them in flight?
 
 `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/inference.py` starts a scripted engine as a process and keeps
-`--concurrency` requests in flight from this one, in turn as bare aiohttp (encode, POST, read, decode the JSON), as
+`--concurrency` requests in flight from this one, in turn as bare aiohttp (encode, POST, read, decode or not), as
 `ServerManager.tokens_and_logprobs_completion` and as managed chats. CPU is that of this process, all its threads;
 answers and pace are the same for all. The engine's answers come spread over time, the requests begin all at once.
 `loop` is the CPU time of the event loop's thread between two ticks 10 ms apart, `late` how late a tick was, less the
@@ -84,7 +84,9 @@ def prompt_of(i: int) -> list[int]:
 
 
 @asynccontextmanager
-async def bare(url: str, prompts: list[list[int]], num_tokens: int) -> AsyncIterator[Ask]:
+async def bare(
+    url: str, prompts: list[list[int]], num_tokens: int, *, decodes: bool
+) -> AsyncIterator[Ask]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def ask(i: int) -> int:
@@ -101,8 +103,10 @@ async def bare(url: str, prompts: list[list[int]], num_tokens: int) -> AsyncIter
                 data=msgspec.json.encode(body),
                 headers={"Content-Type": "application/json"},
             ) as response:
-                answer = msgspec.json.decode(await response.read())
-            return len(answer["choices"][0]["token_ids"])
+                answer = await response.read()
+            if not decodes:
+                return num_tokens if response.status == 200 else -1
+            return len(msgspec.json.decode(answer)["choices"][0]["token_ids"])
 
         yield ask
 
@@ -196,7 +200,8 @@ async def compare(args: argparse.Namespace, url: str, num_tokens: int) -> None:
     async with contextlib.AsyncExitStack() as stack:
         manager = await stack.enter_async_context(open_manager(url, args.concurrency))
         kinds: dict[str, contextlib.AbstractAsyncContextManager[Ask]] = {
-            "bare aiohttp": bare(url, prompts, num_tokens),
+            "bare aiohttp": bare(url, prompts, num_tokens, decodes=True),
+            "bare, not decoded": bare(url, prompts, num_tokens, decodes=False),
             "token calls": token_calls(manager, prompts, num_tokens),
             "managed chats": managed_chats(manager, num_tokens),
         }

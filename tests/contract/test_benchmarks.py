@@ -240,7 +240,8 @@ def test_a_quick_run_compares_requests_with_bare_ones() -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     (rows,) = tables_of(run.stdout).values()
-    names = [f"{name}, 16" for name in ("bare aiohttp", "token calls", "managed chats")]
+    kinds = ("bare aiohttp", "bare, not decoded", "token calls", "managed chats")
+    names = [f"{kind}, 16" for kind in kinds]
     assert [row["requests, tokens"] for row in rows] == names
     assert rows[0]["times bare"] == "1.00"
     assert all(float(row["CPU us per request"]) > 50 for row in rows)

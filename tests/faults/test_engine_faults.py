@@ -222,10 +222,11 @@ async def test_429_storms_are_waited_out_as_long_as_the_server_asks() -> None:
         assert all(pause >= 0.29 for pause in pauses)
 
 
+@pytest.mark.parametrize("missing", [[], [TOKENS_ROUTE]], ids=["tokens", "completions"])
 @pytest.mark.parametrize("kind", ["cut_json", "wrong_lengths"])
-async def test_half_replies_fail_their_group_and_no_other(kind: Any) -> None:
+async def test_half_replies_fail_their_group_and_no_other(kind: Any, missing: list[str]) -> None:
     fault = Fault(kind=kind, chance=0.1)
-    async with ScriptedEngine(Script(faults=(fault,))) as engine:
+    async with ScriptedEngine(Script(faults=(fault,)), missing_paths=missing) as engine:
         async with manager_of([engine.url]) as manager:
             groups = await collect_all(manager, 100)
     failed = [group for group in groups if group.error is not None]

@@ -24,7 +24,11 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 import numpy as np
 
-from atroposlib.envs.server_handling.concurrency import ConcurrencyController, ServerLoad
+from atroposlib.envs.server_handling.concurrency import (
+    INITIAL_LIMIT,
+    ConcurrencyController,
+    ServerLoad,
+)
 from atroposlib.envs.server_handling.limits import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_config import APIServerConfig
@@ -169,8 +173,11 @@ class APIServer(ABC):
         self.concurrency: ConcurrencyController | None = None
         """What adapts the number of requests in flight; None: the two configured numbers are all there is."""
         if config.adaptive_concurrency:
-            cap = config.num_max_requests_at_once + config.num_requests_for_eval
-            self.concurrency = ConcurrencyController(cap)
+            num_train, num_eval = config.num_max_requests_at_once, config.num_requests_for_eval
+            # Doubling from an eighth, a server that is fine is used fully after three rounds of answers.
+            self.concurrency = ConcurrencyController(
+                num_train + num_eval, initial=max(INITIAL_LIMIT, num_train // 8)
+            )
             self._apply_limit()
         self.is_another_healthy: Callable[[], bool] = lambda: False
         """Whether another server could take over; set by `ServerManager`."""

@@ -193,6 +193,25 @@ RESULTS_BELONG_TO_CALLS = (
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
+# A result stands within the turn that called, and nowhere else.
+RESULTS_IN_CALLS = (
+    "{% for m in messages if m.role != 'tool' %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+    "{{ '<tool_call>\\n' + {'name': f.name, 'arguments': f.arguments} | tojson + '\\n</tool_call>' }}"
+    "{% for r in messages if r.role == 'tool' and r.tool_call_id == m.tool_calls[0].id %}"
+    "{{ '\\nresult: ' + r.content }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+# DeepSeek R1: a message with any content, even an empty one, is shown without its calls.
+TEXT_OR_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.content is defined and m.content is not none %}{{ m.content }}"
+    "{% else %}{{ m.tool_calls[0].function | tojson }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
 # gpt-oss: a result bears the name of what was called. DeepSeek: arguments are added as text.
 RESULTS_NAME_CALLS = (
     "{% set ns = namespace(name='') %}{% for m in messages %}"

@@ -16,7 +16,9 @@ from tests.envs.server_handling.helpers_templates import (
     CHATML,
     NO_RESULTS,
     RESULTS_BELONG_TO_CALLS,
+    RESULTS_IN_CALLS,
     RESULTS_NAME_CALLS,
+    TEXT_OR_CALLS,
     TOOLS,
     ToldEngine,
     logprobs_after,
@@ -305,6 +307,25 @@ async def test_where_a_call_ends_unknown_the_conversation_forks_and_keeps_the_re
     assert '{"name": "add", "arguments": {"b": 2, "a": 1}}' in text
     assert text.endswith("[TOOL_RESULTS]3[/TOOL_RESULTS]")
     assert managed.num_broken_prefixes >= 1
+
+
+async def test_results_that_a_template_writes_into_the_turn_that_called_are_not_lost() -> None:
+    engine, managed = session(RESULTS_IN_CALLS)
+    engine.tell(CALL, "It is 42.")
+    first = await ask(managed, [user("6 * 7?")])
+    result = result_of(first.message.tool_calls[0], "42")
+    await ask(managed, [user("6 * 7?"), first.message, result])
+    assert "</tool_call>\nresult: 42<|im_end|>" in engine.tokenizer.decode(engine.sent[1])
+    assert managed.num_broken_prefixes == 1
+
+
+async def test_calls_without_text_are_given_to_templates_without_content() -> None:
+    engine, managed = session(TEXT_OR_CALLS)
+    engine.tell("b")
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    given = {"role": "assistant", "content": "", "tool_calls": [call]}
+    await ask(managed, [user("x"), given, user("y")])
+    assert '{"name": "add", "arguments": {"a": 1}}' in engine.tokenizer.decode(engine.sent[0])
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", ""])

@@ -34,6 +34,9 @@ whose logprobs are reported."""
 DEFAULT_MAX_TOKENS = 16
 """Where `/v1/completions` stops if nothing is said; `/inference/v1/generate` would go on to the model's limit."""
 
+NO_LOGPROB = -9999.0
+"""vLLM's stand-in for NaN, for minus infinity and for a sampled token that its own figures lack."""
+
 MAX_TOKENS_PER_ANSWER = 32768
 """An answer that may hold more is asked for in several requests: one of 8 x 32768 tokens has 19 MB, whose decoding
 holds the interpreter's lock for 27 ms. vLLM turns `n` completions into `n` requests of its own anyway."""
@@ -285,6 +288,12 @@ def _checked(
 ) -> Sampled:
     if len(logprobs) != len(tokens):
         raise EngineProtocolError(f"{where}: {len(logprobs)} logprobs for {len(tokens)} token ids")
+    if logprobs and min(logprobs) <= NO_LOGPROB:
+        position = next(i for i, value in enumerate(logprobs) if value <= NO_LOGPROB)
+        raise EngineProtocolError(
+            f"{where}: logprob {logprobs[position]} at token {position} stands for NaN or for a token that cannot"
+            " have been sampled; look at the engine's weights"
+        )
     if tokens and min(tokens) < 0:
         raise EngineProtocolError(f"{where}: token id {min(tokens)} is negative")
     return Sampled(tokens, logprobs, finish_reason, _read_spans(spans, len(tokens), where=where))

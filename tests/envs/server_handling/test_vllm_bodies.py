@@ -117,6 +117,7 @@ def test_completions_are_read_field_by_field() -> None:
         ({"logprobs": None}, r"choices\[0\] has no logprobs.token_logprobs"),
         ({"prompt_token_ids": [5, 6]}, "after 2 prompt tokens that are not the 3 sent"),
         ({"token_ids": [8, -9]}, "token id -9 is negative"),
+        ({"logprobs": {"token_logprobs": [-0.5, -9999.0]}}, "-9999.0 at token 1 stands for NaN"),
         ({"weight_versions": [{"weight_version": "7", "num_tokens": 1}]}, "cover 1 tokens of 2"),
         ({"weight_versions": [{"start": 0}]}, "no version or end"),
     ],

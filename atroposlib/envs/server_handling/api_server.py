@@ -181,6 +181,8 @@ class APIServer(ABC):
             self._apply_limit()
         self.is_another_healthy: Callable[[], bool] = lambda: False
         """Whether another server could take over; set by `ServerManager`."""
+        self._num_calls = 0
+        """Requests that are not finished."""
         self._num_waiting = 0
         """Requests that wait for the server to be up."""
         self._health_asked_at = -HEALTH_REMINDER_S
@@ -235,7 +237,7 @@ class APIServer(ABC):
         metrics = {} if metrics is None else metrics
         metrics[f"server/{name}_healthy"] = float(self.server_healthy)
         metrics[f"server/{name}_requests_waiting"] = float(
-            max(0, sum(self.num_assigned.values()) - self.sem.in_use - self.eval_sem.in_use)
+            max(0, self._num_calls - self.sem.in_use - self.eval_sem.in_use)
         )
         if self.concurrency is not None:
             limit = min(self.concurrency.limit, self.sem.max_val)
@@ -416,6 +418,7 @@ class APIServer(ABC):
         num_sent = num_failed = 0
         began_waiting: float | None = None
         self.num_assigned[split] += 1
+        self._num_calls += 1
         try:
             while True:
                 num_sent += 1
@@ -444,6 +447,7 @@ class APIServer(ABC):
                 await asyncio.sleep(pause_s)
         finally:
             self.num_assigned[split] -= 1
+            self._num_calls -= 1
 
     def _pause_s(self, error: BaseException, num_sent: int) -> float:
         """Return how long to wait before sending again: what the server asks for, else longer and longer."""

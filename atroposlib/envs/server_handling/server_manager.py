@@ -204,13 +204,11 @@ class ServerManager:
         if self._num_stuck == 1:
             logger.warning("No inference server is ready; requests wait. %s", self._reasons())
         try:
-            done, _ = await asyncio.wait(
+            await asyncio.wait(
                 waits,
                 timeout=max(server.config.health_wait_s for server in self.servers),
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if done and self._num_stuck == 1:
-                logger.info("An inference server is ready again")
         finally:
             self._num_stuck -= 1
             for wait in waits:

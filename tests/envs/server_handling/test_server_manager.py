@@ -221,6 +221,14 @@ async def test_a_session_goes_on_when_its_engine_comes_back() -> None:
     assert (len(engines[mine].requests), len(engines[1 - mine].requests)) == (2, 0)
 
 
+async def test_an_open_session_is_load_but_no_waiting_request() -> None:
+    manager, servers = harnesses(1)
+    async with manager.managed_server(tokenizer=ByteTokenizer()):
+        metrics = await manager.wandb_metrics()
+        assert servers[0].num_free() == 63
+    assert metrics["server/server_0_requests_waiting"] == 0.0
+
+
 async def test_calls_inside_a_dedicated_server_cannot_block_each_other() -> None:
     manager, servers = harnesses(1, num_max_requests_at_once=1)
     async with asyncio.timeout(5), manager.dedicated_server() as server:

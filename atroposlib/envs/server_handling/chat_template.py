@@ -142,7 +142,10 @@ _FACTS: WeakKeyDictionary[Any, _Facts] = WeakKeyDictionary()
 
 def _facts_of(tokenizer: Any) -> _Facts:
     size = len(tokenizer) if hasattr(type(tokenizer), "__len__") else 0
-    facts = _FACTS.get(tokenizer)
+    try:
+        facts = _FACTS.get(tokenizer)
+    except TypeError:  # not hashable, or no weak references: somebody's own class
+        return _find_facts(tokenizer, size)
     if facts is None or facts.size != size:
         facts = _FACTS[tokenizer] = _find_facts(tokenizer, size)
     return facts

@@ -103,14 +103,14 @@ class ManagedServer:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer given, else the server's."""
+        """The tokenizer given, else the server's, else the one its configuration names."""
         tokenizer = self._given_tokenizer
         if tokenizer is None:
             tokenizer = getattr(self.server, "tokenizer", None)
         if tokenizer is None:
-            raise ConfigError(
-                f"{type(self.server).__name__} has no tokenizer; call managed_server(tokenizer=...)"
-            )
+            config = self.server.config
+            name = getattr(config, "tokenizer_name", "none")
+            tokenizer = _tokenizer_named(config.model_name if name in ("none", "") else name)
         return tokenizer
 
     @functools.cached_property
@@ -442,6 +442,17 @@ class ManagedServer:
                 "total_tokens": len(turn.tokens) + num_sampled,
             },
         }
+
+
+@functools.cache
+def _tokenizer_named(name: str) -> Any:
+    # A session lasts one group, loading takes seconds.
+    from atroposlib.envs.server_handling.vllm_server import load_tokenizer
+
+    try:
+        return load_tokenizer(name)
+    except ConfigError as e:
+        raise ConfigError(f"{e}, or call managed_server(tokenizer=...)") from e
 
 
 def _opening(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,13 @@ from atroposlib.envs.server_handling.managed_server import (
 )
 from atroposlib.envs.server_handling.sequences import PendingTurn, SampledTurn, SequenceStore
 from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_harness import ServerHarness, create_chat_completion
+from atroposlib.envs.server_handling.server_harness import (
+    ByteTokenizer,
+    ServerHarness,
+    create_chat_completion,
+)
 from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import ConfigError
 from tests.envs.server_handling.helpers_templates import CHATML, ToldEngine, make_tokenizer
 
 TOKENIZER = make_tokenizer(CHATML, eos="<|im_end|>")
@@ -172,6 +178,36 @@ async def test_logprobs_of_a_sampled_conversation_are_those_of_its_tokens() -> N
     assert managed.get_state()["nodes"] == [node]
     with pytest.raises(ValueError, match="input_ids, prompt or messages"):
         await managed.get_logprobs()
+
+
+async def test_a_server_without_a_tokenizer_uses_the_one_its_configuration_names(
+    tmp_path: Path,
+) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    engine = ToldEngine(None)
+    engine.config.tokenizer_name = str(tmp_path)
+    engine.answers = [(TOKENIZER.encode("one"), "length")] * 2
+    sessions = [ManagedServer(engine), ManagedServer(engine)]
+    for managed in sessions:
+        reply = await managed.chat_completion(messages=[user("a")])
+        assert reply.choices[0].message.content == "one"
+    assert sessions[0].tokenizer is sessions[1].tokenizer
+
+
+async def test_a_session_without_any_tokenizer_is_refused_with_the_cure(tmp_path: Path) -> None:
+    engine = ToldEngine(None)
+    engine.config.model_name = str(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="managed_server\\(tokenizer="):
+        await ManagedServer(engine).chat_completion(messages=[user("a")])
+
+
+async def test_a_tokenizer_that_cannot_be_hashed_will_do() -> None:
+    class Own(ByteTokenizer):
+        __hash__ = None  # type: ignore[assignment]
+
+    managed = ManagedServer(ServerHarness(tokenizer=Own(), respond=lambda request: "yes"))
+    reply = await managed.chat_completion(messages=[user("a")])
+    assert reply.choices[0].message.content == "yes"
 
 
 async def test_prompts_are_logged_when_asked(

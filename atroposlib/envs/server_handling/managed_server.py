@@ -143,21 +143,24 @@ class ManagedServer:
         turn = self._prepare_chat(messages, options)
         if turn.is_broken:
             self._count_broken(len(messages))
-        turn, answer = await self._sample(turn, kwargs)
         continued = messages[-1]["content"] if is_opened(messages) else ""
         tools = options.tools if self.tool_parser is not None else None
         completions, replies = [], []
-        for sampled in await self._read(answer):
-            reply, finish_reason = self._reply(sampled, continued, tools, kwargs.get("tool_choice"))
-            whole = {**reply, "content": continued + (reply["content"] or "")}
-            message = SampledMessage(
-                identity=identity(whole), content=whole["content"], call_ids=call_ids(reply)
-            )
-            completions.append(
-                dataclasses.replace(sampled, message=message, finish_reason=finish_reason)
-            )
-            replies.append(reply)
-        self._store.commit(turn, completions)
+        with self._store.continuing(turn):
+            turn, answer = await self._sample(turn, kwargs)
+            for sampled in await self._read(answer):
+                reply, finish_reason = self._reply(
+                    sampled, continued, tools, kwargs.get("tool_choice")
+                )
+                whole = {**reply, "content": continued + (reply["content"] or "")}
+                message = SampledMessage(
+                    identity=identity(whole), content=whole["content"], call_ids=call_ids(reply)
+                )
+                completions.append(
+                    dataclasses.replace(sampled, message=message, finish_reason=finish_reason)
+                )
+                replies.append(reply)
+            self._store.commit(turn, completions)
         has_calls = any("tool_calls" in reply for reply in replies)
         build = completion_with_tool_calls if has_calls else chat_completion_from
         return build(
@@ -177,9 +180,11 @@ class ManagedServer:
 
     async def completion(self, **kwargs: Any) -> Any:
         """Sample continuations of a text prompt and return an `openai` `Completion`."""
-        turn, answer = await self._sample(self._prepare_text(kwargs["prompt"]), kwargs)
-        completions = await self._read(answer)
-        self._store.commit(turn, completions)
+        turn = self._prepare_text(kwargs["prompt"])
+        with self._store.continuing(turn):
+            turn, answer = await self._sample(turn, kwargs)
+            completions = await self._read(answer)
+            self._store.commit(turn, completions)
         return completion_from(
             {
                 **self._envelope(turn, completions, "text_completion"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,6 +144,8 @@ class SequenceStore:
     """Add every turn as a node of its own, trained on that turn only, instead of growing the node it continues."""
     _tracked: list[_Tracked] = field(default_factory=list)
     _num_calls: int = 0
+    _continued: list[Stage] = field(default_factory=list)
+    """Stages whose next turn is being sampled."""
 
     @property
     def nodes(self) -> list[SequenceNode]:
@@ -155,6 +158,20 @@ class SequenceStore:
         """Return the place of a call among all calls of the session."""
         self._num_calls += 1
         return self._num_calls
+
+    @contextmanager
+    def continuing(self, turn: PendingTurn) -> Iterator[None]:
+        """Let turns that are prepared in the meantime prefer another node with the same messages."""
+        if turn.parent is None:
+            yield
+            return
+        stage = turn.parent.stage
+        self._continued.append(stage)
+        try:
+            yield
+        finally:
+            at = next(i for i, continued in enumerate(self._continued) if continued is stage)
+            del self._continued[at]
 
     def find_messages(
         self, messages: Sequence[str], call_ids: Sequence[tuple[str, ...]] = ()
@@ -169,7 +186,7 @@ class SequenceStore:
             assert match.stage.message is not None
             index = len(match.stage.place.messages)
             same_ids = index < len(call_ids) and call_ids[index] == match.stage.message.call_ids
-            return index, same_ids, _is_last(match)
+            return index, same_ids, self._can_grow(match)
 
         return max(
             (match for match in self._stages() if match.stage.begins(messages)),
@@ -188,7 +205,7 @@ class SequenceStore:
                 continue
             is_begun = message.content != "" and content.startswith(message.content)
             if is_begun or message.content == content:
-                rank = (len(message.content), _is_last(match))
+                rank = (len(message.content), self._can_grow(match))
                 if rank > best_rank:
                     best, best_rank = match, rank
         return None if best is None else (best, content[best_rank[0] :])
@@ -200,7 +217,7 @@ class SequenceStore:
         for match in self._stages():
             for text in (match.stage.full_text, match.stage.visible_text):
                 if prompt.startswith(text):
-                    rank = (len(text), _is_last(match))
+                    rank = (len(text), self._can_grow(match))
                     if rank > best_rank:
                         best, best_rank = match, rank
         return None if best is None else (best, prompt[best_rank[0] :])
@@ -223,6 +240,11 @@ class SequenceStore:
         for tracked in self._tracked:
             for stage in tracked.stages:
                 yield Match(tracked=tracked, stage=stage)
+
+    def _can_grow(self, match: Match) -> bool:
+        # Of equally long prefixes the end of a node is preferred: going on there grows it instead of branching off.
+        is_last = match.stage is match.tracked.stages[-1]
+        return is_last and not any(stage is match.stage for stage in self._continued)
 
     def _grow(self, turn: PendingTurn, sampled: SampledTurn) -> _Tracked:
         if len(sampled.tokens) != len(sampled.logprobs):
@@ -268,11 +290,6 @@ class SequenceStore:
             message=sampled.message,
         )
         return _Tracked(order=turn.order, node=node, stages=(*stages, stage))
-
-
-def _is_last(match: Match) -> bool:
-    # Of equally long prefixes the end of a node is preferred: going on there grows it instead of branching off.
-    return match.stage is match.tracked.stages[-1]
 
 
 def _spans_before(spans: list[dict[str, Any]] | None, *, end: int) -> list[dict[str, Any]] | None:

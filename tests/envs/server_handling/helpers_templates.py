@@ -6,6 +6,7 @@ The templates are short ones of our own that do what those of the named families
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -318,6 +319,7 @@ class ToldEngine:
         prompt = list(kwargs["input_ids"])
         self.sent.append(prompt)
         self.requests.append(kwargs)
+        await asyncio.sleep(0)
         answers = [self.answers.pop(0) for _ in range(kwargs.get("n") or 1)]
         spans: list[list[WeightSpan] | None] | None = None
         if self.weight_version is not None:

@@ -105,6 +105,26 @@ async def test_equal_answers_are_continued_one_after_the_other() -> None:
     ]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_equal_answers_are_continued_at_the_same_time_each_in_its_node(fails: bool) -> None:
+    engine, managed = session("same", "same")
+    reply = await managed.chat_completion(messages=[user("a")], n=2)
+    histories = [
+        [user("a"), choice.message, user(text)]
+        for choice, text in zip(reply.choices, "bc", strict=True)
+    ]
+    if fails:  # a turn that failed is not being continued any more
+        with pytest.raises(IndexError):
+            await managed.chat_completion(messages=histories[0])
+    engine.tell("x", "y")
+    await asyncio.gather(*(managed.chat_completion(messages=history) for history in histories))
+    nodes = managed.get_state()["nodes"]
+    assert [trained_text(node) for node in nodes] == [
+        "same<|im_end|>x<|im_end|>",
+        "same<|im_end|>y<|im_end|>",
+    ]
+
+
 async def test_turns_sampled_at_the_same_time_from_one_history_become_branches() -> None:
     _, managed = session("one", "p", "q")
     first = await managed.chat_completion(messages=[user("a")])

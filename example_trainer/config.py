@@ -274,6 +274,11 @@ class TrainerConfig(BaseModel):
     engine_timeout_s: float = Field(
         600.0, gt=0, description="for an engine to start, or to take weights"
     )
+    engine_retry_s: float = Field(
+        600.0,
+        ge=0,
+        description="reload and lora: for an engine that cannot be reached to be back",
+    )
     lora_name: str = Field(
         "policy",
         min_length=1,

@@ -1,49 +1,191 @@
-"""`atropos-grpo-run`: one engine and the trainer in one command; the engine ends with the trainer.
+"""`atropos-grpo-run`: engine and trainer in one command, and on request the hub and an environment; all end together.
 
-The engine is started once and takes new weights in place. With `--bridge restart` this is `atropos-grpo`, which starts
-its engine itself.
+The engine is started once and takes new weights in place; with `--bridge restart` the trainer starts it itself. A part
+that dies ends the run: the trainer finishes its step, saves, and the command fails with the end of that part's log.
+`--resume` goes on from there. Only what was started here is stopped.
+
+    atropos-grpo-run --model m --run_hub --environment environments/gsm8k_server.py -- --env.group_size 8
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import Field
 
 from atroposlib.config import parse_flags
-from atroposlib.errors import ConfigError, cli_boundary
+from atroposlib.errors import ConfigError, EngineError, cli_boundary
 from example_trainer.config import TrainerConfig
 from example_trainer.grpo import start_command
+from example_trainer.owned_process import OwnedProcess
+
+logger = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 1.0
+END_GRACE_S = 120.0
+"""For the trainer to finish a step and save after a part has died; then it is ended in the middle."""
+
+ENGINE_RETRY_S = 5.0
+
+_LOCAL_ENGINE_BRIDGES = ("restart", "reload")
+
+
+class RunConfig(TrainerConfig):
+    """Settings of the trainer, and of what runs beside it."""
+
+    run_hub: bool = Field(False, description="start run-api as well, at --hub_url")
+    environment: Path | None = Field(
+        None,
+        description="environment to serve as well: its file; its own flags come last, after --",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run engine and trainer and return the trainer's exit code."""
-    return cli_boundary(lambda: _run(argv))
+    """Run all parts and return the trainer's exit code; 1 when another part died."""
+    return cli_boundary(lambda: _run(sys.argv[1:] if argv is None else list(argv)))
 
 
-def _run(argv: Sequence[str] | None) -> None:
+def _run(argv: Sequence[str]) -> None:
+    own, environment_flags = _split(argv)
     config = parse_flags(
-        TrainerConfig,
-        argv,
+        RunConfig,
+        own,
         prog="atropos-grpo-run",
-        description="Start an engine on the model, train, and stop the engine.",
+        description="Start an engine on the model, train, and stop the engine. Flags of --environment come after --.",
     )
     if not {"bridge", "weight_bridge_mode"} & config.model_fields_set:
         config = config.model_copy(update={"bridge": "reload"})
-    if config.bridge == "reload" and config.engine_url:
-        raise ConfigError(
-            "--engine_url: atropos-grpo-run starts its own engine; use atropos-grpo for running ones"
-        )
+    _check(config, environment_flags)
     start_command()
     from example_trainer.bridges import make_engine
     from example_trainer.model import check_model_path
     from example_trainer.training import train
 
     check_model_path(config.model_name)
-    reloads = config.bridge == "reload"
-    with make_engine(config, Path(config.model_name)) if reloads else nullcontext():
-        train(config)
+    parts: list[OwnedProcess] = []
+    with ExitStack() as stack:
+        if config.run_hub:
+            parts.append(_begin(stack, _hub(config)))
+        if config.bridge != "restart":
+            parts.append(_begin(stack, make_engine(config, Path(config.model_name))))
+        if config.environment is not None:
+            parts.append(_begin(stack, _environment(config, environment_flags)))
+        watch = stack.enter_context(_Watch(parts))
+        try:
+            # Its engine is its own: one that cannot be reached has died, and does not come back.
+            train(config.model_copy(update={"engine_retry_s": ENGINE_RETRY_S}))
+        except (SystemExit, EngineError):
+            watch.check()
+            raise
+        watch.check()
+
+
+def _begin(stack: ExitStack, part: OwnedProcess) -> OwnedProcess:
+    logger.info("%s: its log is %s", part.name, part.log_path)
+    return stack.enter_context(part)
+
+
+class _Watch:
+    """Asks the trainer to stop, as SIGTERM does, when a part has died."""
+
+    def __init__(self, parts: Sequence[OwnedProcess]) -> None:
+        self._parts = parts
+        self._over = threading.Event()
+        self._died: OwnedProcess | None = None
+        self._thread = threading.Thread(target=self._watch, name="parts watcher", daemon=True)
+
+    def check(self) -> None:
+        """Raise EngineError with the end of its log if a part has died."""
+        if self._died is not None:
+            self._died.check_alive()
+
+    def _watch(self) -> None:
+        while self._died is None:
+            if self._over.wait(WATCH_INTERVAL_S):
+                return
+            # An environment that has sent all it wanted to ends with 0, and the trainer may have enough.
+            self._died = next((part for part in self._parts if part.poll() not in (None, 0)), None)
+        logger.error("%s has died; the trainer is asked to stop", self._died.name)
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not self._over.wait(END_GRACE_S):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags before and after `--`."""
+    words = list(argv)
+    if "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
+
+
+def _check(config: RunConfig, environment_flags: Sequence[str]) -> None:
+    if config.bridge != "restart" and config.engine_url:
+        raise ConfigError(
+            "--engine_url: atropos-grpo-run starts its own engine; use atropos-grpo for running ones"
+        )
+    if config.engine == "local" and config.bridge not in _LOCAL_ENGINE_BRIDGES:
+        raise ConfigError(
+            f"--engine local takes no weights by --bridge {config.bridge}; use reload, or --engine vllm"
+        )
+    if environment_flags and config.environment is None:
+        raise ConfigError(f"{environment_flags[0]}: flags after -- are for --environment FILE")
+    if config.environment is not None and not config.environment.is_file():
+        raise ConfigError(f"--environment {config.environment}: there is no such file")
+    if config.run_hub and urlsplit(config.hub_url).hostname not in ("localhost", "127.0.0.1"):
+        raise ConfigError(
+            f"--run_hub: --hub_url {config.hub_url} is not an address of this machine"
+        )
+
+
+def _hub(config: RunConfig) -> OwnedProcess:
+    from example_trainer.vllm_process import EngineProcess
+
+    port = urlsplit(config.hub_url).port or 80
+    return EngineProcess(
+        [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)],
+        what="hub",
+        url=f"http://127.0.0.1:{port}",
+        health_route="/",
+        log_path=config.log_dir / "hub.log",
+        stop_grace_s=15.0,
+    )
+
+
+def _environment(config: RunConfig, flags: Sequence[str]) -> OwnedProcess:
+    """The environment, told where hub and engine are and what to ask for, unless its flags say otherwise."""
+    defaults = {
+        "env.rollout_server_url": config.hub_url,
+        "env.tokenizer_name": config.model_name,
+        "openai.base_url": f"http://127.0.0.1:{config.vllm_port}/v1",
+        "openai.model_name": config.lora_name if config.bridge == "lora" else config.model_name,
+        "openai.server_type": "vllm",
+    }
+    given = {flag.split("=")[0].lstrip("-").replace("--", ".").replace("-", "_") for flag in flags}
+    added = [f"--{name}={value}" for name, value in defaults.items() if name not in given]
+    return OwnedProcess(
+        [sys.executable, str(config.environment), "serve", *added, *flags],
+        name="environment",
+        log_path=config.log_dir / "environment.log",
+        stop_grace_s=15.0,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An inference engine that this process owns: its command line, its port, and when it is healthy.
+"""An inference engine (or another server) that this process owns: its command line, its port, when it is healthy.
 
 A port that somebody else listens on is refused before anything starts. The engine may live in another virtual
 environment (vLLM pins its own torch and transformers): it is started by that environment's Python and spoken to over
@@ -32,8 +32,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class EngineProcess(OwnedProcess):
     """One engine, from its command line to its end.
 
-    `url` is where it will answer (`http://127.0.0.1:9001`); `GET {url}/health` answering 200 means ready.
-    As a context manager it is healthy inside the block and gone after it.
+    `url` is where it will answer (`http://127.0.0.1:9001`); `GET {url}{health_route}` answering 200 means ready.
+    As a context manager it is healthy inside the block and gone after it. `what` is what messages call it.
     """
 
     def __init__(
@@ -42,6 +42,8 @@ class EngineProcess(OwnedProcess):
         *,
         url: str,
         log_path: Path,
+        what: str = "engine",
+        health_route: str = "/health",
         env: Mapping[str, str] | None = None,
         startup_timeout_s: float = 300.0,
         stop_grace_s: float = 5.0,
@@ -49,13 +51,14 @@ class EngineProcess(OwnedProcess):
         self.url = url.rstrip("/")
         super().__init__(
             argv,
-            name=f"engine at {self.url}",
+            name=f"{what} at {self.url}",
             log_path=log_path,
             env=env,
             stop_grace_s=stop_grace_s,
         )
         self._startup_timeout_s = startup_timeout_s
         self._address = _address_of(self.url)
+        self._health_url = f"{self.url}{health_route}"
 
     def start(self) -> None:
         """Start the engine and return at once; `wait_ready` waits for it.
@@ -64,7 +67,7 @@ class EngineProcess(OwnedProcess):
         the engine's port.
         """
         self.check_program()
-        _refuse_taken_port(self._address, self.url)
+        _refuse_taken_port(self._address, self.name)
         super().start()
 
     def wait_ready(self) -> None:
@@ -74,17 +77,17 @@ class EngineProcess(OwnedProcess):
         with httpx.Client(trust_env=False, timeout=HEALTH_TIMEOUT_S) as http:
             while True:
                 # Asked in this order: an answer counts only if our own engine is alive after it.
-                healthy = _is_healthy(http, self.url)
+                healthy = _is_healthy(http, self._health_url)
                 self.check_alive()
                 if healthy:
                     break
                 if time.monotonic() > deadline:
                     raise EngineError(
-                        f"engine at {self.url}: not healthy after {self._startup_timeout_s:.0f} s; "
+                        f"{self.name}: not healthy after {self._startup_timeout_s:.0f} s; "
                         f"raise its startup timeout or see its log.\n{self.log_tail()}"
                     )
                 time.sleep(POLL_INTERVAL_S)
-        logger.info("engine at %s healthy after %.1f s", self.url, time.monotonic() - started)
+        logger.info("%s healthy after %.1f s", self.name, time.monotonic() - started)
 
 
 def vllm_command(
@@ -210,7 +213,7 @@ def _address_of(url: str) -> tuple[str, int]:
     return parts.hostname, parts.port
 
 
-def _refuse_taken_port(address: tuple[str, int], url: str) -> None:
+def _refuse_taken_port(address: tuple[str, int], name: str) -> None:
     host, port = address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -220,13 +223,13 @@ def _refuse_taken_port(address: tuple[str, int], url: str) -> None:
             probe.bind((host, port))
         except OSError as e:
             raise EngineError(
-                f"engine at {url}: cannot listen on port {port} of {host} ({e.strerror}). If another "
+                f"{name}: cannot listen on port {port} of {host} ({e.strerror}). If another "
                 "process uses it, stop that process or choose another port; it was left alone"
             ) from e
 
 
 def _is_healthy(http: httpx.Client, url: str) -> bool:
     try:
-        return http.get(f"{url}/health").status_code == httpx.codes.OK
+        return http.get(url).status_code == httpx.codes.OK
     except httpx.TransportError:
         return False

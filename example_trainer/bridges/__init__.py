@@ -83,6 +83,7 @@ class CheckpointBridge:
 def make_bridge(config: TrainerConfig, weights: WeightsDirectory) -> WeightBridge:
     """Build the bridge that the configuration names."""
     urls, timeout_s = config.engine_urls, config.engine_timeout_s
+    retry_s = config.engine_retry_s
     match config.bridge:
         case "restart":
             return CheckpointBridge(
@@ -90,9 +91,13 @@ def make_bridge(config: TrainerConfig, weights: WeightsDirectory) -> WeightBridg
                 RestartBridge(start_engine=lambda model, version: make_engine(config, model)),
             )
         case "reload":
-            return CheckpointBridge(weights, ReloadBridge(urls=urls, timeout_s=timeout_s))
+            return CheckpointBridge(
+                weights, ReloadBridge(urls=urls, timeout_s=timeout_s, retry_s=retry_s)
+            )
         case "lora":
-            return LoraBridge(weights, urls=urls, lora_name=config.lora_name, timeout_s=timeout_s)
+            return LoraBridge(
+                weights, urls=urls, lora_name=config.lora_name, timeout_s=timeout_s, retry_s=retry_s
+            )
         case "transfer":
             return TransferBridge(
                 urls=urls,

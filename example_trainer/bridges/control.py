@@ -1,6 +1,6 @@
 """Calls to a running engine's control routes, and the same done to several engines at once.
 
-Owns the retries: an engine that cannot be reached is tried again until `timeout_s`; any answer but 2xx is final. Called
+Owns the retries: an engine that cannot be reached is tried again until `retry_s`; any answer but 2xx is final. Called
 by `engines.py` and the bridges to engines that run already; it does not know what a route does.
 """
 
@@ -82,26 +82,26 @@ class Control:
         raise kind(detail, status=answer.status_code)
 
 
-def retrying(action: Callable[[], T], *, timeout_s: float) -> T:
-    """Return what `action` returns; while it raises `Unreachable`, repeat it until `timeout_s` have passed."""
+def retrying(action: Callable[[], T], *, retry_s: float) -> T:
+    """Return what `action` returns; while it raises `Unreachable`, repeat it until `retry_s` have passed."""
     attempts = Retrying(
         retry=retry_if_exception_type(Unreachable),
         wait=wait_exponential(multiplier=0.2, max=5.0),
-        stop=stop_after_delay(timeout_s),
+        stop=stop_after_delay(retry_s),
         before_sleep=_say_once,
         reraise=True,
     )
     return attempts(action)
 
 
-def for_each(engines: Sequence[Any], action: Callable[[Any], Any], *, timeout_s: float) -> None:
+def for_each(engines: Sequence[Any], action: Callable[[Any], Any], *, retry_s: float) -> None:
     """Do `action` to every engine at once, with retries; when all have ended, raise the first failure."""
     if len(engines) == 1:  # in this thread, where Ctrl-C can end it
-        retrying(lambda: action(engines[0]), timeout_s=timeout_s)
+        retrying(lambda: action(engines[0]), retry_s=retry_s)
         return
     with ThreadPoolExecutor(max_workers=max(1, len(engines))) as pool:
         pending = [
-            pool.submit(retrying, lambda engine=engine: action(engine), timeout_s=timeout_s)
+            pool.submit(retrying, lambda engine=engine: action(engine), retry_s=retry_s)
             for engine in engines
         ]
     for future in pending:

@@ -28,17 +28,19 @@ class LoraBridge:
         urls: Sequence[str],
         lora_name: str,
         timeout_s: float = 600.0,
+        retry_s: float = 600.0,
     ) -> None:
         self._weights = weights
         self._controls = [Control(url, timeout_s=timeout_s) for url in urls]
         self._lora_name = lora_name
         self._timeout_s = timeout_s
+        self._retry_s = retry_s
         self._engines: dict[str, RunningEngine] = {}
 
     def start(self, policy: Policy, version: int) -> None:
         """Wait until every engine is healthy and load the initial adapter."""
         if policy.world.is_main:
-            for_each(self._controls, lambda c: c.get("/health"), timeout_s=self._timeout_s)
+            for_each(self._controls, lambda c: c.get("/health"), retry_s=self._timeout_s)
         self.publish(policy, version)
 
     def publish(self, policy: Policy, version: int) -> int:
@@ -48,7 +50,7 @@ class LoraBridge:
             for_each(
                 self._controls,
                 lambda control: self._update(control, directory.resolve(), version),
-                timeout_s=self._timeout_s,
+                retry_s=self._retry_s,
             )
         return version
 

@@ -21,9 +21,12 @@ class ReloadBridge:
 
     name = "reload"
 
-    def __init__(self, *, urls: Sequence[str], timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, *, urls: Sequence[str], timeout_s: float = 600.0, retry_s: float = 600.0
+    ) -> None:
         self._controls = [Control(url, timeout_s=timeout_s) for url in urls]
         self._timeout_s = timeout_s
+        self._retry_s = retry_s
         self._engines: dict[str, RunningEngine] = {}
         """By address; asked once what they are."""
 
@@ -32,7 +35,7 @@ class ReloadBridge:
 
         Loading it also repairs an engine that still holds the weights of an earlier run.
         """
-        for_each(self._controls, lambda c: c.get("/health"), timeout_s=self._timeout_s)
+        for_each(self._controls, lambda c: c.get("/health"), retry_s=self._timeout_s)
         self.publish(checkpoint_dir, version)
 
     def publish(self, checkpoint_dir: Path, version: int) -> int:
@@ -46,7 +49,7 @@ class ReloadBridge:
         for_each(
             self._controls,
             lambda control: self._update(control, directory, version),
-            timeout_s=self._timeout_s,
+            retry_s=self._retry_s,
         )
         return version
 

@@ -88,7 +88,7 @@ class TransferBridge:
                 f"--transfer_backend ipc: shares GPU memory, and the trainer runs on {policy.device}"
             )
         if policy.world.is_main:
-            for_each(self._controls, lambda c: c.get("/health"), timeout_s=self._timeout_s)
+            for_each(self._controls, lambda c: c.get("/health"), retry_s=self._timeout_s)
             for control in self._controls:
                 self._links.append(self._open(identify(control), policy.device))
         self.publish(policy, version)

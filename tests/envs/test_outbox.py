@@ -14,6 +14,8 @@ import pytest
 
 from atroposlib.client import EnvStatus, SendReceipt, UnknownEnvironment
 from atroposlib.envs.runtime.outbox import Backoff, GroupLog, Outbox
+from atroposlib.envs.server_handling.policy_versions import noting_versions
+from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from tests.envs.helpers_runtime import ScriptedEnv, make_group
@@ -365,3 +367,22 @@ async def test_large_groups_are_turned_into_text_off_the_event_loop(
     assert threads == {off_loop}
     text = {"role": "user", "content": f"{num_tokens} tokens"}
     assert outbox.held[0].messages == [[text], [text]]
+
+
+@pytest.mark.parametrize(
+    ("given", "sampled_under", "sent"),
+    [({}, "7", 7), ({"policy_version": 3}, "7", 3), ({"policy_version": None}, "7", None), ({}, None, None)],
+)  # fmt: skip
+async def test_a_group_without_a_version_gets_the_oldest_that_its_item_was_sampled_under(
+    given: dict[str, Any], sampled_under: str | None, sent: int | None
+) -> None:
+    newer = ServerHarness(respond=lambda request: "yes", weight_version="8")
+    engine = ServerHarness(respond=lambda request: "yes", weight_version=sampled_under)
+    outbox = make_outbox(ScriptedEnv())
+    with noting_versions():
+        async with asyncio.TaskGroup() as both:  # what an item's child tasks sample counts
+            for server in (newer, engine):
+                both.create_task(server.tokens_and_logprobs_completion(prompt="a?", n=2))
+        await outbox.accept([make_group() | given])
+    await outbox.accept([make_group()])
+    assert [group.policy_version for group in outbox.held] == [sent, None]

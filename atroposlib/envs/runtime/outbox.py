@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from atroposlib.client import EnvStatus, HubClient, UnknownEnvironment
 from atroposlib.envs.env_config import BaseEnvConfig
+from atroposlib.envs.server_handling.policy_versions import oldest_noted
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
 from atroposlib.utils.off_loop import off_loop
@@ -355,6 +356,8 @@ class Outbox:
     async def _judge(self, group: Mapping[str, Any], abort_on_max_length: bool) -> ScoredGroup:
         """Apply gate 1, then the drop rules in the original's order."""
         checked = await in_thread_if_large(group, self._check, group)
+        if "policy_version" not in group:
+            checked = checked.replace(policy_version=oldest_noted())
         config = self._env.config
         verdict = drop_rule(
             checked,

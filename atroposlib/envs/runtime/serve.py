@@ -40,6 +40,7 @@ from atroposlib.envs.runtime.items import Outcomes, Work, cause_of, close, colle
 from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.envs.runtime.outbox import MAX_RETRY_AFTER_S, Backoff, GroupLog, Outbox
 from atroposlib.envs.runtime.pace import Pace
+from atroposlib.envs.server_handling.policy_versions import noting_versions
 from atroposlib.errors import (
     ConfigError,
     EngineUnavailable,
@@ -649,7 +650,7 @@ class _Server:
             return None
         work = self._work.get(key) or Work(item=entry["item"])
         try:
-            with as_failures():
+            with as_failures(), noting_versions():
                 groups, backlog = await collect_timed(env, work.item)
                 if groups:
                     await env.handle_send_to_api(groups, work.item)

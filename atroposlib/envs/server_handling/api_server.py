@@ -30,6 +30,7 @@ from atroposlib.envs.server_handling.concurrency import (
     ServerLoad,
 )
 from atroposlib.envs.server_handling.limits import AsyncSemWithAdaptiveWeight
+from atroposlib.envs.server_handling.policy_versions import note_versions
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.errors import EngineUnavailable
@@ -205,8 +206,10 @@ class APIServer(ABC):
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokenCompletions:
         """Sample from `input_ids` (or `prompt`) and return token ids with the logprob of each sampled token."""
-        answer = await self._call(self._tokens_and_logprobs_completion_wrapper, kwargs)
-        return TokenCompletions.of(answer)
+        raw = await self._call(self._tokens_and_logprobs_completion_wrapper, kwargs)
+        answer = TokenCompletions.of(raw)
+        note_versions(answer.weight_versions)
+        return answer
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Return the top logprobs at every position of a prompt.

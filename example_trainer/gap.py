@@ -12,7 +12,6 @@ import logging
 from dataclasses import dataclass
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from atroposlib.errors import EngineError
@@ -76,18 +75,18 @@ class LogprobGap:
     def compare_older(self, batch: Batch, version: int) -> None:
         """Compare each version other than `version` that is used for the first time, while its weights are on disk.
 
-        One process and a whole model only: weights from disk cannot stand in for those that are split or adapted.
+        One process only: weights from disk cannot stand in for those that are split.
         """
-        if self._policy.world.size > 1 or self._policy.is_adapted:
+        if self._policy.world.size > 1:
             return
         rows = [row for row in batch.rows if not row.is_supervised]
         for older in {row.version for row in rows} - self._seen - {version, UNKNOWN_VERSION}:
             self._seen.add(older)
-            if not self._weights.holds(older):
+            parameters = self._weights.parameters(older, self._policy.device)
+            if parameters is None:
                 continue
             some = [row for row in rows if row.version == older][:_SEQUENCES_COMPARED]
             micro_batch = collate(some, self._options).to(self._policy.device)
-            parameters = _load(self._weights, older, self._policy.device)
             own = self._policy.logprobs(micro_batch, parameters=parameters)
             gap_N = _gap(micro_batch, own.logprobs_N)
             by_sequence = gap_N.split([len(row.trained) for row in some])
@@ -143,10 +142,3 @@ def _largest(gaps: Tensor) -> float:
 def _gap(micro_batch: MicroBatch, logprobs_N: Tensor) -> Tensor:
     """Return `|sampled - own|` at the trained positions."""
     return (logprobs_N.detach() - micro_batch.positions.sampled_logprobs_N).abs()
-
-
-def _load(weights: WeightsDirectory, version: int, device: torch.device) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(weights.directory(version).glob("*.safetensors")):
-        tensors.update(load_file(path, device=str(device)))
-    return tensors

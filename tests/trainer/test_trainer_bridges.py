@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from atroposlib.errors import ConfigError
-from example_trainer.bridges import make_bridge, make_engine
+from example_trainer.bridges import CheckpointBridge, make_bridge, make_engine
 from example_trainer.config import TrainerConfig
+from example_trainer.model import load_policy
 from example_trainer.weights import WeightsDirectory
+from tests.tiny_model import make_tiny_model
 
 
 def command_of(**settings: Any) -> list[str]:
@@ -61,3 +65,53 @@ def test_the_flag_chooses_the_bridge() -> None:
         bridge = make_bridge(config, cast(WeightsDirectory, None))
         assert bridge.name == name
         bridge.close()
+
+
+class Engines:
+    """Takes every checkpoint, and serves the version that it is told to."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[Path, int]] = []
+        self.serves: int | None = None
+
+    def start(self, checkpoint_dir: Path, version: int) -> None:
+        self.taken.append((checkpoint_dir, version))
+
+    def publish(self, checkpoint_dir: Path, version: int) -> int:
+        self.start(checkpoint_dir, version)
+        return version if self.serves is None else self.serves
+
+    def close(self) -> None: ...
+
+
+def test_lora_restart_hands_over_the_whole_model_with_the_adapter_merged(tmp_path: Path) -> None:
+    """The original starts the engine with the adapter beside the model; any engine can serve a merged one."""
+    model = make_tiny_model(tmp_path / "model")
+    config = TrainerConfig(
+        model_name=str(model),
+        device="cpu",
+        weight_bridge_mode="lora_restart",
+        weights_dir=tmp_path / "weights",
+    )
+    assert (config.bridge, config.lora) == ("restart", True)
+    policy, engines = load_policy(config), Engines()
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if ".lora_B." in name:
+                parameter.fill_(0.5)
+    with WeightsDirectory(config, policy) as weights:
+        bridge = CheckpointBridge(weights, engines)
+        bridge.start(policy, 0)
+        assert bridge.publish(policy, 1) == 1
+        engines.serves = 1
+        assert bridge.publish(policy, 2) == 1, "the version served is what is announced"
+        assert engines.taken[1] == (tmp_path / "weights" / "version_1", 1)
+        before, after = (load_file(d / "model.safetensors") for d in (model, engines.taken[1][0]))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.rpartition(".self_attn.")[2] for name in changed} == {
+        "q_proj.weight",
+        "v_proj.weight",
+    }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle  # noqa: TID251 - reads back what this process pickled
 import subprocess
 import sys
 import time
@@ -23,7 +25,12 @@ from example_trainer.model import Policy, load_policy
 from tests.processes import ROOT
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_reload import FakeEngine, fake_engine
-from tests.trainer.helpers_transfer import Peer, assert_bit_for_bit, transfer_peer
+from tests.trainer.helpers_transfer import (
+    Peer,
+    assert_bit_for_bit,
+    bodies_for_a_gpu,
+    transfer_peer,
+)
 
 BUCKET = 20_000
 """Bytes: a few tensors of the tiny model; its embedding is larger."""
@@ -181,6 +188,31 @@ def test_vllm_without_the_backend_is_told_the_flag_and_not_asked_further(model_d
             with pytest.raises(EngineRejected, match=words):
                 bridge_to(engine).start(policy_of(model_dir), 0)
     assert engine.calls == ["/health"] * 3
+
+
+def test_vllm_on_a_gpu_is_met_by_a_unique_id_of_nccl_or_handed_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the bodies: there is no GPU to run the collective on. vLLM refuses an id and an address together."""
+    with fake_engine() as engine:
+        nccl, ipc, update = bodies_for_a_gpu(engine, monkeypatch)
+    assert base64.b64decode(nccl.pop("nccl_unique_id_b64")) == bytes(range(128))
+    assert nccl == {
+        "rank_offset": 1,
+        "world_size": 3,
+        "packed": True,
+        "packed_buffer_size_bytes": 1000,
+        "packed_num_buffers": 1,
+    }
+    assert ipc == {"packed": True}
+    handles = pickle.loads(base64.b64decode(update.pop("ipc_handles_pickled")))
+    assert handles == {"GPU-1": ["handle"]}
+    assert update == {
+        "names": ["a", "b"],
+        "dtype_names": ["float32", "float32"],
+        "shapes": [[2, 3], [1]],
+        "tensor_sizes": [24, 4],
+    }
 
 
 def test_memory_of_a_gpu_is_shared_only_where_there_is_one(model_dir: Path) -> None:

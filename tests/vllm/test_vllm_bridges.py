@@ -1,0 +1,323 @@
+"""The bridges against a real vLLM (CPU build): requests in flight, adapters, a kill, and its own receiving code.
+
+Run with `ATROPOS_VLLM_PYTHON=.venv-vllm/bin/python pytest -m vllm tests/vllm -rs`. Whole runs with the reload and the
+restart bridge are in test_vllm_loop.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from example_trainer.bridges.lora import LoraBridge
+from example_trainer.bridges.reload import ReloadBridge
+from example_trainer.bridges.restart import RestartBridge
+from example_trainer.bridges.transfer import TransferBridge
+from example_trainer.config import TrainerConfig
+from example_trainer.model import Policy, load_policy
+from example_trainer.vllm_process import EngineProcess, vllm_command, vllm_environment
+from example_trainer.weights import WeightsDirectory
+from tests.processes import free_port
+from tests.tiny_model import make_tiny_model
+from tests.trainer.helpers_reload import fake_engine
+from tests.trainer.helpers_transfer import assert_bit_for_bit, bodies_for_a_gpu, transfer_peer
+from tests.vllm.helpers_vllm import (
+    STARTUP_TIMEOUT_S,
+    Sample,
+    largest_gap,
+    sample,
+    vllm_engine,
+    vllm_python,
+)
+from tests.vllm.test_vllm_loop import MAX_GAP, check_metrics, run_loop
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+LENGTH = 512
+NUM_TOKENS = 400
+RANK = 8
+PROMPT = [10, 20, 30, 40, 50]
+ADAPTER = "policy"
+
+
+class Served(NamedTuple):
+    engine: EngineProcess
+    model: Path
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One vLLM that takes adapters; each test leaves it on `model`'s weights, so that their order does not matter."""
+    python = vllm_python()
+    directory = tmp_path_factory.mktemp("bridges")
+    model = make_tiny_model(directory / "model")
+    port = free_port()
+    argv = vllm_command(
+        python=python,
+        model=model,
+        port=port,
+        served_model_name=str(model),
+        max_model_len=LENGTH,
+        dtype="float32",
+        cpu=True,
+        lora_rank=RANK,
+    )
+    engine = EngineProcess(
+        argv,
+        url=f"http://127.0.0.1:{port}",
+        env={**vllm_environment(cpu=True), "HF_HUB_OFFLINE": "1"},
+        log_path=directory / "engine.log",
+        startup_timeout_s=STARTUP_TIMEOUT_S,
+    )
+    with engine:
+        # The first request after a start takes up to 20 s more on the CPU.
+        sample(engine.url, str(model), PROMPT, num_samples=1, max_tokens=2)
+        yield Served(engine, model)
+
+
+def long_samples(engine: EngineProcess, model_name: str) -> list[Sample]:
+    """Sample so many tokens that whoever asks can hand over weights meanwhile."""
+    answer = httpx.post(
+        f"{engine.url}/v1/completions",
+        json={
+            "model": model_name,
+            "prompt": PROMPT,
+            "n": 8,
+            "max_tokens": NUM_TOKENS,
+            "temperature": 1.0,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+        },
+        timeout=300,
+        trust_env=False,
+    )
+    assert answer.status_code == 200, answer.text
+    return [
+        Sample(PROMPT, choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        for choice in answer.json()["choices"]
+    ]
+
+
+def during(
+    engine: EngineProcess, model_name: str, action: Callable[[], object]
+) -> tuple[list[Sample], bool]:
+    """Do `action` while samples are under way; return them, and whether they still were when it was done."""
+    with ThreadPoolExecutor(1) as pool:
+        pending: Future[list[Sample]] = pool.submit(long_samples, engine, model_name)
+        deadline = time.monotonic() + 60
+        while num_running(engine) < 8:
+            assert not pending.done(), "they ended before anybody saw them run"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        action()
+        went_on = not pending.done()
+        return pending.result(), went_on
+
+
+def num_running(engine: EngineProcess) -> float:
+    text = httpx.get(f"{engine.url}/metrics", trust_env=False).text
+    found = re.search(r"^vllm:num_requests_running\{.*\} ([0-9.]+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def gaps_per_token(found: Sample, model_dir: Path) -> torch.Tensor:
+    """Return |engine's logprob - transformers'| of every sampled token."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    tokens = found.prompt + found.tokens
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens])).logits[0, len(found.prompt) - 1 : -1]
+    own = logits.log_softmax(-1).gather(1, torch.tensor(found.tokens)[:, None])[:, 0]
+    return (own - torch.tensor(found.logprobs)).abs()
+
+
+def test_requests_in_flight_go_on_under_the_new_weights(served: Served, tmp_path: Path) -> None:
+    """None is lost or cut; each token was sampled by exactly the old or exactly the new weights."""
+    engine, old = served
+    new = make_tiny_model(tmp_path / "new", seed=1)
+    bridge = ReloadBridge(urls=[engine.url])
+    try:
+        bridge.start(old, 0)
+        samples, went_on = during(engine, str(old), lambda: bridge.publish(new, 1))
+    finally:
+        bridge.publish(old, 2)
+        bridge.close()
+    assert went_on, "nothing was in flight any more"
+    switches = []
+    for found in samples:
+        assert len(found.tokens) == NUM_TOKENS
+        is_old = gaps_per_token(found, old) <= MAX_GAP
+        is_new = gaps_per_token(found, new) <= MAX_GAP
+        switch = int(
+            is_old.long().cumprod(0).sum()
+        )  # tokens before the first that is not of the old weights
+        assert bool(is_new[switch:].all()), switch
+        switches.append(switch)
+    print("tokens under the old weights", switches)
+    assert min(switches) > 0
+    assert max(switches) < NUM_TOKENS
+    after = sample(engine.url, str(old), PROMPT, num_samples=8, max_tokens=12)
+    assert largest_gap(after, old) <= MAX_GAP
+
+
+def adapted_policy(model: Path) -> Policy:
+    config = TrainerConfig(
+        model_name=str(model),
+        device="cpu",
+        lora=True,
+        lora_r=RANK,
+        lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"],
+    )
+    return load_policy(config)
+
+
+def disturb(policy: Policy, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+
+
+def test_adapters_are_swapped_under_one_name_and_requests_in_flight_keep_theirs(
+    served: Served, tmp_path: Path
+) -> None:
+    engine, model = served
+    policy = adapted_policy(model)
+    config = TrainerConfig(model_name="m", bridge="lora", weights_dir=tmp_path / "weights")
+    with WeightsDirectory(config, policy) as weights:
+        bridge = LoraBridge(weights, urls=[engine.url], lora_name=ADAPTER)
+        for version in range(3):
+            policy.save(tmp_path / f"merged_{version}", merged=True)
+            if version == 0:
+                bridge.start(policy, version)
+            else:
+                hand_over = lambda v=version: bridge.publish(policy, v)  # noqa: E731
+                samples, went_on = during(engine, ADAPTER, hand_over)
+                assert went_on, "nothing was in flight any more"
+                assert largest_gap(samples, tmp_path / f"merged_{version - 1}") <= MAX_GAP
+                assert [len(found.tokens) for found in samples] == [NUM_TOKENS] * 8
+            now = sample(engine.url, ADAPTER, PROMPT, num_samples=8, max_tokens=12)
+            assert largest_gap(now, tmp_path / f"merged_{version}") <= MAX_GAP
+            if version:
+                assert largest_gap(now, tmp_path / f"merged_{version - 1}") > 10 * MAX_GAP
+            info = httpx.get(f"{engine.url}/weight_info", trust_env=False).json()
+            assert info["weight_version"] == str(version)
+            disturb(policy, version)
+        bridge.close()
+    base = sample(engine.url, str(model), PROMPT, num_samples=8, max_tokens=12)
+    assert largest_gap(base, model) <= MAX_GAP, "the base model has changed"
+
+
+def test_five_steps_with_the_adapter_swapped_after_each(served: Served, tmp_path: Path) -> None:
+    engine, model = served
+    port = int(engine.url.rpartition(":")[2])
+    run_loop(
+        tmp_path,
+        model,
+        hub_port=free_port(),
+        engine_port=port,
+        served_name=ADAPTER,
+        trainer_flags=[
+            *("--weight-bridge-mode=lora_only", f"--engine_url={engine.url}"),
+            *(f"--lora_name={ADAPTER}", f"--lora_r={RANK}", "--publish_interval=1"),
+        ],
+    )
+    assert len(check_metrics(tmp_path)) >= 3, "too few steps had samples that could be compared"
+    version = httpx.get(f"{engine.url}/weight_info", trust_env=False).json()["weight_version"]
+    assert version == "5"
+    assert (tmp_path / "checkpoints" / "final_adapter" / "adapter_config.json").is_file()
+
+
+def test_a_vllm_that_is_killed_is_started_again_on_the_version_it_served(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    port = free_port()
+
+    def engine_on(path: Path, version: int) -> EngineProcess:
+        return vllm_engine(path, port=port, log_path=tmp_path / "engine.log")
+
+    bridge = RestartBridge(start_engine=engine_on)
+    try:
+        bridge.start(model, 7)
+        assert bridge.engine is not None
+        killed = bridge.engine.pid
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        deadline = time.monotonic() + STARTUP_TIMEOUT_S
+        while bridge.engine is None or bridge.engine.pid in (None, killed) or not labelled(port):
+            assert time.monotonic() < deadline, bridge.engine and bridge.engine.log_tail()
+            time.sleep(0.5)
+        samples = sample(
+            f"http://127.0.0.1:{port}", str(model), PROMPT, num_samples=8, max_tokens=12
+        )
+        assert largest_gap(samples, model) <= MAX_GAP
+    finally:
+        bridge.close()
+
+
+def labelled(port: int) -> bool:
+    """Whether the engine answers and names version 7."""
+    try:
+        answer = httpx.get(f"http://127.0.0.1:{port}/weight_info", trust_env=False)
+    except httpx.TransportError:
+        return False
+    return answer.status_code == 200 and answer.json()["weight_version"] == "7"
+
+
+def test_vllms_own_code_takes_transferred_weights_apart_bit_for_bit(tmp_path: Path) -> None:
+    """Its classes read the bodies and its consumer cuts the buckets; only the collective is gloo's, not NCCL's."""
+    python = vllm_python()
+    model = make_tiny_model(tmp_path / "model")
+    policy = load_policy(TrainerConfig(model_name=str(model), device="cpu", dtype="bfloat16"))
+    policy.save(tmp_path / "saved")
+    with transfer_peer("vllm", tmp_path / "peer", "--vllm", python=python) as peer:
+        bridge = TransferBridge(urls=[peer.url], bucket_bytes=20_000, timeout_s=120)
+        bridge.start(policy, 0)
+        assert peer.calls().count("/update_weights") > 3
+        assert_bit_for_bit(peer.received(), tmp_path / "saved")
+        bridge.close()
+
+
+READ_BODIES = """
+import json, os, sys
+os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+from vllm.distributed.weight_transfer.ipc_engine import (
+    IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+nccl, ipc, update = json.loads(sys.argv[1])
+joined = NCCLWeightTransferInitInfo(**nccl)
+IPCWeightTransferInitInfo(**ipc)
+handles = IPCWeightTransferUpdateInfo(**update).ipc_handles
+print(json.dumps([len(joined.nccl_unique_id_bytes), joined.packed, handles]))
+"""
+
+
+def test_vllms_own_classes_accept_what_is_sent_for_nccl_and_ipc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    python = vllm_python()
+    with fake_engine() as engine:
+        nccl, ipc, update = bodies_for_a_gpu(engine, monkeypatch)
+    done = subprocess.run(
+        [str(python), "-c", READ_BODIES, json.dumps([nccl, ipc, update])],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [128, True, {"GPU-1": ["handle"]}]

@@ -75,7 +75,7 @@ class Positions:
     is_supervised_N: Tensor
     """bool: trained by maximum likelihood (`sft` overrides) instead of by the policy gradient."""
     ref_logprobs_N: Tensor | None
-    """float32, given by the environment; None unless every group of the batch carries them."""
+    """float32, given by the environment, NaN where it gave none; None where no sequence has any."""
     teacher_ids_NK: Tensor | None
     """int64, the teacher's most likely tokens; None where no group of the batch carries them."""
     teacher_logprobs_NK: Tensor | None
@@ -136,6 +136,8 @@ class Row:
     ref_logprobs: NDArray[np.float64] | None
     teacher: Teacher | None
     is_supervised: bool
+    is_silenced: bool
+    """The environment took its advantage away: no normalisation may give it one."""
     temperature: float
     version: int
     weight: float = 0.0
@@ -156,6 +158,8 @@ class Batch:
     micro_batches: list[MicroBatch]
     rows: list[Row]
     """What the micro-batches are made of."""
+    lacks_reference: bool
+    """Some sequence came without `ref_logprobs`. Of the whole batch, so that all processes decide alike."""
     num_groups: int
     num_sequences: int
     """As received."""
@@ -189,6 +193,8 @@ def group_advantages(
     """
     if len(scores) <= 1 or baseline in ("none", "batch"):
         return scores.astype(np.float64)
+    if scores.min() == scores.max():
+        return np.zeros(len(scores))  # exactly: their mean is rounded
     centred: NDArray[np.float64] = scores - scores.mean()
     if baseline == "rloo":
         centred = centred * (len(scores) / (len(scores) - 1))
@@ -225,6 +231,7 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
     return Batch(
         micro_batches=[collate(rows, options) for rows in _split(kept, options)],
         rows=kept,
+        lacks_reference=any(row.ref_logprobs is None for row in kept),
         num_groups=len(groups),
         num_sequences=len(all_rows),
         num_tokens=sum(len(row.tokens) for row in kept),
@@ -294,6 +301,7 @@ def _rows(group: ScoredGroup, options: DataOptions) -> Iterator[Row]:
             ref_logprobs=None if view.ref_logprobs is None else view.ref_logprobs[1:][at],
             teacher=_teacher(group, offsets[i] + 1 + at),
             is_supervised=bool(supervised[i]),
+            is_silenced=bool(override.get("set_advantage_to_zero")),
             temperature=_temperature(group, override) if options.processed_logprobs else 1.0,
             version=UNKNOWN_VERSION if group.policy_version is None else group.policy_version,
         )
@@ -327,17 +335,22 @@ def _temperature(group: ScoredGroup, override: dict[str, object]) -> float:
 
 
 def _normalise_over_batch(rows: list[Row], *, centre: bool) -> list[Row]:
-    """Divide advantages by their std over all policy-gradient tokens of the batch (REINFORCE++, arXiv 2501.03262)."""
-    policy = [row.advantages for row in rows if not row.is_supervised and len(row.advantages)]
-    if not policy:
+    """Divide advantages by their std over all policy-gradient tokens of the batch (REINFORCE++, arXiv 2501.03262).
+
+    Those of a sequence silenced by its environment stay 0 and do not count.
+    """
+
+    def counts(row: Row) -> bool:
+        return not row.is_supervised and not row.is_silenced
+
+    values = np.concatenate([np.zeros(0), *(row.advantages for row in rows if counts(row))])
+    if not len(values):
         return rows
-    values = np.concatenate(policy)
-    mean = values.mean() if centre else 0.0
-    std = values.std() + 1e-8
+    is_constant = values.min() == values.max()  # mean and std would be rounding
+    mean = 0.0 if not centre else values[0] if is_constant else values.mean()
+    std = 1.0 if is_constant else values.std() + 1e-8
     return [
-        row
-        if row.is_supervised
-        else dataclasses.replace(row, advantages=(row.advantages - mean) / std)
+        dataclasses.replace(row, advantages=(row.advantages - mean) / std) if counts(row) else row
         for row in rows
     ]
 
@@ -415,7 +428,11 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
         return torch.from_numpy(np.repeat(np.array(values), num_trained)).to(dtype)
 
     teacher = _join_teachers(rows)
-    has_reference = all(row.ref_logprobs is not None for row in rows)
+    reference = [
+        np.full(len(row.trained), np.nan) if row.ref_logprobs is None else row.ref_logprobs
+        for row in rows
+    ]
+    has_reference = any(row.ref_logprobs is not None for row in rows)
     return MicroBatch(
         tokens_BT=torch.from_numpy(tokens.reshape(shape)),
         position_ids_BT=torch.from_numpy(position_ids.reshape(shape)),
@@ -432,7 +449,9 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
             sequence_N=repeated(list(range(len(rows))), torch.int64),
             num_sequences=len(rows),
             is_supervised_N=repeated([row.is_supervised for row in rows], torch.bool),
-            ref_logprobs_N=joined("ref_logprobs", torch.float32) if has_reference else None,
+            ref_logprobs_N=torch.from_numpy(np.concatenate(reference)).float()
+            if has_reference
+            else None,
             teacher_ids_NK=None if teacher is None else torch.from_numpy(teacher.ids),
             teacher_logprobs_NK=None if teacher is None else torch.from_numpy(teacher.logprobs),
         ),

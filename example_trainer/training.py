@@ -219,6 +219,7 @@ def take_step(
     lr = set_learning_rate(optimizer, config, step)
     gap.compare_older(batch, step)
     objective = objective_of(config)
+    frozen = reference if batch.lacks_reference else None
     names = LossShare._fields + LogprobSums._fields
     totals = torch.zeros(len(names), dtype=torch.float64, device=policy.device)
     micro_batches = policy.world.share(batch.micro_batches)
@@ -233,7 +234,7 @@ def take_step(
             micro_batch.positions,
             own.logprobs_N,
             entropy_N=own.entropy_N,
-            ref_logprobs_N=reference_logprobs(reference, micro_batch),
+            ref_logprobs_N=reference_logprobs(frozen, micro_batch),
             teacher_logprobs_own_NK=own.teacher_NK,
         )
         (share.loss * policy.world.size).backward()  # FSDP takes the mean over the processes
@@ -254,11 +255,16 @@ def take_step(
 
 
 def reference_logprobs(reference: Policy | None, micro_batch: MicroBatch) -> Tensor | None:
-    """Return the reference's logprobs: those that the environment gave, else those of the frozen copy."""
-    if reference is None or micro_batch.positions.ref_logprobs_N is not None:
-        return micro_batch.positions.ref_logprobs_N
+    """Return the reference's logprobs: those that the environment gave, else those of the frozen copy.
+
+    The copy is asked for every micro-batch or for none: where it is split over processes, all must take part.
+    """
+    given_N = micro_batch.positions.ref_logprobs_N
+    if reference is None:
+        return given_N
     with torch.no_grad():
-        return reference.logprobs(micro_batch).logprobs_N
+        own_N = reference.logprobs(micro_batch).logprobs_N
+    return own_N if given_N is None else torch.where(given_N.isnan(), own_N, given_N)
 
 
 def update_weights(

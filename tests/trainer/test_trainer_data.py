@@ -176,6 +176,93 @@ def test_equal_scores_leave_nothing_to_train() -> None:
     assert batch.num_skipped_zero_advantage == 3
 
 
+def test_equal_scores_are_recognised_although_their_mean_is_rounded() -> None:
+    assert np.mean([0.1, 0.1, 0.1]) != 0.1
+    for baseline in ("group", "rloo", "group_batch"):
+        options = dataclasses.replace(OPTIONS, baseline=baseline, scale_advantages=False)  # type: ignore[arg-type]
+        assert make_batch([make_group([0.1, 0.1, 0.1])], options).num_skipped_zero_advantage == 3
+
+
+@pytest.mark.parametrize("baseline", ["batch", "group_batch"])
+def test_no_normalisation_gives_a_silenced_sequence_an_advantage(baseline: str) -> None:
+    groups = [
+        make_group([5.0, 9.0], seed=1, overrides=[{}, {"set_advantage_to_zero": True}]),
+        make_group([1.0, 0.0], seed=2),
+    ]
+    options = dataclasses.replace(OPTIONS, baseline=baseline)  # type: ignore[arg-type]
+    batch = make_batch(groups, options)
+    assert (batch.num_skipped_zero_advantage, len(batch.rows)) == (1, 3)
+    values = np.concatenate([row.advantages for row in batch.rows])
+    mean = values.mean() if baseline == "batch" else 0.0
+    assert mean == pytest.approx(0.0, abs=1e-12)
+    assert np.sqrt(((values - values.mean()) ** 2).mean()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("baseline", "wanted"), [("batch", 0.0), ("group_batch", 0.5)])
+def test_a_batch_of_one_and_the_same_advantage_is_not_divided_by_rounding(
+    baseline: str, wanted: float
+) -> None:
+    advantages = [[0.5] * 8, [0.5] * 9]
+    group = make_group([1.0, 0.0], advantages=advantages)
+    options = dataclasses.replace(OPTIONS, baseline=baseline, keep_zero_advantage=True)  # type: ignore[arg-type]
+    for row in make_batch([group], options).rows:
+        assert row.advantages.tolist() == [wanted] * len(row.trained)
+
+
+def test_references_of_some_groups_are_kept_and_the_others_asked_for() -> None:
+    given = [[-1.5] * 8, [-1.5] * 9]
+    groups = [make_group([1.0, 0.0], seed=1, ref_logprobs=given), make_group([1.0, 0.0], seed=2)]
+    options = dataclasses.replace(OPTIONS, max_sequences=1)
+    batch = make_batch(groups, options)
+    assert batch.lacks_reference
+    assert not make_batch(groups[:1], options).lacks_reference
+    found = [m.positions.ref_logprobs_N for m in batch.micro_batches]
+    assert sum(values is None for values in found) == 2
+    together = make_batch(groups, OPTIONS).micro_batches[0].positions.ref_logprobs_N
+    assert together is not None
+    assert sorted(together.isnan().tolist()) == [False] * 11 + [True] * 11
+    assert together[~together.isnan()].tolist() == [-1.5] * 11
+
+
+def test_the_shortest_sequences_are_one_token_after_one() -> None:
+    group = make_group(
+        [1.0, 0.0],
+        tokens=[[5, 6], [5, 7, 8]],
+        masks=[[-100, 6], [-100, 7, 8]],
+        inference_logprobs=[[1.0, -0.5], [1.0, -0.5, -0.5]],
+    )
+    batch = make_batch([group], dataclasses.replace(OPTIONS, seq_len=2))
+    assert (batch.num_skipped_too_long, batch.num_trained_tokens) == (1, 1)
+    positions = batch.micro_batches[0].positions
+    assert (positions.labels_N.tolist(), batch.rows[0].trained.tolist()) == ([6], [0])
+    assert positions.weights_N.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("baseline", ["group", "rloo", "none"])
+def test_a_group_of_one_is_trained_by_its_score(baseline: str) -> None:
+    options = dataclasses.replace(OPTIONS, baseline=baseline)  # type: ignore[arg-type]
+    (row,) = make_batch([make_group([0.75])], options).rows
+    assert row.advantages.tolist() == [0.75] * 5
+
+
+def test_a_teacher_of_some_sequences_proposes_nothing_for_the_others() -> None:
+    with_teacher = make_group(
+        [1.0, 0.0],
+        seed=1,
+        distill_token_ids=[[[]] * 8, [[]] * 3 + [[7, 9, 11]] * 6],
+        distill_logprobs=[[[]] * 8, [[]] * 3 + [[-1.0, -2.0, -3.0]] * 6],
+    )
+    batch = make_batch([with_teacher, make_group([1.0, 0.0], seed=2)], OPTIONS)
+    positions = batch.micro_batches[0].positions
+    assert positions.teacher_logprobs_NK is not None
+    assert positions.teacher_ids_NK is not None
+    assert positions.teacher_ids_NK.shape == positions.teacher_logprobs_NK.shape == (22, 3)
+    named = positions.teacher_logprobs_NK.isfinite().all(dim=1)
+    assert int(named.sum()) == 6
+    assert positions.teacher_ids_NK[named].tolist() == [[7, 9, 11]] * 6
+    assert not positions.teacher_logprobs_NK[~named].isfinite().any()
+
+
 def test_a_kl_term_keeps_sequences_without_an_advantage() -> None:
     options = dataclasses.replace(OPTIONS, keep_zero_advantage=True)
     assert make_batch([make_group([1.0, 1.0])], options).num_skipped_zero_advantage == 0

@@ -1,0 +1,300 @@
+"""The whole way from groups to an update, against a slow reference in float64 that shares no code with it.
+
+The groups hold what batches of real runs hold: a group of one, completions of one token, sequences without a trained
+token or too long, supervised ones, advantages per token, references and teachers for some groups only.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from atroposlib.scored_data import ScoredGroup, Strictness, check_group
+from example_trainer.data import make_batch
+from example_trainer.gap import LogprobGap
+from example_trainer.model import Policy, load_policy, reference_of
+from example_trainer.objective import OBJECTIVES
+from example_trainer.training import data_options, objective_of, take_step
+from example_trainer.weights import WeightsDirectory
+from tests.tiny_model import make_tiny_model
+from tests.trainer.test_trainer_loop import config_for
+
+SEQ_LEN = 24
+VOCABULARY = 256
+EVERYTHING = {"kl_coef": 0.3, "entropy_coef": 0.05, "distill_coef": 0.4}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> Any:
+    """The same model in float64."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir).double()
+
+
+@pytest.fixture(scope="module")
+def groups(model: Any) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(3)
+
+    def group(scores: list[float], shapes: list[tuple[int, int]], **fields: Any) -> dict[str, Any]:
+        """`shapes`: prompt and completion lengths."""
+        tokens = [rng.integers(0, VOCABULARY, p + c).tolist() for p, c in shapes]
+        masks = [[-100] * p + row[p:] for row, (p, _) in zip(tokens, shapes, strict=True)]
+        own = [table_of(model, row) for row in tokens]
+        noise = [0.3 * rng.standard_normal(len(row)) for row in tokens]
+        sampled = [
+            [1.0] * p + [float(table[t - 1, row[t]] + n[t]) for t in range(p, p + c)]
+            for table, row, n, (p, c) in zip(own, tokens, noise, shapes, strict=True)
+        ]
+        return {
+            "tokens": tokens,
+            "masks": masks,
+            "scores": scores,
+            "inference_logprobs": sampled,
+        } | fields
+
+    def per_token(shapes: list[tuple[int, int]], low: float, high: float) -> list[list[float]]:
+        return [rng.uniform(low, high, p + c).tolist() for p, c in shapes]
+
+    a, b = [(3, 5), (3, 1), (2, 9)], [(1, 4), (5, 7)]
+    teacher_ids = [[[t % 7, 90 + t % 5][: t % 3] for t in range(p + c)] for p, c in a]
+    first = group(
+        [1.0, 0.0, 0.25],
+        a,
+        ref_logprobs=per_token(a, -6, -4),
+        distill_token_ids=teacher_ids,
+        distill_logprobs=[[[-0.5, -1.5][: len(k)] for k in row] for row in teacher_ids],
+    )
+    tokens = first["tokens"][0]  # a ratio that one objective clips and another does not
+    first["inference_logprobs"][0][3] = float(table_of(model, tokens)[2, tokens[3]]) - math.log(
+        1.24
+    )
+    return [
+        first,
+        group([0.5, -1.0], b, advantages=per_token(b, -1, 1)),
+        group([2.0], [(4, 6)]),
+        group([0.1, 0.1, 0.1], [(2, 3), (2, 4), (2, 5)]),
+        group([1.0, 0.0, 3.0, 5.0], [(3, 4), (3, 6), (6, 0), (20, 9)]),  # untrained, too long
+        group(
+            [1.0, 0.0, -1.0],
+            [(3, 4), (2, 6), (2, 3)],
+            overrides=[{}, {"sft": True}, {"set_advantage_to_zero": True}],
+            ref_logprobs=None,
+        ),
+    ]
+
+
+def table_of(model: Any, tokens: list[int]) -> Any:
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([tokens])).logits[0], -1).numpy()
+
+
+class Row(NamedTuple):
+    tokens: list[int]
+    at: list[int]
+    advantages: list[float]
+    sampled: list[float]
+    reference: list[float] | None
+    teacher: list[dict[int, float]]
+    supervised: bool
+    silenced: bool
+
+
+def slow_rows(groups: list[dict[str, Any]], baseline: str, *, scale: bool) -> list[Row]:
+    rows: list[Row] = []
+    for group in groups:
+        overrides = group.get("overrides") or [{} for _ in group["scores"]]
+        scores = [s for s, o in zip(group["scores"], overrides, strict=True) if "sft" not in o]
+        for i, tokens in enumerate(group["tokens"]):
+            score, override = group["scores"][i], overrides[i]
+            at = [t for t in range(1, len(tokens)) if group["masks"][i][t] != -100]
+            if len(scores) == 1 or baseline in ("none", "batch"):
+                advantage = score
+            elif baseline == "rloo":
+                advantage = score - (sum(scores) - score) / (len(scores) - 1)
+            else:
+                advantage = score - statistics.fmean(scores)
+                if scale and baseline == "group":
+                    advantage /= statistics.pstdev(scores) + 1e-4
+            if len(set(scores)) == 1 < len(scores) and baseline not in ("none", "batch"):
+                advantage = 0.0
+            advantages = [advantage] * len(at)
+            if group.get("advantages"):
+                advantages = [group["advantages"][i][t] for t in at]
+            silenced = "set_advantage_to_zero" in override
+            if silenced:
+                advantages = [0.0] * len(at)
+            supervised = "sft" in override
+            if supervised:
+                advantages = [1.0] * len(at)
+            references = group.get("ref_logprobs")
+            ids = group.get("distill_token_ids")
+            teacher: list[dict[int, float]] = [{} for _ in at]
+            if ids:
+                teacher = [
+                    dict(zip(ids[i][t], group["distill_logprobs"][i][t], strict=True)) for t in at
+                ]
+            rows.append(
+                Row(
+                    tokens=tokens,
+                    at=at,
+                    advantages=advantages,
+                    sampled=[group["inference_logprobs"][i][t] for t in at],
+                    reference=[references[i][t] for t in at] if references else None,
+                    teacher=teacher,
+                    supervised=supervised,
+                    silenced=silenced,
+                )
+            )
+    if baseline in ("batch", "group_batch"):
+        counted = [a for r in rows if not r.supervised and not r.silenced for a in r.advantages]
+        mean = statistics.fmean(counted) if baseline == "batch" else 0.0
+        std = statistics.pstdev(counted) + 1e-8
+        rows = [
+            r
+            if r.supervised or r.silenced
+            else r._replace(advantages=[(a - mean) / std for a in r.advantages])
+            for r in rows
+        ]
+    return [row for row in rows if row.at and len(row.tokens) <= SEQ_LEN]
+
+
+def slow_update(
+    model: Any, groups: list[dict[str, Any]], settings: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return the gradient of the loss by parameter, one token after the other."""
+    rows = slow_rows(
+        groups, settings.get("baseline", "group"), scale=settings.get("scale_advantages", True)
+    )
+    low = 1 - settings.get("clip_eps", 0.2)
+    high = 1 + (settings.get("clip_eps_high") or settings.get("clip_eps", 0.2))
+    surrogate = settings.get("surrogate", "clip")
+    num_tokens = sum(len(row.at) for row in rows)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        table = torch.log_softmax(model(torch.tensor([row.tokens])).logits[0], -1)
+        initial = table.detach()
+        own = [table[t - 1, row.tokens[t]] for t in row.at]
+        mean_gap = sum(o - s for o, s in zip(own, row.sampled, strict=True)) / len(own)
+        weight = {
+            "token": 1 / num_tokens,
+            "sequence": 1 / (len(rows) * len(row.at)),
+            "constant": 1 / (len(rows) * SEQ_LEN),
+        }[settings.get("loss_mean", "token")]
+        for n, t in enumerate(row.at):
+            advantage = row.advantages[n]
+            is_by_sequence = settings.get("ratio_level") == "sequence"
+            gap = mean_gap if is_by_sequence else own[n] - row.sampled[n]
+            ratio = torch.exp(gap)
+            if row.supervised or surrogate == "reinforce":
+                loss = -advantage * own[n]
+            elif surrogate == "cispo":
+                loss = -min(max(float(ratio.detach()), low), high) * advantage * own[n]
+            else:
+                loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+            if settings.get("kl_coef"):
+                reference = row.reference[n] if row.reference else initial[t - 1, row.tokens[t]]
+                d = reference - own[n]
+                k2 = settings.get("kl_estimator") == "k2"
+                loss = loss + settings["kl_coef"] * (d * d / 2 if k2 else torch.exp(d) - d - 1)
+            if settings.get("entropy_coef"):
+                p = table[t - 1]
+                loss = loss + settings["entropy_coef"] * (p.exp() * p).sum()
+            if settings.get("distill_coef"):
+                for token, wanted in row.teacher[n].items():
+                    kl = math.exp(wanted) * (wanted - table[t - 1, token])
+                    loss = loss + settings["distill_coef"] * kl
+            total = total + weight * loss
+    model.zero_grad()
+    total.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def checked(groups: list[dict[str, Any]]) -> list[ScoredGroup]:
+    return [check_group(g, strictness=Strictness.MEANING) for g in groups]
+
+
+def found_update(
+    model_dir: Path, tmp_path: Path, groups: list[dict[str, Any]], settings: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Return what one step of plain SGD takes off the parameters, and in how many micro-batches."""
+    config = config_for(
+        model_dir, tmp_path, seq_len=SEQ_LEN, max_grad_norm=1e9, **{"batch_size": 100} | settings
+    )
+    policy = load_policy(config)
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    batch = make_batch(checked(groups), data_options(config))
+    one_step(policy, config, batch)
+    after = dict(policy.model.named_parameters())
+    taken = {name: (p - after[name]).detach().double() for name, p in before.items()}
+    return taken, len(batch.micro_batches)
+
+
+def one_step(policy: Policy, config: Any, batch: Any) -> Any:
+    reference = reference_of(policy, config) if config.kl_coef else None
+    optimizer = torch.optim.SGD(policy.model.parameters(), lr=config.lr)
+    with WeightsDirectory(config, policy) as weights:
+        gap = LogprobGap(policy, weights, data_options(config), limit=None)
+        return take_step(policy, optimizer, batch, config, 0, gap, reference)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one micro-batch": {},
+    "many micro-batches": {"batch_size": 2},
+    "packed": {"packing": "on"},
+    "packed, many micro-batches": {"packing": "on", "max_microbatch_tokens": 24},
+    "wide padding": {"pad_to_multiple_of": 64, "batch_size": 3},
+}
+
+
+@pytest.mark.parametrize("extra", [{}, EVERYTHING], ids=["plain", "every term"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_the_update_of_every_objective_and_layout_is_that_of_a_slow_reference(
+    model_dir: Path,
+    tmp_path: Path,
+    model: Any,
+    groups: list[dict[str, Any]],
+    name: Any,
+    layout: str,
+    extra: dict[str, Any],
+) -> None:
+    wanted = slow_update(model, groups, OBJECTIVES[name] | extra)
+    settings = {"objective": name, "lr": 1.0} | extra | LAYOUTS[layout]
+    found, num_micro_batches = found_update(model_dir, tmp_path, groups, settings)
+    assert (num_micro_batches > 2) == ("many" in layout or "wide" in layout)
+    size = max(float(value.abs().max()) for value in wanted.values())
+    assert size > 1e-3
+    for parameter, value in wanted.items():
+        # Weights of about 1 lose what float32 rounds off their differences.
+        torch.testing.assert_close(
+            found[parameter], value, rtol=1e-4, atol=2e-6 + 1e-5 * size, msg=parameter
+        )
+
+
+def test_an_objective_can_be_told_from_another_by_its_update(
+    model: Any, groups: list[dict[str, Any]]
+) -> None:
+    """Else the test above would show nothing."""
+    updates = [slow_update(model, groups, settings) for settings in OBJECTIVES.values()]
+    weights = [update["lm_head.weight"] for update in updates]
+    for i, one in enumerate(weights):
+        for other in weights[:i]:
+            assert float((one - other).abs().max()) > 1e-4
+
+
+def test_a_config_names_the_objective_that_it_makes(model_dir: Path, tmp_path: Path) -> None:
+    config = config_for(model_dir, tmp_path, objective="gspo", clip_eps=0.1)
+    made = objective_of(config)
+    assert (made.ratio_level, made.clip_low, made.clip_high) == ("sequence", 0.1, 4e-4)

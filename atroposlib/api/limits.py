@@ -8,12 +8,12 @@ Nothing here looks inside a body: the checks of groups are payloads.py's busines
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import zstandard
 from isal import isal_zlib
@@ -226,17 +226,11 @@ class ByteBudget:
     def num_waiting(self) -> int:
         return sum(not turn.cancelled() for _, turn in self._waiting)
 
-    @asynccontextmanager
-    async def share(self, num_bytes: int) -> AsyncIterator[Share]:
-        """Hold `num_bytes`, or all there is if that is less, for the length of the block."""
-        share = Share(self, min(num_bytes, self.total_bytes))
-        await self._take(share.num_bytes)
-        try:
-            yield share
-        finally:
-            share.shrink(0)
+    def share(self, num_bytes: int) -> Share:
+        """Return what holds `num_bytes`, or all there is if that is less, for the length of an `async with`."""
+        return Share(self, num_bytes)
 
-    async def _take(self, num_bytes: int) -> None:
+    async def take(self, num_bytes: int) -> None:
         if num_bytes == 0 or (not self._waiting and num_bytes <= self.free_bytes):
             self.free_bytes -= num_bytes
             return
@@ -264,17 +258,33 @@ class ByteBudget:
 
 
 class Share:
-    """What one request holds of a budget."""
+    """What one request holds of a budget: nothing before it is entered and after it is left."""
 
     def __init__(self, budget: ByteBudget, num_bytes: int) -> None:
         self._budget = budget
+        self._wanted = num_bytes
+        self.num_bytes = 0
+
+    async def __aenter__(self) -> Share:
+        await self.grow(self._wanted)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.shrink(0)
+
+    async def grow(self, num_bytes: int) -> None:
+        """Hold `num_bytes`, or all there is if that is less. It must hold nothing yet."""
+        assert self.num_bytes == 0, self.num_bytes
+        num_bytes = min(num_bytes, self._budget.total_bytes)
+        await self._budget.take(num_bytes)
         self.num_bytes = num_bytes
 
     def shrink(self, num_bytes: int) -> None:
         """Keep at most `num_bytes`."""
         surplus = self.num_bytes - min(num_bytes, self.num_bytes)
         self.num_bytes -= surplus
-        self._budget.give_back(surplus)
+        if surplus:
+            self._budget.give_back(surplus)
 
 
 class RequestBodies:
@@ -293,119 +303,155 @@ class RequestBodies:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        async with AsyncExitStack() as shares:
+        try:
+            expected = self._expected_bytes(scope)
+        except BodyRefused as e:
+            await _refuse(e, scope, receive, send)
+            return
+        uncounted = (
+            0 if expected.is_guess or expected.num_bytes > _UNCOUNTED_BYTES else expected.num_bytes
+        )
+        async with (
+            self._received.share(expected.num_bytes - uncounted) as received,
+            self._inflated.share(0) as inflated,
+        ):
             try:
-                body = await self._body(scope, receive, shares)
+                body = await self._receive(receive, expected)
+                if body is None:
+                    return  # the client left
+                received.shrink(len(body))
+                if expected.encoding is not None:
+                    if body:
+                        body = await self._inflate(body, expected, inflated)
+                        received.shrink(0)
+                    _correct_headers(scope, len(body))
             except BodyRefused as e:
-                answer = PlainTextResponse(str(e), e.status, e.headers)
-                await answer(scope, receive, send)
+                await _refuse(e, scope, receive, send)
                 return
-            if body is not None:  # else the client left
-                await self._app(scope, _replay(body, receive), send)
+            await self._app(scope, replay(body, receive), send)
 
-    async def _body(self, scope: Scope, receive: Receive, shares: AsyncExitStack) -> bytes | None:
-        """Return the body, inflated, headers of `scope` corrected; None when the client left."""
+    def _expected_bytes(self, scope: Scope) -> _Expected:
+        """What the head says of the body. Raises `BodyRefused`."""
         limits = self._limits
-        headers = Headers(scope=scope)
-        encoding = content_encoding(headers)
-        carries_groups = scope["path"] in GROUP_PATHS
-        limit = limits.max_body_bytes if carries_groups else limits.max_control_body_bytes
+        headers = dict[bytes, bytes](scope["headers"])
+        encoding = None
+        if b"content-encoding" in headers:
+            encoding = content_encoding(Headers(scope=scope))
+        is_large = scope["path"] in GROUP_PATHS
+        limit = limits.max_body_bytes if is_large else limits.max_control_body_bytes
         announced = _announced_bytes(scope, headers)
         if announced is not None and announced > limit:
             raise _too_large(limit)
-        expected = limit if announced is None else announced
-        uncounted = expected if expected <= _UNCOUNTED_BYTES and announced is not None else 0
-        share = await shares.enter_async_context(self._received.share(expected - uncounted))
-        body = await self._receive(receive, expected=expected, limit=limit)
-        if body is None:
-            return None
-        share.shrink(len(body))
-        if encoding is None:
-            return body
-        if body:
-            body = await self._inflate(body, encoding, carries_groups, shares)
-            share.shrink(0)
-        scope["headers"] = list(scope["headers"])
-        corrected = MutableHeaders(scope=scope)
-        del corrected["content-encoding"]
-        corrected["content-length"] = str(len(body))
-        return body
+        return _Expected(
+            num_bytes=limit if announced is None else announced,
+            is_guess=announced is None,
+            encoding=encoding,
+            limit=limit,
+            inflated_limit=limits.max_inflated_bytes if is_large else limit,
+        )
 
-    async def _receive(self, receive: Receive, *, expected: int, limit: int) -> bytes | None:
+    async def _receive(self, receive: Receive, expected: _Expected) -> bytes | None:
+        """Return the body as it was sent; None when the client left."""
         limits = self._limits
         in_time = limits.receive_timeout_s - limits.receive_grace_s
-        rate = max(limits.min_receive_bytes_per_s, expected / in_time if in_time > 0 else 0)
-        start = asyncio.get_running_loop().time()
+        rate = max(
+            limits.min_receive_bytes_per_s, expected.num_bytes / in_time if in_time > 0 else 0
+        )
+        now = asyncio.get_running_loop().time
+        start = now()
+        allowed_s = min(limits.receive_timeout_s, limits.receive_grace_s)
         pieces: list[bytes] = []
         size = 0
-        while True:
-            allowed_s = min(limits.receive_timeout_s, limits.receive_grace_s + size / rate)
+        is_whole = False
+        while not is_whole:
             try:
+                # One timer for as long as nothing is late; then what has come bought more time, or it did not.
                 async with asyncio.timeout_at(start + allowed_s):
-                    message = await receive()
+                    while not is_whole:
+                        message = await receive()
+                        if message["type"] == "http.disconnect":
+                            return None
+                        piece = message.get("body", b"")
+                        size += len(piece)
+                        if size > expected.limit:
+                            raise _too_large(expected.limit)
+                        pieces.append(piece)
+                        is_whole = not message.get("more_body", False)
             except TimeoutError:
-                raise BodyRefused(
-                    408,
-                    f"Only {size} bytes of the request body arrived in {allowed_s:.1f} s",
-                    headers={"Connection": "close"},
-                ) from None
-            if message["type"] == "http.disconnect":
-                return None
-            piece = message.get("body", b"")
-            size += len(piece)
-            if size > limit:
-                raise _too_large(limit)
-            pieces.append(piece)
-            if not message.get("more_body", False):
-                break
+                allowed_s = min(limits.receive_timeout_s, limits.receive_grace_s + size / rate)
+                if now() >= start + allowed_s:
+                    raise BodyRefused(
+                        408,
+                        f"Only {size} bytes of the request body arrived in {allowed_s:.1f} s",
+                        headers={"Connection": "close"},
+                    ) from None
+        if len(pieces) == 1:
+            return pieces[0]
         if size <= _INLINE_JOIN_BYTES:
             return b"".join(pieces)
         return await asyncio.to_thread(b"".join, pieces)  # gives up the GIL while it copies
 
-    async def _inflate(
-        self, body: bytes, encoding: str, carries_groups: bool, shares: AsyncExitStack
-    ) -> bytes:
+    async def _inflate(self, body: bytes, expected: _Expected, share: Share) -> bytes:
+        assert expected.encoding is not None
         limits = self._limits
-        limit = limits.max_inflated_bytes if carries_groups else limits.max_control_body_bytes
+        limit = expected.inflated_limit
         # Taken for the worst case and given back at once. Nobody waits for the other budget while holding this one.
-        worst = min(limit, max(_MIB, limits.max_inflate_ratio * len(body)))
-        share = await shares.enter_async_context(self._inflated.share(worst))
-        if len(body) <= _INLINE_INFLATE_BYTES:
-            data = inflate(
-                body, encoding=encoding, max_bytes=limit, max_ratio=limits.max_inflate_ratio
-            )
-        else:
-            data = await asyncio.to_thread(
-                inflate,
-                body,
-                encoding=encoding,
-                max_bytes=limit,
-                max_ratio=limits.max_inflate_ratio,
-            )
+        await share.grow(min(limit, max(_MIB, limits.max_inflate_ratio * len(body))))
+        work = functools.partial(
+            inflate,
+            body,
+            encoding=expected.encoding,
+            max_bytes=limit,
+            max_ratio=limits.max_inflate_ratio,
+        )
+        is_small = len(body) <= _INLINE_INFLATE_BYTES
+        data = work() if is_small else await asyncio.to_thread(work)
         share.shrink(len(data))
         return data
 
 
-def _announced_bytes(scope: Scope, headers: Headers) -> int | None:
+class _Expected(NamedTuple):
+    """What the head of a request says of its body, and what is allowed."""
+
+    num_bytes: int
+    is_guess: bool
+    """Only its end will tell; `num_bytes` is the limit."""
+    encoding: str | None
+    limit: int
+    inflated_limit: int
+
+
+async def _refuse(refusal: BodyRefused, scope: Scope, receive: Receive, send: Send) -> None:
+    answer = PlainTextResponse(str(refusal), refusal.status, refusal.headers)
+    await answer(scope, receive, send)
+
+
+def _correct_headers(scope: Scope, num_bytes: int) -> None:
+    """Say that the body comes as it is."""
+    scope["headers"] = list(scope["headers"])
+    corrected = MutableHeaders(scope=scope)
+    del corrected["content-encoding"]
+    corrected["content-length"] = str(num_bytes)
+
+
+def _announced_bytes(scope: Scope, headers: Mapping[bytes, bytes]) -> int | None:
     """Return how large the body will be; None when only its end will tell."""
-    length = headers.get("content-length", "")
-    if length.isdecimal():
+    length = headers.get(b"content-length", b"")
+    if length.isdigit():
         return int(length)
     # In HTTP/1 no length and no transfer coding is no body (RFC 9112, 6.3).
     is_http1 = scope.get("http_version", "1.1").startswith("1")
-    return 0 if is_http1 and "transfer-encoding" not in headers else None
+    return 0 if is_http1 and b"transfer-encoding" not in headers else None
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives the body in one message, then whatever follows it."""
-    bodies = deque(
-        [body]
-    )  # emptied on delivery, so that the handler alone decides how long it lives
+    bodies = [body]  # emptied on delivery, so that the handler alone decides how long it lives
 
     async def receive_body() -> Message:
         if not bodies:
             return await receive()
-        return {"type": "http.request", "body": bodies.popleft(), "more_body": False}
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False}
 
     return receive_body
 

@@ -17,6 +17,7 @@ FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Text = Annotated[str, Field(max_length=4096)]
 """Kept with the run, which is written anew at every change. The bound also refuses lone surrogates, which cannot be."""
+MAX_TTL_S = 86_400.0
 MAX_BATCH_SIZE = 1_000_000
 """Sequences. Planning keeps a bit per sequence; nobody trains on more in one step."""
 
@@ -122,6 +123,20 @@ class StatusQuery(EnvIdentifier):
     seen_policy: Int64 | None = None
     env_uid: Annotated[str, Field(max_length=128)] | None = None
     """Refuse to answer for another process that was given the same id."""
+
+
+class BatchQuery(BaseModel):
+    """How a trainer asks for a batch; one of the original sends nothing."""
+
+    wait: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Seconds to wait for a batch"
+    )
+    lease: bool = Field(default=False, description="Hold the batch until it is acknowledged")
+    ttl: float | None = Field(
+        default=None, gt=0, le=MAX_TTL_S, allow_inf_nan=False, description="Of the lease, seconds"
+    )
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    """Names this request when it is repeated, so that it gets the same batch."""
 
 
 class ScoredData(BaseModel):

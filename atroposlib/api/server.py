@@ -14,13 +14,13 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import Depends, FastAPI, HTTPException, Query, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -48,6 +48,7 @@ from atroposlib.api.schemas import (
     Acknowledgement,
     AckReply,
     AckRequest,
+    BatchQuery,
     Checkpoint,
     CheckpointReply,
     DeadGroups,
@@ -83,10 +84,11 @@ from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
 
 logger = logging.getLogger(__name__)
 
+Model = TypeVar("Model", bound=BaseModel)
+
 TICK_S = 1.0
 """How often leases, groups and environments are looked at for expiry when nobody calls."""
 LAG_PERIOD_S = 0.05
-MAX_TTL_S = 86_400.0
 _MAX_FAULTS = 20
 """Named in one refusal."""
 _EMPTY_EXAMPLE: dict[str, list[Any]] = {
@@ -110,11 +112,19 @@ _GROUP_BODY = {"description": "Scored groups, see the wire contract", "required"
     }
 }
 
-_STATUS_PARAMETERS = {
-    "parameters": [
-        {"name": name, "in": "query", "required": False, "schema": schema}
-        for name, schema in StatusQuery.model_json_schema()["properties"].items()
-    ],
+
+def _query_parameters(model: type[BaseModel]) -> dict[str, Any]:
+    """Describe what a handler reads from the query by itself, for the OpenAPI document."""
+    properties = model.model_json_schema()["properties"]
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": schema}
+            for name, schema in properties.items()
+        ]
+    }
+
+
+_STATUS_PARAMETERS = _query_parameters(StatusQuery) | {
     "requestBody": {
         "content": {CONTENT_TYPE_JSON: {"schema": EnvIdentifier.model_json_schema()}},
         "description": "In place of the query",
@@ -200,7 +210,6 @@ def create_app(
         run: Coordinator, request: Request, wait_s: float, lease: LeaseRequest | None
     ) -> Delivery | None:
         """Return the next batch, waiting for it up to `wait_s`. A client that has left takes none."""
-        await request.body()  # what follows the body is the disconnect that is looked for below
         deadline = time.monotonic() + wait_s
         delivery = await run.deliver(lease)
         while delivery is None and not run.arrivals.is_closed:
@@ -224,8 +233,11 @@ def create_app(
         await run.progress.wait(timeout_s)
         return True
 
-    # The middleware added last is the outermost: rights, then room, then the body, and only then a handler.
-    app.add_middleware(_CompressReplies, minimum_size=1000, compresslevel=1)
+    # The middleware added last is the outermost: rights, then room, then the body, and only then a handler. What is
+    # inside of _Shortcut only the rarer routes pass.
+    shortcuts: dict[tuple[str, str], _Handler] = {}
+    app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=1)
+    app.add_middleware(_Shortcut, handlers=shortcuts, error_handlers=app.exception_handlers)
     app.add_middleware(RequestBodies, limits=limits)
     app.add_middleware(Ladder, limits=limits, is_full=is_full, room=room, metrics=metrics)
     app.add_middleware(Access, tokens=tokens)
@@ -245,7 +257,6 @@ def create_app(
             and not run.progress.is_closed
             and (remaining_s := deadline - time.monotonic()) > 0
         ):
-            await request.body()  # what follows the body is the disconnect that is looked for below
             await run.progress.wait(remaining_s)
             if await request.is_disconnected():
                 break  # asking on its behalf would pass for a sign of life
@@ -277,39 +288,17 @@ def create_app(
         reply = _list_reply(receipts) | _riding_status(run, request, receipts)
         return _json_response(_to_json(reply))
 
-    app.router.middleware_stack = _Shortcut(
-        app.router.middleware_stack,
-        {
-            ("GET", "/status-env"): status_env,
-            ("POST", "/status-env"): status_env,
-            ("POST", "/scored_data"): scored_data,
-            ("POST", "/scored_data_list"): scored_data_list,
-        },
-    )
-
-    @app.get("/batch", response_model=None)
-    async def batch(
-        run: Run,
-        request: Request,
-        wait: Annotated[
-            float, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for a batch")
-        ] = 0.0,
-        lease: Annotated[
-            bool, Query(description="Hold the batch until it is acknowledged")
-        ] = False,
-        ttl: Annotated[
-            float | None,
-            Query(gt=0, le=MAX_TTL_S, allow_inf_nan=False, description="Of the lease, seconds"),
-        ] = None,
-        request_id: Annotated[str | None, Query(min_length=1, max_length=128)] = None,
-    ) -> Response | dict[str, Any]:
-        wanted = LeaseRequest(ttl_s=ttl, request_id=request_id) if lease else None
+    @app.get("/batch", response_model=None, openapi_extra=_query_parameters(BatchQuery))
+    async def batch(request: Request) -> Response:
+        run = await _current_run(request)
+        query = _checked(BatchQuery, dict(request.query_params), "query")
+        wanted = LeaseRequest(ttl_s=query.ttl, request_id=query.request_id) if query.lease else None
         try:
-            delivery = await next_batch(run, request, min(wait, limits.max_wait_s), wanted)
+            delivery = await next_batch(run, request, min(query.wait, limits.max_wait_s), wanted)
         except NotRegistered as e:
-            return {"status": "error", "message": str(e), "batch": []}
+            return _json_response(_to_json({"status": "error", "message": str(e), "batch": []}))
         if delivery is None:
-            return {"batch": None}
+            return _json_response(b'{"batch":null}')
         for steps in delivery.staleness:
             metrics.observe_staleness(run.name, steps)
         meta: dict[str, Any] = {"step": delivery.step}
@@ -333,6 +322,14 @@ def create_app(
             raise
         plain = delivery if wanted is None else None
         return _BatchResponse(body, run, plain, timeout_s=delivery.expires_in_s)
+
+    shortcuts |= {
+        ("GET", "/batch"): batch,
+        ("GET", "/status-env"): status_env,
+        ("POST", "/status-env"): status_env,
+        ("POST", "/scored_data"): scored_data,
+        ("POST", "/scored_data_list"): scored_data_list,
+    }
 
     @app.get("/")
     async def root() -> dict[str, str]:
@@ -493,16 +490,35 @@ _TURNS_TO_NOTICE = 3
 """Turns of the event loop between the return of `send` from a broken connection and the message that tells of it."""
 
 
+class _WholeRequest(Request):
+    """A request whose body has come; what it may still receive is the disconnect."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, body: bytes) -> None:
+        super().__init__(scope, receive, send)
+        self._whole = body
+
+    async def body(self) -> bytes:
+        return self._whole
+
+
+_Handler = Callable[[Request], Awaitable[Response]]
+
+
 class _Shortcut:
-    """Calls the handlers of nearly all requests directly: the way through FastAPI costs more than they do."""
+    """ASGI middleware: calls the handlers of nearly all requests directly.
+
+    The way through FastAPI costs several times as much as they do. Errors become answers by the same handlers as there.
+    """
 
     def __init__(
         self,
         app: ASGIApp,
-        handlers: Mapping[tuple[str, str], Callable[[Request], Awaitable[Response]]],
+        handlers: Mapping[tuple[str, str], _Handler],
+        error_handlers: Mapping[Any, Callable[[Request, Any], Any]],
     ) -> None:
         self._app = app
         self._handlers = handlers
+        self._error_handlers = error_handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handler = None
@@ -511,16 +527,17 @@ class _Shortcut:
         if handler is None:
             await self._app(scope, receive, send)
             return
-        response = await handler(Request(scope, receive, send))
+        message = await receive()  # RequestBodies hands bodies over in one piece
+        request = _WholeRequest(scope, receive, send, body=message["body"])
+        try:
+            response = await handler(request)
+        except Exception as e:
+            known = (self._error_handlers.get(kind) for kind in type(e).__mro__)
+            answer = next(filter(None, known), None)
+            if answer is None:
+                raise
+            response = await answer(request, e)
         await response(scope, receive, send)
-
-
-class _CompressReplies(GZipMiddleware):
-    """Batches come compressed as asked, or not at all."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_batch = scope["type"] == "http" and scope["path"] == "/batch"
-        await (self.app if is_batch else super().__call__)(scope, receive, send)
 
 
 class _BatchResponse(Response):
@@ -647,8 +664,13 @@ async def _read_status_query(request: Request) -> StatusQuery:
             detail = {"type": "json_invalid", "loc": ("body",), "msg": f"JSON decode error: {e}"}
             raise RequestValidationError([detail]) from e
         value = value | decoded if isinstance(decoded, dict) else decoded
+    return _checked(StatusQuery, value, where)
+
+
+def _checked(model: type[Model], value: Any, where: str) -> Model:
+    """Check what came in `where`; a fault is answered as FastAPI would."""
     try:
-        return StatusQuery.model_validate(value)
+        return model.model_validate(value)
     except ValidationError as e:
         errors = [{**error, "loc": (where, *error["loc"])} for error in e.errors()]
         raise RequestValidationError(errors) from e

@@ -2,7 +2,7 @@
 
 Shapes: N trained positions, H hidden size, V vocabulary, K tokens asked about per position. A vocabulary of 150,000
 makes float32 logits of 8,192 positions 4.9 GB, and softmax, gradient and autograd's copies as much again; here they
-exist for `CHUNK_BYTES` at a time, forward and backward. Called by `model.py`; knows nothing of losses.
+exist for one block at a time, forward and backward. Called by `model.py`; knows nothing of losses.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 2**27
-"""Size of one block of float32 logits."""
+CHUNK_BYTES = 2**26
+"""Size of one block of float32 logits on the CPU; a few hundred positions keep matrix products busy."""
+GPU_CHUNK_BYTES = 2**29
+"""The same elsewhere: a block reads and writes the whole gradient of the weight, so it should hold many positions."""
 
 
 class HeadOutput(NamedTuple):
@@ -35,12 +37,12 @@ def head_logprobs(
     chunk_size: int | None = None,
 ) -> HeadOutput:
     """Return the log-probabilities of `ids_NK` under `hidden @ weight.T + bias`; the products run in hidden's dtype."""
-    if chunk_size is None:
-        chunk_size = max(1, CHUNK_BYTES // (4 * weight_VH.shape[0]))
     device = hidden_NH.device.type
-    if torch.is_autocast_enabled(
-        device
-    ):  # the backward pass, which runs without autocast, must repeat the same products
+    if chunk_size is None:
+        chunk_bytes = CHUNK_BYTES if device == "cpu" else GPU_CHUNK_BYTES
+        chunk_size = max(1, chunk_bytes // (4 * weight_VH.shape[0]))
+    if torch.is_autocast_enabled(device):
+        # The backward pass, which runs without autocast, must repeat the same products.
         hidden_NH = hidden_NH.to(torch.get_autocast_dtype(device))
     logprobs_NK, entropy_N = _Head.apply(
         hidden_NH, weight_VH, bias_V, ids_NK, temperature_N, chunk_size
@@ -90,14 +92,19 @@ class _Head(torch.autograd.Function):
         log_sum_N, entropy_N = (
             torch.empty(num_positions, dtype=wide, device=hidden_NH.device) for _ in range(2)
         )
+        spare = torch.empty(
+            (min(chunk_size, num_positions), len(weight)), dtype=wide, device=hidden_NH.device
+        )
         for start in range(0, num_positions, chunk_size):
             cut = slice(start, start + chunk_size)
             logits = _logits(hidden_NH[cut], weight, bias_V, temperature_N[cut])
-            log_sum = logits.logsumexp(dim=1)
+            largest = logits.amax(dim=1, keepdim=True)
+            relative = torch.sub(logits, largest, out=spare[: len(logits)]).exp_()  # to the largest
+            total = relative.sum(dim=1)
+            log_sum = total.log().add_(largest[:, 0])
             logprobs_NK[cut] = logits.gather(1, ids_NK[cut]) - log_sum[:, None]
             log_sum_N[cut] = log_sum
-            probs = (logits - log_sum[:, None]).exp_()
-            entropy_N[cut] = log_sum - probs.mul_(logits).sum(dim=1)
+            entropy_N[cut] = log_sum - relative.mul_(logits).sum(dim=1) / total
         ctx.save_for_backward(
             hidden_NH, weight_VH, bias_V, ids_NK, temperature_N, log_sum_N, entropy_N
         )
@@ -115,24 +122,45 @@ class _Head(torch.autograd.Function):
         weight = weight_VH.to(hidden_NH.dtype)
         if grad_logprobs_NK is None:
             grad_logprobs_NK = torch.zeros_like(ids_NK, dtype=log_sum_N.dtype)
+        # Sums over many blocks are kept wide: bfloat16 would lose the small contributions.
         grad_hidden_NH = torch.empty_like(hidden_NH)
-        grad_weight_VH = torch.zeros_like(weight_VH)
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
+        grad_weight_VH = grad_bias_V = None
+        if ctx.needs_input_grad[1]:
+            grad_weight_VH = torch.zeros_like(weight_VH, dtype=log_sum_N.dtype)
+        if bias_V is not None and ctx.needs_input_grad[2]:
+            grad_bias_V = torch.zeros_like(bias_V, dtype=log_sum_N.dtype)
         for start in range(0, len(hidden_NH), ctx.chunk_size):
             cut = slice(start, start + ctx.chunk_size)
             logits = _logits(hidden_NH[cut], weight, bias_V, temperature_N[cut])
             log_probs = logits.sub_(log_sum_N[cut][:, None])
-            probs = log_probs.exp()
-            grad_logits = probs * -grad_logprobs_NK[cut].sum(dim=1, keepdim=True)
-            grad_logits.scatter_add_(1, ids_NK[cut], grad_logprobs_NK[cut])
-            if grad_entropy_N is not None:
+            if grad_entropy_N is None:
+                grad_logits = log_probs.exp_()
+                grad_logits.mul_(grad_logprobs_NK[cut].sum(dim=1, keepdim=True).neg_())
+            else:
+                probs = log_probs.exp()
+                grad_logits = probs * -grad_logprobs_NK[cut].sum(dim=1, keepdim=True)
                 inner = log_probs.add_(entropy_N[cut][:, None]).mul_(probs)
                 grad_logits -= inner.mul_(grad_entropy_N[cut][:, None])
+            grad_logits.scatter_add_(1, ids_NK[cut], grad_logprobs_NK[cut])
             grad_logits.div_(temperature_N[cut][:, None])
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits.sum(dim=0)
             narrow = grad_logits.to(hidden_NH.dtype)
             grad_hidden_NH[cut] = narrow @ weight
-            if ctx.needs_input_grad[1]:
-                grad_weight_VH += narrow.T @ hidden_NH[cut]
+            if grad_weight_VH is not None:
+                _add_product(grad_weight_VH, narrow.T, hidden_NH[cut])
+        if grad_weight_VH is not None:
+            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+        if grad_bias_V is not None and bias_V is not None:
+            grad_bias_V = grad_bias_V.to(bias_V.dtype)
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Do `total += a @ b` in place, without rounding the product to a narrower dtype first."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)  # since torch 2.8, on CUDA alone
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

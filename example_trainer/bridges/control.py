@@ -43,7 +43,12 @@ class Control:
     def __init__(self, url: str, *, timeout_s: float) -> None:
         self.url = url
         self._http = httpx.Client(
-            base_url=url, timeout=httpx.Timeout(timeout_s, connect=5.0), trust_env=False
+            base_url=url,
+            timeout=httpx.Timeout(timeout_s, connect=5.0),
+            # A connection kept for minutes may be closed just as the next call goes out, which then cannot be told
+            # from an engine that died of it.
+            limits=httpx.Limits(max_keepalive_connections=0),
+            trust_env=False,
         )
 
     def get(self, route: str, **request: Any) -> httpx.Response:

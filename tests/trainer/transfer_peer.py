@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -131,6 +132,20 @@ class Worker:
             device="cpu",
         )
 
+    def read(self, bodies: list[dict[str, Any]]) -> str:
+        """Have vLLM's classes read an NCCL init_info, an IPC init_info and an IPC update_info."""
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        from vllm.distributed.weight_transfer.ipc_engine import (
+            IPCWeightTransferInitInfo,
+            IPCWeightTransferUpdateInfo,
+        )
+        from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+
+        unique_id = NCCLWeightTransferInitInfo(**bodies[0]).nccl_unique_id_bytes
+        IPCWeightTransferInitInfo(**bodies[1])
+        handles = IPCWeightTransferUpdateInfo(**bodies[2]).ipc_handles
+        return f"{len(unique_id)} bytes of id, {handles}"
+
     def finish(self, body: dict[str, Any]) -> None:
         from safetensors.torch import save_file
 
@@ -143,8 +158,7 @@ def run_worker(worker: Worker) -> None:
     for line in sys.stdin:
         what, body = json.loads(line)
         try:
-            getattr(worker, what)(body)
-            answer: list[Any] = [True, ""]
+            answer = [True, getattr(worker, what)(body) or ""]
         except Exception as error:  # noqa: BLE001 - the trainer is told, as an engine would
             answer = [False, repr(error)]
         print(json.dumps(answer), flush=True)
@@ -205,6 +219,7 @@ class Peer:
             "/update_weights": "update_vllm",
             "/finish_weight_update": "finish",
             "/continue_generation": "finish",
+            "/read": "read",
         }
         if route == "/update_weight_version":
             self.version = body["new_version"]

@@ -21,14 +21,13 @@ import msgspec
 
 from atroposlib.api.allocator import keep_freed_memory
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import ScoredGroup, Strictness
 from atroposlib.wire import (
-    content_digest,
+    check_blob,
+    facts_of,
     iter_json_groups,
     pack_group,
     split_packed,
     tail_texts,
-    unpack_group,
 )
 
 REQUEST: Final = struct.Struct("<Q??")
@@ -115,7 +114,7 @@ def _decode_json(body: Body, *, many: bool) -> list[DecodedGroup]:
     groups: list[DecodedGroup] = []
     for group in iter_json_groups(body, many=many):
         try:
-            groups.append(_decoded(group, pack_group(group)))
+            groups.append(DecodedGroup(*facts_of(group), payload=pack_group(group)))
         except GroupError as e:
             raise GroupError(f"[{len(groups)}].{e}" if many else str(e)) from e
     return groups
@@ -128,23 +127,10 @@ def _decode_packed(body: Body, *, many: bool) -> list[DecodedGroup]:
     groups: list[DecodedGroup] = []
     for index, blob in enumerate(blobs):
         try:
-            group = unpack_group(blob, strictness=Strictness.WIRE)
-            groups.append(_decoded(group, bytes(blob)))
+            groups.append(DecodedGroup(*check_blob(blob), payload=bytes(blob)))
         except GroupError as e:
             raise GroupError(f"[{index}].{e}" if many else str(e)) from e
     return groups
-
-
-def _decoded(group: ScoredGroup, payload: bytes) -> DecodedGroup:
-    return DecodedGroup(
-        env_id=group.env_id,
-        num_sequences=group.num_sequences,
-        num_tokens=group.num_tokens,
-        policy_version=group.policy_version,
-        group_id=group.group_id,
-        digest=b"" if group.group_id is None else content_digest(group),
-        payload=payload,
-    )
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:

@@ -19,6 +19,7 @@ from atroposlib.errors import GroupError
 from atroposlib.scored_data import (
     DISTILL_FIELDS,
     IGNORE_INDEX,
+    MAX_GROUP_ID_CHARS,
     PER_TOKEN_FIELDS,
     Ragged,
     RaggedPerToken,
@@ -47,6 +48,7 @@ MAX_GROUPS: Final = 1024
 MAX_SEQUENCES: Final = 65536
 """Sequences in one group of JSON, where each takes microseconds."""
 
+_MASKED_LABEL: Final = struct.pack("<i", IGNORE_INDEX)
 _SPARE_FRAMES: Final = 200
 _FEW: Final = msgspec.Meta(max_length=32)
 _TAIL_FIELDS: Final = (*OBJECT_FIELDS, *DISTILL_FIELDS)
@@ -240,7 +242,10 @@ def _decode_below(num_frames: int, text: Blob | msgspec.Raw) -> Any:
 
 def unpack_group(blob: Blob, *, strictness: Strictness) -> ScoredGroup:
     """Decode one packed blob and check it; raises `GroupError`."""
-    packed = open_blob(blob)
+    return _unpack(open_blob(blob), strictness=strictness)
+
+
+def _unpack(packed: PackedGroup, *, strictness: Strictness) -> ScoredGroup:
     lengths = read_buffer(packed.lengths, "<u4", None, "lengths").astype(np.int64)
     num_tokens = int(lengths.sum())
     tokens = read_buffer(packed.tokens, "<u4", num_tokens, "tokens")
@@ -348,14 +353,8 @@ def content_digest(group: ScoredGroup | Blob) -> bytes:
     """
     if not isinstance(group, ScoredGroup):
         group = unpack_group(group, strictness=Strictness.WIRE)
-    digest = xxhash.xxh3_128()
-
-    def add(name: str, content: bytes | NDArray[Any]) -> None:
-        buffer = content if isinstance(content, bytes) else _buffer_of(content)
-        # Framed by its size, so that no two lists of contents read the same.
-        digest.update(b"%s %d\n" % (name.encode(), len(buffer)))
-        digest.update(buffer)
-
+    digest = _Digest()
+    add = digest.add
     trained = group.masks == group.tokens
     add("lengths", group.lengths.astype("<u4"))
     add("tokens", group.tokens.astype("<i4", copy=False))
@@ -378,7 +377,120 @@ def content_digest(group: ScoredGroup | Blob) -> bytes:
         if value is not None:
             add(name, _canonical_json(value))
     add("empty", " ".join(sorted(group.empty_fields)).encode())
-    return digest.digest()[:DIGEST_BYTES]
+    return digest.value()
+
+
+class _Digest:
+    """Collects the contents of one group."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+
+    def add(self, name: str, content: bytes | memoryview | NDArray[Any]) -> None:
+        buffer = _buffer_of(content) if isinstance(content, np.ndarray) else content
+        # Framed by its size, so that no two lists of contents read the same.
+        self._hash.update(b"%s %d\n" % (name.encode(), len(buffer)))
+        self._hash.update(buffer)
+
+    def value(self) -> bytes:
+        return self._hash.digest()[:DIGEST_BYTES]
+
+
+class BlobFacts(NamedTuple):
+    """What the hub has to know of a packed group."""
+
+    env_id: int | None
+    num_sequences: int
+    num_tokens: int
+    policy_version: int | None
+    group_id: str | None
+    digest: bytes
+    """`content_digest`; empty without a `group_id`."""
+
+
+def check_blob(blob: Blob) -> BlobFacts:
+    """Check a packed group as `unpack_group` does under `Strictness.WIRE`; raises the same `GroupError`."""
+    packed = open_blob(blob)
+    facts = _plain_facts(packed)
+    if facts is not None:
+        return facts
+    group = _unpack(packed, strictness=Strictness.WIRE)
+    return facts_of(group)
+
+
+def facts_of(group: ScoredGroup) -> BlobFacts:
+    return BlobFacts(
+        env_id=group.env_id,
+        num_sequences=group.num_sequences,
+        num_tokens=group.num_tokens,
+        policy_version=group.policy_version,
+        group_id=group.group_id,
+        digest=b"" if group.group_id is None else content_digest(group),
+    )
+
+
+def _plain_facts(packed: PackedGroup) -> BlobFacts | None:
+    """Check, in place, a group of nothing but numbers in their usual widths, as nearly all are.
+
+    None for any other and for one with a fault: the gate knows what to make of it.
+    """
+    num_sequences = packed.lengths.nbytes // 4
+    trained = packed.trained
+    is_plain = (
+        trained is not None
+        and packed.masks is None
+        and not (packed.distill or packed.empty or len(packed.tail))
+        and 0 < packed.lengths.nbytes == num_sequences * 4
+        and packed.scores.nbytes == num_sequences * 8
+        and all(_is_int64(number) for number in (packed.env_id, packed.policy_version))
+        and (packed.group_id is None or 0 < len(packed.group_id) <= MAX_GROUP_ID_CHARS)
+    )
+    if not is_plain or trained is None:
+        return None
+    lengths = np.frombuffer(packed.lengths, "<u4")
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    arrays = [(name, packed.arrays[name]) for name in PER_TOKEN_FIELDS if name in packed.arrays]
+    if not (
+        0 < num_tokens * 4 == packed.tokens.nbytes
+        and (num_tokens + 7) // 8 == trained.nbytes
+        and not trained[-1] & (1 << -num_tokens % 8) - 1  # bits that no token has
+        and int(read_buffer(packed.tokens, "<i4", num_tokens, "tokens").min()) >= 0
+        and len(arrays) == len(packed.arrays)
+        and all(width == "f4" and data.nbytes == num_tokens * 4 for _, (width, data) in arrays)
+        and _is_finite(read_buffer(packed.scores, "<f8", num_sequences, "scores"))
+        and all(_is_finite(read_buffer(data, "<f4", num_tokens, "")) for _, (_, data) in arrays)
+    ):
+        return None
+    digest = b""
+    if packed.group_id is not None:
+        contents = _Digest()
+        contents.add("lengths", packed.lengths)
+        contents.add("tokens", packed.tokens)
+        contents.add("trained", trained)
+        num_masked = num_tokens - int.from_bytes(trained, "big").bit_count()
+        contents.add("masks", _MASKED_LABEL * num_masked)
+        contents.add("scores", packed.scores)
+        for name, (width, data) in arrays:
+            contents.add(f"{name} {width}", data)
+        contents.add("empty", b"")
+        digest = contents.value()
+    return BlobFacts(
+        env_id=packed.env_id,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        policy_version=packed.policy_version,
+        group_id=packed.group_id,
+        digest=digest,
+    )
+
+
+def _is_int64(value: int | None) -> bool:
+    return value is None or -(2**63) <= value < 2**63
+
+
+def _is_finite(values: NDArray[Any]) -> bool:
+    # NaN is the least and the greatest of the values among which it is, and compares false.
+    return bool(values.min() > -np.inf and values.max() < np.inf)
 
 
 def _canonical_json(value: Any) -> bytes:

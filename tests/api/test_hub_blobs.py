@@ -1,0 +1,141 @@
+"""The hub's check of packed groups finds what the gate finds, whichever way it goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atroposlib.errors import GroupError
+from atroposlib.scored_data import Strictness, check_group
+from atroposlib.wire import check_blob, facts_of, pack_group, packed, unpack_group
+from atroposlib.wire.packed import PackedDistillation
+
+F4 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def packed_with(**changes: Any) -> bytes:
+    """Two sequences of five tokens in all, as our clients send them."""
+    fields: dict[str, Any] = {
+        "lengths": np.array([2, 3], "<u4").tobytes(),
+        "tokens": np.array([5, 6, 7, 8, 9], "<u4").tobytes(),
+        "scores": np.array([1.0, -0.0], "<f8").tobytes(),
+        "trained": np.packbits(np.array([0, 1, 0, 1, 1], bool)).tobytes(),
+        "arrays": {"inference_logprobs": ("f4", np.array([1, -2, 1, -3, 0], "<f4").tobytes())},
+        "group_id": "g",
+        "env_id": 3,
+        "policy_version": 4,
+    }
+    return msgspec.msgpack.encode({k: v for k, v in (fields | changes).items() if v is not None})
+
+
+def is_plain(blob: bytes) -> bool:
+    return packed._plain_facts(packed.open_blob(blob)) is not None
+
+
+def outcome(check: Any, blob: bytes) -> Any:
+    try:
+        return check(blob)
+    except GroupError as e:
+        return str(e)
+
+
+def gate(blob: bytes) -> Any:
+    return facts_of(unpack_group(blob, strictness=Strictness.WIRE))
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> dict[str, Any]:
+    lengths = draw(st.lists(st.integers(0, 9), max_size=3))
+
+    def rows(values: st.SearchStrategy[Any]) -> list[list[Any]]:
+        return [draw(st.lists(values, min_size=n, max_size=n)) for n in lengths]
+
+    tokens = rows(st.integers(0, 2**31 - 1))
+    label = st.booleans() if draw(st.booleans()) else st.integers(-(2**31), 2**31 - 1)
+    masks = [
+        [(t if m is True else -100 if m is False else m) for t, m in zip(*each, strict=True)]
+        for each in zip(tokens, rows(label), strict=True)
+    ]
+    number = F4 if draw(st.booleans()) else st.floats(allow_nan=False, allow_infinity=False)
+    group = {"tokens": tokens, "masks": masks, "scores": [draw(F4) for _ in lengths]}
+    for name in ("inference_logprobs", "ref_logprobs", "advantages"):
+        if draw(st.booleans()):
+            group[name] = rows(number)
+    if draw(st.booleans()):
+        group["group_id"] = draw(st.text("abc", min_size=1, max_size=4))
+    if draw(st.integers(0, 3)) == 0:
+        group["messages"] = draw(st.sampled_from([[], [[{"role": "user"}] for _ in lengths]]))
+    return group
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups())
+def test_any_group_gets_the_facts_and_the_digest_of_the_gate(group: dict[str, Any]) -> None:
+    blob = pack_group(check_group(group, strictness=Strictness.WIRE))
+    assert check_blob(blob) == gate(blob)
+
+
+def test_an_ordinary_group_needs_no_gate() -> None:
+    assert is_plain(packed_with())
+    assert is_plain(packed_with(tail=b""))
+    assert is_plain(packed_with(arrays={}, group_id=None, env_id=None, policy_version=None))
+    assert check_blob(packed_with()) == gate(packed_with())
+    assert check_blob(packed_with(group_id=None)).digest == b""
+
+
+def array(width: str, *values: float) -> tuple[str, bytes]:
+    return width, np.array(values, f"<{width}").tobytes()
+
+
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "no sequences": {"lengths": b"", "tokens": b"", "scores": b"", "trained": b"", "arrays": {}},
+    "no tokens": {"lengths": bytes(8), "tokens": b"", "trained": b"", "arrays": {}},
+    "half a length": {"lengths": bytes(7)},
+    "fewer tokens than lengths": {"tokens": bytes(16)},
+    "a negative token": {"tokens": np.array([5, 6, -7, 8, 9], "<i4").tobytes()},
+    "bits of no token": {"trained": b"\x5f"},
+    "too many bits": {"trained": b"\x50\x00"},
+    "masks of their own": {"masks": np.array([0, 1, 0, 1, 1], "<i4").tobytes(), "trained": None},
+    "no masks": {"trained": None},
+    "too few scores": {"scores": bytes(8)},
+    "half a score": {"scores": bytes(15)},
+    "a score of NaN": {"scores": np.array([0, np.nan], "<f8").tobytes()},
+    "an infinite score": {"scores": np.array([-np.inf, 0], "<f8").tobytes()},
+    "NaN": {"arrays": {"advantages": array("f4", 0, 1, np.nan, 1, 2)}},
+    "infinity": {"arrays": {"advantages": array("f4", 0, 1, np.inf, 1, 2)}},
+    "minus infinity": {"arrays": {"advantages": array("f4", -np.inf, 1, 0, 1, 2)}},
+    "wide floats": {"arrays": {"advantages": array("f8", 0, 1, 0.1, 1, 2)}},
+    "wide floats that are narrow": {"arrays": {"advantages": array("f8", 0, 1, 0.5, 1, 2)}},
+    "another width": {"arrays": {"advantages": ("f2", bytes(10))}},
+    "a short array": {"arrays": {"advantages": array("f4", 0, 1)}},
+    "an unknown array": {"arrays": {"rewards": array("f4", 0, 1, 2, 3, 4)}},
+    "messages": {"tail": {"messages": b'[["a"],["b"]]'}},
+    "an unknown object": {"tail": {"notes": b"1"}},
+    "an empty field": {"empty": ["messages"]},
+    "distillation": {
+        "distill": {"distill_logprobs": PackedDistillation(bytes(20), "f4", b"")}  # type: ignore[arg-type]
+    },
+    "a huge environment": {"env_id": 2**63},
+    "a huge version": {"policy_version": 2**64 - 1},
+    "no id": {"group_id": ""},
+    "a long id": {"group_id": "x" * 129},
+}
+
+
+@pytest.mark.parametrize("changes", UNUSUAL.values(), ids=UNUSUAL)
+def test_whatever_is_unusual_gets_the_answer_of_the_gate(changes: dict[str, Any]) -> None:
+    blob = packed_with(**changes)
+    assert not is_plain(blob)
+    assert outcome(check_blob, blob) == outcome(gate, blob)
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_a_blob_may_lie_anywhere(offset: int) -> None:
+    blob = packed_with()
+    shifted = memoryview(bytes(offset) + blob)[offset:]
+    assert check_blob(shifted) == gate(blob)

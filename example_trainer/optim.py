@@ -19,6 +19,7 @@ def make_optimizer(policy: Policy, config: TrainerConfig) -> torch.optim.Optimiz
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
+            fused=True,  # one kernel, and no second copy of every parameter on the way
         )
     if policy.world.size > 1:
         raise ConfigError(

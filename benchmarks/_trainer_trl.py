@@ -1,0 +1,120 @@
+"""TRL's side of `trainer.py`: its own training loop over given completions instead of sampled ones.
+
+`GRPOTrainer.train` runs as it is, with its sampler, its batching, its metrics and its optimizer step; only
+`_generate_and_score_completions`, which would sample, returns the prepared batch in the form that it has there:
+prompts padded to the left, completions to the right, `old_per_token_logps` given. `loss_type="dapo"` is the mean over
+all completion tokens of the step, `beta=0` is without a reference. Runs in the environment that has TRL:
+`python -m benchmarks._trainer_trl DIRECTORY`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks._trainer_measure import Batch, Meter, Spec, read_batch, read_spec
+
+
+class Stopwatch(TrainerCallback):
+    """From before the first forward pass of a step until the gradient is cleared."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._meter.begin()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._meter.end()
+
+    def on_log(self, *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        if "grad_norm" in logs:
+            self._meter.result.losses.append(float(logs["loss"]))
+            self._meter.result.grad_norms.append(float(logs["grad_norm"]))
+
+
+def padded(rows: list[torch.Tensor], *, width: int, filler: float = 0) -> torch.Tensor:
+    out = torch.full((len(rows), width), filler, dtype=rows[0].dtype)
+    for at, row in zip(out, rows, strict=True):
+        at[: len(row)] = row
+    return out
+
+
+def prepared(batch: Batch, spec: Spec, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return what `_generate_and_score_completions` would; all prompts are as long, so none is padded."""
+    prompts = [torch.from_numpy(tokens[: spec.prompt_len]) for tokens in batch.tokens]
+    completions = [torch.from_numpy(tokens[spec.prompt_len :]) for tokens in batch.tokens]
+    lengths = torch.tensor([len(row) for row in completions])
+    width = int(lengths.max())
+    inputs = {
+        "prompt_ids": torch.stack(prompts),
+        "prompt_mask": torch.ones(len(prompts), spec.prompt_len, dtype=torch.int64),
+        "completion_ids": padded(completions, width=width),
+        "completion_mask": (torch.arange(width) < lengths[:, None]).to(torch.int64),
+        "advantages": torch.from_numpy(batch.advantages).float(),
+        "old_per_token_logps": padded([torch.from_numpy(x) for x in batch.logprobs], width=width),
+        "num_items_in_batch": lengths.sum(),
+    }
+    return {name: value.to(device) for name, value in inputs.items()}
+
+
+def main(directory: Path) -> None:
+    spec = read_spec(directory)
+    torch.set_num_threads(spec.threads)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory / "model", dtype=torch.float32, attn_implementation=spec.attention
+    ).to(spec.device)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    batch = read_batch(directory, spec)
+    meter = Meter(spec, model)
+    num_sequences = len(batch.tokens)
+    arguments = GRPOConfig(
+        output_dir=str(directory / "trl"),
+        per_device_train_batch_size=spec.sequences_per_micro_batch,
+        gradient_accumulation_steps=spec.num_micro_batches,
+        num_generations=spec.group_size,
+        max_completion_length=spec.seq_len - spec.prompt_len,
+        max_steps=spec.warmup_steps + spec.steps,
+        learning_rate=spec.lr,
+        lr_scheduler_type="constant",
+        adam_beta2=0.99,
+        weight_decay=0.0,
+        max_grad_norm=spec.max_grad_norm,
+        beta=0.0,
+        loss_type="dapo",
+        epsilon=spec.clip,
+        gradient_checkpointing=spec.checkpointing,
+        bf16=spec.dtype == "bfloat16",
+        use_cpu=spec.device == "cpu",
+        shuffle_dataset=False,
+        save_strategy="no",
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        log_completions=False,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": [""] * num_sequences}),
+        processing_class=tokenizer,
+        callbacks=[Stopwatch(meter)],
+    )
+    trainer._generate_and_score_completions = lambda inputs: prepared(
+        batch, spec, trainer.accelerator.device
+    )
+    trainer.train()
+    meter.result.note = f"TRL {trl.__version__}, {arguments.optim}"
+    meter.print()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

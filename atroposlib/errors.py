@@ -106,7 +106,8 @@ def require(module: str, *, extra: str) -> ModuleType:
         if e.name is None or e.name.split(".")[0] != module.split(".")[0]:
             raise
         raise MissingDependency(
-            f"{module} is not installed; run: pip install 'atroposlib[{extra}]'", name=module
+            f"{module.partition('.')[0]} is not installed; run: pip install 'atroposlib[{extra}]'",
+            name=module,
         ) from e
 
 

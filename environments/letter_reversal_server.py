@@ -9,6 +9,9 @@ else 0. The task itself (rows, splits, judging) is `atroposlib.utils.letter_reve
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +21,11 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Scored
 from atroposlib.utils import letter_reversal as task
 
 NUM_EVAL_PROMPTS = 200
+
+LONG_WAIT_S = 20.0
+"""Waiting this long for a trainer's weights is worth a line in the log."""
+
+logger = logging.getLogger(__name__)
 
 
 class LetterReversalConfig(BaseEnvConfig):
@@ -53,13 +61,29 @@ class LetterReversalEnv(BaseEnv):
 
     async def setup(self) -> None:
         """Start the endless rows of the training split."""
+        self.awaited_step, self.awaited_since = -1, 0.0
         self.training_prompts = task.prompts(task.Split.TRAIN, seed=self.config.seed)
 
     async def get_next_item(self) -> str | None:
         """Return the next training prompt; None while the trainer is between a batch and its weights."""
         if self.config.strictly_on_policy and self._published_version() < self.curr_step:
+            self._say_what_is_awaited()
             return None
         return next(self.training_prompts)
+
+    def _say_what_is_awaited(self) -> None:
+        """Log once per step whose weights take long; whoever only collects groups never publishes any."""
+        now = time.monotonic()
+        if self.awaited_step != self.curr_step:
+            self.awaited_step, self.awaited_since = self.curr_step, now
+        elif now - self.awaited_since > LONG_WAIT_S:
+            self.awaited_since = math.inf
+            logger.warning(
+                "waiting for the weights of step %d: the trainer has announced version %d. A trainer that "
+                "announces none, such as atropos-sft-gen, needs --env.strictly_on_policy false",
+                self.curr_step,
+                self._published_version(),
+            )
 
     async def collect_trajectories(self, item: str) -> tuple[ScoredDataGroup, list[Any]]:
         """Sample one group of answers and judge each."""

@@ -50,6 +50,22 @@ async def test_a_group_is_scored_checked_and_knows_its_policy_version(
     assert group["messages"][0][-1] == {"role": "assistant", "content": "edcba"}
 
 
+async def test_weights_that_nobody_announces_are_named_once_a_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(letters, "LONG_WAIT_S", -1.0)
+    env = make(monkeypatch)
+    await env.setup()
+    env.curr_step, env.status_dict = 3, {"policy_version": 1}
+    assert [await env.get_next_item() for _ in range(4)] == [None] * 4
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting for the weights of step 3: the trainer has announced version 1. A trainer that announces none, "
+        "such as atropos-sft-gen, needs --env.strictly_on_policy false"
+    ]
+    env.status_dict = {"policy_version": 3}
+    assert await env.get_next_item() is not None
+
+
 async def test_an_answer_cut_at_the_limit_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     env = make(monkeypatch, respond=lambda request: "edcba" + "a" * 20, group_size=2)
     await env.setup()

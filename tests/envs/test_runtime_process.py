@@ -66,6 +66,20 @@ async def test_failing_item_is_tried_again_then_left_out(tmp_path: Path) -> None
     assert env.started.count(1) == 3
 
 
+async def test_failures_of_one_kind_are_logged_with_one_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = ScriptedEnv(
+        answer=lambda i: ValueError(f"no {i}"),
+        max_consecutive_failures=5,
+        data_path_to_save_groups=str(tmp_path / "g.jsonl"),
+    )
+    with pytest.raises(EnvError, match="5 items in a row failed with ValueError"):
+        await process(env)
+    told = [record for record in caplog.records if "item failed: ValueError" in record.message]
+    assert [record.exc_info is not None for record in told] == [True] + [False] * 4
+
+
 async def test_environment_that_never_yields_ends_with_an_error(tmp_path: Path) -> None:
     path = tmp_path / "g.jsonl"
     env = ScriptedEnv(

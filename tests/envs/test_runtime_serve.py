@@ -149,6 +149,19 @@ async def test_engine_that_goes_away_costs_no_item(caplog: pytest.LogCaptureFixt
         assert env.num_cleanups == len(env.started)
 
 
+async def test_environment_without_items_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async with LoopbackHub() as hub:
+        env = ScriptedEnv(rollout_server_url=hub.url, num_items=2)
+        stop = asyncio.Event()
+        timings = replace(FAST, no_item_reminder_s=0.1)
+        run = asyncio.create_task(serve(env, timings=timings, stop=stop))
+        await until(lambda: caplog.text.count("get_next_item() returns None") == 2)
+        stop.set()
+        await run
+    assert "returns None (step 0, policy version None)" in caplog.text
+    assert produced(hub) == 2
+
+
 async def test_failing_item_is_tried_three_times_then_counted() -> None:
     def answer(item: int) -> Any:
         return ValueError("bad item") if item == 0 else make_group()

@@ -62,6 +62,17 @@ class Outcomes:
         ended = self.num_with_groups + self.num_without_groups + self.given_up.total()
         return self.num_begun - ended
 
+    def log_failure(self, what: str, error: BaseException) -> None:
+        """Log what `failed` is about to count: the first of its type with its traceback, later ones in a line."""
+        is_first = self.by_type[type(error).__name__] == 0
+        logger.error(
+            "%s failed: %s: %s",
+            what,
+            type(error).__name__,
+            error,
+            exc_info=error if is_first else None,
+        )
+
     def succeeded(self, *, gave_groups: bool) -> None:
         """Count an item that came to its end."""
         self._consecutive.clear()

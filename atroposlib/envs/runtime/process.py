@@ -149,12 +149,12 @@ def _keep(
     """
     if isinstance(error, EngineUnavailable):
         raise error
-    logger.error("item failed: %s: %s", type(error).__name__, error, exc_info=error)
+    outcomes.log_failure("item", error)
     outcomes.failed(error, began_after=outcomes.num_failed)  # nobody waits: end at once
     work.num_failures += 1
     if work.num_failures >= env.config.max_item_attempts:
         outcomes.given_up[type(error).__name__] += 1
-        logger.error("item given up after %d attempts", work.num_failures)
+        logger.error("item given up after %d attempts: %s", work.num_failures, type(error).__name__)
         return False
     retries.append(work)
     return True

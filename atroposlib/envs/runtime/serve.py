@@ -73,6 +73,8 @@ class Timings:
     """A hub or an engine that is back is noticed within this time."""
     engine_reminder_s: float = 60.0
     """Between two log lines while the engine stays away."""
+    no_item_reminder_s: float = 30.0
+    """Between two log lines while there is room for items, `get_next_item` has none and nothing is in flight."""
     drain_s: float = 10.0
     """How long items in flight may go on after a signal; a second signal ends it."""
     flush_s: float = 30.0
@@ -123,6 +125,8 @@ class _Server:
         self._engine_backoff = timings.backoff()
         self._engine_retry_at: float | None = None
         self._engine_reminded_at = 0.0
+        self._no_item_since: float | None = None
+        self._no_item_reminders = 0
         self._registering = asyncio.Lock()  # the driver and the outbox may both notice a lost id
         self._owner = spool.Owner(
             hub_url=env.config.rollout_server_url.rstrip("/"), environment=env.registered_name
@@ -609,10 +613,31 @@ class _Server:
             with as_failures():
                 item = await self._env.get_next_item()
         except Exception as error:  # noqa: BLE001 - the author's code; counted, and it may end the run
-            self._log_failure("get_next_item", error)
+            self._outcomes.log_failure("get_next_item", error)
             self._outcomes.failed(error, began_after=self._outcomes.num_failed)
             return None
-        return None if item is None else self._begin(item)
+        if item is None:
+            self._no_item()
+            return None
+        self._no_item_since = None
+        return self._begin(item)
+
+    def _no_item(self) -> None:
+        """Say from time to time that the author's code has no item; nothing else shows why the run stands still."""
+        now = time.monotonic()
+        if self._no_item_since is None or self._env.running_items:
+            self._no_item_since, self._no_item_reminders = now, 0
+            return
+        waited_s = now - self._no_item_since
+        if waited_s >= self._timings.no_item_reminder_s * (self._no_item_reminders + 1):
+            self._no_item_reminders += 1
+            version = None if self._status is None else self._status.policy_version
+            logger.warning(
+                "nothing to do for %.0f s: get_next_item() returns None (step %d, policy version %s)",
+                waited_s,
+                self._env.curr_step,
+                version,
+            )
 
     def _begin(self, item: Any) -> Work:
         self._outcomes.num_begun += 1
@@ -627,7 +652,7 @@ class _Server:
                 groups = await self._env.handle_env(key)
         except Exception as raised:  # noqa: BLE001 - boundary: one item
             if work.is_settled:  # its groups are handed over: asking again would give them twice
-                self._log_failure("handle_env after the item's end", cause_of(raised))
+                self._outcomes.log_failure("handle_env after the item's end", cause_of(raised))
             else:
                 self._item_failed(work, cause_of(raised))
             return
@@ -680,7 +705,7 @@ class _Server:
             self._outcomes.num_put_back += 1
             self._engine_away(error)
             return
-        self._log_failure("item", error)
+        self._outcomes.log_failure("item", error)
         work.num_failures += 1
         if work.num_failures < self._env.config.max_item_attempts:
             self._retries.append(work)
@@ -697,17 +722,6 @@ class _Server:
 
     def _has_healthy_engine(self) -> bool:
         return any(server.server_healthy for server in self._env.server.servers)
-
-    def _log_failure(self, what: str, error: BaseException) -> None:
-        """Log the first failure of each type with its traceback, later ones in one line."""
-        is_first = self._outcomes.by_type[type(error).__name__] == 0
-        logger.error(
-            "%s failed: %s: %s",
-            what,
-            type(error).__name__,
-            error,
-            exc_info=error if is_first else None,
-        )
 
     def _engine_away(self, error: BaseException) -> None:
         now = time.monotonic()

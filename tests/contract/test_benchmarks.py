@@ -170,6 +170,7 @@ async def main():
     await asyncio.to_thread(input)
     began = time.process_time()
     {block}
+    print("blocked", flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -194,7 +195,8 @@ def test_the_probe_sees_how_long_a_server_is_blocked(block: str, loop_cpu_ms: fl
         with probing(hub) as waits:
             process.stdin.write(b"\n")
             process.stdin.flush()
-            time.sleep(0.5)
+            assert process.stdout.readline() == b"blocked\n"
+            time.sleep(0.3)  # for the probe to see what comes after
         process.kill()
     assert len(waits.wall_ms) > 5
     assert max(waits.wall_ms) >= 190

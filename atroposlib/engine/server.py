@@ -2,7 +2,7 @@
 
 One asyncio loop serves HTTP, one thread generates (`scheduler.Engine`); they meet in futures. A client that goes
 away takes its sequences with it. Weight routes have no authentication, as in vLLM: bind to loopback or a private
-network. `create_app` serves tests; `main` is the command.
+network. `create_app` serves tests; `run` serves the command of `command.py`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import transformers
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, Field
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from atroposlib.config import parse_flags
 from atroposlib.engine import scheduler
+from atroposlib.engine.command import EngineConfig, main
 from atroposlib.engine.protocol import (
     ApiError,
     ChatBody,
@@ -51,7 +50,6 @@ from atroposlib.errors import (
     EngineError,
     EngineRejected,
     EngineUnavailable,
-    cli_boundary,
 )
 
 logger = logging.getLogger(__name__)
@@ -65,33 +63,6 @@ _SHUTDOWN_S = 5
 """Seconds that connections get to end after SIGTERM."""
 _BACKLOG = 2048
 """Connections that may wait to be accepted (uvicorn's default)."""
-
-
-class EngineConfig(BaseModel):
-    """Flags of `atropos-engine`."""
-
-    model: str = Field(description="Directory of a transformers causal LM, or its name on the hub.")
-    host: str = "127.0.0.1"
-    port: int = Field(default=9001, ge=0, le=65535, description="0 takes a free port.")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="Of weights and cache; auto: float32 on the CPU, bfloat16 on CUDA.",
-    )
-    max_num_seqs: int = Field(default=256, ge=1, description="Sequences decoded together.")
-    max_model_len: int | None = Field(
-        default=None, ge=2, description="Context in tokens; None: the model's own."
-    )
-    threads: int | None = Field(
-        default=None,
-        ge=1,
-        description="CPU threads of torch. None: 1 on machines with up to 2 cores, half of them on others.",
-    )
-    seed: int = 0
-    served_model_name: str | None = Field(
-        default=None, description="Name in the API; None: --model as it was given."
-    )
-    weight_version: str = Field(default="0", description="Label of the weights loaded at start.")
 
 
 class Loaded(NamedTuple):
@@ -508,6 +479,7 @@ async def _serve(loaded: Loaded, listener: socket.socket) -> int:
 
 def run(config: EngineConfig) -> int:
     """Load, warm up and serve; return the exit code."""
+    transformers.utils.logging.disable_progress_bar()
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -535,24 +507,6 @@ def warm_up(engine: Engine) -> None:
             future.result()
     except EngineError as e:
         raise ConfigError(f"this model cannot be served: {e}") from e
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `atropos-engine`."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    transformers.utils.logging.disable_progress_bar()
-
-    def command() -> int:
-        return run(
-            parse_flags(
-                EngineConfig,
-                argv,
-                prog="atropos-engine",
-                description="Serve a transformers causal LM over vLLM's routes.",
-            )
-        )
-
-    return cli_boundary(command)
 
 
 if __name__ == "__main__":

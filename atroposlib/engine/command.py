@@ -1,0 +1,61 @@
+"""The command `atropos-engine`: its flags, and what it says without the extra `engine`.
+
+Loads neither torch nor transformers, so that `--help` and a wrong flag answer at once; `server.run` does the work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from atroposlib.config import parse_flags
+from atroposlib.errors import cli_boundary, require
+
+
+class EngineConfig(BaseModel):
+    """Flags of `atropos-engine`."""
+
+    model: str = Field(description="Directory of a transformers causal LM, or its name on the hub.")
+    host: str = "127.0.0.1"
+    port: int = Field(default=9001, ge=0, le=65535, description="0 takes a free port.")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Of weights and cache; auto: float32 on the CPU, bfloat16 on CUDA.",
+    )
+    max_num_seqs: int = Field(default=256, ge=1, description="Sequences decoded together.")
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Context in tokens; None: the model's own."
+    )
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU threads of torch. None: 1 on machines with up to 2 cores, half of them on others.",
+    )
+    seed: int = 0
+    served_model_name: str | None = Field(
+        default=None, description="Name in the API; None: --model as it was given."
+    )
+    weight_version: str = Field(default="0", description="Label of the weights loaded at start.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point: serve until a signal; 2 for a wrong flag, 1 without the extra."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+
+    def command() -> int:
+        config = parse_flags(
+            EngineConfig,
+            argv,
+            prog="atropos-engine",
+            description="Serve a transformers causal LM over vLLM's routes.",
+        )
+        require("torch", extra="engine")
+        from atroposlib.engine.server import run
+
+        return run(config)
+
+    return cli_boundary(command)

@@ -41,7 +41,7 @@ from atroposlib.api.coordinator import (
 from atroposlib.api.environments import MIN_ENV_WEIGHT as MIN_ENV_WEIGHT
 from atroposlib.api.environments import TooManyEnvironments
 from atroposlib.api.hub import DEFAULT_RUN, Hub, TooManyRuns
-from atroposlib.api.limits import HubLimits, Ladder, RequestBodies
+from atroposlib.api.limits import HubLimits, Ladder, RequestBodies, replay
 from atroposlib.api.metrics import HubMetrics, Observe
 from atroposlib.api.payloads import EncodedBody, GroupCodec, choose_encoding, is_packed
 from atroposlib.api.schemas import (
@@ -76,7 +76,7 @@ from atroposlib.api.schemas import (
 )
 from atroposlib.api.schemas import Registration as Registration
 from atroposlib.api.schemas import ScoredData as ScoredData
-from atroposlib.api.security import Access, TokenSet
+from atroposlib.api.security import Access, TokenSet, find_route
 from atroposlib.api.stores.base import StoreBroken, StoreFull
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
@@ -320,16 +320,9 @@ def create_app(
             if wanted is None:
                 await run.give_back(delivery.batch_id)
             raise
-        plain = delivery if wanted is None else None
-        return _BatchResponse(body, run, plain, timeout_s=delivery.expires_in_s)
-
-    shortcuts |= {
-        ("GET", "/batch"): batch,
-        ("GET", "/status-env"): status_env,
-        ("POST", "/status-env"): status_env,
-        ("POST", "/scored_data"): scored_data,
-        ("POST", "/scored_data_list"): scored_data_list,
-    }
+        if wanted is not None:
+            return _BatchResponse(body, run, timeout_s=delivery.expires_in_s)
+        return _PlainBatchResponse(body, run, delivery)
 
     @app.get("/")
     async def root() -> dict[str, str]:
@@ -407,8 +400,19 @@ def create_app(
         return Acknowledgement()
 
     @app.post("/checkpoints")
-    async def checkpoint(run: Run, checkpoint: Checkpoint) -> CheckpointReply:
-        return CheckpointReply(committed=await run.checkpoint(checkpoint.step))
+    async def checkpoint(run: Run, reached: Checkpoint) -> CheckpointReply:
+        return CheckpointReply(committed=await run.checkpoint(reached.step))
+
+    shortcuts |= {
+        ("GET", "/batch"): batch,
+        ("GET", "/status-env"): status_env,
+        ("POST", "/status-env"): status_env,
+        ("POST", "/scored_data"): scored_data,
+        ("POST", "/scored_data_list"): scored_data_list,
+        ("POST", "/batches/{batch_id}/heartbeat"): _unless_odd(heartbeat, LeaseRef),
+        ("POST", "/batches/{batch_id}/ack"): _unless_odd(ack, AckRequest),
+        ("POST", "/checkpoints"): _unless_odd(checkpoint, Checkpoint),
+    }
 
     @app.get("/dead")
     async def dead(run: Run) -> DeadGroups:
@@ -501,7 +505,30 @@ class _WholeRequest(Request):
         return self._whole
 
 
-_Handler = Callable[[Request], Awaitable[Response]]
+_Handler = Callable[[Request], Awaitable[Response | None]]
+"""None: the request is one for FastAPI."""
+
+
+def _unless_odd(endpoint: Callable[..., Awaitable[BaseModel]], model: type[BaseModel]) -> _Handler:
+    """Call an endpoint that takes a JSON body, and a number in its path or none; what is wrong FastAPI says."""
+
+    async def handle(request: Request) -> Response | None:
+        numbers = request.scope["path"].split("/")[2:3]  # of /batches/7/ack
+        is_usual = (
+            request.headers.get("content-type") == CONTENT_TYPE_JSON
+            and all(number.isascii() and number.isdecimal() for number in numbers)
+            and all(len(number) < 19 for number in numbers)
+        )
+        if not is_usual:
+            return None
+        try:
+            body = model.model_validate_json(await request.body())
+        except ValidationError:
+            return None
+        reply = await endpoint(await _current_run(request), *map(int, numbers), body)
+        return _json_response(reply.model_dump_json().encode())
+
+    return handle
 
 
 class _Shortcut:
@@ -521,9 +548,8 @@ class _Shortcut:
         self._error_handlers = error_handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = None
-        if scope["type"] == "http":
-            handler = self._handlers.get((scope["method"], scope["path"]))
+        route = find_route(scope["method"], scope["path"]) if scope["type"] == "http" else None
+        handler = None if route is None else self._handlers.get((route.method, route.template))
         if handler is None:
             await self._app(scope, receive, send)
             return
@@ -531,6 +557,9 @@ class _Shortcut:
         request = _WholeRequest(scope, receive, send, body=message["body"])
         try:
             response = await handler(request)
+            if response is None:
+                await self._app(scope, replay(message["body"], receive), send)
+                return
         except Exception as e:
             known = (self._error_handlers.get(kind) for kind in type(e).__mro__)
             answer = next(filter(None, known), None)
@@ -541,37 +570,55 @@ class _Shortcut:
 
 
 class _BatchResponse(Response):
-    """A batch on its way: piece by piece, and for a plain delivery with a look at whether it got there.
+    """A batch on its way, piece by piece."""
 
-    A plain batch counts as delivered when all its bytes were handed to the operating system while the client was still
-    there; what the client makes of them nobody can know without a lease.
-    """
-
-    def __init__(
-        self, body: EncodedBody, run: Coordinator, plain: Delivery | None, *, timeout_s: float
-    ) -> None:
+    def __init__(self, body: EncodedBody, run: Coordinator, *, timeout_s: float) -> None:
         headers = {"Vary": "Accept, Accept-Encoding"}
-        headers["Content-Length"] = str(sum(map(len, body.pieces)))
+        headers["Content-Length"] = str(body.num_bytes)
         if body.encoding is not None:
             headers["Content-Encoding"] = body.encoding
         super().__init__(None, media_type=body.media_type, headers=headers)
         self._pieces = body.pieces
         self._run = run
-        self._plain = plain
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start: Message = {
-            "type": "http.response.start",
-            "status": self.status_code,
-            "headers": self.raw_headers,
-        }
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._begin(send)
+                *pieces, end = self._pieces
+                for piece in pieces:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": end})
+        except (TimeoutError, OSError) as e:
+            self._warn(e)
+
+    async def _begin(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+
+    def _warn(self, error: Exception) -> None:
+        logger.warning("run %s: a batch could not be sent: %r", self._run.name, error)
+
+
+class _PlainBatchResponse(_BatchResponse):
+    """A batch without a lease, with a look at whether it got there.
+
+    It counts as delivered when all its bytes were handed to the operating system while the client was still there; what
+    the client makes of them nobody can know without a lease.
+    """
+
+    def __init__(self, body: EncodedBody, run: Coordinator, delivery: Delivery) -> None:
+        super().__init__(body, run, timeout_s=delivery.expires_in_s)
+        self._batch_id = delivery.batch_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(_disconnect(receive))
         is_whole = False
         *pieces, end = self._pieces
         try:
             async with asyncio.timeout(self._timeout_s):
-                await send(start)
+                await self._begin(send)
                 for piece in (*pieces, end[:-1]):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                     if watcher.done():
@@ -588,15 +635,14 @@ class _BatchResponse(Response):
                         last["more_body"] = True
                         await send(last)
         except (TimeoutError, OSError) as e:
-            logger.warning("run %s: a batch could not be sent: %r", self._run.name, e)
+            self._warn(e)
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
-            if self._plain is not None:
-                if is_whole:
-                    await self._run.confirm(self._plain.batch_id)
-                else:
-                    await self._run.give_back(self._plain.batch_id)
+            if is_whole:
+                await self._run.confirm(self._batch_id)
+            else:
+                await self._run.give_back(self._batch_id)
         if is_whole:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 

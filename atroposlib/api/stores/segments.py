@@ -13,12 +13,12 @@ import errno
 import os
 import struct
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
+from isal.isal_zlib import crc32
 
 from atroposlib.api.batching import GroupHeader
 from atroposlib.api.stores.base import NewGroup, Place
@@ -203,7 +203,7 @@ def encode_record(group: NewGroup) -> EncodedGroup:
         digest=group.digest,
         place=group.place,
     )
-    crc = zlib.crc32(group.payload)
+    crc = crc32(group.payload)
     return EncodedGroup(meta, Record(_meta_encoder.encode(meta), group.payload, crc))
 
 
@@ -225,9 +225,20 @@ def read_payload(fd: int, location: Location) -> bytes:
         if not more:
             raise DamagedPayload(f"{location}: the file ends early")
         payload += more
-    if zlib.crc32(payload) != location.crc:
+    if crc32(payload) != location.crc:
         raise DamagedPayload(f"{location}: the checksum disagrees")
     return payload
+
+
+def read_cached_payload(fd: int, location: Location) -> bytes | None:
+    """Read and verify one payload that the operating system holds in memory; None for any other."""
+    buffer = bytearray(location.length)
+    try:
+        if os.preadv(fd, [buffer], location.offset, os.RWF_NOWAIT) < location.length:
+            return None
+    except OSError:
+        return None
+    return bytes(buffer) if crc32(buffer) == location.crc else None
 
 
 class SegmentLog:
@@ -342,7 +353,7 @@ class SegmentLog:
         head = _RECORD_HEAD.pack(
             self._marker, len(record.meta), len(record.payload), record.crc, 0
         )[:_HEAD_CRC_AT]
-        crc = zlib.crc32(record.meta, zlib.crc32(head))
+        crc = crc32(record.meta, crc32(head))
         return b"".join((head, crc.to_bytes(4, "little"), record.meta))
 
     def _begin_segment(self) -> None:
@@ -355,7 +366,7 @@ class SegmentLog:
         try:
             fd = self._files.create(path)
             try:
-                self._write_all(fd, [head + zlib.crc32(head).to_bytes(4, "little")], 0)
+                self._write_all(fd, [head + crc32(head).to_bytes(4, "little")], 0)
             except OSError:
                 self._files.close(fd)
                 self._files.unlink(path)
@@ -447,7 +458,7 @@ def _read_marker(fd: int, number: int, size: int) -> bytes | None:
     head = os.pread(fd, _FILE_HEAD.size + 8, 0)
     if len(head) >= _FILE_HEAD.size:
         magic, marker, crc = _FILE_HEAD.unpack_from(head)
-        if magic == _FILE_MAGIC and crc == zlib.crc32(head[:16]):
+        if magic == _FILE_MAGIC and crc == crc32(head[:16]):
             return bytes(marker)
     # A damaged beginning does not take the whole file along: the first record repeats the marker.
     marker = head[_FILE_HEAD.size :]
@@ -465,7 +476,7 @@ def _read_record(fd: int, number: int, at: int, marker: bytes, size: int) -> Sca
     if found != marker or payload_at + num_payload > size:
         return None
     meta = os.pread(fd, num_meta, at + _RECORD_HEAD.size)
-    if zlib.crc32(meta, zlib.crc32(head[:_HEAD_CRC_AT])) != head_crc:
+    if crc32(meta, crc32(head[:_HEAD_CRC_AT])) != head_crc:
         return None
     location = Location(number, payload_at, num_payload, payload_crc)
     try:

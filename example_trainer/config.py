@@ -62,6 +62,10 @@ class TrainerConfig(BaseModel):
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
     )
+    use_liger: bool = Field(
+        False,
+        description="liger-kernel's norms, rotary positions and SwiGLU: less memory, faster; cuda only",
+    )
     threads: int | None = Field(
         None,
         ge=1,

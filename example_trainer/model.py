@@ -25,6 +25,7 @@ from example_trainer.adapters import add_adapters, freeze_other_layers, merged_w
 from example_trainer.config import TrainerConfig
 from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
+from example_trainer.liger import apply_liger
 from example_trainer.parallel import ALONE, World, full_weights, is_sharded
 
 
@@ -222,6 +223,8 @@ def load_policy(config: TrainerConfig, world: World | None = None) -> Policy:
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(f"--model_name {name} cannot be loaded: {reason}") from error
+    if config.use_liger:
+        apply_liger(model, device)
     if config.lora:
         model = add_adapters(model, config)
     elif config.train_layer_indices is not None:

@@ -26,11 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
 
-from atroposlib.errors import ConfigError
+from atroposlib.errors import AtroposError, ConfigError
 from example_trainer.model import Policy, finish_directory, fresh_directory
 from example_trainer.parallel import World
 
@@ -89,9 +90,27 @@ class Checkpoints:
     ) -> Path:
         """Write the state after `step` steps, with the last one's metrics, and return the directory.
 
-        Every process must call it.
+        Every process must call it. Raises AtroposError when it cannot be written; those before it stay.
         """
         target = self.directory(step)
+        try:
+            self._write(target, policy, optimizer, step, metrics)
+        except (OSError, SafetensorError, checkpoint.CheckpointException) as error:
+            newest = self.directory(self.steps()[-1]).name if self.steps() else "none"
+            raise AtroposError(
+                f"the checkpoint of step {step} could not be written to {target}: {_reason(error)}; "
+                f"the newest there is {newest}. Make room, then --resume"
+            ) from error
+        return target
+
+    def _write(
+        self,
+        target: Path,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+    ) -> None:
         with self._written_by_all(target) as directory:
             policy.write(directory)
             training = directory / "training"
@@ -105,7 +124,6 @@ class Checkpoints:
                     "random": _random_states(),
                 }
                 (training / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        return target
 
     def remove_old(self) -> None:
         """Remove all but the last `keep_last` checkpoints; call it once the hub has been told of the newest."""
@@ -167,6 +185,12 @@ class Checkpoints:
             if self.world.is_main:
                 shutil.rmtree(directory, ignore_errors=True)
         self.world.barrier()
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, checkpoint.CheckpointException):  # its own text is a traceback per process
+        error = next(iter(error.failures.values()))[0]
+    return str(error)
 
 
 def _read_state(directory: Path) -> dict[str, Any]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from atroposlib.scored_data import ScoredGroup
 from example_trainer.checkpointing import Checkpoints
@@ -94,7 +98,7 @@ class Course:
 
     def live_to_the_end(self) -> Ended:
         ended = self.live()
-        assert ended.code == 0, self.hub.process
+        assert ended.codes == [0], self.hub.process
         return ended
 
     @property
@@ -118,6 +122,18 @@ class Course:
     @property
     def final_model(self) -> bytes:
         return (self.save_path / "final_model/model.safetensors").read_bytes()
+
+    @property
+    def has_leftovers(self) -> bool:
+        return any(path.name.startswith(".") for path in self.save_path.iterdir())
+
+    @property
+    def said(self) -> str:
+        """What the lives of this course have logged."""
+        return Path(f"{self.journal}.log").read_text()
+
+    def note_the_hub(self) -> None:
+        Path(f"{self.journal}.hub").write_text(str(self.hub.pid))
 
     def assert_checkpoints_are_whole(self) -> None:
         for step in self.checkpoints:
@@ -147,10 +163,12 @@ class Course:
 
 
 @contextmanager
-def course(directory: Path, model_dir: Path, run: Run, *, num_steps: int) -> Iterator[Course]:
-    """Begin a course with a hub process and an engine of its own."""
+def course(
+    directory: Path, model_dir: Path, run: Run, *, num_steps: int, num_groups: int | None = None
+) -> Iterator[Course]:
+    """Begin a course with a hub process and an engine of its own; its groups are there."""
     with hub_process(directory) as hub, fake_engine() as engine:
-        send(hub.url, groups_for(num_steps))
+        send(hub.url, groups_for(num_steps)[:num_groups])
         yield Course(directory, model_dir, num_steps, run, hub, engine)
 
 
@@ -181,10 +199,10 @@ def test_a_trainer_killed_at_twenty_random_moments_ends_as_if_it_had_not_been(
     newest = 0
     for number in range(NUM_KILLS):
         if number % 5 == 4:
-            ended = crashed.live(kill_after_s=start_s * rng.random())
+            ended = crashed.live(kill_after_s=start_s * rng.random(), from_start=True)
         else:
-            ended = crashed.live(kill_after_s=4 * step_s * rng.random(), kill_from="leasing")
-        assert ended.code == KILLED
+            ended = crashed.live(kill_after_s=4 * step_s * rng.random())
+        assert ended.codes == [KILLED]
         phases[ended.phase] += 1
         crashed.assert_checkpoints_are_whole()
         before, newest = newest, (crashed.checkpoints or [0])[-1]
@@ -228,8 +246,8 @@ def test_a_trainer_killed_at_every_point_where_state_changes_ends_as_if_it_had_n
 ) -> None:
     newest = 0
     for point, count in POINTS:
-        ended = crashed.live(kill_at=point, kill_count=count)
-        assert ended.code == KILLED, point
+        ended = crashed.live(deeds=[(point, count, "kill")])
+        assert ended.codes == [KILLED], point
         crashed.assert_checkpoints_are_whole()
         before, newest = newest, (crashed.checkpoints or [0])[-1]
         assert newest >= before, f"a checkpoint was lost {point}"
@@ -237,3 +255,157 @@ def test_a_trainer_killed_at_every_point_where_state_changes_ends_as_if_it_had_n
     crashed.live_to_the_end()
     print(f"{len(POINTS)} kills; at step {newest} of {NUM_STEPS} after the last")
     crashed.assert_is(uncrashed)
+
+
+@pytest.mark.timeout(120)
+def test_a_trainer_that_is_told_to_stop_finishes_its_step_saves_and_goes_on_later(
+    uncrashed: Course, crashed: Course
+) -> None:
+    for point in ("before leasing", "before training", "before publishing", "before saving"):
+        ended = crashed.live(deeds=[(point, 3, "terminate")])
+        assert ended.codes == [0], point
+        assert crashed.checkpoints[-1] == crashed.metrics[-1]["step"]
+        assert ledger_of(crashed.hub.url).keys() == {"queued", "trained"}
+        assert not crashed.has_leftovers
+    crashed.live_to_the_end()
+    crashed.assert_is(uncrashed)
+
+
+@pytest.mark.timeout(120)
+def test_a_second_signal_ends_at_once_and_leaves_no_half_files(
+    uncrashed: Course, crashed: Course
+) -> None:
+    for point in ("after shards", "after training"):
+        ended = crashed.live(deeds=[(point, 2, "terminate"), (point, 2, "terminate")])
+        assert ended.codes == [143], point
+        crashed.assert_checkpoints_are_whole()
+        assert not crashed.has_leftovers
+    crashed.live_to_the_end()
+    crashed.assert_is(uncrashed)
+
+
+@pytest.mark.timeout(60)
+def test_a_trainer_that_waits_for_a_batch_stops_when_it_is_told_to(
+    tmp_path: Path, model_dir: Path, forge: Run
+) -> None:
+    with course(tmp_path, model_dir, forge, num_steps=1, num_groups=0) as empty:
+        ended = empty.live(kill_after_s=0.2, signal=signal.SIGTERM)
+        assert ended.codes == [0]
+        assert ended.seconds < 15  # the hub holds a request for five
+        assert (empty.metrics, empty.checkpoints) == ([], [])
+
+
+@pytest.mark.timeout(120)
+def test_a_hub_killed_while_the_trainer_holds_a_lease_costs_no_group(
+    uncrashed: Course, crashed: Course
+) -> None:
+    deeds = [
+        ("after leasing", 3, "kill the hub"),
+        ("before acking", 9, "kill the hub"),
+        ("before telling the hub", 7, "kill the hub"),
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        crashed.note_the_hub()
+        life = pool.submit(crashed.live, deeds=deeds)
+        for _ in deeds:
+            assert crashed.hub.process is not None
+            assert crashed.hub.process.popen.wait(60) == KILLED
+            crashed.hub.start()
+            crashed.note_the_hub()
+        assert life.result().codes == [0]
+    crashed.assert_is(uncrashed)
+    assert {m["num_lost_leases"] for m in crashed.metrics} == {0}
+
+
+@pytest.mark.timeout(60)
+def test_a_trainer_goes_on_at_a_hub_that_begins_anew(
+    tmp_path: Path, model_dir: Path, forge: Run
+) -> None:
+    with course(tmp_path, model_dir, forge, num_steps=6) as run:
+        assert run.live(deeds=[("before training", 3, "terminate")]).codes == [0]
+        run.hub.stop()
+        run.hub.flags = ("--fresh",)
+        run.hub.start()
+        send(run.hub.url, groups_for(6)[-6:])
+        run.live_to_the_end()
+        assert [m["step"] for m in run.metrics] == [1, 2, 3, 4, 5, 6]
+        assert ledger_of(run.hub.url) == {"trained": 6}
+        assert run.hub.get("/status")["current_step"] == 6
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("point", ["before saving", "before shards"])
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
+    uncrashed: Course, crashed: Course, point: str
+) -> None:
+    ended = crashed.live(deeds=[(point, 2, "fill the disk")])
+    assert ended.codes == [1]
+    assert crashed.checkpoints == [2]
+    crashed.assert_checkpoints_are_whole()
+    assert not crashed.has_leftovers
+    assert "the checkpoint of step 4 could not be written" in crashed.said
+    assert "step_2" in crashed.said
+    crashed.live_to_the_end()
+    crashed.assert_is(uncrashed)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("deed", "said"),
+    [
+        (("before leasing", 2, "raise 0"), "as planned"),
+        (("before following", 2, "raise 1"), "as planned"),
+        (("after the update", 2, "raise 1"), "as planned"),
+        (("before leasing", 2, "kill"), "Connection closed by peer"),
+    ],
+)
+def test_a_process_that_fails_takes_the_others_with_it(
+    tmp_path: Path, model_dir: Path, forge: Run, deed: tuple[str, int, str], said: str
+) -> None:
+    with course(tmp_path, model_dir, forge, num_steps=4) as run:
+        ended = run.live(ranks=2, deeds=[deed])
+        assert 0 not in ended.codes
+        assert ended.seconds < 30  # none waits for a process that is gone
+        assert said in run.said
+        assert run.live(ranks=2).codes == [0, 0]
+        assert ledger_of(run.hub.url) == {"trained": 8}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fault", ["null logprobs", "another model"])
+def test_two_processes_refuse_a_batch_together(
+    tmp_path: Path, model_dir: Path, forge: Run, fault: str
+) -> None:
+    with course(tmp_path, model_dir, forge, num_steps=2, num_groups=0) as run:
+        groups = groups_for(2)
+        if fault == "null logprobs":
+            groups = [group.replace(inference_logprobs=None) for group in groups]
+        send(run.hub.url, groups)
+        ended = run.live({"max_logprob_gap": 1e-3}, ranks=2)
+        assert ended.codes == [1, 1]
+        wanted = "managed_server" if fault == "null logprobs" else "max_logprob_gap 0.001"
+        assert run.said.count(wanted) >= 2
+        assert run.checkpoints == []
+
+
+@pytest.mark.timeout(60)
+def test_two_processes_ask_the_reference_for_a_batch_that_brings_half_of_it(
+    tmp_path: Path, model_dir: Path, forge: Run
+) -> None:
+    """One process gets micro-batches with `ref_logprobs`, the other those without; one batch has nothing to train."""
+    rows = [[1.0, 0.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 0.0], [1.0, 0.0]]
+    groups = [make_group(scores, seed=seed) for seed, scores in enumerate(rows)]
+    for index in (0, 4):
+        given = [[-1.5] * int(n) for n in groups[index].lengths]
+        groups[index] = make_group(rows[index], seed=index, ref_logprobs=given)
+    finals = []
+    for ranks in (1, 2):
+        (tmp_path / str(ranks)).mkdir()
+        with course(tmp_path / str(ranks), model_dir, forge, num_steps=3, num_groups=0) as run:
+            send(run.hub.url, groups)
+            flags = {"kl_coef": 0.2, "max_microbatch_tokens": 8, "num_steps": 3}
+            assert run.live(flags, ranks=ranks).codes == [0] * ranks
+            finals.append(load_file(run.save_path / "final_model/model.safetensors"))
+            assert ledger_of(run.hub.url) == {"trained": 6}
+    for name, value in finals[0].items():
+        torch.testing.assert_close(finals[1][name], value, rtol=0, atol=1e-5)

@@ -11,18 +11,25 @@ import functools
 import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
+from tests.processes import free_port
+
 ROOT = Path(__file__).parents[2]
 PHASE_BYTES = 16
+MAX_LIFE_S = 60.0
+"""A process that hangs is killed then."""
 
 
 class Life(NamedTuple):
@@ -32,19 +39,18 @@ class Life(NamedTuple):
     journal: str
     """Gets a line `step id id ...` for each batch, in the order of delivery."""
     kill_after_s: float | None = None
-    """Seconds after the start of `kill_from`; None: not by time."""
-    kill_from: str = "starting"
-    """Phase at whose first start the time begins."""
-    kill_at: str | None = None
-    """One of `POINTS`, killed at its `kill_count`-th time."""
-    kill_count: int = 1
-    signals: tuple[str, ...] = ()
-    """Phases at whose first start the process sends itself SIGTERM; twice the same: two signals."""
+    """Seconds after the first batch is asked for (`from_start`: after the fork); None: not by time."""
+    from_start: bool = False
+    signal: int = signal.SIGKILL
+    """Sent then."""
+    deeds: Sequence[tuple[str, int, str]] = ()
+    """What the process does when it passes a point for the n-th time: (point, n, deed); see `_Deeds`."""
+    ranks: int = 1
 
 
 class Ended(NamedTuple):
-    code: int
-    """As of `subprocess`: negative for a signal."""
+    codes: list[int]
+    """Of each rank, as of `subprocess`: negative for a signal."""
     phase: str
     """In which it ended."""
     seconds: float
@@ -95,15 +101,14 @@ def serve(phase_path: str, model_dir: str) -> None:
         life = Life(*json.loads(line))
         _write_phase(phase_file, "starting")
         began = time.monotonic()
-        pid = os.fork()
-        if not pid:
-            _live(life, phase_file)
-        try:
-            code = _end(pid, life, phase_file)
-        except BaseException:
-            os.kill(pid, signal.SIGKILL)
-            raise
-        ended = Ended(code, _read_phase(phase_file), time.monotonic() - began)
+        port = free_port()
+        pids = []
+        for rank in range(life.ranks):
+            pids.append(os.fork())
+            if not pids[-1]:
+                _live(life, phase_file, rank, port)
+        codes = _end(pids, life, phase_file)
+        ended = Ended(codes, _read_phase(phase_file), time.monotonic() - began)
         os.write(answers, (json.dumps(ended) + "\n").encode())
 
 
@@ -121,19 +126,29 @@ def _do_once_what_is_slow(model_dir: str) -> None:
     assert len(os.listdir("/proc/self/task")) == 1
 
 
-def _end(pid: int, life: Life, phase_file: int) -> int:
-    """Wait for the end of the process, or bring it about; return its exit code."""
-    began = time.monotonic() if life.kill_from == "starting" else None
-    while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
+def _end(pids: list[int], life: Life, phase_file: int) -> list[int]:
+    """Wait for the end of the processes, or bring it about; return their exit codes."""
+    start = time.monotonic()
+    began = start if life.from_start else None
+    codes: dict[int, int] = {}
+    is_sent = life.kill_after_s is None
+    while len(codes) < len(pids):
+        for pid in set(pids) - codes.keys():
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        now = time.monotonic()
         if began is None and _read_phase(phase_file) != "starting":
-            began = time.monotonic()
-        is_due = began is not None and life.kill_after_s is not None
-        if is_due and time.monotonic() - began >= life.kill_after_s:  # type: ignore[operator]
-            os.kill(pid, signal.SIGKILL)
+            began = now
+        if not is_sent and began is not None and now - began >= (life.kill_after_s or 0.0):
+            is_sent = True
+            for pid in set(pids) - codes.keys():
+                os.kill(pid, life.signal)
+        if now - start > MAX_LIFE_S:
+            for pid in set(pids) - codes.keys():
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.001)
+    return [codes[pid] for pid in pids]
 
 
 def _write_phase(file: int, phase: str) -> None:
@@ -147,39 +162,74 @@ def _read_phase(file: int) -> str:
 # In the forked process
 
 
-def _live(life: Life, phase_file: int) -> NoReturn:
+def _live(life: Life, phase_file: int, rank: int, port: int) -> NoReturn:
     code = 70
     try:
         os.setsid()
+        if life.ranks > 1:  # as torchrun starts them
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(life.ranks)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         devnull = os.open(os.devnull, os.O_RDONLY)
         os.dup2(devnull, 0)
+        log = os.open(f"{life.journal}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
         from example_trainer import grpo
 
-        _instrument(life, phase_file)
+        _instrument(life, phase_file, rank)
         code = grpo.main([f"--{name}={value}" for name, value in life.flags.items()])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    except BaseException:  # noqa: BLE001  a process of its own would print it and end with 1
+        code = 1
+        traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)
 
 
-def _instrument(life: Life, phase_file: int) -> None:
+class _Deeds:
+    """Carries out the plan of a life.
+
+    Deeds: "kill", "terminate" (SIGTERM to itself), "kill the hub" (whose pid is in the file `<journal>.hub`), "fill the
+    disk" (no file may grow beyond 64 KiB), "raise", and "raise 1" on the second rank alone.
+    """
+
+    def __init__(self, life: Life, rank: int) -> None:
+        self._life = life
+        self._rank = rank
+        self._passed: Counter[str] = Counter()
+
+    def is_next(self, point: str) -> bool:
+        return any((point, self._passed[point] + 1) == (at, n) for at, n, _ in self._life.deeds)
+
+    def pass_by(self, point: str) -> None:
+        self._passed[point] += 1
+        for at, count, deed in self._life.deeds:
+            if (at, count) == (point, self._passed[point]):
+                self._do(deed)
+
+    def _do(self, deed: str) -> None:
+        match deed:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "terminate":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "kill the hub":
+                os.kill(int(Path(self._life.journal + ".hub").read_text()), signal.SIGKILL)
+            case "fill the disk":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
+            case "raise" | "raise 0" | "raise 1":
+                if deed in ("raise", f"raise {self._rank}"):
+                    raise RuntimeError(f"as planned: {deed}")
+            case _:
+                raise AssertionError(deed)
+
+
+def _instrument(life: Life, phase_file: int, rank: int) -> None:
     from example_trainer import bridges, checkpointing, feed, records, training
 
-    pending = list(life.signals)
-    num_passed = 0
-
-    def begin(phase: str) -> None:
-        _write_phase(phase_file, phase)
-        while phase in pending:
-            pending.remove(phase)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def kill(point: str) -> None:
-        nonlocal num_passed
-        if point == life.kill_at:
-            num_passed += 1
-            if num_passed == life.kill_count:
-                os.kill(os.getpid(), signal.SIGKILL)
+    deeds = _Deeds(life, rank)
 
     def around(owner: Any, name: str, phase: str | None = None, *, point: str = "") -> None:
         real = getattr(owner, name)
@@ -187,14 +237,14 @@ def _instrument(life: Life, phase_file: int) -> None:
         @functools.wraps(real)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if phase is not None:
-                begin(phase)
-            kill(f"before {point}")
+                _write_phase(phase_file, phase)
+            deeds.pass_by(f"before {point}")
             try:
                 result = real(*args, **kwargs)
             finally:
                 if phase is not None:
                     _write_phase(phase_file, "between")
-            kill(f"after {point}")
+            deeds.pass_by(f"after {point}")
             return result
 
         setattr(owner, name, wrapped)
@@ -203,7 +253,9 @@ def _instrument(life: Life, phase_file: int) -> None:
     around(training, "take_step", "training", point="training")
     around(feed.Leader, "acknowledge", "acking", point="acking")
     around(bridges.CheckpointBridge, "publish", "publishing", point="publishing")
-    around(training, "save_checkpoint", "saving")
+    around(training, "save_checkpoint", "saving", point="saving")
+    around(training, "update_weights", point="the update")
+    around(feed.Follower, "next_groups", point="following")
     around(checkpointing, "_save_tensors", point="shards")
     around(checkpointing, "finish_directory", point="rename")
     around(feed.Leader, "checkpointed", point="telling the hub")
@@ -213,29 +265,27 @@ def _instrument(life: Life, phase_file: int) -> None:
     around(records.MetricsLog, "write", "recording", point="recording")
     around(feed.Leader, "begin", point="registering")
 
-    if life.kill_at == "half a line":
-        real_append = records.MetricsLog._append
+    real_append = records.MetricsLog._append
 
-        def half(self: Any, record: Any) -> Any:
-            if num_passed + 1 == life.kill_count:
-                self._file.write(json.dumps(records.finite(record))[:100])
-                self._file.flush()
-            kill("half a line")
-            return real_append(self, record)
+    def half(self: Any, record: Any) -> Any:
+        if deeds.is_next("half a line"):
+            self._file.write(json.dumps(records.finite(record))[:100])
+            self._file.flush()
+        deeds.pass_by("half a line")
+        return real_append(self, record)
 
-        records.MetricsLog._append = half  # type: ignore[method-assign]
-    if life.kill_at == "half removed":
-        real_shutil = checkpointing.shutil
+    records.MetricsLog._append = half  # type: ignore[method-assign]
+    real_shutil = checkpointing.shutil
 
-        def half_removed(path: Path, **options: Any) -> None:
-            if "removed" in Path(path).name and Path(path).is_dir():
-                (Path(path) / "model.safetensors").unlink()
-                kill("half removed")
-            real_shutil.rmtree(path, **options)
+    def half_removed(path: Path, **options: Any) -> None:
+        if "removed" in Path(path).name and Path(path).is_dir():
+            (Path(path) / "model.safetensors").unlink()
+            deeds.pass_by("half removed")
+        real_shutil.rmtree(path, **options)
 
-        checkpointing.shutil = SimpleNamespace(  # type: ignore[assignment]
-            rmtree=half_removed, copy2=real_shutil.copy2
-        )
+    checkpointing.shutil = SimpleNamespace(  # type: ignore[assignment]
+        rmtree=half_removed, copy2=real_shutil.copy2
+    )
 
     real_next = feed.Leader.next_groups
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,3 +177,163 @@ def test_a_half_written_checkpoint_is_not_resumed_from(model_dir: Path, tmp_path
     (tmp_path / ".step_9-abc/training").mkdir(parents=True)
     (tmp_path / ".step_9-abc/training/state.json").write_text("{}")
     assert saved.steps() == []
+
+
+def test_a_checkpoint_half_removed_is_none(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, optimizer, _ = stepped(model_dir, tmp_path)
+    saved = Checkpoints(save_path=tmp_path / "saved", world=ALONE, keep_last=1)
+    for step in (1, 2):
+        saved.save(policy, optimizer, step)
+
+    def killed(path: Path, **options: Any) -> None:
+        if path.is_dir():
+            (path / "model.safetensors").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("example_trainer.checkpointing.shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            saved.remove_old()
+    assert saved.steps() == [2]
+    saved.begin(2)
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step_2"]
+
+
+def test_checkpoints_of_an_abandoned_run_are_set_aside_and_pruning_spares_this_one(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else `keep_last` would remove the step 1 of this run, and `resume` go on from step 9 of the other."""
+    policy, optimizer, _ = stepped(model_dir, tmp_path)
+    saved = Checkpoints(save_path=tmp_path / "saved", world=ALONE, keep_last=1)
+    for step in (6, 9):
+        saved.save(policy, optimizer, step)
+    (tmp_path / "saved/metrics.jsonl").write_text("{}\n")
+    (tmp_path / "saved/earlier_run_1").mkdir()
+    saved.begin(0)
+    saved.save(policy, optimizer, 1)
+    saved.remove_old()
+    assert saved.steps() == [1]
+    aside = tmp_path / "saved/earlier_run_2"
+    assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "step_6", "step_9"]
+    assert Checkpoints(save_path=aside, world=ALONE).steps() == [6, 9]
+    assert "step_6, step_9 (--resume" in caplog.text
+
+
+def test_a_run_that_falls_behind_what_the_hub_still_holds_says_so_and_goes_on(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_hub() as hub_url, fake_engine() as engine:
+        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(12)])
+        settings = {"hub_url": hub_url, "engine_url": engine.url, "checkpoint_interval": 2}
+        config = config_for(model_dir, tmp_path, num_steps=4, **settings)
+        train(config)
+        older = {"resume_from": config.save_path / "step_2", "num_steps": 4}
+        train(config.model_copy(update=older))
+        assert (
+            "0 groups that were trained on after step 2 come again, and 2 steps are" in caplog.text
+        )
+        assert ledger_of(hub_url) == {"trained": 12}
+    assert [step for step, *_ in metrics_of(config)] == [1, 2, 3, 4]
+    assert sorted(path.name for path in config.save_path.iterdir()) == [
+        "earlier_run_1",
+        "final_model",
+        "metrics.jsonl",
+        "step_2",
+        "step_4",
+    ]
+
+
+def test_parameters_that_never_had_a_gradient_do_not_stop_a_resume(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """As experts that no token was sent to: the optimizer keeps nothing for them."""
+    policy, optimizer, config = stepped(model_dir, tmp_path)
+    idle = policy.model.model.layers[1].mlp.down_proj.weight
+    del optimizer.state[idle]
+    saved = Checkpoints(save_path=tmp_path / "saved", world=ALONE)
+    path = saved.save(policy, optimizer, 1)
+    fresh = load_policy(config)
+    fresh_optimizer = make_optimizer(fresh, config)
+    saved.load(path, fresh, fresh_optimizer)
+    found = fresh.model.model.layers[1].mlp.down_proj.weight
+    assert found not in fresh_optimizer.state
+    assert torch.equal(found, idle)
+    assert len(fresh_optimizer.state) == len(optimizer.state)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    policy, optimizer, _ = stepped(model_dir, tmp_path)
+    saved = Checkpoints(save_path=tmp_path / "saved", world=ALONE)
+    path = saved.save(policy, optimizer, 1)
+    config = config_for(model_dir, tmp_path, optimizer="adafactor")
+    other = load_policy(config)
+    with pytest.raises(ConfigError, match="another model or optimizer"):
+        saved.load(path, other, make_optimizer(other, config))
+
+
+def test_the_record_goes_on_after_the_step_of_the_checkpoint(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    config = config_for(model_dir, tmp_path, metrics_path=tmp_path / "m.jsonl")
+    config.metrics_path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+
+    def steps() -> list[int]:
+        return [json.loads(line)["step"] for line in config.metrics_path.read_text().splitlines()]
+
+    with MetricsLog(config, start=2):
+        assert steps() == [1, 2]
+    with MetricsLog(config, start=3, last={"step": 3, "loss": float("nan")}):
+        assert steps() == [1, 2, 3]
+    with MetricsLog(config, start=3, last={"step": 3}) as log:
+        log.write({"step": 4})
+        assert steps() == [1, 2, 3, 4]
+    with MetricsLog(config, start=0, last=None):
+        assert steps() == []
+
+
+def test_a_file_that_is_no_record_is_not_cut(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("do not lose this\n")
+    config = config_for(model_dir, tmp_path, metrics_path=path)
+    with pytest.raises(ConfigError, match=r"notes.txt is no metrics file.*do not lose"):
+        MetricsLog(config, start=2)
+    assert path.read_text() == "do not lose this\n"
+
+
+def test_a_resumed_run_goes_on_in_the_same_chart(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[dict[str, Any]] = []
+
+    def init(**options: Any) -> Any:
+        opened.append(options)
+        name = options["id"] or f"run{len(opened)}"
+        return SimpleNamespace(id=name, log=lambda *_, **__: None, finish=lambda **_: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    config = config_for(model_dir, tmp_path, use_wandb=True, wandb_project="p", hub_token="secret")
+    groups = []
+    for start in (0, 3, 0):
+        with MetricsLog(config, start=start) as log:
+            groups.append(log.wandb_group)
+    assert [o["id"] for o in opened] == [None, "run1", None]
+    assert [o["resume"] for o in opened] == [None, "allow", None]
+    assert groups[0] == groups[1] != groups[2]
+    assert "secret" not in repr(opened)
+
+
+def test_a_run_resumed_beyond_its_last_step_leaves_its_final_model(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    with running_hub() as hub_url, fake_engine() as engine:
+        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(4)])
+        settings = {"hub_url": hub_url, "engine_url": engine.url, "checkpoint_interval": 1}
+        config = config_for(model_dir, tmp_path, num_steps=2, **settings)
+        train(config)
+        final = config.save_path / "final_model/model.safetensors"
+        weights = final.read_bytes()
+        final.unlink()
+        train(config.model_copy(update={"num_steps": 1, "resume": True}))
+    assert final.read_bytes() == weights

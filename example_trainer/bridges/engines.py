@@ -97,7 +97,7 @@ class VllmEngine:
     def load_adapter(self, name: str, directory: Path) -> None:
         """Unload and load: requests in flight end under the adapter that they began with.
 
-        Not `load_inplace`: vLLM (0.32, issue 33791) then reads the adapter from disk in every step of the scheduler,
+        Not `load_inplace`: vLLM (0.32, vllm#33791) then reads the adapter from disk in every step of the scheduler,
         and one older request that it takes up again brings the older adapter back for all. Between the two calls, for
         some milliseconds, the engine answers 404 for `name`. vLLM keys its prefix cache by the adapter's path, so each
         version needs a directory of its own.

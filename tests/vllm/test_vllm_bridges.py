@@ -20,6 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from atroposlib.errors import EngineRejected
 from example_trainer.bridges.lora import LoraBridge
 from example_trainer.bridges.reload import ReloadBridge
 from example_trainer.bridges.restart import RestartBridge
@@ -169,6 +170,20 @@ def test_requests_in_flight_go_on_under_the_new_weights(served: Served, tmp_path
     assert max(switches) < NUM_TOKENS
     after = sample(engine.url, str(old), PROMPT, num_samples=8, max_tokens=12)
     assert largest_gap(after, old) <= MAX_GAP
+
+
+def test_tied_embeddings_are_refused_before_the_engine_is_touched(
+    served: Served, tmp_path: Path
+) -> None:
+    """vLLM would answer 200 and keep its old output layer; asked first, it says that it runs on the CPU."""
+    engine, model = served
+    tied = make_tiny_model(tmp_path / "tied", seed=2, tie_word_embeddings=True)
+    bridge = ReloadBridge(urls=[engine.url])
+    with pytest.raises(EngineRejected, match="tied embeddings"):
+        bridge.publish(tied, 1)
+    bridge.close()
+    samples = sample(engine.url, str(model), PROMPT, num_samples=8, max_tokens=12)
+    assert largest_gap(samples, model) <= MAX_GAP
 
 
 def adapted_policy(model: Path) -> Policy:

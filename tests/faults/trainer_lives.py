@@ -279,7 +279,7 @@ def _instrument(life: Life, phase_file: int, rank: int) -> None:
 
     def half_removed(path: Path, **options: Any) -> None:
         if "removed" in Path(path).name and Path(path).is_dir():
-            (Path(path) / "model.safetensors").unlink()
+            (Path(path) / "model.safetensors").unlink(missing_ok=True)
             deeds.pass_by("half removed")
         real_shutil.rmtree(path, **options)
 

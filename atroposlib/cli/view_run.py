@@ -17,7 +17,7 @@ from atroposlib.cli._group_page import note, page_of
 from atroposlib.cli._rows import Decode, decoder
 from atroposlib.client import TrainerClient, TrainerNotRegistered, TrainerRegistration
 from atroposlib.config import parse_flags
-from atroposlib.errors import GroupError, HubError, HubRejected, cli_boundary, require
+from atroposlib.errors import AtroposError, GroupError, HubError, HubRejected, cli_boundary, require
 from atroposlib.scored_data import ScoredGroup
 
 GROUPS_PER_STEP = 8
@@ -60,7 +60,14 @@ def run(argv: Sequence[str] | None, model: type[ViewConfig], *, prog: str, image
             return read_page(hub, config, decode, images=images)
 
         page = build_page(gradio, show, config=config)
-        page.launch(server_name=config.host, server_port=config.port or None, share=config.share)
+        try:
+            page.launch(
+                server_name=config.host, server_port=config.port or None, share=config.share
+            )
+        except OSError as e:  # gradio's words name no flag of ours
+            raise AtroposError(
+                f"cannot serve the page on {config.host}:{config.port}: {e}; choose another --port"
+            ) from e
     return 0
 
 

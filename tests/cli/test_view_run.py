@@ -174,6 +174,20 @@ def test_the_page_is_private_unless_asked_for(
     assert ("<img" in gradio.calls[0][1]) == (command is view_run_multimodal)
 
 
+def test_a_port_in_use_names_its_flag(
+    tokenizer_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: Widget, **options: Any) -> None:
+        raise OSError("Cannot find empty port in range: 9009-9009")
+
+    monkeypatch.setattr(Widget, "launch", refuse)
+    monkeypatch.setattr(view_run, "require", lambda module, *, extra: Gradio())
+    assert view_run.main(["--tokenizer", tokenizer_path, "--port=9009"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: cannot serve the page on 127.0.0.1:9009")
+    assert "choose another --port" in told
+
+
 def test_a_missing_gradio_names_its_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

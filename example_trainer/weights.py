@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -30,6 +32,9 @@ KEEP_ADAPTERS = 16
 vLLM does not survive its absence; adapters are small."""
 
 _SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "atropos-weights-"
+_LOCK = "lock"
+_LEFT_BEHIND = re.compile(r"version_\d+$|\.(version|adapter)_\d+-")
 
 
 class WeightsDirectory:
@@ -37,17 +42,25 @@ class WeightsDirectory:
 
     def __init__(self, config: TrainerConfig, policy: Policy) -> None:
         self._policy = policy
+        self._lock: _Claimed | None = None
         self._temporary = config.weights_dir is None and policy.world.is_main
         if not policy.world.is_main:
             self.path = Path()
         elif config.weights_dir is not None:
             self.path = config.weights_dir
         elif _has_room(_SHARED_MEMORY, (KEEP + 1) * policy.num_bytes):
-            self.path = Path(tempfile.mkdtemp(prefix="atropos-weights-", dir=_SHARED_MEMORY))
+            self._lock = _Claimed(_SHARED_MEMORY)
+            self.path = self._lock.path
         else:
             self.path = config.save_path / "weights"
         self._versions: list[int] = []
         self._adapters: list[int] = []
+        self._stale = (
+            [path for path in self.path.glob("*") if _LEFT_BEHIND.match(path.name)]
+            if policy.world.is_main
+            else []
+        )
+        """Of an earlier life that was killed: removed once there is something newer."""
 
     def save(self, version: int) -> Path:
         """Write the policy's weights as `version`, remove versions beyond the last two, return the directory.
@@ -57,6 +70,7 @@ class WeightsDirectory:
         target = self.directory(version)
         self._policy.save(target, merged=True)
         if self._policy.world.is_main:
+            self._remove_stale(target)
             self._versions.append(version)
             while len(self._versions) > KEEP:
                 shutil.rmtree(self.directory(self._versions.pop(0)))
@@ -67,10 +81,17 @@ class WeightsDirectory:
         target = self.path / f"adapter_{version}"
         self._policy.save(target)
         if self._policy.world.is_main:
+            self._remove_stale(target)
             self._adapters.append(version)
             while len(self._adapters) > KEEP_ADAPTERS:
                 shutil.rmtree(self.path / f"adapter_{self._adapters.pop(0)}")
         return target
+
+    def _remove_stale(self, new: Path) -> None:
+        for path in self._stale:
+            if path != new:
+                shutil.rmtree(path, ignore_errors=True)
+        self._stale = []
 
     def directory(self, version: int) -> Path:
         return self.path / f"version_{version}"
@@ -102,6 +123,42 @@ class WeightsDirectory:
     ) -> None:
         if self._temporary:
             shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+
+
+class _Claimed:
+    """A new directory in memory that all share; those of trainers that were killed are removed on the way.
+
+    A trainer holds a lock in its directory for as long as it lives, whatever ends it; without that the copies of a
+    trainer that crashes again and again would fill the memory.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        for path in parent.glob(f"{_PREFIX}*"):
+            _remove_if_abandoned(path)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        self._descriptor = os.open(self.path / "new_lock", os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        (self.path / "new_lock").rename(self.path / _LOCK)  # under its name it is always held
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    try:
+        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return  # somebody else's, or not locked yet
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+        logger.info("removed %s, which a killed trainer left", path)
+    except BlockingIOError:
+        return  # its trainer lives
+    finally:
+        os.close(descriptor)
 
 
 def require_checkpoint(directory: Path) -> None:

@@ -337,3 +337,40 @@ def test_a_run_resumed_beyond_its_last_step_leaves_its_final_model(
         final.unlink()
         train(config.model_copy(update={"num_steps": 1, "resume": True}))
     assert final.read_bytes() == weights
+
+
+def test_weights_that_a_killed_trainer_left_in_memory_are_removed_those_of_a_living_one_stay(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shm"
+    (shared / "atropos-weights-of-somebody").mkdir(parents=True)
+    monkeypatch.setattr("example_trainer.weights._SHARED_MEMORY", shared)
+    config = config_for(model_dir, tmp_path, weights_dir=None)
+    policy = load_policy(config)
+    killed, living = WeightsDirectory(config, policy), WeightsDirectory(config, policy)
+    for weights in (killed, living):
+        weights.save(1)
+    assert killed.path.parent == shared
+    assert killed._lock is not None
+    killed._lock.close()  # as the kernel does for a process that is gone
+    with WeightsDirectory(config, policy) as weights:
+        found = {path.name for path in shared.iterdir()}
+        assert found == {"atropos-weights-of-somebody", living.path.name, weights.path.name}
+        assert (living.directory(1) / "model.safetensors").is_file()
+    living.__exit__(None, None, None)
+    assert [path.name for path in shared.iterdir()] == ["atropos-weights-of-somebody"]
+
+
+def test_versions_of_an_earlier_life_are_removed_once_there_is_a_newer_one(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    config = config_for(model_dir, tmp_path)
+    policy = load_policy(config)
+    WeightsDirectory(config, policy).save(9)
+    (tmp_path / "weights/.version_10-abc").mkdir()
+    (tmp_path / "weights/notes").mkdir()
+    weights = WeightsDirectory(config, policy)
+    assert not weights.holds(9)
+    assert (tmp_path / "weights/version_9").is_dir()
+    weights.save(8)
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["notes", "version_8"]

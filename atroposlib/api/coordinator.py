@@ -626,6 +626,15 @@ class Coordinator:
                 num_tokens=num_tokens,
             )
 
+    def may_deliver(self, lease: LeaseRequest | None) -> bool:
+        """Is it worth calling `deliver`? Cheap, for those who wait while groups trickle in."""
+        return (
+            self._trainer is None
+            or self._leases.num_replay > 0
+            or isinstance(self._look(), Plan)
+            or self._leases.asked_before(lease, now=self._clock()) is not None
+        )
+
     def _lease_next(self, lease: LeaseRequest | None) -> Batch | None:
         """Take the next batch out of replay or queue and lease it; memory only."""
         batch = self._leases.next_replay() or self._cut()

@@ -217,6 +217,8 @@ def create_app(
             if remaining_s <= 0:
                 return None
             await run.arrivals.wait(remaining_s)
+            if not run.may_deliver(lease):
+                continue
             if await request.is_disconnected():
                 return None
             delivery = await run.deliver(lease)

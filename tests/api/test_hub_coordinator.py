@@ -827,12 +827,16 @@ async def test_group_that_the_disk_cannot_read_is_set_aside_and_the_others_are_d
             raise OSError(errno.EIO, "Input/output error")
         return data
 
+    def preadv(*_: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, "not in memory")
+
     read = os.pread
     coordinator = Coordinator(DiskStore(tmp_path, min_free_bytes=0))
     await coordinator.open()
     await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
     await coordinator.accept([incoming(1, tag=tag) for tag in (12, 13, 14)])
     monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr(os, "preadv", preadv)
     assert tags(await coordinator.deliver(LeaseRequest(request_id="r"))) == [12, 14]
     assert [dead.reason for dead in coordinator.dead()] == ["damaged in the store"]
     await coordinator.close()

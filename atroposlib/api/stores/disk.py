@@ -236,8 +236,8 @@ class DiskStore:
         if self._failure is not None:
             raise self._broken()
         assert not self._is_closed, "the store is closed"
-        # Shielded: a caller who goes away does not undo what the writer does.
-        return await asyncio.shield(self._enqueue(groups=groups, change=change, barrier=barrier))
+        # A caller who goes away cancels the future, not what the writer does.
+        return await self._enqueue(groups=groups, change=change, barrier=barrier)
 
     def _enqueue(
         self,
@@ -266,6 +266,7 @@ class DiskStore:
         if not _CAN_READ_CACHED:
             return None
         payloads = []
+        buffer = memoryview(bytearray(max((each.length for each in wanted), default=0)))
         with contextlib.ExitStack() as files:
             fds: dict[int, int] = {}
             for location in wanted:
@@ -275,7 +276,7 @@ class DiskStore:
                         fds[location.segment] = files.enter_context(opened(path))
                     except OSError:
                         return None
-                payload = read_cached_payload(fds[location.segment], location)
+                payload = read_cached_payload(fds[location.segment], location, buffer)
                 if payload is None:
                     return None
                 payloads.append(payload)

@@ -230,15 +230,18 @@ def read_payload(fd: int, location: Location) -> bytes:
     return payload
 
 
-def read_cached_payload(fd: int, location: Location) -> bytes | None:
-    """Read and verify one payload that the operating system holds in memory; None for any other."""
-    buffer = bytearray(location.length)
+def read_cached_payload(fd: int, location: Location, buffer: memoryview) -> bytes | None:
+    """Read and verify one payload that the operating system holds in memory; None for any other.
+
+    `buffer` is for the bytes on their way, and at least as long as they are.
+    """
+    view = buffer[: location.length]
     try:
-        if os.preadv(fd, [buffer], location.offset, os.RWF_NOWAIT) < location.length:
+        if os.preadv(fd, [view], location.offset, os.RWF_NOWAIT) < location.length:
             return None
     except OSError:
         return None
-    return bytes(buffer) if crc32(buffer) == location.crc else None
+    return bytes(view) if crc32(view) == location.crc else None
 
 
 class SegmentLog:

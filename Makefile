@@ -17,7 +17,7 @@ demo: $(VENV)/.installed
 	$(BIN)/atropos-demo $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .

@@ -21,7 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from atroposlib.errors import EngineRejected
-from example_trainer.bridges.lora import LoraBridge
+from example_trainer.bridges.control import Control
+from example_trainer.bridges.engines import identify
 from example_trainer.bridges.reload import ReloadBridge
 from example_trainer.bridges.restart import RestartBridge
 from example_trainer.bridges.transfer import TransferBridge
@@ -211,26 +212,27 @@ def test_adapters_are_swapped_under_one_name_and_requests_in_flight_keep_theirs(
     engine, model = served
     policy = adapted_policy(model)
     config = TrainerConfig(model_name="m", bridge="lora", weights_dir=tmp_path / "weights")
+    control = Control(engine.url, timeout_s=60)
+    running = identify(control)
     with WeightsDirectory(config, policy) as weights:
-        bridge = LoraBridge(weights, urls=[engine.url], lora_name=ADAPTER)
         for version in range(3):
-            policy.save(tmp_path / f"merged_{version}", merged=True)
+            disturb(policy, version)
+            merged, before = (tmp_path / f"merged_{v}" for v in (version, version - 1))
+            policy.save(merged, merged=True)
+            adapter = weights.save_adapter(version)
             if version == 0:
-                bridge.start(policy, version)
+                running.load_adapter(ADAPTER, adapter)
             else:
-                hand_over = lambda v=version: bridge.publish(policy, v)  # noqa: E731
+                hand_over = lambda path=adapter: running.load_adapter(ADAPTER, path)  # noqa: E731
                 samples, went_on = during(engine, ADAPTER, hand_over)
                 assert went_on, "nothing was in flight any more"
-                assert largest_gap(samples, tmp_path / f"merged_{version - 1}") <= MAX_GAP
+                assert largest_gap(samples, before) <= MAX_GAP
                 assert [len(found.tokens) for found in samples] == [NUM_TOKENS] * 8
             now = sample(engine.url, ADAPTER, PROMPT, num_samples=8, max_tokens=12)
-            assert largest_gap(now, tmp_path / f"merged_{version}") <= MAX_GAP
+            assert largest_gap(now, merged) <= MAX_GAP
             if version:
-                assert largest_gap(now, tmp_path / f"merged_{version - 1}") > 10 * MAX_GAP
-            info = httpx.get(f"{engine.url}/weight_info", trust_env=False).json()
-            assert info["weight_version"] == str(version)
-            disturb(policy, version)
-        bridge.close()
+                assert largest_gap(now, before) > 10 * MAX_GAP
+    control.close()
     base = sample(engine.url, str(model), PROMPT, num_samples=8, max_tokens=12)
     assert largest_gap(base, model) <= MAX_GAP, "the base model has changed"
 

@@ -1,4 +1,4 @@
-"""What a step of `trainer.py` costs beside the model, and the memory that log-probabilities take; no TRL here."""
+"""What a step of `trainer.py` costs beside the model: all that grows with the tokens of its batch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-import torch
-
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.wire import join_packed, pack_group, split_packed, unpack_group
 from benchmarks._hub_load import make_group
-from benchmarks._trainer_measure import peak_memory
 from example_trainer.config import TrainerConfig
 from example_trainer.data import Layout, MicroBatch, make_batch
 from example_trainer.gap import LogprobGap
-from example_trainer.head import head_logprobs
 from example_trainer.loss import LossShare, logprob_sums, policy_loss
 from example_trainer.parallel import ALONE
 from example_trainer.records import MetricsLog, describe_batch
@@ -106,28 +102,3 @@ def _least(call: Callable[[], object]) -> float:
         call()
         found.append(time.process_time() - began)
     return min(found)
-
-
-class HeadMemory(NamedTuple):
-    peak_bytes: int
-    """Beyond inputs and weight, gradients included; resident memory on the CPU, allocated on a GPU."""
-    logits_bytes: int
-    """One float32 tensor of all logits."""
-    cpu_s: float
-
-
-def head_memory(
-    num_positions: int, vocabulary: int, *, hidden: int, device: str, dtype: str = "float32"
-) -> HeadMemory:
-    """Compute log-probabilities and their gradient once; the process should have done little before."""
-    rng = torch.Generator().manual_seed(0)
-    narrow = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    states = torch.randn(num_positions, hidden, generator=rng).to(device, narrow).requires_grad_()
-    weight = torch.randn(vocabulary, hidden, generator=rng).to(device).requires_grad_()
-    ids = torch.randint(0, vocabulary, (num_positions, 1), generator=rng).to(device)
-    temperature = torch.ones(num_positions, device=device)
-    began = time.process_time()
-    with peak_memory(device) as peak:
-        out = head_logprobs(states, weight, None, ids_NK=ids, temperature_N=temperature)
-        out.logprobs_NK.sum().backward()
-    return HeadMemory(peak.num_bytes, 4 * num_positions * vocabulary, time.process_time() - began)

@@ -233,30 +233,18 @@ def measure_beside(options: argparse.Namespace) -> Iterator[list[str]]:
 
 def measure_head(options: argparse.Namespace) -> Iterator[list[str]]:
     """Each in a process of its own, since memory once used stays with a process."""
-    code = (
-        "from benchmarks._trainer_costs import head_memory; import json, sys; "
-        "n, v, h, device, dtype = sys.argv[1:]; "
-        "print(json.dumps(head_memory(int(n), int(v), hidden=int(h), device=device, dtype=dtype)))"
-    )
     for num_positions, vocabulary in ((2048, 32_000), (4096, 152_000), (16_384, 152_000)):
+        what = [str(num_positions), str(vocabulary), "64", options.device, options.dtype]
         run = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                code,
-                str(num_positions),
-                str(vocabulary),
-                "64",
-                options.device,
-                options.dtype,
-            ],  # fmt: skip
+            [sys.executable, "-m", "benchmarks._trainer_head", *what],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             check=True,
         )
-        peak, logits, cpu_s = json.loads(run.stdout)
+        found = json.loads(run.stdout)
+        peak, logits, cpu_s = found["peak_bytes"], found["logits_bytes"], found["cpu_s"]
         row = (num_positions, vocabulary, logits / 1e6, peak / 1e6)
         yield [f"{x:,.0f}" for x in row] + [f"{peak / logits:.3f}", f"{cpu_s:.1f}"]
 

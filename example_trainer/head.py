@@ -64,9 +64,14 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _logits(
-    hidden: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: Tensor
+    hidden: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: Tensor, block: Tensor
 ) -> Tensor:
-    logits = _wide(hidden @ weight_VH.T)
+    """Compute logits into the first rows of `block`, the same memory for one block after the other."""
+    logits = block[: len(hidden)]
+    if hidden.dtype == block.dtype:
+        torch.mm(hidden, weight_VH.T, out=logits)
+    else:
+        logits.copy_(hidden @ weight_VH.T)
     if bias_V is not None:
         logits += bias_V
     return logits.div_(temperature[:, None])
@@ -92,12 +97,11 @@ class _Head(torch.autograd.Function):
         log_sum_N, entropy_N = (
             torch.empty(num_positions, dtype=wide, device=hidden_NH.device) for _ in range(2)
         )
-        spare = torch.empty(
-            (min(chunk_size, num_positions), len(weight)), dtype=wide, device=hidden_NH.device
-        )
+        shape = (min(chunk_size, num_positions), len(weight))
+        block, spare = (torch.empty(shape, dtype=wide, device=hidden_NH.device) for _ in range(2))
         for start in range(0, num_positions, chunk_size):
             cut = slice(start, start + chunk_size)
-            logits = _logits(hidden_NH[cut], weight, bias_V, temperature_N[cut])
+            logits = _logits(hidden_NH[cut], weight, bias_V, temperature_N[cut], block)
             largest = logits.amax(dim=1, keepdim=True)
             relative = torch.sub(logits, largest, out=spare[: len(logits)]).exp_()  # to the largest
             total = relative.sum(dim=1)
@@ -129,9 +133,11 @@ class _Head(torch.autograd.Function):
             grad_weight_VH = torch.zeros_like(weight_VH, dtype=log_sum_N.dtype)
         if bias_V is not None and ctx.needs_input_grad[2]:
             grad_bias_V = torch.zeros_like(bias_V, dtype=log_sum_N.dtype)
+        shape = (min(ctx.chunk_size, len(hidden_NH)), len(weight))
+        block = torch.empty(shape, dtype=log_sum_N.dtype, device=hidden_NH.device)
         for start in range(0, len(hidden_NH), ctx.chunk_size):
             cut = slice(start, start + ctx.chunk_size)
-            logits = _logits(hidden_NH[cut], weight, bias_V, temperature_N[cut])
+            logits = _logits(hidden_NH[cut], weight, bias_V, temperature_N[cut], block)
             log_probs = logits.sub_(log_sum_N[cut][:, None])
             if grad_entropy_N is None:
                 grad_logits = log_probs.exp_()

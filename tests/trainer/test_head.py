@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -72,3 +77,20 @@ def test_logits_that_exist_give_the_same() -> None:
     found = logits_logprobs(logits, ids_NK=IDS, temperature_N=TEMPERATURE)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(180)  # importing torch takes a minute on a busy machine
+def test_logprobs_of_a_large_vocabulary_need_a_fraction_of_one_tensor_of_logits() -> None:
+    """In a process of its own: memory once used stays with a process."""
+    root = Path(__file__).resolve().parents[2]
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks._trainer_head", "1024", "100000", "8", "cpu", "float32"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(run.stdout)
+    assert found["logits_bytes"] == 4 * 1024 * 100_000
+    assert 2**26 < found["peak_bytes"] < 0.6 * found["logits_bytes"]

@@ -340,6 +340,7 @@ def gradients(policy: Policy, config: TrainerConfig, out: Path) -> list[torch.Te
         {"packing": "on"},
         {"packing": "on", "max_microbatch_tokens": 40},
         {"packing": "on", "attention": "eager"},
+        {"packing": "on", "gradient_checkpointing": True},
     ],
 )
 def test_the_update_does_not_depend_on_how_it_is_computed(

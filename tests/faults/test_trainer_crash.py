@@ -285,12 +285,13 @@ def test_a_second_signal_ends_at_once_and_leaves_no_half_files(
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_trainer_that_waits_for_a_batch_stops_when_it_is_told_to(
-    tmp_path: Path, model_dir: Path, forge: Run
+    tmp_path: Path, model_dir: Path, forge: Run, ranks: int
 ) -> None:
     with course(tmp_path, model_dir, forge, num_steps=1, num_groups=0) as empty:
-        ended = empty.live(kill_after_s=0.2, signal=signal.SIGTERM)
-        assert ended.codes == [0]
+        ended = empty.live(kill_after_s=0.2, signal=signal.SIGTERM, ranks=ranks)
+        assert ended.codes == [0] * ranks
         assert ended.seconds < 15  # the hub holds a request for five
         assert (empty.metrics, empty.checkpoints) == ([], [])
 
@@ -362,13 +363,14 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
 def test_a_process_that_fails_takes_the_others_with_it(
     tmp_path: Path, model_dir: Path, forge: Run, deed: tuple[str, int, str], said: str
 ) -> None:
-    with course(tmp_path, model_dir, forge, num_steps=4) as run:
+    with course(tmp_path, model_dir, forge, num_steps=7) as run:  # the sixth has nothing to train
         ended = run.live(ranks=2, deeds=[deed])
         assert 0 not in ended.codes
         assert ended.seconds < 30  # none waits for a process that is gone
         assert said in run.said
         assert run.live(ranks=2).codes == [0, 0]
-        assert ledger_of(run.hub.url) == {"trained": 8}
+        assert [m["step"] for m in run.metrics if m["loss"] is None] == [6]
+        assert ledger_of(run.hub.url) == {"trained": 14}
 
 
 @pytest.mark.timeout(60)
@@ -392,7 +394,7 @@ def test_two_processes_refuse_a_batch_together(
 def test_two_processes_ask_the_reference_for_a_batch_that_brings_half_of_it(
     tmp_path: Path, model_dir: Path, forge: Run
 ) -> None:
-    """One process gets micro-batches with `ref_logprobs`, the other those without; one batch has nothing to train."""
+    """One process gets micro-batches with `ref_logprobs`, the other those without."""
     rows = [[1.0, 0.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 0.0], [1.0, 0.0]]
     groups = [make_group(scores, seed=seed) for seed, scores in enumerate(rows)]
     for index in (0, 4):

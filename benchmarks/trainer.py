@@ -187,6 +187,27 @@ def rows_of(
         yield [case, "TRL", "not measured: no --trl_python", *["-"] * 5]
 
 
+def spec_of(options: argparse.Namespace, seq_len: int) -> Spec:
+    return Spec(
+        device=options.device,
+        dtype=options.dtype,
+        attention=options.attention,
+        checkpointing=options.checkpointing,
+        packing=options.packing,
+        sequences_per_micro_batch=options.micro_batch,
+        num_micro_batches=options.sequences // options.micro_batch,
+        group_size=options.group_size,
+        seq_len=seq_len,
+        prompt_len=seq_len // 8,
+        lr=1e-5,
+        clip=0.2,
+        max_grad_norm=1.0,
+        warmup_steps=1,
+        steps=options.steps,
+        threads=options.threads,
+    )
+
+
 def measure_steps(options: argparse.Namespace) -> Iterator[list[str]]:
     for seq_len in options.seq_len:
         with tempfile.TemporaryDirectory() as name:
@@ -195,24 +216,7 @@ def measure_steps(options: argparse.Namespace) -> Iterator[list[str]]:
                 directory / "model", options.shape, vocabulary=options.vocabulary, seq_len=seq_len
             )
             for lengths in options.lengths:
-                spec = Spec(
-                    device=options.device,
-                    dtype=options.dtype,
-                    attention=options.attention,
-                    checkpointing=options.checkpointing,
-                    packing=options.packing,
-                    sequences_per_micro_batch=options.micro_batch,
-                    num_micro_batches=options.sequences // options.micro_batch,
-                    group_size=options.group_size,
-                    seq_len=seq_len,
-                    prompt_len=seq_len // 8,
-                    lr=1e-5,
-                    clip=0.2,
-                    max_grad_norm=1.0,
-                    warmup_steps=1,
-                    steps=options.steps,
-                    threads=options.threads,
-                )
+                spec = spec_of(options, seq_len)
                 batch = make_step(spec, vocabulary=options.vocabulary, mixed=lengths == "mixed")
                 runs = compare(directory, spec, batch, options)
                 yield from rows_of(

@@ -21,6 +21,8 @@ from benchmarks._env_engine import Choice, Engine
 from benchmarks._env_process import Probe
 from benchmarks._hub_load import JSON, PACKED, Bodies, make_group
 from benchmarks._hub_process import Hub, cpu_s, memory_bytes, probing, running_hub
+from benchmarks._trainer_measure import Result, Spec
+from benchmarks.trainer import make_step, parse, same_work, spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -248,3 +250,48 @@ def test_a_quick_run_compares_requests_with_bare_ones() -> None:
     assert rows[0]["times bare"] == "1.00"
     assert all(float(row["CPU us per request"]) > 50 for row in rows)
     assert all(0.05 < float(row["wall s"]) < 5 for row in rows)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(240)  # three processes import torch
+def test_a_quick_run_measures_a_step_and_what_is_beside_it() -> None:
+    run = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "benchmarks/trainer.py"), "--only", "step,beside"),
+            *("--lengths", "mixed", "--sequences", "8", "--seq_len", "32", "--repeats", "1"),
+            *("--vocabulary", "300", "--beside", "2,2,64"),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    tables = tables_of(run.stdout)
+    ours, theirs = tables["One optimizer step"]
+    assert (ours["step"], ours["side"], ours["MFU"]) == ("8 x 32, mixed", "atropos", "-")
+    assert 0 < float(ours["CPU s per 1k trained tokens"]) < 100
+    assert float(ours["peak above the model, MB"]) > 0
+    assert theirs["CPU s per 1k trained tokens"] == "not measured: no --trl_python"
+    beside = {row["what"]: float(row["CPU ms"]) for row in tables["Beside the model"]}
+    assert {"make_batch, padded", "make_batch, packed"} < set(beside)
+    assert all(value >= 0 for value in beside.values())
+
+
+def test_sides_that_differ_in_loss_or_gradient_did_not_do_the_same_work() -> None:
+    spec = spec_of(parse([]), 512)
+    ours = Result(losses=[0.064383, 0.05], grad_norms=[0.4657, 0.4])
+    assert same_work(ours, Result(losses=[0.06438, 0.05], grad_norms=[0.4657, 0.4]), spec)
+    assert not same_work(ours, Result(losses=[0.0655, 0.05], grad_norms=[0.4657, 0.4]), spec)
+    assert not same_work(ours, Result(losses=[0.06438, 0.05], grad_norms=[0.4857, 0.4]), spec)
+
+
+def test_the_step_that_is_compared_trains_every_sequence() -> None:
+    spec: Spec = spec_of(parse(["--sequences", "16", "--seq_len", "64"]), 64)
+    batch = make_step(spec, vocabulary=300, mixed=True)
+    lengths = [len(tokens) for tokens in batch.tokens]
+    assert (max(lengths), spec.prompt_len, len(batch.scores)) == (64, 8, 16)
+    assert len(set(lengths)) > 4
+    assert [len(x) + 8 for x in batch.logprobs] == lengths
+    assert (batch.advantages != 0).all()  # ours would leave such sequences out, TRL would not
+    assert all((x <= 0).all() for x in batch.logprobs)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from atroposlib.cli.env import run_environment
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.checker import RULES, Report, check_env
 from atroposlib.envs.checker.engine import PairTokenizer
+from atroposlib.envs.checker.watch import LoopWatch
 from atroposlib.errors import ConfigError
 from tests.environments.helpers_environments import load
 from tests.envs.broken_environments import (
@@ -177,6 +181,30 @@ def test_a_stall_names_the_function_that_blocks() -> None:
     assert [what.what.partition(" blocked")[0].partition(" (")[0] for what in evidence] == [
         "SleepsInScoring.change"
     ]
+
+
+@pytest.mark.parametrize(("work_s", "is_blamed"), [(0.0, False), (0.25, True)])
+def test_waiting_for_a_thread_to_begin_is_no_stall(work_s: float, is_blamed: bool) -> None:
+    def start_late(thread: threading.Thread) -> None:
+        time.sleep(0.3)
+
+    async def item() -> None:
+        watch._start_thread = start_late
+        watch.begin(0)
+        await asyncio.sleep(0)
+        threading.Thread(target=lambda: None).start()
+        time.sleep(work_s)  # noqa: ASYNC251 - what the watch is there to see
+        await asyncio.sleep(0)
+        watch.end()
+
+    original = threading.Thread.start
+    watch = LoopWatch({__file__}, patience_s=30.0)
+    loop = asyncio.SelectorEventLoop(watch.selector)
+    with contextlib.closing(loop), watch:
+        loop.run_until_complete(item())
+        watch._start_thread = original
+    assert threading.Thread.start is original
+    assert [stall.run for stall in watch.stalls] == ([0] if is_blamed else [])
 
 
 def test_command_prints_the_report_and_exits_1_on_a_failure(

@@ -1,9 +1,9 @@
 """What an environment does to its process: blocked event loops, and what is left open after an item.
 
 `LoopWatch.selector` belongs into the event loop: the time between two of its `select` calls is the time in which
-nothing else could run. What the thread spent waiting for a CPU is taken off, so that a busy machine accuses nobody. A
-second thread looks at where the loop's thread is meanwhile. Counts of handles and children come from /proc or
-/dev/fd; None where the system has neither.
+nothing else could run. What the thread spent waiting for a CPU, or for a thread it starts to begin, is taken off, so
+that a busy machine accuses nobody. A second thread looks at where the loop's thread is meanwhile. Counts of handles
+and children come from /proc or /dev/fd; None where the system has neither.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ class LoopWatch:
         self._turned_at: float | None = None
         """When callbacks began to run; None while the loop waits, or is not watched."""
         self._waited_s = 0.0
+        self._starting_s = 0.0
+        """What `Thread.start` took in this turn of the loop; it returns when the thread has had its first turn."""
+        self._start_thread = threading.Thread.start
         self._busy_run = -1
         self._was_seen = False
         self._is_killed = False
@@ -74,6 +77,15 @@ class LoopWatch:
         self._watcher = threading.Thread(target=self._watch, name="loop watch", daemon=True)
         self._schedstat = _open_schedstat(threading.get_native_id())
         self._watcher.start()
+        self._start_thread = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            began = time.monotonic()
+            self._start_thread(thread)
+            if threading.get_ident() == self._thread_id:
+                self._starting_s += time.monotonic() - began
+
+        threading.Thread.start = start  # type: ignore[method-assign]
         return self
 
     def __exit__(
@@ -82,6 +94,7 @@ class LoopWatch:
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        threading.Thread.start = self._start_thread  # type: ignore[method-assign]
         self._stop.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -103,6 +116,7 @@ class LoopWatch:
             return
         self._was_seen, self._where, self._busy_run = False, None, self.run
         self._is_killed = False
+        self._starting_s = 0.0
         self._waited_s = _cpu_wait_s(self._schedstat)
         self._turned_at = time.monotonic()
 
@@ -114,7 +128,7 @@ class LoopWatch:
         blocked_s = time.monotonic() - turned_at
         if blocked_s <= BLOCKED_S or self._busy_run < 0 or self._is_killed:
             return  # what was killed is told by the error
-        blocked_s -= _cpu_wait_s(self._schedstat) - self._waited_s
+        blocked_s -= _cpu_wait_s(self._schedstat) - self._waited_s + self._starting_s
         if blocked_s > BLOCKED_S and (self._where is not None or not self._was_seen):
             self.stalls.append(Stall(run=self._busy_run, seconds=blocked_s, where=self._where))
 

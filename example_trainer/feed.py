@@ -66,7 +66,7 @@ class Feed(Protocol):
         """Say that what was trained up to `step` is safe in a checkpoint."""
 
     def queue_size(self) -> int | None:
-        """Return how many groups wait at the hub."""
+        """Return how many groups wait at the hub; None where it cannot be asked."""
 
 
 class Follower:
@@ -178,8 +178,10 @@ class Leader:
         )
 
     def queue_size(self) -> int | None:
-        status = self._patiently("its queue is unknown", self._hub.status)
-        return None if status is None else status.queue_size
+        try:
+            return self._hub.status().queue_size
+        except HubUnavailable:
+            return None  # the next request for a batch waits for the hub, and says so
 
     def _patiently(
         self, otherwise: str, call: Callable[[], T], *, for_s: float = math.inf

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from example_trainer.data import make_batch
@@ -299,9 +298,3 @@ def test_a_config_names_the_objective_that_it_makes(model_dir: Path, tmp_path: P
     config = config_for(model_dir, tmp_path, objective="gspo", clip_eps=0.1)
     made = objective_of(config)
     assert (made.ratio_level, made.clip_low, made.clip_high) == ("sequence", 0.1, 4e-4)
-
-
-def test_float16_is_refused(model_dir: Path, tmp_path: Path) -> None:
-    """Its range ends at 65504: gradients would need a loss scale that the trainer does not have."""
-    with pytest.raises(ValidationError, match="'auto', 'float32' or 'bfloat16'"):
-        config_for(model_dir, tmp_path, dtype="float16")

@@ -837,3 +837,62 @@ async def test_looking_at_a_run_that_has_not_begun_does_not_begin_it() -> None:
         assert list(runs.runs) == ["default"]
         await hub.post("/runs/x/register", registration())
         assert list(runs.runs) == ["default", "x"]
+
+
+# What is wrong with a request is said as FastAPI says it
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "faults"),
+    [
+        ("/batches/x/ack", b'{"lease_id": "a"}', [("int_parsing", ["path", "batch_id"])]),
+        ("/batches/0/ack", b"{}", [("missing", ["body", "lease_id"])]),
+        ("/batches/0/ack", b'{"lease_id": 1}', [("string_type", ["body", "lease_id"])]),
+        ("/batches/0/ack", b'{"lease_id"', [("json_invalid", ["body", 11])]),
+        ("/batches/0/ack", b"", [("missing", ["body"])]),
+        ("/batches/0/heartbeat", b"[]", [("model_attributes_type", ["body"])]),
+        ("/checkpoints", b'{"step": -1}', [("greater_than_equal", ["body", "step"])]),
+    ],
+)
+async def test_faults_of_leases_are_named(
+    hub: Hub, path: str, content: bytes, faults: list[Any]
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    refused = await hub.http.post(path, content=content, headers=headers)
+    assert refused.status_code == 422
+    assert [(each["type"], each["loc"]) for each in refused.json()["detail"]] == faults
+
+
+@pytest.mark.parametrize(
+    ("query", "faults"),
+    [
+        ("wait=soon", [("float_parsing", ["query", "wait"])]),
+        ("wait=inf", [("finite_number", ["query", "wait"])]),
+        (
+            "wait=-1&ttl=0",
+            [("greater_than_equal", ["query", "wait"]), ("greater_than", ["query", "ttl"])],
+        ),
+        ("lease=maybe", [("bool_parsing", ["query", "lease"])]),
+        ("ttl=86401", [("less_than_equal", ["query", "ttl"])]),
+        ("request_id=", [("string_too_short", ["query", "request_id"])]),
+    ],
+)
+async def test_faults_of_a_batch_query_are_named(hub: Hub, query: str, faults: list[Any]) -> None:
+    refused = await hub.http.get(f"/batch?{query}")
+    assert refused.status_code == 422
+    assert [(each["type"], each["loc"]) for each in refused.json()["detail"]] == faults
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8"])
+async def test_a_lease_is_acknowledged_whatever_the_shortcut(hub: Hub, content_type: str) -> None:
+    await hub.start(batch_size=2)
+    await hub.post("/scored_data", group(2))
+    taken = await hub.get("/batch?lease=1")
+    acked = await hub.http.post(
+        f"/batches/00{taken['batch_id']}/ack",
+        content=json.dumps({"lease_id": taken["lease_id"], "step": 1}).encode(),
+        headers={"Content-Type": content_type},
+    )
+    assert (acked.status_code, acked.json()) == (200, {"status": "success", "step": 1})
+    assert (await hub.post("/checkpoints", {"step": 1}))["committed"] == 1
+    assert (await hub.balanced_ledger())["trained"] == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -271,3 +273,28 @@ async def test_a_change_that_names_an_absent_group_raises_key_error(store: Group
     with pytest.raises(KeyError):
         await store.commit(Change(moves=[Move(number=9, place=Place.QUEUED)]))
     assert await store.read([0]) == [b"payload"]
+
+
+@pytest.mark.parametrize("num_cached", [0, 1, 100])
+async def test_payloads_are_the_same_whether_the_system_has_them_in_memory_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cached: int
+) -> None:
+    """`num_cached` bytes are at hand: none, fewer than asked for, all."""
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int) -> int:
+        assert flags == os.RWF_NOWAIT
+        if num_cached == 0:
+            raise BlockingIOError(errno.EAGAIN, "not in memory")
+        [buffer] = buffers
+        data = os.pread(fd, min(num_cached, len(buffer)), offset)
+        buffer[: len(data)] = data
+        return len(data)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    store = DiskStore(tmp_path, min_free_bytes=0, segment_bytes=200)
+    await store.open()
+    groups = [new_group(number, bytes([number]) * 60) for number in range(5)]
+    for group in groups:
+        await store.append([group])
+    assert await store.read([3, 0, 4]) == [groups[n].payload for n in (3, 0, 4)]
+    await store.close()

@@ -85,7 +85,7 @@ class LoopWatch:
             if threading.get_ident() == self._thread_id:
                 self._starting_s += time.monotonic() - began
 
-        threading.Thread.start = start  # type: ignore[method-assign]
+        threading.Thread.start = start  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(

@@ -232,7 +232,7 @@ def test_body_of_a_gigabyte_is_refused_without_being_kept(
     is_announced: bool, hub: HubProcess
 ) -> None:
     length = "Content-Length: 1049000000" if is_announced else "Transfer-Encoding: chunked"
-    head = f"POST /scored_data HTTP/1.1\r\nHost: hub\r\n{length}\r\n\r\n".encode()
+    head = f"POST /scored_data HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n".encode()
     piece = b" " * MIB
     if not is_announced:
         piece = b"%x\r\n%s\r\n" % (len(piece), piece)
@@ -261,8 +261,8 @@ def test_body_of_a_gigabyte_is_refused_without_being_kept(
 
 
 def test_slow_and_idle_clients_are_cut_off_and_hold_up_nobody(hub: HubProcess) -> None:
-    half_a_head = b"POST /scored_data HTTP/1.1\r\nHost: hub\r\nX-Slow: "
-    begun = b"POST /scored_data HTTP/1.1\r\nHost: hub\r\nContent-Length: %d\r\n\r\n{"
+    half_a_head = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
+    begun = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{"
     large = b'{"tokens": [[' + b"1, " * 70_000 + b'1]], "masks": 0}'
     open_files_before = num_files(hub)
     with ExitStack() as opened:
@@ -334,7 +334,7 @@ def num_files(hub: HubProcess) -> int:
 
 
 def request(line: str, *headers: str, body: bytes = b"") -> bytes:
-    return "\r\n".join([line, "Host: hub", *headers, "", ""]).encode("latin-1") + body
+    return "\r\n".join([line, "Host: localhost", *headers, "", ""]).encode("latin-1") + body
 
 
 def chunked(body: bytes, *headers: str) -> bytes:
@@ -371,8 +371,8 @@ RAW: dict[str, tuple[bytes, int]] = {
     "a space before the colon": (request(GET, "X : a"), 400),
     "a header without a colon": (request(GET, "X"), 400),
     "a header without a name": (request(GET, ": a"), 400),
-    "line feeds alone": (b"GET /status HTTP/1.1\nHost: hub\n\n", 400),
-    "carriage returns alone": (b"GET /status HTTP/1.1\rHost: hub\r\r", 400),
+    "line feeds alone": (b"GET /status HTTP/1.1\nHost: localhost\n\n", 400),
+    "carriage returns alone": (b"GET /status HTTP/1.1\rHost: localhost\r\r", 400),
     "5000 empty lines first": (b"\r\n" * 5000 + request(GET), 200),
     "Content-Length -1": (sized("Content-Length: -1"), 400),
     "Content-Length +2": (sized("Content-Length: +2"), 400),

@@ -215,7 +215,7 @@ async def test_plain_client_that_closes_with_the_last_byte_has_its_batch(tmp_pat
         received = []
         for _ in range(num_batches):
             with socket.create_connection(("127.0.0.1", hub.port)) as connection:
-                connection.sendall(b"GET /batch HTTP/1.1\r\nHost: hub\r\n\r\n")
+                connection.sendall(b"GET /batch HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 answer = connection.recv(65536)
                 while b"\r\n\r\n" not in answer:
                     answer += connection.recv(65536)
@@ -245,7 +245,7 @@ async def test_trainer_that_never_reads_its_batch_stops_nobody(tmp_path: Path) -
             hung = socket.socket()
             hung.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             hung.connect(("127.0.0.1", hub.port))
-            hung.sendall(b"GET /batch HTTP/1.1\r\nHost: hub\r\n\r\n")
+            hung.sendall(b"GET /batch HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await eventually(
                 lambda: hub.get("/ledger")["queued"] < len(keys),
                 timeout_s=10,

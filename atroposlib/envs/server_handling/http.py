@@ -24,6 +24,7 @@ from atroposlib.utils.off_loop import off_loop
 
 T = TypeVar("T")
 
+ADAPTER_SWAP_PAUSE_S = 0.05
 CONNECT_TIMEOUT_S = 10.0
 EXCERPT_CHARS = 400
 THREAD_FROM_BYTES = 256 * 1024
@@ -83,6 +84,8 @@ class HttpPeer:
         host = urlsplit(root).hostname or ""
         # HTTP_PROXY is for the outside world; a proxy cannot reach this machine's loopback.
         self._use_proxy_variables = host != "localhost" and not host.startswith("127.")
+        self._served: set[Any] = set()
+        """Models that the server has answered for."""
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -150,8 +153,16 @@ class HttpPeer:
                 status=status,
                 retry_after_s=read_retry_after(retry_after),
             )
+        if status == 404 and body.get("model") in self._served and b"does not exist" in answer:
+            # An adapter is unloaded and loaded anew while weights change: the name is missing for some milliseconds.
+            raise EngineUnavailable(
+                f"{where} answered 404: {excerpt(answer)}",
+                status=503,
+                retry_after_s=ADAPTER_SWAP_PAUSE_S,
+            )
         if status >= 400:
             raise EngineHttpRejected(f"{where} answered {status}: {excerpt(answer)}", status=status)
+        self._served.add(body.get("model"))
         try:
             if len(answer) < THREAD_FROM_BYTES:
                 return read(answer)

@@ -1,0 +1,36 @@
+"""A model that is away for the moment in which its adapter is swapped is waited for; one that never was is an error."""
+
+from __future__ import annotations
+
+import pytest
+
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.errors import EngineRejected
+from tests.envs.server_handling.helpers_peer import Peer, Reply
+
+ANSWER = {"choices": [{"index": 0, "text": "yes", "finish_reason": "stop"}]}
+GONE = Reply({"error": {"message": "The model `policy` does not exist.", "code": 404}}, status=404)
+
+
+async def test_a_model_that_answered_before_may_be_away_for_a_moment() -> None:
+    async with Peer(ANSWER, GONE, GONE, GONE, GONE, ANSWER) as peer:
+        server = OpenAIServer(
+            APIServerConfig(base_url=peer.url, model_name="policy", health_check=False)
+        )
+        for _ in range(2):
+            completion = await server.completion(prompt="is it?")
+            assert completion.choices[0].text == "yes"
+        assert len(peer.asked) == 6
+        await server.close()
+
+
+async def test_a_model_that_never_answered_is_refused_at_once() -> None:
+    async with Peer(GONE, ANSWER) as peer:
+        server = OpenAIServer(
+            APIServerConfig(base_url=peer.url, model_name="policy", health_check=False)
+        )
+        with pytest.raises(EngineRejected, match="does not exist"):
+            await server.completion(prompt="is it?")
+        assert len(peer.asked) == 1
+        await server.close()

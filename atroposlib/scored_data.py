@@ -336,17 +336,6 @@ def check_group(
     )
 
 
-def recheck_meaning(group: ScoredGroup, *, environment: str | None = None) -> ScoredGroup:
-    """Apply the `MEANING` rules to a group whose shapes are already checked (the trainer's gate)."""
-    fail = _Failure(environment)
-    if group.num_sequences == 0:
-        raise fail("tokens", "the group has no sequences")
-    masks, repairs = _check_labels(group.tokens, group.masks, group.lengths, fail)
-    per_token = {name: getattr(group, name) for name in LOGPROB_FIELDS}
-    _check_logprobs(per_token, masks, group.lengths, fail)
-    return group.replace(masks=masks, repairs=repairs) if repairs else group
-
-
 class _Failure:
     """Builds `GroupError`s that end with the environment's name."""
 

@@ -1,8 +1,8 @@
 """Bodies of the token routes: request bytes to checked groups, stored payloads to response bytes.
 
-`GroupCodec` decides where that work runs, so that the event loop is never held up: here for a few kilobytes, in a
-thread where every single call into C is short, and in a process of its own (`decoding`) for what would hold the GIL
-too long. It keeps no group.
+`GroupCodec` decides where that work runs, so that the event loop is never held up: here for a millisecond or two at
+most, in a thread where every single call into C is short, and in a process of its own (`decoding`) for what would hold
+the GIL too long. It keeps no group.
 """
 
 from __future__ import annotations

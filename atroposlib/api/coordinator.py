@@ -516,7 +516,8 @@ class Coordinator:
             "discarded": num_groups if mode is Resume.DISCARD else 0,
             "forgotten_steps": max(0, self._leases.freed_step - step),
         }
-        logger.warning(
+        logger.log(
+            logging.WARNING if any(counts.values()) else logging.INFO,
             "run %s: a trainer goes on from step %d (epoch %d): %s",
             self.name,
             step,

@@ -238,15 +238,18 @@ class Judged:
     async def stop(self) -> None:
         """SIGTERM; nothing that the environment or its rewards started may be left."""
         popen = self.process.popen
+        await eventually(
+            lambda: all(map(is_alive, children(popen.pid))),
+            timeout_s=20,
+            what="workers that died are collected",
+        )
         found = children(popen.pid)
-        zombies = [pid for pid in found if not is_alive(pid)]
         popen.send_signal(signal.SIGTERM)
         code = await asyncio.to_thread(self.process.wait, 60)
         assert code == 0, self.process.log()[-6000:]
         assert has_group_ended(popen.pid)
         assert [pid for pid in found if is_alive(pid)] == []
         assert survivors(self.folder) == []
-        assert zombies == [], f"{zombies} were never collected"
 
     def check_log(self) -> None:
         """Every answer that got no score is counted, by reason."""

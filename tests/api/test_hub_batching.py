@@ -46,7 +46,7 @@ def picked(plan: Plan | NoBatch) -> list[int] | None:
     return None if isinstance(plan, NoBatch) else [group.number for group in plan.groups]
 
 
-# CONTRACT.md 2.9 B; where the original found a batch, the same groups.
+# Groups for which the original found a batch; here the same groups leave.
 GOLDEN = [
     ([4, 4], 8, [0, 1]),
     ([2, 2, 4], 4, [0, 1]),

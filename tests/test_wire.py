@@ -97,6 +97,7 @@ def test_rows_of_any_length_are_cut_and_joined_exactly(
     monkeypatch: pytest.MonkeyPatch, sent: dict[str, Any], num_bytes: int, num_values: int
 ) -> None:
     monkeypatch.setattr(json_decoding, "_CHUNK_BYTES", num_bytes)
+    monkeypatch.setattr(json_decoding, "_PLAIN_BYTES", 0)
     monkeypatch.setattr(json_encoding, "_CHUNK_BYTES", num_bytes)
     monkeypatch.setattr(json_encoding, "_CHUNK_VALUES", num_values)
     for body in (json.dumps(sent).encode(), json.dumps(sent, indent=1).encode()):
@@ -305,6 +306,7 @@ def test_a_fault_is_named_by_its_place_in_a_list_and_in_a_row_of_many_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(json_decoding, "_CHUNK_BYTES", 10)
+    monkeypatch.setattr(json_decoding, "_PLAIN_BYTES", 0)
     row = [*range(100), "x"]
     body = json.dumps([minimal(), minimal(tokens=[row], masks=[row])]).encode()
     with pytest.raises(GroupError, match=r'^\[1\].sequences\[0\].tokens\[100\]: .* got "x"'):
@@ -380,10 +382,14 @@ SNIPPETS = [
 ]
 
 
+ONLY_ROWS = ("tokens", "masks", "scores", "inference_logprobs")
+
+
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_a_damaged_json_group_never_crashes_the_decoder(data: st.DataObject) -> None:
-    body = bytearray(json.dumps(rich()).encode())
+    names = data.draw(st.sampled_from([tuple(rich()), (*ONLY_ROWS, "messages", "env_id")]))
+    body = bytearray(json.dumps({name: rich()[name] for name in names}).encode())
     for _ in range(data.draw(st.integers(1, 3))):
         start = data.draw(st.integers(0, len(body) - 1))
         width = data.draw(st.integers(0, 3))
@@ -391,8 +397,46 @@ def test_a_damaged_json_group_never_crashes_the_decoder(data: st.DataObject) -> 
     try:
         [group] = wire.decode_json_groups(bytes(body), many=False)
     except GroupError:
+        with pytest.raises(GroupError):
+            wire.decode_json_groups(b"[" + bytes(body) + b"]", many=True)
         return
     assert json.loads(wire.encode_json(group)) == group.to_dict()
+    [thorough] = wire.decode_json_groups(b"[" + bytes(body) + b"]", many=True)
+    assert thorough.to_dict() == group.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_plain"),
+    [
+        ({}, True),
+        ({"messages": [[{"role": "user", "content": "[1] [2"}]]}, True),
+        ({"group_overrides": {"nested": [[1], [2.5]]}, "env_id": 3, "group_id": "a"}, True),
+        ({"distill_token_ids": [[[1], [2], [3]]]}, False),
+        ({"advantages": []}, False),
+        ({"env_id": True}, False),
+        ({"tokens": [[1, [2], 3]]}, False),
+        ({"tokens": [[[1, 2, 3]]]}, False),
+        ({"scores": [[1.0]]}, False),
+        ({"unknown": [1]}, False),
+        # A bracket that is spelled out in the body must not make up for a list within a row.
+        ({"tokens": [[1, [2], 3]], "generation_params": {"[": 1}}, False),
+    ],
+)
+def test_an_ordinary_body_is_parsed_in_one_go_and_means_the_same(
+    changes: dict[str, Any], is_plain: bool
+) -> None:
+    sent = {name: rich()[name] for name in ONLY_ROWS} | changes
+    body = json.dumps(sent).replace('"[":', '"\\u005b":').encode()
+    assert (json_decoding._plain_fields(body) is not None) is is_plain
+    try:
+        [alone] = wire.decode_json_groups(body, many=False)
+    except GroupError as e:
+        with pytest.raises(GroupError) as thorough:
+            wire.decode_json_groups(b"[" + body + b"]", many=True)
+        assert str(thorough.value) == f"[0].{e}"
+    else:
+        [listed] = wire.decode_json_groups(b"[" + body + b"]", many=True)
+        assert alone.to_dict() == listed.to_dict()
 
 
 def packed(**changes: Any) -> bytes:

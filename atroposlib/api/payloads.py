@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from atroposlib.api.decoding import (
     Reply,
     decode_body,
     is_light,
+    num_marks,
     num_nodes,
     receive_exactly,
 )
@@ -66,6 +68,11 @@ _INLINE_JOIN_BYTES: Final = 4 * 2**20
 
 _INLINE_NODES: Final = 1000
 """Lists, objects and keys in a body that is decoded on the event loop: each costs some microseconds."""
+_INLINE_NUMBERS: Final = 2**16
+"""As many take 3 ms, and 6 ms in a body that is parsed twice."""
+
+_TURN_S: Final = 0.002
+"""How long the event loop encodes before it looks after others."""
 
 _DECODER_COMMAND: Final = ("-m", "atroposlib.api.decoding")
 _DECODER_MEMORY_BYTES: Final = 4 * 2**30
@@ -94,17 +101,21 @@ class GroupCodec:
         self,
         *,
         inline_bytes: int = 65536,
+        inline_json_bytes: int = 2**19,
         inline_packed_bytes: int = 2**20,
         num_workers: int = 1,
         num_threads: int = 2,
         worker_timeout_s: float = 60.0,
     ) -> None:
         self._inline_bytes = inline_bytes
+        self._inline_json_bytes = inline_json_bytes
         self._inline_packed_bytes = inline_packed_bytes
         self._worker_timeout_s = worker_timeout_s
         self._threads = ThreadPoolExecutor(num_threads + num_workers, "hub-codec")
         self._thread_slots = asyncio.Semaphore(num_threads)
         self._worker_slots = asyncio.Semaphore(num_workers)
+        self._turn = asyncio.Lock()
+        """Work of milliseconds on the event loop: one piece in each of its rounds."""
         self._idle_workers: list[_DecoderProcess] = []
 
     async def decode(self, body: Body, *, content_type: str, many: bool) -> list[IncomingGroup]:
@@ -112,6 +123,8 @@ class GroupCodec:
         packed = is_packed(content_type)
         if self._is_quick(body, packed=packed):
             groups = decode_body(body, is_packed=packed, many=many)
+        elif not packed and self._fits_a_turn(body):
+            groups = await self._in_turn(body, many=many)
         else:
             light = await self._in_thread(_decode_if_light, body, is_packed=packed, many=many)
             if light is None:
@@ -133,6 +146,19 @@ class GroupCodec:
             return False
         return sum(map(num_nodes, texts)) <= _INLINE_NODES
 
+    def _fits_a_turn(self, body: Body) -> bool:
+        if len(body) > self._inline_json_bytes:
+            return False
+        return num_nodes(body) <= _INLINE_NODES and num_marks(body, ",") <= _INLINE_NUMBERS
+
+    async def _in_turn(self, body: Body, *, many: bool) -> list[DecodedGroup]:
+        """Decode JSON on the event loop. It holds the GIL in a thread too, where it would also have to be fought for."""
+        async with self._turn:
+            try:
+                return decode_body(body, is_packed=False, many=many)
+            finally:
+                await asyncio.sleep(0)
+
     async def encode_batch(
         self,
         payloads: Sequence[bytes],
@@ -149,9 +175,29 @@ class GroupCodec:
         inline_bytes = _INLINE_JOIN_BYTES if is_mere_join else self._inline_bytes // 4
         if sum(map(len, payloads)) <= inline_bytes:
             return _encode_batch(payloads, meta, packed=packed, encoding=encoding)
+        if not packed and encoding is None:
+            texts = await self._in_turns(_batch_json(payloads, meta))
+            pieces = await self._in_turns(_even(texts))
+            return EncodedBody(pieces=pieces, media_type=CONTENT_TYPE_JSON)
         return await self._in_thread(
             _encode_batch, payloads, meta, packed=packed, encoding=encoding
         )
+
+    async def _in_turns(self, texts: Iterator[bytes]) -> list[bytes]:
+        """Exhaust `texts` on the event loop, some milliseconds at a time."""
+        pieces: list[bytes] = []
+        is_whole = False
+        while not is_whole:
+            async with self._turn:
+                end_s = time.perf_counter() + _TURN_S
+                for piece in texts:
+                    pieces.append(piece)
+                    if time.perf_counter() >= end_s:
+                        break
+                else:
+                    is_whole = True
+                await asyncio.sleep(0)
+        return pieces
 
     async def encode_group(self, payload: bytes, *, encoding: str | None = None) -> EncodedBody:
         """Encode the fourteen keys of a stored group as JSON."""

@@ -37,8 +37,11 @@ from atroposlib.wire.packed import (
 )
 
 _CHUNK_BYTES: Final = 2**20
+_PLAIN_BYTES: Final = 2**19
+"""Parsed in one call, which holds the GIL for up to 4 ms."""
 _INT_ROWS: Final = ("tokens", "masks")
 _ROW_FIELDS: Final = (*_INT_ROWS, *PER_TOKEN_FIELDS, *DISTILL_FIELDS, *PER_SEQUENCE_FIELDS)
+_PLAIN_SCALARS: Final = (("env_id", int), ("group_id", str), ("policy_version", int))
 _NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(rb"NaN|-?Infinity")
 _SPACE: Final = b" \t\n\r"
@@ -79,6 +82,9 @@ def decode_json_groups(body: Blob, *, many: bool) -> list[ScoredGroup]:
 
 def iter_json_groups(body: Blob, *, many: bool) -> Iterator[ScoredGroup]:
     """Decode as `decode_json_groups` does, one group at a time."""
+    if not many and (plain := _plain_fields(body)) is not None:
+        yield check_group(plain, strictness=Strictness.WIRE)
+        return
     try:
         raws = _many_decoder.decode(body) if many else [_one_decoder.decode(body)]
     except msgspec.ValidationError as e:
@@ -96,6 +102,61 @@ def iter_json_groups(body: Blob, *, many: bool) -> Iterator[ScoredGroup]:
         except GroupError as e:
             raise (GroupError(f"[{i}].{e}") if many else e) from e
         yield group
+
+
+def _plain_fields(body: Blob) -> dict[str, Any] | None:
+    """Parse an ordinary group of at most half a MiB, in half the time that `_fields` takes.
+
+    Returns None for every other body, faulty ones among them: `_fields` says what is wrong.
+    """
+    if len(body) > _PLAIN_BYTES or body[:1] not in (b"{", b" ", b"\n"):
+        return None
+    try:
+        return _plain_group(cast(simdjson.Object, simdjson.Parser().parse(body)), body)
+    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, GroupError):
+        return None
+
+
+def _plain_group(group: simdjson.Object, body: Blob) -> dict[str, Any] | None:
+    fields: dict[str, Any] = {}
+    num_lists = 1
+    for name in (*_INT_ROWS, *PER_TOKEN_FIELDS):
+        rows = group[name] if name in _INT_ROWS else group.get(name)
+        fields[name] = None
+        if rows is not None:
+            fields[name] = _plain_rows(rows, is_int=name in _INT_ROWS)
+            num_lists += 1 + len(rows)
+    scores = group["scores"].as_buffer(of_type="d")
+    fields["scores"] = np.frombuffer(scores, dtype=np.float64)
+    for name in OBJECT_FIELDS:
+        value = group.get(name)
+        text = b"null" if value is None else value.mini
+        fields[name] = decode_member(text, name)
+        num_lists += text.count(b"[")
+        if value is not None and b"\\u005" in bytes(body):
+            return None  # `text` may spell out a bracket that the body hides
+    for name, kind in _PLAIN_SCALARS:
+        fields[name] = group.get(name)
+        if type(fields[name]) not in (kind, type(None)):
+            return None
+    # The buffer of rows takes in what the lists in a row hold: only the number of lists tells whether there are any.
+    is_flat = num_lists == np.count_nonzero(np.frombuffer(body, np.uint8) == ord("["))
+    return fields if is_flat and len(set(group)) == len(group) else None
+
+
+def _plain_rows(rows: simdjson.Array, *, is_int: bool) -> Ragged:
+    if not len(rows):
+        raise ValueError("no rows: the gate tells [] from null")
+    lengths = np.array([len(cast(simdjson.Array, row)) for row in rows], dtype=np.int64)
+    buffer = rows.as_buffer(of_type="i" if is_int else "d")
+    values = np.frombuffer(buffer, dtype=np.int64 if is_int else np.float64)
+    return Ragged(_narrow(values) if is_int else values, lengths)
+
+
+def _narrow(values: NDArray[np.int64]) -> NDArray[np.int32] | NDArray[np.int64]:
+    """Return 32 bits where they are enough."""
+    narrow = values.astype(np.int32)
+    return narrow if np.array_equal(narrow, values) else values
 
 
 def _fields(raw: _RawGroup, rows: _RowParser) -> dict[str, Any]:
@@ -186,9 +247,7 @@ class _RowParser:
         array = cast(simdjson.Array, self._parser.parse(text))
         if not is_int:
             return np.frombuffer(array.as_buffer(of_type="d"), dtype=np.float64)
-        values = np.frombuffer(array.as_buffer(of_type="i"), dtype=np.int64)
-        narrow = values.astype(np.int32)
-        return narrow if np.array_equal(narrow, values) else values
+        return _narrow(np.frombuffer(array.as_buffer(of_type="i"), dtype=np.int64))
 
     def _nested(self, text: bytes, path: str, *, is_int: bool) -> Ragged:
         """Parse a list of lists of numbers, whose text is known to be JSON."""

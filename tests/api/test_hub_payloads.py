@@ -58,6 +58,15 @@ def everything_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "_LIGHT_PACKED_BYTES", -1)
 
 
+def codec_at(place: str) -> GroupCodec:
+    """A codec that decodes small JSON bodies there."""
+    return GroupCodec(
+        inline_bytes=65536 if place == "inline" else 0,
+        inline_json_bytes=65536 if place == "turn" else 0,
+        inline_packed_bytes=65536 if place in ("inline", "turn") else 0,
+    )
+
+
 def process_ids(codec: GroupCodec) -> list[int]:
     """The decoder processes that wait for work."""
     found = []
@@ -82,7 +91,7 @@ def content(body: EncodedBody) -> bytes:
     return joined
 
 
-@pytest.mark.parametrize("place", ["inline", "thread", "process"])
+@pytest.mark.parametrize("place", ["inline", "turn", "thread", "process"])
 @pytest.mark.parametrize("packed", [False, True])
 async def test_a_body_decodes_to_the_same_groups_wherever_it_is_decoded(
     monkeypatch: pytest.MonkeyPatch, place: str, packed: bool
@@ -91,7 +100,7 @@ async def test_a_body_decodes_to_the_same_groups_wherever_it_is_decoded(
         group(env_id=3, group_id="a", policy_version=9, messages=[[], []]),
         group(3, images={"x": [1]}),
     ]
-    codec = GroupCodec(inline_bytes=65536 if place == "inline" else 0)
+    codec = codec_at(place)
     if place == "process":
         everything_in_a_process(monkeypatch)
     body = packed_body(*sent) if packed else json_body(sent)
@@ -119,6 +128,36 @@ async def test_a_body_decodes_to_the_same_groups_wherever_it_is_decoded(
         }
 
 
+async def test_the_event_loop_decodes_and_encodes_one_piece_in_each_of_its_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_rounds = 0
+    worked_in: list[int] = []
+
+    async def count_rounds() -> None:
+        nonlocal num_rounds
+        while True:
+            num_rounds += 1
+            await asyncio.sleep(0)
+
+    def noting(body: decoding.Body, **kwargs: bool) -> list[decoding.DecodedGroup]:
+        worked_in.append(num_rounds)
+        return decoding.decode_body(body, **kwargs)
+
+    monkeypatch.setattr(payloads, "decode_body", noting)
+    monkeypatch.setattr(payloads, "_TURN_S", 0.0)
+    codec = codec_at("turn")
+    counting = asyncio.create_task(count_rounds())
+    stored = (await asyncio.gather(*(decoded(codec, group()) for _ in range(8))))[0]
+    assert len(set(worked_in)) == 8
+
+    before = num_rounds
+    batch = await codec.encode_batch(stored * 600, {}, packed=False, encoding=None)
+    counting.cancel()
+    assert num_rounds - before > 600
+    assert len(json.loads(content(batch))["batch"]) == 600
+
+
 async def test_the_encodings_of_one_group_have_one_digest(codec: GroupCodec) -> None:
     sent = group(group_id="a", overrides=[{"b": 1, "a": 2}, {}], env_id=1)
     packed = packed_body(sent | {"env_id": 2})
@@ -129,11 +168,11 @@ async def test_the_encodings_of_one_group_have_one_digest(codec: GroupCodec) -> 
     assert one.payload != two.payload
 
 
-@pytest.mark.parametrize("place", ["inline", "thread", "process"])
+@pytest.mark.parametrize("place", ["inline", "turn", "thread", "process"])
 async def test_a_refusal_keeps_its_path_wherever_it_is_found(
     monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    codec = GroupCodec(inline_bytes=65536 if place == "inline" else 0)
+    codec = codec_at(place)
     if place == "process":
         everything_in_a_process(monkeypatch)
     good, bad = group(), group(masks=[[1], [2, 3]])

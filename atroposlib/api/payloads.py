@@ -1,8 +1,9 @@
 """Bodies of the token routes: request bytes to checked groups, stored payloads to response bytes.
 
-`GroupCodec` decides where that work runs, so that the event loop is never held up: here for a millisecond or two at
-most, in a thread where every single call into C is short, and in a process of its own (`decoding`) for what would hold
-the GIL too long. It keeps no group.
+`GroupCodec` decides where that work runs, so that the event loop is never held up: on it, some milliseconds in each of
+its rounds; in a thread what gives up the GIL, which is joining and compressing; in a process of its own (`decoding`)
+what would take too long. A thread that gives up the GIL for moments only, as numpy does, is no help: whoever waits for
+the GIL begins to wait anew each time, for up to 15 ms in all. No group is kept.
 """
 
 from __future__ import annotations
@@ -68,9 +69,6 @@ _INLINE_JOIN_BYTES: Final = 4 * 2**20
 
 _INLINE_NODES: Final = 1000
 """Lists, objects and keys in a body that is decoded on the event loop: each costs some microseconds."""
-_INLINE_NUMBERS: Final = 2**16
-"""As many take 3 ms, and 6 ms in a body that is parsed twice."""
-
 _TURN_S: Final = 0.002
 """How long the event loop encodes before it looks after others."""
 
@@ -101,14 +99,12 @@ class GroupCodec:
         self,
         *,
         inline_bytes: int = 65536,
-        inline_json_bytes: int = 2**19,
         inline_packed_bytes: int = 2**20,
         num_workers: int = 1,
         num_threads: int = 2,
         worker_timeout_s: float = 60.0,
     ) -> None:
         self._inline_bytes = inline_bytes
-        self._inline_json_bytes = inline_json_bytes
         self._inline_packed_bytes = inline_packed_bytes
         self._worker_timeout_s = worker_timeout_s
         self._threads = ThreadPoolExecutor(num_threads + num_workers, "hub-codec")
@@ -123,14 +119,10 @@ class GroupCodec:
         packed = is_packed(content_type)
         if self._is_quick(body, packed=packed):
             groups = decode_body(body, is_packed=packed, many=many)
-        elif not packed and self._fits_a_turn(body):
-            groups = await self._in_turn(body, many=many)
+        elif is_light(body, is_packed=packed):
+            groups = await self._in_turn(body, is_packed=packed, many=many)
         else:
-            light = await self._in_thread(_decode_if_light, body, is_packed=packed, many=many)
-            if light is None:
-                groups = await self._in_worker(body, is_packed=packed, many=many)
-            else:
-                groups = light
+            groups = await self._in_worker(body, is_packed=packed, many=many)
         return [IncomingGroup(**group._asdict()) for group in groups]
 
     def _is_quick(self, body: Body, *, packed: bool) -> bool:
@@ -146,16 +138,11 @@ class GroupCodec:
             return False
         return sum(map(num_nodes, texts)) <= _INLINE_NODES
 
-    def _fits_a_turn(self, body: Body) -> bool:
-        if len(body) > self._inline_json_bytes:
-            return False
-        return num_nodes(body) <= _INLINE_NODES and num_marks(body, ",") <= _INLINE_NUMBERS
-
-    async def _in_turn(self, body: Body, *, many: bool) -> list[DecodedGroup]:
-        """Decode JSON on the event loop. It holds the GIL in a thread too, where it would also have to be fought for."""
+    async def _in_turn(self, body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup]:
+        """Decode on the event loop, one body in each of its rounds."""
         async with self._turn:
             try:
-                return decode_body(body, is_packed=False, many=many)
+                return decode_body(body, is_packed=is_packed, many=many)
             finally:
                 await asyncio.sleep(0)
 
@@ -175,16 +162,21 @@ class GroupCodec:
         inline_bytes = _INLINE_JOIN_BYTES if is_mere_join else self._inline_bytes // 4
         if sum(map(len, payloads)) <= inline_bytes:
             return _encode_batch(payloads, meta, packed=packed, encoding=encoding)
-        if not packed and encoding is None:
-            texts = await self._in_turns(_batch_json(payloads, meta))
-            pieces = await self._in_turns(_even(texts))
-            return EncodedBody(pieces=pieces, media_type=CONTENT_TYPE_JSON)
-        return await self._in_thread(
-            _encode_batch, payloads, meta, packed=packed, encoding=encoding
-        )
+        if packed:
+            return await self._in_thread(
+                _encode_batch, payloads, meta, packed=True, encoding=encoding
+            )
+        return await self._encode_json(_batch_json(payloads, meta), encoding)
 
-    async def _in_turns(self, texts: Iterator[bytes]) -> list[bytes]:
-        """Exhaust `texts` on the event loop, some milliseconds at a time."""
+    async def _encode_json(self, texts: Iterable[bytes], encoding: str | None) -> EncodedBody:
+        pieces = await self._in_turns(_even(await self._in_turns(texts)))
+        if encoding is not None:
+            pieces = await self._in_thread(_compress, pieces, encoding)
+        return EncodedBody(pieces=pieces, media_type=CONTENT_TYPE_JSON, encoding=encoding)
+
+    async def _in_turns(self, steps: Iterable[bytes]) -> list[bytes]:
+        """Exhaust `steps` on the event loop, some milliseconds in each of its rounds."""
+        texts = iter(steps)
         pieces: list[bytes] = []
         is_whole = False
         while not is_whole:
@@ -202,8 +194,8 @@ class GroupCodec:
     async def encode_group(self, payload: bytes, *, encoding: str | None = None) -> EncodedBody:
         """Encode the fourteen keys of a stored group as JSON."""
         if len(payload) <= self._inline_bytes // 4:
-            return _encode_group(payload, encoding)
-        return await self._in_thread(_encode_group, payload, encoding)
+            return _encoded(json_pieces(payload), CONTENT_TYPE_JSON, encoding)
+        return await self._encode_json(json_pieces(payload), encoding)
 
     async def group_json(self, payload: bytes) -> bytes:
         """Return `encode_group` in one piece, which takes 25 ms of the GIL for 60 MB."""
@@ -357,13 +349,6 @@ class _DecoderProcess:
         return ours
 
 
-def _decode_if_light(body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup] | None:
-    """Decode here, or return None for a body that needs a process of its own."""
-    if not is_light(body, is_packed=is_packed):
-        return None
-    return decode_body(body, is_packed=is_packed, many=many)
-
-
 def _encode_batch(
     payloads: Sequence[bytes], meta: Mapping[str, Any], *, packed: bool, encoding: str | None
 ) -> EncodedBody:
@@ -372,16 +357,12 @@ def _encode_batch(
     return _encoded(_batch_json(payloads, meta), CONTENT_TYPE_JSON, encoding)
 
 
-def _encode_group(payload: bytes, encoding: str | None) -> EncodedBody:
-    return _encoded(json_pieces(payload), CONTENT_TYPE_JSON, encoding)
-
-
 def _encoded(texts: Iterable[bytes], media_type: str, encoding: str | None) -> EncodedBody:
     pieces = list(_even(texts))
     if sum(map(len, pieces)) < COMPRESS_FROM_BYTES:
         encoding = None
     if encoding is not None:
-        pieces = list(_even(_compressed(pieces, encoding)))
+        pieces = _compress(pieces, encoding)
     return EncodedBody(pieces=pieces, media_type=media_type, encoding=encoding)
 
 
@@ -413,6 +394,10 @@ def _even(pieces: Iterable[bytes]) -> Iterator[bytes]:
             num_held += len(piece)
     if held:
         yield b"".join(held)
+
+
+def _compress(pieces: Iterable[bytes], encoding: str) -> list[bytes]:
+    return list(_even(_compressed(pieces, encoding)))
 
 
 def _compressed(pieces: Iterable[bytes], encoding: str) -> Iterator[bytes]:

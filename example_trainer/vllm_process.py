@@ -114,8 +114,9 @@ def vllm_command(
     ignores `gpu_memory_utilization`. `python -m` works for both distributions: the console script
     `vllm` of the CPU rebuild looks for the metadata of a distribution of another name, and dies.
 
-    `lora_rank` makes it serve adapters of up to that rank: two at a time, so that new requests need not wait for those
-    in flight under the previous adapter, and more in memory, so that none is read again from disk.
+    `lora_rank` makes it serve adapters of up to that rank: one at a time, because vLLM (0.32) dies of a batch with two
+    versions of an adapter, and more in memory, so that none is read again from disk. After a swap new requests wait for
+    those in flight under the previous adapter.
     """
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--host", host, "--port", str(port), "--dtype", dtype]
@@ -133,7 +134,7 @@ def vllm_command(
         command += ["--seed", str(seed)]
     if lora_rank is not None:
         command += ["--enable-lora", "--max-lora-rank", str(_allowed_rank(lora_rank))]
-        command += ["--max-loras", "2", "--max-cpu-loras", "8"]
+        command += ["--max-loras", "1", "--max-cpu-loras", "8"]
     return [*command, *extra_args]
 
 

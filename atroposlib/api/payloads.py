@@ -34,7 +34,6 @@ from atroposlib.api.decoding import (
     Reply,
     decode_body,
     is_light,
-    num_marks,
     num_nodes,
     receive_exactly,
 )

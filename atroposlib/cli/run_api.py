@@ -37,6 +37,7 @@ from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns, RunStores
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
+from atroposlib.utils.garbage import collect_less_often
 
 logger = logging.getLogger(__name__)
 
@@ -243,6 +244,7 @@ async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket
     await hub.open()
     if hub.found:
         logger.info("going on with what %s holds; --fresh erases it", config.data_dir)
+    collect_less_often()
     await server.serve(sockets=[listener])
     # Everything is stored: a second signal must not turn the end of the interpreter into a kill.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

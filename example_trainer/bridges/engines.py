@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,7 +38,10 @@ class RunningEngine(Protocol):
         """Drop keys and values that older weights computed."""
 
     def load_adapter(self, name: str, directory: Path) -> None:
-        """Serve the adapter in `directory` as `name`, instead of an earlier one; do not freeze the engine around it."""
+        """Serve the adapter in `directory` as `name`, instead of an earlier one; requests in flight end under theirs.
+
+        Do not freeze the engine around it.
+        """
 
     def set_version(self, version: int) -> None:
         """Label the weights."""
@@ -67,6 +70,8 @@ class VllmEngine:
     def __init__(self, control: Control) -> None:
         self.control = control
         self._keeps_versions = True
+        self._mixes_adapters: bool | None = None
+        """May a batch hold requests of several adapters? None until it was asked."""
 
     @contextmanager
     def frozen(self, *, resume_after_error: bool = True) -> Iterator[None]:
@@ -102,16 +107,40 @@ class VllmEngine:
         some milliseconds, the engine answers 404 for `name`. vLLM keys its prefix cache by the adapter's path, so each
         version needs a directory of its own.
         """
-        try:
-            self.control.post("/v1/unload_lora_adapter", {"lora_name": name})
-        except EngineRejected:
-            pass  # it holds none of that name yet, or has no such route: the next call says which
-        try:
-            self.control.post(
-                "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)}
-            )
-        except NoSuchRoute as error:
-            self._load_as_the_original_does(name, directory, error)
+        with self._drained() if self._may_mix_adapters() else nullcontext():
+            try:
+                self.control.post("/v1/unload_lora_adapter", {"lora_name": name})
+            except EngineRejected:
+                pass  # it holds none of that name yet, or has no such route: the next call says which
+            try:
+                self.control.post(
+                    "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)}
+                )
+            except NoSuchRoute as error:
+                self._load_as_the_original_does(name, directory, error)
+
+    def _may_mix_adapters(self) -> bool:
+        """Ask once. vLLM (0.32) tells the adapters of a batch apart by their names alone, and dies of two versions."""
+        if self._mixes_adapters is None:
+            found = self.control.look("/server_info", params={"config_format": "json"})
+            config = found.get("vllm_config") if isinstance(found, dict) else None
+            adapters = config.get("lora_config") if isinstance(config, dict) else None
+            at_once = adapters.get("max_loras") if isinstance(adapters, dict) else None
+            if at_once is None:
+                logger.info(
+                    "engine %s does not say how many adapters it serves at once; a vLLM that serves more than one "
+                    "(--max-loras) may die when an adapter is swapped under requests in flight",
+                    self.control.url,
+                )
+            self._mixes_adapters = isinstance(at_once, int) and at_once > 1
+        return self._mixes_adapters
+
+    @contextmanager
+    def _drained(self) -> Iterator[None]:
+        """Let requests in flight end first, and others wait until the block is done."""
+        self.control.post("/pause", params={"mode": "wait"})
+        with _afterwards(lambda: self.control.post("/resume"), after_error=True):
+            yield
 
     def _load_as_the_original_does(self, name: str, directory: Path, refusal: NoSuchRoute) -> None:
         try:

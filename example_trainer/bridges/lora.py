@@ -1,7 +1,7 @@
 """The LoRA bridge: running engines swap the adapter and keep the base model.
 
 Guarantee: when `publish` returns, every engine answers requests for `lora_name` with the new adapter. Requests in
-flight end under the one that they began with, unless the engine dies of the swap, as vLLM 0.32 has been seen to.
+flight end under the one that they began with.
 Environments ask for the adapter by its name: their `model_name` is `lora_name`, not the base model's. The engines
 belong to somebody else: this bridge never starts or stops one.
 """

@@ -57,6 +57,7 @@ class FakeEngine:
         self.adapters: dict[str, str] = {}
         self.faults: dict[str, tuple[int, bytes]] = {}
         self.device = "cuda"
+        self.max_loras = 1
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -82,7 +83,7 @@ class FakeEngine:
 
     def handle(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         route = path.partition("?")[0]
-        answer = self.look(route)
+        answer = self.look(route, is_json="config_format=json" in path)
         if answer is None:
             self.calls.append(path)
             self.bodies.append((route, body))
@@ -94,14 +95,17 @@ class FakeEngine:
             return 404, b'{"detail": "Not Found"}'
         return self.act(route, body)
 
-    def look(self, route: str) -> Any:
+    def look(self, route: str, *, is_json: bool) -> Any:
         """Answer a question; None for what is none."""
+        config: Any = f"model='m', device_config={self.device}, seed=0"
+        if is_json:
+            config = {"lora_config": {"max_loras": self.max_loras}}
         version = {"weight_version": self.versions[-1] if self.versions else "default"}
         answers = {
             "/openapi.json": {"paths": dict.fromkeys(ROUTES[self.kind], {})},
             "/weight_info": version,
             "/model_info": version,
-            "/server_info": {"vllm_config": f"model='m', device_config={self.device}, seed=0"},
+            "/server_info": {"vllm_config": config},
         }
         is_known = route in ROUTES[self.kind] or route == "/openapi.json"
         return answers.get(route) if is_known else None

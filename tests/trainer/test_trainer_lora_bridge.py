@@ -80,6 +80,21 @@ def test_requests_in_flight_are_not_frozen_and_nothing_is_loaded_in_place(
     assert (vllm.versions, sglang.versions) == (["3"], ["3"])
 
 
+def test_a_vllm_that_mixes_adapters_in_a_batch_is_drained_for_the_swap(
+    policy: Policy, tmp_path: Path
+) -> None:
+    """It tells them apart by name, which all versions share; requests in flight are waited for, not frozen."""
+    drained = ["/pause?mode=wait", *SWAP[:2], "/resume", SWAP[2]]
+    with fake_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
+        engine.max_loras = 2
+        bridge.start(policy, 0)
+        assert engine.calls == ["/health", *drained]
+        engine.faults["/v1/load_lora_adapter"] = (500, b"rank 16 is greater than 8")
+        with pytest.raises(EngineUnavailable):
+            bridge.publish(policy, 1)
+        assert engine.calls[-1] == "/resume"
+
+
 def test_the_originals_server_is_asked_by_its_own_route(policy: Policy, tmp_path: Path) -> None:
     with fake_engine("original") as engine, bridge_to(policy, tmp_path, engine) as bridge:
         bridge.start(policy, 0)

@@ -89,13 +89,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(engine, model)
 
 
-SWAPS_ADAPTERS = pytest.mark.skipif(
-    "ATROPOS_VLLM_LORA" not in os.environ,
-    reason="vLLM 0.32 dies now and then when an adapter is swapped under requests in flight (KeyError in"
-    " convert_mapping); ATROPOS_VLLM_LORA=1 runs it",
-)
-
-
 def long_samples(engine: EngineProcess, model_name: str) -> list[Sample]:
     """Sample so many tokens that whoever asks can hand over weights meanwhile."""
     answer = httpx.post(
@@ -229,7 +222,6 @@ def disturb(policy: Policy, seed: int) -> None:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
 
 
-@SWAPS_ADAPTERS
 def test_adapters_are_swapped_under_one_name_and_requests_in_flight_keep_theirs(
     served: Served, tmp_path: Path
 ) -> None:
@@ -266,7 +258,6 @@ def test_adapters_are_swapped_under_one_name_and_requests_in_flight_keep_theirs(
     assert largest_gap(base, model) <= MAX_GAP, "the base model has changed"
 
 
-@SWAPS_ADAPTERS
 def test_five_steps_with_the_adapter_swapped_after_each(served: Served, tmp_path: Path) -> None:
     engine, model = served
     port = int(engine.url.rpartition(":")[2])

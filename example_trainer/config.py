@@ -281,7 +281,8 @@ class TrainerConfig(BaseModel):
     engine_retry_s: float = Field(
         600.0,
         ge=0,
-        description="reload and lora: for an engine that cannot be reached to be back",
+        description="reload and lora: for an engine that cannot be reached to be back; while no batch comes, the run "
+        "ends after this long without an engine",
     )
     lora_name: str = Field(
         "policy",

@@ -107,12 +107,15 @@ class Leader:
         world: World,
         *,
         is_stopping: Callable[[], bool],
+        on_no_batch: Callable[[], None],
     ) -> None:
         self._hub = hub
         self._config = config
         self._log = log
         self._world = world
         self._is_stopping = is_stopping
+        self._on_no_batch = on_no_batch
+        """Called every few seconds while none comes; what it raises ends the run."""
         self._published = 0
         self._leased: LeasedBatch | None = None
         self.num_lost_leases = 0
@@ -132,6 +135,8 @@ class Leader:
         self._leased = None
         while self._leased is None and not self._is_stopping():
             self._leased = self._lease(step)
+            if self._leased is None:
+                self._on_no_batch()
         if self._leased is None or self._is_stopping():
             if self._leased is not None:
                 self._give_back(self._leased)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from atroposlib.client import TrainerClient
 from atroposlib.errors import AtroposError
-from example_trainer.bridges import make_bridge
+from example_trainer.bridges import EngineWatch, make_bridge
 from example_trainer.checkpointing import Checkpoints
 from example_trainer.config import TrainerConfig
 from example_trainer.data import Batch, DataOptions, MicroBatch, make_batch
@@ -71,7 +71,8 @@ def train(config: TrainerConfig) -> None:
         bridge = stack.enter_context(closing(make_bridge(config, weights)))
         bridge.start(policy, start)
         is_stopping = stack.enter_context(stop_on_signals())
-        feed = stack.enter_context(make_feed(config, log, world, is_stopping))
+        engines = EngineWatch(bridge, patience_s=config.engine_retry_s)
+        feed = stack.enter_context(make_feed(config, log, world, is_stopping, engines))
         feed.begin(step=start)
         options = data_options(config)
         gap = LogprobGap(policy, weights, options, limit=config.max_logprob_gap)
@@ -157,13 +158,17 @@ def resume(
 
 @contextmanager
 def make_feed(
-    config: TrainerConfig, log: MetricsLog, world: World, is_stopping: Callable[[], bool]
+    config: TrainerConfig,
+    log: MetricsLog,
+    world: World,
+    is_stopping: Callable[[], bool],
+    engines: EngineWatch,
 ) -> Iterator[Feed]:
     if not world.is_main:
         yield Follower(world)
         return
     with TrainerClient(config.hub_url, token=config.hub_token, retry_for_s=RETRY_S) as hub:
-        yield Leader(hub, config, log, world, is_stopping=is_stopping)
+        yield Leader(hub, config, log, world, is_stopping=is_stopping, on_no_batch=engines.look)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from atroposlib.envs.server_handling.server_config import (
     ServerManagerConfig,
 )
 from atroposlib.errors import ConfigError, EnvError, cli_boundary
+from atroposlib.utils.event_loop import loop_with_short_rounds
 from atroposlib.utils.garbage import collect_less_often
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,8 @@ class EnvCommand(BaseModel):
         """Build the environment and run it to its end."""
         env = self.build()
         collect_less_often()
-        asyncio.run(run_mode(env, self.mode))
+        with asyncio.Runner(loop_factory=loop_with_short_rounds) as runner:
+            runner.run(run_mode(env, self.mode))
 
 
 def command_class(env_cls: type[BaseEnv], mode: str) -> type[EnvCommand]:

@@ -7,10 +7,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from atroposlib.errors import EngineError, EngineUnavailable
 from example_trainer.bridges.lora import LoraBridge
 from example_trainer.bridges.reload import ReloadBridge
 from example_trainer.bridges.restart import RestartBridge
@@ -24,6 +28,8 @@ from example_trainer.vllm_process import (
     vllm_environment,
 )
 from example_trainer.weights import WeightsDirectory
+
+logger = logging.getLogger(__name__)
 
 
 class WeightBridge(Protocol):
@@ -43,6 +49,9 @@ class WeightBridge(Protocol):
         That is `version`, or an older one where an engine could not take the new weights and went back (restart).
         """
 
+    def check(self) -> None:
+        """Return when every engine answers; one attempt, by the first process alone."""
+
     def close(self) -> None:
         """Stop what `start` started, and nothing else; harmless when repeated."""
 
@@ -55,6 +64,8 @@ class CheckpointEngines(Protocol):
     def start(self, checkpoint_dir: Path, version: int) -> None: ...
 
     def publish(self, checkpoint_dir: Path, version: int) -> int: ...
+
+    def check(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -76,8 +87,56 @@ class CheckpointBridge:
         path = self._weights.save(version)
         return self._engines.publish(path, version) if policy.world.is_main else version
 
+    def check(self) -> None:
+        self._engines.check()
+
     def close(self) -> None:
         self._engines.close()
+
+
+class EngineWatch:
+    """Ends a run whose engines stay away: without them no batch comes, and nobody else would say why.
+
+    Raises EngineUnavailable from `look` once an engine has not answered for `patience_s`.
+    """
+
+    INTERVAL_S = 10.0
+
+    def __init__(
+        self,
+        bridge: WeightBridge,
+        *,
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bridge = bridge
+        self._patience_s = patience_s
+        self._clock = clock
+        self._next_s = clock()
+        self._away_since_s: float | None = None
+
+    def look(self) -> None:
+        """Ask the engines, at most every `INTERVAL_S`. Called while no batch comes."""
+        now_s = self._clock()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + self.INTERVAL_S
+        try:
+            self._bridge.check()
+        except EngineError as error:
+            if self._away_since_s is None:
+                self._away_since_s = now_s
+                logger.warning(
+                    "no batch comes, and %s; waiting %g s for it", error, self._patience_s
+                )
+            elif now_s - self._away_since_s >= self._patience_s:
+                raise EngineUnavailable(
+                    f"no batch has come for {now_s - self._away_since_s:.0f} s, in which {error}"
+                ) from error
+        else:
+            if self._away_since_s is not None:
+                logger.info("the engines are back")
+            self._away_since_s = None
 
 
 def make_bridge(config: TrainerConfig, weights: WeightsDirectory) -> WeightBridge:

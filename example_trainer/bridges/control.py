@@ -29,6 +29,9 @@ DETAIL_CHARS = 300
 T = TypeVar("T")
 
 
+HEALTH_TIMEOUT_S = 10.0
+
+
 class Unreachable(EngineUnavailable):
     """No HTTP answer, or not healthy yet: the failures that are tried again."""
 
@@ -111,6 +114,12 @@ def for_each(engines: Sequence[Any], action: Callable[[Any], Any], *, retry_s: f
         ]
     for future in pending:
         future.result()
+
+
+def require_healthy(engines: Sequence[Control]) -> None:
+    """Raise EngineError for the first engine that is not there."""
+    for engine in engines:
+        engine.get("/health", timeout=HEALTH_TIMEOUT_S)
 
 
 def _say_once(state: RetryCallState) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from example_trainer.bridges.control import Control, for_each
+from example_trainer.bridges.control import Control, for_each, require_healthy
 from example_trainer.bridges.engines import RunningEngine, identify
 from example_trainer.model import Policy
 from example_trainer.weights import WeightsDirectory
@@ -54,6 +54,9 @@ class LoraBridge:
                 retry_s=self._retry_s,
             )
         return version
+
+    def check(self) -> None:
+        require_healthy(self._controls)
 
     def close(self) -> None:
         """Close the connections; the engines keep running, and keep the adapter."""

@@ -89,6 +89,9 @@ class RestartBridge:
             self._rolled_back = False
             return version
 
+    def check(self) -> None:
+        """Nothing to ask: the watcher starts an engine that died again, and ends the run if it does not come up."""
+
     def close(self) -> None:
         """Stop the engine, if one runs; EngineError if it died during the run and could not be started again."""
         self._closing.set()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from atroposlib.errors import ConfigError
 from example_trainer.bridges.buckets import Bucket, buckets, require_plain_names
 from example_trainer.bridges.channels import own_address
-from example_trainer.bridges.control import Control, for_each
+from example_trainer.bridges.control import Control, for_each, require_healthy
 from example_trainer.bridges.engines import RunningEngine, SglangEngine, identify
 from example_trainer.bridges.links import Link, SglangLink, VllmIpcLink, VllmLink, Wiring
 from example_trainer.model import Policy
@@ -113,6 +113,9 @@ class TransferBridge:
         for link in self._links:
             link.engine.check_version(version)
         return version
+
+    def check(self) -> None:
+        require_healthy(self._controls)
 
     def close(self) -> None:
         """Leave the groups and close the connections; the engines keep running."""

@@ -1,4 +1,4 @@
-"""One long-lived HTTP session per inference server, and the meaning of each way a request can end.
+"""Long-lived HTTP sessions per inference server, and the meaning of each way a request can end.
 
 A request is ONE attempt: `APIServer` owns the retries. Connection errors, timeouts, 5xx, 408 and 429 raise
 `EngineUnavailable` (the same request may succeed later), other 4xx `EngineHttpRejected`, unreadable bodies
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -27,6 +28,8 @@ T = TypeVar("T")
 ADAPTER_SWAP_PAUSE_S = 0.05
 CONNECT_TIMEOUT_S = 10.0
 EXCERPT_CHARS = 400
+LANE_REQUESTS = 128
+KEEP_ALIVE_S = 15.0
 THREAD_FROM_BYTES = 256 * 1024
 """Answers larger than this are read off the event loop: half a millisecond of work, several in a row are many."""
 TRANSIENT_4XX = frozenset({408, 425, 429})
@@ -75,8 +78,20 @@ def _encode_model(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent as JSON: {value!r:.200}")
 
 
+@dataclass(slots=True)
+class _Lane:
+    """A session for `LANE_REQUESTS` requests at once.
+
+    aiohttp closes all connections of a session that have been idle for long in one round of the event loop: those of
+    two thousand requests would take 0.1 s.
+    """
+
+    session: aiohttp.ClientSession
+    num_in_flight: int = 0
+
+
 class HttpPeer:
-    """An inference server as seen through one aiohttp session, opened at the first request."""
+    """An inference server as seen through aiohttp sessions, opened when they are needed."""
 
     def __init__(self, root: str, *, api_key: str | None) -> None:
         self.root = root.rstrip("/")
@@ -86,26 +101,34 @@ class HttpPeer:
         self._use_proxy_variables = host != "localhost" and not host.startswith("127.")
         self._served: set[Any] = set()
         """Models that the server has answered for."""
-        self._session: aiohttp.ClientSession | None = None
+        self._lanes: list[_Lane] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def _open_session(self) -> aiohttp.ClientSession:
+    def _lane(self) -> _Lane:
+        """Return the first session that has room."""
         loop = asyncio.get_running_loop()
-        if self._session is None or self._session.closed or self._loop is not loop:
-            self._session = aiohttp.ClientSession(
-                # The limiter above decides how many requests are in flight, not the connection pool.
-                connector=aiohttp.TCPConnector(limit=0),
-                headers=self._headers,
-                trust_env=self._use_proxy_variables,
-            )
-            self._loop = loop
-        return self._session
+        if self._loop is not loop:
+            self._lanes, self._loop = [], loop
+        for lane in self._lanes:
+            if lane.num_in_flight < LANE_REQUESTS:
+                return lane
+        session = aiohttp.ClientSession(
+            # The limiter above decides how many requests are in flight, not the connection pool. Their idle
+            # connections end at different times.
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_S + len(self._lanes)
+            ),
+            headers=self._headers,
+            trust_env=self._use_proxy_variables,
+        )
+        self._lanes.append(_Lane(session))
+        return self._lanes[-1]
 
     async def close(self) -> None:
-        """Close the session; a later request opens another."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        """Close the sessions; a later request opens another."""
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            await lane.session.close()
 
     async def post_json(
         self,
@@ -189,13 +212,15 @@ class HttpPeer:
     ) -> tuple[int, bytes, str | None]:
         url = self.root + path
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        lane = self._lane()
+        lane.num_in_flight += 1
         try:
-            async with self._open_session().request(
-                method, url, timeout=timeout, **options
-            ) as response:
+            async with lane.session.request(method, url, timeout=timeout, **options) as response:
                 retry_after = response.headers.get("Retry-After")
                 return response.status, await response.read(), retry_after
         except TimeoutError as e:
             raise EngineUnavailable(f"{method} {url}: no answer within {timeout_s:g} s") from e
         except (aiohttp.ClientError, OSError) as e:
             raise EngineUnavailable(f"{method} {url}: {type(e).__name__}: {e}") from e
+        finally:
+            lane.num_in_flight -= 1

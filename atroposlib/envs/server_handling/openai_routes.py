@@ -27,6 +27,7 @@ from atroposlib.envs.server_handling.http import (
 )
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.turns import turn
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ async def import_openai() -> None:
     """Import the types off the event loop before they are needed: it takes about a second, once."""
     if "openai.types.chat" not in sys.modules:
         await asyncio.to_thread(_openai_type, "chat")
+        await turn()  # thousands may have waited for it, and all would go on in this round
 
 
 def chat_completion_from(body: dict[str, Any]) -> Any:

@@ -1,0 +1,61 @@
+"""A run whose engines stay away ends, and says which; one whose engines come back goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from atroposlib.errors import EngineUnavailable
+from example_trainer.bridges import EngineWatch
+from example_trainer.bridges.reload import ReloadBridge
+from tests.trainer.helpers_reload import fake_engine
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def watch_on(url: str, clock: Clock) -> EngineWatch:
+    bridge = ReloadBridge(urls=[url], timeout_s=5.0)
+    return EngineWatch(bridge, patience_s=60.0, clock=clock)  # type: ignore[arg-type] # asked for `check` alone
+
+
+def test_a_run_whose_engine_stays_away_ends_with_its_address(clock: Clock) -> None:
+    with fake_engine() as engine:
+        url = engine.url
+    watch = watch_on(url, clock)
+    for clock.now_s in (0.0, 30.0, 59.0):
+        watch.look()
+    clock.now_s = 70.0
+    with pytest.raises(EngineUnavailable, match=f"no batch has come for 70 s.*{url}: /health"):
+        watch.look()
+
+
+def test_an_engine_that_comes_back_is_forgiven(clock: Clock) -> None:
+    with fake_engine() as engine:
+        watch = watch_on(engine.url, clock)
+        engine.faults["/health"] = (503, b"asleep")
+        for clock.now_s in (0.0, 55.0):
+            watch.look()
+        engine.faults.clear()
+        clock.now_s = 66.0
+        watch.look()
+        engine.faults["/health"] = (503, b"asleep")
+        clock.now_s = 120.0
+        watch.look()
+
+
+def test_the_engine_is_asked_now_and_then(clock: Clock) -> None:
+    with fake_engine() as engine:
+        watch = watch_on(engine.url, clock)
+        for clock.now_s in (0.0, 1.0, 5.0, 9.0, 12.0):
+            watch.look()
+        assert engine.calls == ["/health", "/health"]

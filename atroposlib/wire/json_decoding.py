@@ -112,12 +112,13 @@ def _plain_fields(body: Blob) -> dict[str, Any] | None:
     if len(body) > _PLAIN_BYTES or body[:1] not in (b"{", b" ", b"\n"):
         return None
     try:
-        return _plain_group(cast(simdjson.Object, simdjson.Parser().parse(body)), body)
+        return _plain_group(simdjson.Parser().parse(body), body)
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, GroupError):
         return None
 
 
-def _plain_group(group: simdjson.Object, body: Blob) -> dict[str, Any] | None:
+def _plain_group(group: Any, body: Blob) -> dict[str, Any] | None:
+    """`group` is a `simdjson.Object` if it is a group at all: the caller takes errors of type and attribute."""
     fields: dict[str, Any] = {}
     num_lists = 1
     for name in (*_INT_ROWS, *PER_TOKEN_FIELDS):
@@ -153,7 +154,7 @@ def _plain_rows(rows: simdjson.Array, *, is_int: bool) -> Ragged:
     return Ragged(_narrow(values) if is_int else values, lengths)
 
 
-def _narrow(values: NDArray[np.int64]) -> NDArray[np.int32] | NDArray[np.int64]:
+def _narrow(values: NDArray[Any]) -> NDArray[Any]:
     """Return 32 bits where they are enough."""
     narrow = values.astype(np.int32)
     return narrow if np.array_equal(narrow, values) else values

@@ -20,7 +20,7 @@ from example_trainer.gap import LogprobGap
 from example_trainer.loss import LossShare, logprob_sums, policy_loss
 from example_trainer.parallel import ALONE
 from example_trainer.records import MetricsLog, describe_batch
-from example_trainer.training import StepResult, data_options, describe_result, objective_of
+from example_trainer.step import StepResult, data_options, describe_result, objective_of
 
 REPEATS = 3
 

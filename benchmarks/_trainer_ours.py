@@ -17,7 +17,8 @@ from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
 from example_trainer.model import load_policy
 from example_trainer.optim import make_optimizer
-from example_trainer.training import data_options, set_up_torch, take_step
+from example_trainer.step import data_options, take_step
+from example_trainer.training import set_up_torch
 from example_trainer.weights import WeightsDirectory
 
 

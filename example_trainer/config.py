@@ -275,6 +275,10 @@ class TrainerConfig(BaseModel):
         "",
         description="reload, transfer and lora: addresses of the engines, comma-separated; empty: port vllm_port here",
     )
+    engine_api_key: str | None = Field(
+        None,
+        description="reload, transfer and lora: key that the engines ask for; None: that in ATROPOS_ENGINE_API_KEY",
+    )
     engine_timeout_s: float = Field(
         600.0, gt=0, description="for an engine to start, or to take weights"
     )

@@ -51,6 +51,8 @@ class DataOptions:
     pad_to_multiple_of: int = 8
     keep_zero_advantage: bool = False
     """True when a KL or distillation term gives a gradient to sequences without an advantage."""
+    vocab_size: int | None = None
+    """Token ids from here on are refused; None: any are taken."""
     processed_logprobs: bool = False
     """True when engines report logprobs after temperature scaling (vLLM's `processed_logprobs`)."""
 
@@ -215,7 +217,8 @@ def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
 def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
     """Turn the groups of one step into micro-batches.
 
-    Raises GroupError for a group without sampled logprobs, unless all its sequences are supervised.
+    Raises GroupError for a group without sampled logprobs, unless all its sequences are supervised, and for tokens
+    that the model does not know.
     """
     all_rows = [row for group in groups for row in _rows(group, options)]
     if options.baseline in ("batch", "group_batch"):
@@ -254,7 +257,18 @@ def without_weight(micro_batch: MicroBatch) -> MicroBatch:
 # Groups -> rows.
 
 
+def _refuse_unknown_tokens(group: ScoredGroup, vocab_size: int) -> None:
+    for name, ids in (("tokens", group.tokens), ("masks", group.masks)):
+        if len(ids) and (highest := int(ids.max())) >= vocab_size:
+            raise GroupError(
+                f"{name}: id {highest} in a group of environment {group.env_id}, and the model knows the ids below "
+                f"{vocab_size}: give the environment the tokenizer of the model that is trained"
+            )
+
+
 def _rows(group: ScoredGroup, options: DataOptions) -> Iterator[Row]:
+    if options.vocab_size is not None:
+        _refuse_unknown_tokens(group, options.vocab_size)
     overrides = [
         (group.overrides[i] if group.overrides else None) or {} for i in range(group.num_sequences)
     ]

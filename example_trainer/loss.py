@@ -2,7 +2,7 @@
 
 Shapes: N trained positions of S sequences, K tokens that a teacher named. A loss is put together of four choices: what
 the probability ratio is taken over, what is done with it, how differences between sampler and trainer are corrected,
-and (in `data.py`, as weights) what the mean is taken over; `objective.py` names the choices. Called by `training.py`.
+and (in `data.py`, as weights) what the mean is taken over; `objective.py` names the choices. Called by `step.py`.
 """
 
 from __future__ import annotations

@@ -121,6 +121,11 @@ class Policy:
             return functional_call(self.module, named, (micro_batch,))  # type: ignore[no-any-return]
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
     def num_bytes(self) -> int:
         """Size of a saved checkpoint, roughly."""
         return sum(int(p.numel()) for p in self.model.parameters()) * int(self.dtype.itemsize)

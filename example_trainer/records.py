@@ -95,7 +95,7 @@ class MetricsLog:
             group=self.wandb_group,
             id=before.get("id"),
             resume="allow" if before else None,
-            config=config.model_dump(mode="json", exclude={"hub_token"}),
+            config=config.model_dump(mode="json", exclude={"hub_token", "engine_api_key"}),
         )
         note.parent.mkdir(parents=True, exist_ok=True)
         note.write_text(json.dumps({"id": chart.id, "group": self.wandb_group}), encoding="utf-8")

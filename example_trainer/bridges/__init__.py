@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -143,6 +144,7 @@ def make_bridge(config: TrainerConfig, weights: WeightsDirectory) -> WeightBridg
     """Build the bridge that the configuration names."""
     urls, timeout_s = config.engine_urls, config.engine_timeout_s
     retry_s = config.engine_retry_s
+    api_key = config.engine_api_key or os.environ.get("ATROPOS_ENGINE_API_KEY")
     match config.bridge:
         case "restart":
             return CheckpointBridge(
@@ -151,11 +153,17 @@ def make_bridge(config: TrainerConfig, weights: WeightsDirectory) -> WeightBridg
             )
         case "reload":
             return CheckpointBridge(
-                weights, ReloadBridge(urls=urls, timeout_s=timeout_s, retry_s=retry_s)
+                weights,
+                ReloadBridge(urls=urls, timeout_s=timeout_s, retry_s=retry_s, api_key=api_key),
             )
         case "lora":
             return LoraBridge(
-                weights, urls=urls, lora_name=config.lora_name, timeout_s=timeout_s, retry_s=retry_s
+                weights,
+                urls=urls,
+                lora_name=config.lora_name,
+                timeout_s=timeout_s,
+                retry_s=retry_s,
+                api_key=api_key,
             )
         case "transfer":
             return TransferBridge(
@@ -164,6 +172,7 @@ def make_bridge(config: TrainerConfig, weights: WeightsDirectory) -> WeightBridg
                 bucket_bytes=config.transfer_bucket_mb * 2**20,
                 address=config.transfer_address,
                 timeout_s=timeout_s,
+                api_key=api_key,
             )
 
 

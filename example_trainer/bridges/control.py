@@ -41,12 +41,13 @@ class NoSuchRoute(EngineRejected):
 
 
 class Control:
-    """A connection to one engine; `url` is its address without `/v1`."""
+    """A connection to one engine; `url` is its address without `/v1`, `api_key` the one it asks for, if any."""
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
         self.url = url
         self._http = httpx.Client(
             base_url=url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             timeout=httpx.Timeout(timeout_s, connect=5.0),
             # A connection kept for minutes may be closed just as the next call goes out, which then cannot be told
             # from an engine that died of it.

@@ -30,9 +30,10 @@ class LoraBridge:
         lora_name: str,
         timeout_s: float = 600.0,
         retry_s: float = 600.0,
+        api_key: str | None = None,
     ) -> None:
         self._weights = weights
-        self._controls = [Control(url, timeout_s=timeout_s) for url in urls]
+        self._controls = [Control(url, timeout_s=timeout_s, api_key=api_key) for url in urls]
         self._lora_name = lora_name
         self._timeout_s = timeout_s
         self._retry_s = retry_s

@@ -22,9 +22,14 @@ class ReloadBridge:
     name = "reload"
 
     def __init__(
-        self, *, urls: Sequence[str], timeout_s: float = 600.0, retry_s: float = 600.0
+        self,
+        *,
+        urls: Sequence[str],
+        timeout_s: float = 600.0,
+        retry_s: float = 600.0,
+        api_key: str | None = None,
     ) -> None:
-        self._controls = [Control(url, timeout_s=timeout_s) for url in urls]
+        self._controls = [Control(url, timeout_s=timeout_s, api_key=api_key) for url in urls]
         self._timeout_s = timeout_s
         self._retry_s = retry_s
         self._engines: dict[str, RunningEngine] = {}

@@ -72,8 +72,9 @@ class TransferBridge:
         bucket_bytes: int = 512 * 2**20,
         address: str | None = None,
         timeout_s: float = 600.0,
+        api_key: str | None = None,
     ) -> None:
-        self._controls = [Control(url, timeout_s=timeout_s) for url in urls]
+        self._controls = [Control(url, timeout_s=timeout_s, api_key=api_key) for url in urls]
         self._is_ipc = backend == "ipc"
         self._bucket_bytes = bucket_bytes
         self._address = address

@@ -21,7 +21,7 @@ from example_trainer.gap import LogprobGap
 from example_trainer.head import head_logprobs
 from example_trainer.model import Policy, load_policy
 from example_trainer.optim import make_optimizer
-from example_trainer.training import StepResult, data_options, take_step
+from example_trainer.step import StepResult, data_options, take_step
 from example_trainer.weights import WeightsDirectory
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_trainer import make_group

@@ -57,6 +57,7 @@ class FakeEngine:
         self.adapters: dict[str, str] = {}
         self.faults: dict[str, tuple[int, bytes]] = {}
         self.device = "cuda"
+        self.keys: set[str | None] = set()
         self.max_loras = 1
         engine = self
 
@@ -68,6 +69,7 @@ class FakeEngine:
                 self.answer()
 
             def answer(self) -> None:
+                engine.keys.add(self.headers.get("Authorization"))
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 status, reply = engine.handle(self.path, json.loads(body or b"{}") or {})
                 self.send_response(status)

@@ -19,7 +19,8 @@ from example_trainer.gap import LogprobGap
 from example_trainer.model import load_policy
 from example_trainer.optim import make_optimizer
 from example_trainer.parallel import World, processes
-from example_trainer.training import data_options, resume, take_step
+from example_trainer.step import data_options, take_step
+from example_trainer.training import resume
 from example_trainer.weights import WeightsDirectory
 from tests.trainer.helpers_trainer import make_group
 

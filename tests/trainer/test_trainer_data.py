@@ -297,6 +297,16 @@ def test_null_logprobs_name_the_environment_and_the_cure() -> None:
         make_batch([group], OPTIONS)
 
 
+def test_tokens_that_the_model_does_not_know_are_named_with_their_environment() -> None:
+    group = dataclasses.replace(make_group([1.0, 0.0]), env_id=7)
+    highest = int(group.tokens.max())
+    make_batch([group], dataclasses.replace(OPTIONS, vocab_size=highest + 1))
+    with pytest.raises(
+        GroupError, match=f"tokens: id {highest} .* environment 7.* below {highest}"
+    ):
+        make_batch([group], dataclasses.replace(OPTIONS, vocab_size=highest))
+
+
 def test_temperature_counts_only_for_processed_logprobs() -> None:
     group = make_group(
         [1.0, 0.0],

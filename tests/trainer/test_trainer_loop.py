@@ -22,7 +22,8 @@ from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
 from example_trainer.model import Policy, load_policy
 from example_trainer.optim import make_optimizer
-from example_trainer.training import data_options, take_step, train
+from example_trainer.step import data_options, take_step
+from example_trainer.training import train
 from example_trainer.weights import WeightsDirectory
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_reload import FakeEngine, fake_engine, running_hub

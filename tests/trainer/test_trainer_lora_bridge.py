@@ -95,6 +95,18 @@ def test_a_vllm_that_mixes_adapters_in_a_batch_is_drained_for_the_swap(
         assert engine.calls[-1] == "/resume"
 
 
+def test_an_engine_that_asks_for_a_key_gets_it_with_every_call(
+    policy: Policy, tmp_path: Path
+) -> None:
+    config = TrainerConfig(model_name="m", bridge="lora", weights_dir=tmp_path)
+    with fake_engine() as engine, WeightsDirectory(config, policy) as weights:
+        bridge = LoraBridge(weights, urls=[engine.url], lora_name="policy", api_key="secret")
+        bridge.start(policy, 0)
+        bridge.check()
+        bridge.close()
+        assert engine.keys == {"Bearer secret"}
+
+
 def test_the_originals_server_is_asked_by_its_own_route(policy: Policy, tmp_path: Path) -> None:
     with fake_engine("original") as engine, bridge_to(policy, tmp_path, engine) as bridge:
         bridge.start(policy, 0)

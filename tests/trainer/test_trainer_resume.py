@@ -23,7 +23,8 @@ from example_trainer.model import load_policy
 from example_trainer.optim import make_optimizer
 from example_trainer.parallel import ALONE
 from example_trainer.records import MetricsLog
-from example_trainer.training import data_options, take_step, train
+from example_trainer.step import data_options, take_step
+from example_trainer.training import train
 from example_trainer.weights import WeightsDirectory
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_reload import fake_engine, running_hub

@@ -20,7 +20,7 @@ from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
 from example_trainer.model import Policy, load_policy, reference_of
 from example_trainer.objective import OBJECTIVES
-from example_trainer.training import data_options, objective_of, take_step
+from example_trainer.step import data_options, objective_of, take_step
 from example_trainer.weights import WeightsDirectory
 from tests.tiny_model import make_tiny_model
 from tests.trainer.test_trainer_loop import config_for

@@ -1,0 +1,192 @@
+"""One optimizer step: a batch in, changed weights and the figures of the step out.
+
+`take_step` accumulates the gradient over the micro-batches, compares the engines' logprobs with the trainer's, clips
+the gradient and applies it. Called by the loop (`training.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atroposlib.errors import AtroposError
+from example_trainer.config import TrainerConfig
+from example_trainer.data import Batch, DataOptions, MicroBatch
+from example_trainer.gap import GapReport, LogprobGap
+from example_trainer.loss import LogprobSums, LossShare, logprob_sums, policy_loss
+from example_trainer.model import Policy
+from example_trainer.objective import Objective
+from example_trainer.optim import set_learning_rate
+from example_trainer.parallel import sync_gradients, whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step computed; None where the batch held nothing to train."""
+
+    lr: float
+    loss: float | None
+    grad_norm: float | None
+    sums: dict[str, float]
+    """Those of `LossShare` and `LogprobSums`, over the whole batch."""
+    gap: GapReport
+
+
+def take_step(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    config: TrainerConfig,
+    step: int,
+    gap: LogprobGap,
+    reference: Policy | None = None,
+) -> StepResult:
+    """Accumulate the gradient over the micro-batches, compare logprobs, then update the weights.
+
+    A batch with nothing to train leaves weights and optimizer as they are.
+    """
+    lr = set_learning_rate(optimizer, config, step)
+    gap.compare_older(batch, step)
+    objective = objective_of(config)
+    frozen = reference if batch.lacks_reference else None
+    names = LossShare._fields + LogprobSums._fields
+    totals = torch.zeros(len(names), dtype=torch.float64, device=policy.device)
+    micro_batches = policy.world.share(batch.micro_batches)
+    for index, cpu_micro_batch in enumerate(micro_batches):
+        micro_batch = cpu_micro_batch.to(policy.device)
+        sync_gradients(policy.module, now=index == len(micro_batches) - 1)
+        own = policy.logprobs(micro_batch)
+        if not micro_batch.is_filler:
+            gap.observe(micro_batch, own.logprobs_N, step)
+        share = policy_loss(
+            objective,
+            micro_batch.positions,
+            own.logprobs_N,
+            entropy_N=own.entropy_N,
+            ref_logprobs_N=reference_logprobs(frozen, micro_batch),
+            teacher_logprobs_own_NK=own.teacher_NK,
+        )
+        (share.loss * policy.world.size).backward()  # FSDP takes the mean over the processes
+        if not micro_batch.is_filler:
+            sums_of_logprobs = logprob_sums(micro_batch.positions, own.logprobs_N)
+            totals += torch.stack([value.detach() for value in (*share, *sums_of_logprobs)])
+    report = gap.settle(step)
+    grad_norm = update_weights(policy, optimizer, config, step) if batch.micro_batches else None
+    totals = policy.world.sum(totals)
+    sums = dict(zip(names, totals.tolist(), strict=True))
+    return StepResult(
+        lr=lr,
+        loss=sums["loss"] if batch.micro_batches else None,
+        grad_norm=grad_norm,
+        sums=sums,
+        gap=report,
+    )
+
+
+def reference_logprobs(reference: Policy | None, micro_batch: MicroBatch) -> Tensor | None:
+    """Return the reference's logprobs: those that the environment gave, else those of the frozen copy.
+
+    The copy is asked for every micro-batch or for none: where it is split over processes, all must take part.
+    """
+    given_N = micro_batch.positions.ref_logprobs_N
+    if reference is None:
+        return given_N
+    with torch.no_grad():
+        own_N = reference.logprobs(micro_batch).logprobs_N
+    return own_N if given_N is None else torch.where(given_N.isnan(), own_N, given_N)
+
+
+def update_weights(
+    policy: Policy, optimizer: torch.optim.Optimizer, config: TrainerConfig, step: int
+) -> float:
+    """Clip the gradient, apply it, clear it; return its norm before clipping."""
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    norm = whole(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
+    if not torch.isfinite(norm):
+        raise AtroposError(
+            f"step {step + 1}: the gradient is not finite, so the weights were left as they are; "
+            "check the learning rate and the advantages that the environments send"
+        )
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)
+
+
+def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
+    """Return the metrics of the step, means over trained positions; None where nothing went into one.
+
+    `kl_mean` is to the reference. `raised` and `lowered` are positions with an advantage above and below 0.
+    """
+    sums = result.sums
+
+    def mean(total: str, count: str = "num_policy") -> float | None:
+        return sums[total] / sums[count] if sums[count] else None
+
+    def deviation(total: str, squares: str) -> float | None:
+        average, square = mean(total), mean(squares)
+        if average is None or square is None:
+            return None
+        return math.sqrt(max(square - average * average, 0.0))
+
+    num_trained = max(1, batch.num_trained_tokens)
+    return {
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "ratio_mean": mean("ratio_sum"),
+        "clip_fraction": mean("num_clipped"),
+        "rejected_fraction": mean("num_rejected"),
+        "entropy_mean": sums["entropy_sum"] / num_trained if batch.micro_batches else None,
+        "kl_mean": sums["kl_sum"] / num_trained if sums["kl_sum"] else None,
+        "sampled_kl_mean": mean("sampled_kl_sum"),
+        "distill_loss": sums["distill_sum"] / num_trained if sums["distill_sum"] else None,
+        "logprob_mean": mean("own_sum"),
+        "logprob_std": deviation("own_sum", "own_square_sum"),
+        "sampled_logprob_mean": mean("sampled_sum"),
+        "sampled_logprob_std": deviation("sampled_sum", "sampled_square_sum"),
+        "raised_logprob_mean": mean("raised_own_sum", "num_raised"),
+        "lowered_logprob_mean": mean("lowered_own_sum", "num_lowered"),
+        "logprob_gap_max": result.gap.maximum,
+        "logprob_gap_mean": result.gap.mean,
+    }
+
+
+def data_options(config: TrainerConfig, *, vocab_size: int | None = None) -> DataOptions:
+    return DataOptions(
+        baseline=config.baseline,
+        scale_advantages=config.scale_advantages,
+        loss_mean=config.loss_mean,
+        loss_constant=config.loss_constant or config.seq_len,
+        overlong_max=config.overlong_max,
+        overlong_buffer=config.overlong_buffer,
+        seq_len=config.seq_len,
+        max_sequences=config.batch_size,
+        max_tokens=config.max_microbatch_tokens,
+        layout="packed" if config.packs_sequences else "padded",
+        pad_to_multiple_of=config.pad_to_multiple_of,
+        keep_zero_advantage=config.kl_coef > 0 or config.distill_coef > 0,
+        vocab_size=vocab_size,
+        processed_logprobs=config.logprobs_mode == "processed",
+    )
+
+
+def objective_of(config: TrainerConfig) -> Objective:
+    return Objective(
+        surrogate=config.surrogate,
+        ratio_level=config.ratio_level,
+        clip_low=config.clip_eps,
+        clip_high=config.clip_eps if config.clip_eps_high is None else config.clip_eps_high,
+        correction=config.correction,
+        correction_level=config.correction_level,
+        correction_cap=config.correction_cap,
+        correction_floor=config.correction_floor,
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        entropy_coef=config.entropy_coef,
+        distill_coef=config.distill_coef,
+        distill_loss=config.distill_loss,
+    )

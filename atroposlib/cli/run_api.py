@@ -212,7 +212,7 @@ async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
 
-    # Threads that decode give way to the event loop after this long; Python's own 5 ms add up.
+    # Other threads give way to the event loop after this long; Python's own 5 ms add up.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     hub = Hub(_stores(config, on_failure), policy=policy_of(config))

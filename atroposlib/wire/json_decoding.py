@@ -119,6 +119,8 @@ def _plain_fields(body: Blob) -> dict[str, Any] | None:
 
 def _plain_group(group: Any, body: Blob) -> dict[str, Any] | None:
     """`group` is a `simdjson.Object` if it is a group at all: the caller takes errors of type and attribute."""
+    if any(group.get(name) is not None for name in DISTILL_FIELDS):
+        return None
     fields: dict[str, Any] = {}
     num_lists = 1
     for name in (*_INT_ROWS, *PER_TOKEN_FIELDS):

@@ -125,7 +125,7 @@ class GroupCodec:
         return [IncomingGroup(**group._asdict()) for group in groups]
 
     def _is_quick(self, body: Body, *, packed: bool) -> bool:
-        """Is `body` decoded sooner on the event loop than handed to a thread?"""
+        """Is `body` decoded in a millisecond, so that it need not wait for a turn?"""
         if packed:
             if len(body) > self._inline_packed_bytes:
                 return False

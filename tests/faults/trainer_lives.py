@@ -227,7 +227,7 @@ class _Deeds:
 
 
 def _instrument(life: Life, phase_file: int, rank: int) -> None:
-    from example_trainer import bridges, checkpointing, feed, records, training
+    from example_trainer import bridges, checkpointing, feed, records, step, training
 
     deeds = _Deeds(life, rank)
 
@@ -254,7 +254,7 @@ def _instrument(life: Life, phase_file: int, rank: int) -> None:
     around(feed.Leader, "acknowledge", "acking", point="acking")
     around(bridges.CheckpointBridge, "publish", "publishing", point="publishing")
     around(training, "save_checkpoint", "saving", point="saving")
-    around(training, "update_weights", point="the update")
+    around(step, "update_weights", point="the update")
     around(feed.Follower, "next_groups", point="following")
     around(checkpointing, "_save_tensors", point="shards")
     around(checkpointing, "finish_directory", point="rename")

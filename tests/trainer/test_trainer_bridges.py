@@ -47,7 +47,7 @@ def test_vllm_is_started_for_adapters_of_the_next_rank_that_it_knows() -> None:
     command = command_of(engine="vllm", bridge="lora", lora_r=40)
     assert "--enable-lora" in command
     assert value_of(command, "--max-lora-rank") == "64"
-    assert value_of(command, "--max-loras") == "2"
+    assert value_of(command, "--max-loras") == "1"
     assert "--enable-lora" not in command_of(engine="vllm", bridge="restart", lora=True)
     with pytest.raises(ConfigError, match="--lora_r 513.*512"):
         command_of(engine="vllm", bridge="lora", lora_r=513)

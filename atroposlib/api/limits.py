@@ -127,9 +127,8 @@ class _Output:
             raise BodyRefused(413, f"Request body inflates more than {self.max_ratio} times")
 
     def value(self) -> bytes:
-        return b"".join(
-            self._pieces
-        )  # gives up the GIL from a MiB on; a buffer that grows would copy under it
+        # Gives up the GIL from a MiB on; a buffer that grows would copy under it.
+        return b"".join(self._pieces)
 
 
 def inflate(data: bytes, *, encoding: str, max_bytes: int, max_ratio: int = 200) -> bytes:

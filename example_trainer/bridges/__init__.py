@@ -102,6 +102,8 @@ class EngineWatch:
     """
 
     INTERVAL_S = 10.0
+    FORGET_S = 60.0
+    """Without a look, because batches came: what was seen before says nothing of now."""
 
     def __init__(
         self,
@@ -113,15 +115,18 @@ class EngineWatch:
         self._bridge = bridge
         self._patience_s = patience_s
         self._clock = clock
-        self._next_s = clock()
+        self._looked_s = float("-inf")
         self._away_since_s: float | None = None
 
     def look(self) -> None:
         """Ask the engines, at most every `INTERVAL_S`. Called while no batch comes."""
         now_s = self._clock()
-        if now_s < self._next_s:
+        waited_s = now_s - self._looked_s
+        if waited_s < self.INTERVAL_S:
             return
-        self._next_s = now_s + self.INTERVAL_S
+        if waited_s > self.FORGET_S:
+            self._away_since_s = None
+        self._looked_s = now_s
         try:
             self._bridge.check()
         except EngineError as error:

@@ -53,6 +53,17 @@ def test_an_engine_that_comes_back_is_forgiven(clock: Clock) -> None:
         watch.look()
 
 
+def test_an_absence_before_a_batch_came_does_not_count(clock: Clock) -> None:
+    with fake_engine() as engine:
+        watch = watch_on(engine.url, clock)
+        engine.faults["/health"] = (503, b"asleep")
+        watch.look()
+        clock.now_s = 500.0  # a batch came and was trained
+        watch.look()
+        clock.now_s = 550.0
+        watch.look()
+
+
 def test_the_engine_is_asked_now_and_then(clock: Clock) -> None:
     with fake_engine() as engine:
         watch = watch_on(engine.url, clock)

@@ -55,14 +55,16 @@ class Checkpoints:
     def begin(self, start: int) -> None:
         """Tidy up for a run that takes the step after `start` next; every process must call it.
 
-        Removes what a killed process left half done, and moves checkpoints of later steps to `earlier_run_<n>/`: the
-        run takes those steps again, and a crash must not make it go on from where an abandoned run was.
+        Removes what a killed process left half done or did not come to remove, and moves checkpoints of later steps to
+        `earlier_run_<n>/`: the run takes those steps again, and a crash must not make it go on from where an abandoned
+        run was.
         """
         if self.world.is_main and self.save_path.is_dir():
             for path in list(self.save_path.iterdir()):
                 if _UNFINISHED.match(path.name):
                     shutil.rmtree(path, ignore_errors=True)
             self._set_aside([step for step in self.steps() if step > start])
+            self.remove_old()
         self.world.barrier()
 
     def _set_aside(self, steps: list[int]) -> None:

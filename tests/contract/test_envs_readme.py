@@ -139,7 +139,7 @@ async def test_example_evaluates(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_example_passes_check(name: str) -> None:
     report = check_env(namespace_of(name)[name], num_items=2)
-    assert report.failed == []
+    assert report.failed == [], report
 
 
 async def test_test_of_the_readme_passes() -> None:

@@ -471,11 +471,10 @@ class _Check:
     async def _judge_leaks(self) -> None:
         tasks = leaked(self._left["tasks"])
         if tasks:
-            await asyncio.wait(tasks, timeout=GRACE_S)
+            await asyncio.wait(tasks, timeout=4 * GRACE_S)
             tasks = {task for task in tasks if not task.done()}
         if len(tasks) >= LEAKY_RUNS:
-            sample = next(iter(tasks)).get_coro()
-            name = getattr(sample, "__qualname__", repr(sample))
+            name = _name_of(next(iter(tasks)))
             self._fail("no_leaked_tasks", f"every run left a task of {name} behind")
         processes = leaked(self._left["processes"])
         if processes:
@@ -543,9 +542,11 @@ class _Check:
                 self._fail("cancellable", f"it {ending} instead of ending cancelled", item=0)
             elif left := asyncio.all_tasks() - before - {task, asked}:
                 # The engine still waits: what ends now was cancelled with the item.
-                _, pending = await asyncio.wait(left, timeout=GRACE_S / 5)
+                _, pending = await asyncio.wait(left, timeout=4 * GRACE_S)
                 if pending:
-                    self._fail("no_leaked_tasks", "a cancelled item left a task behind", item=0)
+                    name = _name_of(next(iter(pending)))
+                    text = f"a cancelled item left a task of {name} behind"
+                    self._fail("no_leaked_tasks", text, item=0)
         finally:
             self._engine.release()
             asked.cancel()
@@ -616,3 +617,8 @@ class _Check:
             self._fail("checkpoint_restores", describe(error))
         finally:
             await self._stop(fresh)
+
+
+def _name_of(task: asyncio.Task[Any]) -> str:
+    coroutine = task.get_coro()
+    return str(getattr(coroutine, "__qualname__", repr(coroutine)))

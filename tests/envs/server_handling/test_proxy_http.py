@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -455,6 +457,28 @@ async def test_deleting_a_session_cancels_what_the_engine_is_doing_for_it() -> N
         assert (await proxy.client.delete(f"/{uuid}")).status_code == 200
         assert (await call).status_code == 404
         assert cancelled.is_set()
+
+
+async def test_session_deleted_while_a_body_arrives_asks_the_engine_nothing() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+        arrives, deleted = asyncio.Event(), asyncio.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            content = json.dumps(HELLO).encode()
+            yield content[:9]
+            arrives.set()
+            await deleted.wait()
+            yield content[9:]
+
+        call = asyncio.ensure_future(proxy.client.post(chat_url(uuid), content=body()))
+        await arrives.wait()
+        await proxy.client.delete(f"/{uuid}")
+        deleted.set()
+        answer = await call
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "session_not_found"
+        assert proxy.engine.requests == []
 
 
 async def test_limits_of_sessions_sequences_and_bodies_are_kept() -> None:

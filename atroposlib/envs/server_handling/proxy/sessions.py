@@ -198,8 +198,15 @@ class Session:
             raise NotImplementedError("an API without token ids does not show its prompts")
         return self.managed.preview(messages=ask.messages, tools=ask.tools, **ask.template)
 
-    async def run(self, call: Coroutine[Any, Any, T], *, gone: Awaitable[Any] | None = None) -> T:
+    async def run(
+        self, call: Coroutine[Any, Any, T], *, gone: Coroutine[Any, Any, None] | None = None
+    ) -> T:
         """Await a call of this session; cancel it when the session closes, or when `gone` says that nobody waits."""
+        if self.closed_by is not None:  # while the body of the request arrived
+            call.close()
+            if gone is not None:
+                gone.close()
+            raise self.closed_by
         task = asyncio.ensure_future(call)
         watch = None if gone is None else asyncio.ensure_future(gone)
         self._calls.add(task)

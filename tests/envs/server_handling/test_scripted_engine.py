@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -624,6 +626,27 @@ async def test_a_killed_engine_breaks_what_runs_and_comes_back_at_its_address() 
         await client.engine.start()
         client.engine.set_script(Script())
         assert (await client.ask())["choices"][0]["token_ids"] == expected(("default", 4))[0]
+
+
+@pytest.mark.parametrize("num_rounds", range(6))
+async def test_a_connection_that_is_being_accepted_is_broken_with_the_engine(
+    num_rounds: int,
+) -> None:
+    engine = ScriptedEngine()
+    await engine.start()
+    body = json.dumps(ASK).encode()
+    with socket.create_connection((engine.host, engine.port)) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        for _ in range(num_rounds):
+            await asyncio.sleep(0)
+        await engine.stop()
+        was_served = list(engine.served)
+        client.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            while await asyncio.to_thread(client.recv, 9999):
+                pass
+        assert list(engine.served) == was_served
 
 
 @pytest.mark.e2e

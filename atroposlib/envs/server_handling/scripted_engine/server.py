@@ -38,6 +38,8 @@ BACKLOG = 4096
 """Connections that may wait to be accepted: a client opens thousands at once."""
 NUM_KEPT_ANSWERS = 8192
 NUM_KEPT_REQUESTS = 10_000
+_ROUNDS_TO_ACCEPT = 4
+"""asyncio takes three turns of its loop from a connection to its protocol."""
 _CLEAN_UP_S = 1.0
 """How long `stop` waits for handlers that it has cancelled."""
 
@@ -149,6 +151,11 @@ class ScriptedEngine:
     async def stop(self) -> None:
         """Stop listening and break every connection, as a killed process does. `start` brings it back."""
         if self._listener is not None:
+            # What is being accepted has to be broken, too; a closed listener would forget it, and leave it open.
+            for listening in self._listener.sockets:
+                asyncio.get_running_loop().remove_reader(listening.fileno())
+            for _ in range(_ROUNDS_TO_ACCEPT):
+                await asyncio.sleep(0)
             self._listener.close()
             self._listener = None
         if self._web is not None:

@@ -526,17 +526,23 @@ def peak_rss_bytes(pid: int) -> int:
     total = 0
     for each in [pid, *children(pid)]:
         status = Path(f"/proc/{each}/status").read_text()
-        total += int(status.split("VmHWM:")[1].split()[0]) * 1024
+        if "VmHWM:" in status:  # a zombie has none
+            total += int(status.split("VmHWM:")[1].split()[0]) * 1024
     return total
 
 
-def children(pid: int) -> list[int]:
-    """Return all descendants; a child belongs to the thread that started it."""
-    found = [
+def own_children(pid: int) -> list[int]:
+    """Return the children of all its threads: a child belongs to the thread that started it."""
+    return [
         int(child)
         for task in Path(f"/proc/{pid}/task").iterdir()
         for child in (task / "children").read_text().split()
     ]
+
+
+def children(pid: int) -> list[int]:
+    """Return all descendants."""
+    found = own_children(pid)
     return found + [each for child in found for each in children(child)]
 
 

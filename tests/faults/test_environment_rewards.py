@@ -38,6 +38,7 @@ from tests.faults.drivers import (
     is_alive,
     kill_group,
     make_group,
+    own_children,
     registration,
 )
 from tests.faults.scripted_engine import ScriptedEngine
@@ -238,8 +239,9 @@ class Judged:
     async def stop(self) -> None:
         """SIGTERM; nothing that the environment or its rewards started may be left."""
         popen = self.process.popen
+        # What a call forked off and left dead is its worker's to collect, for as long as that lives.
         await eventually(
-            lambda: all(map(is_alive, children(popen.pid))),
+            lambda: all(map(is_alive, own_children(popen.pid))),
             timeout_s=20,
             what="workers that died are collected",
         )

@@ -170,7 +170,7 @@ def create_app(
             await hub.close()
             await codec.close()
 
-    app = FastAPI(
+    app = _HubApp(
         title="AtroposLib API",
         version=__version__,
         lifespan=lifespan,
@@ -235,15 +235,14 @@ def create_app(
         await run.progress.wait(timeout_s)
         return True
 
-    # The middleware added last is the outermost: rights, then room, then the body, and only then a handler. What is
-    # inside of _Shortcut only the rarer routes pass.
     shortcuts: dict[tuple[str, str], _Handler] = {}
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=1)
-    app.add_middleware(_Shortcut, handlers=shortcuts, error_handlers=app.exception_handlers)
-    app.add_middleware(RequestBodies, limits=limits)
-    app.add_middleware(Ladder, limits=limits, is_full=is_full, room=room, metrics=metrics)
-    app.add_middleware(Access, tokens=tokens)
-    app.add_middleware(Observe, metrics=metrics)
+    # From the inside out: a handler is called only after rights, room and body have been looked at.
+    front: ASGIApp = _Shortcut(app.front, handlers=shortcuts, error_handlers=app.exception_handlers)
+    front = RequestBodies(front, limits)
+    front = Ladder(front, limits=limits, is_full=is_full, room=room, metrics=metrics)
+    front = Access(front, tokens)
+    app.front = Observe(front, metrics)
     _handle_errors(app, retry_after_s=limits.retry_after_s)
 
     @app.get("/status-env", response_model=EnvStatus, openapi_extra=_STATUS_PARAMETERS)
@@ -531,6 +530,18 @@ def _unless_odd(endpoint: Callable[..., Awaitable[BaseModel]], model: type[BaseM
         return _json_response(reply.model_dump_json().encode())
 
     return handle
+
+
+class _HubApp(FastAPI):
+    """FastAPI behind layers of ours: what `front` answers, most requests, passes none of FastAPI's."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.front: ASGIApp = super().__call__
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        await self.front(scope, receive, send)
 
 
 class _Shortcut:

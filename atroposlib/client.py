@@ -77,6 +77,7 @@ __all__ = [
     "TrainerClient",
     "TrainerNotRegistered",
     "TrainerRegistration",
+    "TrainerSuperseded",
     "UnknownEnvironment",
     "WandbInfo",
 ]
@@ -106,6 +107,10 @@ class UnknownEnvironment(HubRejected):
 
 class TrainerNotRegistered(HubRejected):
     """The hub has no trainer, for example after its restart."""
+
+
+class TrainerSuperseded(HubRejected):
+    """Another trainer has resumed the run since this one registered: this one has to stop."""
 
 
 class LeaseExpired(HubRejected):
@@ -386,6 +391,8 @@ class TrainerClient:
         )
         self._open_request: str | None = None
         """Id of a lease request that has not been answered: the hub may have leased a batch to it."""
+        self._epoch: int | None = None
+        """Of this trainer, once the hub has told it: what a later one has taken over is then refused to it."""
         self._is_missing_logged = False
 
     def __enter__(self) -> Self:
@@ -419,7 +426,9 @@ class TrainerClient:
         if resume_step is not None:
             asked = RegisterTrainer(**body, resume_step=resume_step, resume=Resume(resume))
             body = asked.model_dump(mode="json", exclude_none=True)
-        return _parse(RegistrationReply, self._control("POST", "/register", json=body))
+        reply = _parse(RegistrationReply, self._control("POST", "/register", json=body))
+        self._epoch = reply.epoch
+        return reply
 
     def status(self) -> HubStatus:
         return _parse(HubStatus, self._control("GET", "/status"))
@@ -454,14 +463,16 @@ class TrainerClient:
     def lease_batch(self, wait_s: float = 0.0, *, ttl_s: float | None = None) -> LeasedBatch | None:
         """Lease the next batch for `ttl_s` (None: the hub's default); None when there is none within `wait_s`.
 
-        One attempt, errors as in `batch()`. When the answer was lost, the next call gets the same
-        batch.
+        One attempt, errors as in `batch()`, and `TrainerSuperseded`. When the answer was lost, the
+        next call gets the same batch.
         """
         if self._open_request is None:
             self._open_request = uuid.uuid4().hex
         params: dict[str, str | float] = {"lease": 1, "request_id": self._open_request}
         if ttl_s is not None:
             params["ttl"] = ttl_s
+        if self._epoch is not None:
+            params["epoch"] = self._epoch
         try:
             delivery = self._take(params, wait_s)
         except GroupError:
@@ -477,6 +488,7 @@ class TrainerClient:
             lease = _Lease.model_validate(delivery.meta)
         except ValidationError as e:
             raise HubError(f"GET /batch: this is no lease: {delivery.meta!r:.200}") from e
+        self._epoch = lease.epoch
         return LeasedBatch(groups=delivery.groups, **lease.model_dump())
 
     def heartbeat(self, batch: LeasedBatch) -> float | None:
@@ -501,9 +513,11 @@ class TrainerClient:
     def checkpoint(self, step: int, path: str | os.PathLike[str] | None = None) -> int:
         """Say that the trainer can restart from `step`: batches up to there are not needed again.
 
-        Returns how many batches the hub let go of.
+        Returns how many batches the hub let go of. Raises `TrainerSuperseded`.
         """
-        body = {"step": step, "path": None if path is None else os.fspath(path)}
+        body: dict[str, Any] = {"step": step, "path": None if path is None else os.fspath(path)}
+        if self._epoch is not None:
+            body["epoch"] = self._epoch
         reply = self._native("/checkpoints", body)
         return 0 if reply is None else _parse(CheckpointReply, reply).committed
 
@@ -729,7 +743,8 @@ def _raise_for_status(status: int, body: bytes, where: str, retry_after: str | N
     message = f"{where}: {status} {detail:.500}"
     if status >= 500 or status in _RETRYABLE:
         raise HubUnavailable(message, retry_after_s=_seconds(retry_after))
-    raise HubRejected(message, status=status, detail=detail)
+    kind = TrainerSuperseded if status == 409 and '"superseded"' in detail else HubRejected
+    raise kind(message, status=status, detail=detail)
 
 
 def _seconds(retry_after: str | None) -> float | None:

@@ -38,6 +38,7 @@ from atroposlib.api.leases import (
     LeaseRequest,
     Leases,
     Steps,
+    Superseded,
     UnknownBatch,
 )
 from atroposlib.api.queue import GroupQueue
@@ -86,6 +87,7 @@ __all__ = [
     "Receipt",
     "RunPolicy",
     "RunReset",
+    "Superseded",
     "UnknownBatch",
     "UnknownEnvironment",
 ]
@@ -574,7 +576,7 @@ class Coordinator:
         """Hand out the next exact batch; None when none can be cut yet.
 
         Without `lease` the delivery is plain: follow it up with `confirm` or `give_back`.
-        Raises `NotRegistered` before the trainer has registered.
+        Raises `NotRegistered` before the trainer has registered, `Superseded` for one that is no longer the run's.
         """
         if self._trainer is None:
             raise NotRegistered("Trainer not registered. Call /register first.")
@@ -586,6 +588,8 @@ class Coordinator:
                 pass  # while that was stored, time passed and the policy may have moved on
             if self._trainer is None:
                 raise NotRegistered("The run was reset. Call /register again.")
+            if lease is not None:
+                self._leases.check_epoch(lease.epoch)
             batch = self._leases.asked_before(lease, now=self._clock())
             leased_now = batch is None
             batch = batch or self._lease_next(lease)
@@ -631,6 +635,7 @@ class Coordinator:
         """Is it worth calling `deliver`? Cheap, for those who wait while groups trickle in."""
         return (
             self._trainer is None
+            or (lease is not None and lease.epoch not in (None, self._leases.epoch))
             or self._leases.num_replay > 0
             or isinstance(self._look(), Plan)
             or self._leases.asked_before(lease, now=self._clock()) is not None
@@ -731,8 +736,12 @@ class Coordinator:
         self._leases.free(batch)
         return self._end(batch.headers, Fate.TRAINED)
 
-    async def checkpoint(self, step: int) -> int:
-        """Free the batches acknowledged at or before `step`, which need not come again; return how many."""
+    async def checkpoint(self, step: int, *, epoch: int | None = None) -> int:
+        """Free the batches acknowledged at or before `step`, which need not come again; return how many.
+
+        Raises `Superseded` for the epoch of a trainer that is no longer the run's.
+        """
+        self._leases.check_epoch(epoch)
         trained = self._leases.in_state(BatchState.TRAINED)
         done = [batch for batch in trained if batch.step <= step]
         ends = [end for batch in done for end in self._free(batch)]

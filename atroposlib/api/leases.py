@@ -32,6 +32,10 @@ class LeaseLost(AtroposError):
     """The lease expired, was given back, or belongs to an earlier incarnation of the trainer."""
 
 
+class Superseded(AtroposError):
+    """Another incarnation of the trainer has taken the run over."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
     """How a trainer wants to hold a batch."""
@@ -40,6 +44,8 @@ class LeaseRequest:
     """None: the run's default."""
     request_id: str | None = None
     """Asking again with it returns the batch of the first answer, which may have been lost."""
+    epoch: int | None = None
+    """Of the trainer that asks; None: whichever is current."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -194,6 +200,14 @@ class Leases:
         batch.expires_at = now + batch.ttl_s
         batch.request_id = None if request is None else request.request_id
         batch.is_plain = request is None
+
+    def check_epoch(self, epoch: int | None) -> None:
+        """Raises `Superseded` for the epoch of a trainer that is not the current one."""
+        if epoch is not None and epoch != self.epoch:
+            raise Superseded(
+                f"another trainer has taken this run over: it has epoch {self.epoch}, this one {epoch};"
+                " stop this one, or register it with the step to resume from"
+            )
 
     def asked_before(self, request: LeaseRequest | None, *, now: float) -> Batch | None:
         """The open batch that was the answer to the same request, renewed."""

@@ -137,6 +137,8 @@ class BatchQuery(BaseModel):
     )
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     """Names this request when it is repeated, so that it gets the same batch."""
+    epoch: int | None = Field(default=None, ge=0, lt=2**63)
+    """The trainer's incarnation, where it knows it: with another one's the request is refused. Counts with a lease."""
 
 
 class ScoredData(BaseModel):
@@ -244,6 +246,8 @@ class Checkpoint(BaseModel):
 
     step: int = Field(ge=0, lt=2**63)
     path: Text | None = None
+    epoch: int | None = Field(default=None, ge=0, lt=2**63)
+    """The trainer's incarnation, where it knows it: with another one's the call is refused."""
 
 
 class CheckpointReply(Acknowledgement):

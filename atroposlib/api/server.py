@@ -35,6 +35,7 @@ from atroposlib.api.coordinator import (
     Overloaded,
     Receipt,
     RunReset,
+    Superseded,
     UnknownBatch,
     UnknownEnvironment,
 )
@@ -293,7 +294,9 @@ def create_app(
     async def batch(request: Request) -> Response:
         run = await _current_run(request)
         query = _checked(BatchQuery, dict(request.query_params), "query")
-        wanted = LeaseRequest(ttl_s=query.ttl, request_id=query.request_id) if query.lease else None
+        wanted = None
+        if query.lease:
+            wanted = LeaseRequest(ttl_s=query.ttl, request_id=query.request_id, epoch=query.epoch)
         try:
             delivery = await next_batch(run, request, min(query.wait, limits.max_wait_s), wanted)
         except NotRegistered as e:
@@ -402,7 +405,7 @@ def create_app(
 
     @app.post("/checkpoints")
     async def checkpoint(run: Run, reached: Checkpoint) -> CheckpointReply:
-        return CheckpointReply(committed=await run.checkpoint(reached.step))
+        return CheckpointReply(committed=await run.checkpoint(reached.step, epoch=reached.epoch))
 
     shortcuts |= {
         ("GET", "/batch"): batch,
@@ -704,6 +707,7 @@ def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
 
     app.add_exception_handler(UnknownBatch, answer(404, "unknown_batch"))
     app.add_exception_handler(LeaseLost, answer(409, "lease_expired"))
+    app.add_exception_handler(Superseded, answer(409, "superseded"))
     app.add_exception_handler(RunReset, answer(409, "run_reset"))
     app.add_exception_handler(TooManyRuns, answer_later(403, "too_many_runs"))
     app.add_exception_handler(TooManyEnvironments, answer_later(503, "too_many_environments"))

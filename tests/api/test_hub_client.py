@@ -32,6 +32,7 @@ from atroposlib.client import (
     TrainerClient,
     TrainerNotRegistered,
     TrainerRegistration,
+    TrainerSuperseded,
     UnknownEnvironment,
 )
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, HubUnavailable
@@ -552,6 +553,26 @@ async def test_ended_leases_are_refused(hub_url: str, trainer: TrainerClient) ->
     third = trainer.lease_batch()
     assert third is not None
     assert (third.step, third.epoch) == (1, taken_over.epoch)
+
+
+async def test_a_trainer_that_was_taken_over_is_told_to_stop(
+    hub_url: str, trainer: TrainerClient
+) -> None:
+    trainer.register(RUN)
+    async with HubClient(hub_url) as hub:
+        for tag in "abc":
+            await hub.send([scored(4, tag)])
+    assert trainer.lease_batch() is not None
+    with TrainerClient(hub_url) as later:
+        later.register(RUN, resume_step=0)
+        with pytest.raises(TrainerSuperseded, match="409.*another trainer has taken this run over"):
+            trainer.lease_batch(wait_s=5)
+        with pytest.raises(TrainerSuperseded):
+            trainer.checkpoint(1)
+        assert later.lease_batch() is not None
+        trainer.register(RUN, resume_step=0)  # and so can the other be
+        with pytest.raises(TrainerSuperseded):
+            later.lease_batch()
 
 
 async def test_compressed_groups_arrive(hub_url: str, trainer: TrainerClient) -> None:

@@ -26,6 +26,7 @@ from atroposlib.api.coordinator import (
     Overloaded,
     Receipt,
     RunPolicy,
+    Superseded,
     UnknownBatch,
     UnknownEnvironment,
 )
@@ -307,6 +308,24 @@ async def test_resumed_trainer_gets_what_came_after_its_checkpoint(mode: str) ->
         seen.append((delivery.step, *tags(delivery)))
     expected = [4] if mode == "discard" else [1, 2, 3, 4]
     assert seen == list(enumerate(expected, start=2))
+
+
+async def test_superseded_trainer_takes_and_lets_go_of_nothing() -> None:
+    coordinator = await started(batch_size=2)
+    await coordinator.accept([incoming(2, tag=tag) for tag in range(3)])
+    old = await leased(coordinator, epoch=0)
+    await coordinator.ack(old.batch_id, old.lease_id)
+    fields = registration(batch_size=2) | {"resume_step": 1}
+    assert (await coordinator.register(RegisterTrainer(**fields))).epoch == 1
+    assert coordinator.may_deliver(LeaseRequest(epoch=0))  # whoever waits is told at once
+    with pytest.raises(Superseded, match="it has epoch 1, this one 0"):
+        await coordinator.deliver(LeaseRequest(epoch=0))
+    with pytest.raises(Superseded):
+        await coordinator.checkpoint(1, epoch=0)
+    assert coordinator.ledger().leased == 0
+    assert await coordinator.checkpoint(1, epoch=1) == 1
+    assert tags(await leased(coordinator, epoch=1)) == [1]
+    assert tags(await leased(coordinator)) == [2]
 
 
 async def test_resume_says_how_many_steps_are_no_longer_held() -> None:

@@ -17,34 +17,39 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
+from atroposlib.api.admission import Admission, Situation
 from atroposlib.api.backlog import Backlog
 from atroposlib.api.batching import (
-    Blocker,
     GroupHeader,
     NoBatch,
     Plan,
     oldest_subset,
     sequence_floors,
 )
-from atroposlib.api.environments import Environment, Environments, UnknownEnvironment
+from atroposlib.api.calls import (
+    Delivery,
+    IncomingGroup,
+    NotRegistered,
+    Receipt,
+    RunPolicy,
+    RunReset,
+)
+from atroposlib.api.dead_letters import DeadLetters
+from atroposlib.api.environments import Environment, Environments
+from atroposlib.api.explaining import explain
 from atroposlib.api.leases import (
     Batch,
-    LeaseLost,
     LeaseRequest,
     Leases,
     Steps,
-    Superseded,
-    UnknownBatch,
 )
 from atroposlib.api.queue import GroupQueue
 from atroposlib.api.schemas import (
     DeadGroup,
-    EnvironmentView,
     EnvRegistration,
     EnvStatus,
     Explanation,
@@ -58,6 +63,7 @@ from atroposlib.api.schemas import (
     Resume,
     WandbInfo,
 )
+from atroposlib.api.signals import Signal
 from atroposlib.api.stores.base import (
     Appended,
     BatchState,
@@ -74,144 +80,16 @@ from atroposlib.api.stores.base import (
     StoreBroken,
     StoreUsage,
 )
-from atroposlib.errors import AtroposError, GroupError
-
-__all__ = [
-    "Coordinator",
-    "Delivery",
-    "IncomingGroup",
-    "LeaseLost",
-    "LeaseRequest",
-    "NotRegistered",
-    "Overloaded",
-    "Receipt",
-    "RunPolicy",
-    "RunReset",
-    "Superseded",
-    "UnknownBatch",
-    "UnknownEnvironment",
-]
+from atroposlib.errors import GroupError
 
 logger = logging.getLogger(__name__)
 
 _MAX_BUFFERED_SIZES = 8
 """Times its group size that an environment may have waiting for what makes up one group."""
-_FAR_BEYOND = 2
-"""Times the bound. From here on only what the next batch waits for is let in."""
-
-
 MAX_SAVED_LEASES = 16
 """Freed batches whose acknowledgement is known after a restart; a trainer repeats only its last."""
 PATIENCE_VERSIONS = 8
 """A group older than this many policy versions is not passed over for others that fit better."""
-
-
-class NotRegistered(AtroposError):
-    """No trainer has registered, so there is no batch size to cut batches by."""
-
-
-class RunReset(AtroposError):
-    """The run was reset while the request was under way."""
-
-
-class Overloaded(AtroposError):
-    """More is queued than the run may hold. The same request will be taken when batches have left."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPolicy:
-    """What a run promises and how much it may hold. None: no bound."""
-
-    lease_ttl_s: float = 900.0
-    """Longer than a training step; a trainer renews it while it works."""
-    env_timeout_s: float = 60.0
-    """An environment not heard of for this long no longer counts in weights and minimums."""
-    max_staleness: int | None = None
-    """Policy versions; a trainer's registration may ask for another bound."""
-    max_deliveries: int = 5
-    """A group leased this often without an acknowledgement is set aside as dead."""
-    keep_trained_batches: int = 1000
-    keep_trained_bytes: int = 2**30
-    """Acknowledged batches kept, without a checkpoint, for a trainer that falls back; the older ones go first."""
-    keep_dead_bytes: int = 2**30
-    max_queued_bytes: int | None = None
-    max_queued_sequences: int | None = None
-    """Beyond either, groups are refused until batches leave; see `Coordinator.overload`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncomingGroup:
-    """A checked group as the server hands it in."""
-
-    env_id: int | None
-    num_sequences: int
-    num_tokens: int
-    policy_version: int | None
-    group_id: str | None
-    digest: bytes
-    """16 bytes that tell contents apart; empty without a `group_id`."""
-    payload: bytes
-    """`wire.pack_group`."""
-
-
-class Receipt(NamedTuple):
-    """What became of one accepted group."""
-
-    env_id: int | None = None
-    buffer_size: int | None = None
-    """Sequences buffered for the environment after this group; None: it went to the queue."""
-    is_duplicate: bool = False
-    """The group came before under its id; nothing was stored."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
-    """One batch on its way to a trainer."""
-
-    batch_id: int
-    lease_id: str
-    epoch: int
-    step: int
-    """`current_step` after this delivery."""
-    expires_in_s: float
-    payloads: list[bytes]
-    staleness: list[int]
-    """Per group: policy versions between its sampling and now."""
-    num_tokens: int
-
-
-class Signal:
-    """Wakes everybody who waits for something to change.
-
-    One event loop; between a look at the state and `wait()` there must be no await, then nothing is missed.
-    """
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-        self.is_closed = False
-
-    def notify(self) -> None:
-        self._event.set()
-        if not self.is_closed:
-            self._event = asyncio.Event()
-
-    def close(self) -> None:
-        """Wake everybody for the last time: nobody waits from here on."""
-        self.is_closed = True
-        self._event.set()
-
-    async def wait(self, timeout_s: float) -> None:
-        """Return at the next change or after `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._event.wait()
-        except TimeoutError:
-            pass
-
-
-class _Dead(NamedTuple):
-    header: GroupHeader
-    reason: str
 
 
 class Coordinator:
@@ -251,8 +129,7 @@ class Coordinator:
         self._policy_version: int | None = None
         self._environments = Environments()
         self._queue = GroupQueue()
-        self._dead: dict[int, _Dead] = {}
-        self._dead_bytes = 0
+        self._dead = DeadLetters()
         self._deliveries: dict[int, int] = {}
         """Per held group: times it was leased without an acknowledgement. Absent: none."""
         self._next_number = 0
@@ -266,6 +143,12 @@ class Coordinator:
         """None: the queue changed since the last look."""
         self._is_stuck = False
         self._backlog = Backlog()
+        self._admission = Admission(
+            self._queue,
+            self._environments,
+            max_sequences=self.policy.max_queued_sequences,
+            max_bytes=self.policy.max_queued_bytes,
+        )
 
     async def open(self) -> str:
         """Take over what the store holds; return one line that says what was found, empty for nothing."""
@@ -363,8 +246,7 @@ class Coordinator:
                 assert group.batch is not None, f"group {number} is in no batch"
                 members.setdefault(group.batch, []).append(group.header)
             elif group.place is Place.DEAD:
-                self._dead[number] = _Dead(group.header, group.reason or "")
-                self._dead_bytes += group.header.num_bytes
+                self._dead.add(group.header, group.reason or "")
             elif group.place is Place.BUFFERED:
                 buffered.append(group.header)
             else:
@@ -866,7 +748,7 @@ class Coordinator:
             moves += self._flush_buffer(environment)
             self._queue_changed()
         ends = self._expire_stale()
-        ends += self._trim_dead()
+        ends += self._end(self._dead.take_beyond(self.policy.keep_dead_bytes), Fate.DEAD)
         if moves or closed or ends:
             await self._save(Change(moves=moves, ends=ends, closed_batches=closed))
         if not (moves or closed or ends or gone):
@@ -903,8 +785,7 @@ class Coordinator:
     def _bury(self, headers: Iterable[GroupHeader], reason: str) -> list[Move]:
         moves = []
         for header in headers:
-            self._dead[header.number] = _Dead(header, reason)
-            self._dead_bytes += header.num_bytes
+            self._dead.add(header, reason)
             moves.append(
                 Move(
                     number=header.number,
@@ -915,36 +796,23 @@ class Coordinator:
             )
         return moves
 
-    def _unbury(self, number: int) -> GroupHeader:
-        header = self._dead.pop(number).header
-        self._dead_bytes -= header.num_bytes
-        return header
-
-    def _trim_dead(self) -> list[End]:
-        """Free the payloads of the oldest dead groups beyond what is kept."""
-        dropped = []
-        while self._dead_bytes > self.policy.keep_dead_bytes:
-            dropped.append(self._unbury(next(iter(self._dead))))
-        return self._end(dropped, Fate.DEAD)
-
     def dead(self) -> list[DeadGroup]:
         """Groups that were set aside, oldest first."""
         return [
             DeadGroup(
-                number=number,
-                env_id=dead.header.env_id,
-                reason=dead.reason,
-                deliveries=self._deliveries.get(number, 0),
-                num_sequences=dead.header.num_sequences,
-                num_tokens=dead.header.num_tokens,
+                number=header.number,
+                env_id=header.env_id,
+                reason=reason,
+                deliveries=self._deliveries.get(header.number, 0),
+                num_sequences=header.num_sequences,
+                num_tokens=header.num_tokens,
             )
-            for number, dead in self._dead.items()
+            for header, reason in self._dead
         ]
 
     async def requeue_dead(self, numbers: Iterable[int]) -> int:
         """Give dead groups another chance; return how many of `numbers` were dead."""
-        known = [number for number in dict.fromkeys(numbers) if number in self._dead]
-        back = [self._unbury(number) for number in known]
+        back = self._dead.take(numbers)
         for header in back:
             self._deliveries.pop(header.number, None)
         await self._save(Change(moves=self._requeue(back)))
@@ -1033,69 +901,24 @@ class Coordinator:
     # Groups
 
     def overload(self) -> str | None:
-        """Why the run takes no group from anybody now, None when it may take some.
+        """Why the run takes no group from anybody now, None when it may take some; see `Admission`."""
+        return self._admission.overload(self._situation())
 
-        A run over its bound refuses everything only while a batch can be cut: otherwise the group that would make the
-        next batch possible could never come in. Which groups those are, `accept` knows.
-        """
-        excess = self._excess()
-        if excess is None:
-            return None
-        plan = self._look_or_none()
-        if self._leases.num_replay or isinstance(plan, Plan):
-            return excess.reason
-        return excess.reason if plan is None and excess.factor >= _FAR_BEYOND else None
-
-    def _excess(self) -> _Excess | None:
-        sequences = self.policy.max_queued_sequences
-        if self.max_staleness is not None and self._trainer is not None:
+    def _situation(self) -> Situation:
+        batch_size = None if self._trainer is None else self._trainer.batch_size
+        useful = None
+        if self.max_staleness is not None and batch_size is not None:
             # What is queued beyond this is too old before its turn comes.
-            useful = (self.max_staleness + 1) * self._trainer.batch_size
-            sequences = useful if sequences is None else min(sequences, useful)
-        used = self._queue.total_sequences
-        if sequences is not None and used >= sequences:
-            return _Excess(
-                f"{used} sequences are queued, the bound is {sequences}", used / max(1, sequences)
-            )
-        bound = self.policy.max_queued_bytes
-        if bound is not None and self._queue.total_bytes >= bound:
-            used = self._queue.total_bytes
-            return _Excess(f"{used} bytes are queued, the bound is {bound}", used / max(1, bound))
-        return None
+            useful = (self.max_staleness + 1) * batch_size
+        return Situation(
+            batch_size=batch_size,
+            max_useful_sequences=useful,
+            is_replaying=self._leases.num_replay > 0,
+            look=self._look,
+        )
 
     def _look_or_none(self) -> Plan | NoBatch | None:
         return None if self._trainer is None else self._look()
-
-    def _check_room(self, groups: Sequence[IncomingGroup]) -> None:
-        """Keep a run that waits for certain groups from filling up with others. Raises `Overloaded`."""
-        reason = self.overload()
-        if reason is not None:
-            raise Overloaded(f"{reason}; wait until the trainer has taken batches")
-        excess = self._excess()
-        if excess is None or any(self._is_wanted(group) for group in groups):
-            return
-        if excess.factor >= _FAR_BEYOND:
-            raise Overloaded(f"{excess.reason}; the next batch waits for other groups than these")
-        fair = self._queue.total_sequences / max(1, self._environments.num_active)
-        for group in groups:
-            if self._queue.num_sequences(group.env_id) > fair:
-                raise Overloaded(
-                    f"{excess.reason}, more than its share by environment {group.env_id};"
-                    " wait until the trainer has taken batches"
-                )
-
-    def _is_wanted(self, group: IncomingGroup) -> bool:
-        """Could the next batch be impossible without this group, or one like it?"""
-        plan = self._look_or_none()
-        if not isinstance(plan, NoBatch):
-            return False
-        if plan.blocker is Blocker.MINIMUM:
-            return group.env_id == plan.env_id
-        if plan.blocker is Blocker.SIZES:
-            # No batch takes more groups of one size.
-            size = group.num_sequences
-            return self._queue.num_of_size(size) < self.info().batch_size // size
-        return True
 
     async def accept(self, groups: Sequence[IncomingGroup]) -> list[Receipt]:
         """Store checked groups; one receipt per group.
@@ -1108,7 +931,7 @@ class Coordinator:
             if problem is not None:
                 self.reject(problem.reason, num_groups=len(groups))
                 raise GroupError(f"{_at(index, groups)}tokens: {problem.message}")
-        self._check_room(groups)
+        self._admission.check(groups, self._situation())
         # A caller who goes away must not leave groups in the store that memory knows nothing of.
         return await asyncio.shield(asyncio.create_task(self._take_in(groups)))
 
@@ -1279,56 +1102,16 @@ class Coordinator:
 
     def explain(self) -> Explanation:
         """Say why there is no batch, or that there is one; changes nothing."""
-        plan = self._look_or_none()
-        num_leased = len(self._leases.in_state(BatchState.LEASED))
-        blocker, reason = None, "a batch is ready"
-        env_id = have = need = None
-        if plan is None:
-            blocker, reason = (
-                "no_trainer",
-                "no trainer has registered, so the batch size is unknown",
-            )
-        elif isinstance(plan, NoBatch) and not self._leases.num_replay:
-            blocker, reason = str(plan.blocker), plan.reason
-            env_id, have, need = plan.env_id, plan.have, plan.need
-            buffered = sum(env.num_buffered_sequences for env in self._environments)
-            if buffered:
-                reason += f"; {buffered} sequences of odd-sized groups are buffered"
-            if num_leased:
-                reason += f"; {num_leased} batches are leased to the trainer"
-        batch_size = self.info().batch_size
-        floors = sequence_floors(batch_size, self._environments.shares()) if plan else {}
-        now = self._clock()
-        return Explanation(
-            batch="ready" if blocker is None else "none",
-            blocker=blocker,
-            reason=reason,
-            env_id=env_id,
-            have=have,
-            need=need,
-            batch_size=batch_size if plan else None,
+        return explain(
+            self._look_or_none(),
+            queue=self._queue,
+            environments=self._environments,
+            leases=self._leases,
+            batch_size=self.info().batch_size,
             current_step=self.current_step,
-            queued_groups=len(self._queue),
-            queued_sequences=self._queue.total_sequences,
-            leased_batches=num_leased,
-            replay_batches=self._leases.num_replay,
-            oldest_version=min(self._queue.versions(), default=None),
             policy_version=self.current_version,
             max_staleness=self.max_staleness,
-            environments=[
-                EnvironmentView(
-                    env_id=each.env_id,
-                    name=each.name,
-                    state="disconnected"
-                    if not each.is_connected
-                    else ("silent" if each.is_silent else "active"),
-                    last_seen_s=now - each.last_seen,
-                    queued_sequences=self._queue.num_sequences(each.env_id),
-                    buffered_sequences=each.num_buffered_sequences,
-                    floor=floors.get(each.env_id, 0),
-                )
-                for each in self._environments
-            ],
+            now=self._clock(),
         )
 
     # What metrics read
@@ -1368,12 +1151,6 @@ class Coordinator:
 class _Refusal(NamedTuple):
     reason: str
     message: str
-
-
-class _Excess(NamedTuple):
-    reason: str
-    factor: float
-    """How many times the bound is in use."""
 
 
 def _version(header: GroupHeader) -> int:

@@ -15,12 +15,13 @@ import struct
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from atroposlib.api.allocator import keep_freed_memory
+from atroposlib.api.calls import IncomingGroup
 from atroposlib.errors import GroupError
 from atroposlib.wire import (
     check_blob,
@@ -50,20 +51,8 @@ _LIGHT_PACKED_BYTES: Final = 4 * 2**20
 Body = bytes | bytearray | memoryview
 
 
-class DecodedGroup(NamedTuple):
-    """A checked group, packed, and what the hub needs to know of it."""
-
-    env_id: int | None
-    num_sequences: int
-    num_tokens: int
-    policy_version: int | None
-    group_id: str | None
-    digest: bytes
-    payload: bytes
-
-
 class GroupFacts(msgspec.Struct, array_like=True):
-    """A `DecodedGroup` whose payload follows."""
+    """An `IncomingGroup` whose payload follows."""
 
     env_id: int | None
     num_sequences: int
@@ -109,7 +98,7 @@ def num_marks(body: Body, marks: str) -> int:
     return sum(int(np.count_nonzero(text == ord(mark))) for mark in marks)
 
 
-def decode_body(body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup]:
+def decode_body(body: Body, *, is_packed: bool, many: bool) -> list[IncomingGroup]:
     """Decode and check the body of `/scored_data` or, with `many`, `/scored_data_list`; raises `GroupError`."""
     try:
         return _decode_packed(body, many=many) if is_packed else _decode_json(body, many=many)
@@ -117,24 +106,24 @@ def decode_body(body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup
         raise GroupError(_TOO_MUCH) from e
 
 
-def _decode_json(body: Body, *, many: bool) -> list[DecodedGroup]:
-    groups: list[DecodedGroup] = []
+def _decode_json(body: Body, *, many: bool) -> list[IncomingGroup]:
+    groups: list[IncomingGroup] = []
     for group in iter_json_groups(body, many=many):
         try:
-            groups.append(DecodedGroup(*facts_of(group), payload=pack_group(group)))
+            groups.append(IncomingGroup(*facts_of(group), payload=pack_group(group)))
         except GroupError as e:
             raise GroupError(f"[{len(groups)}].{e}" if many else str(e)) from e
     return groups
 
 
-def _decode_packed(body: Body, *, many: bool) -> list[DecodedGroup]:
+def _decode_packed(body: Body, *, many: bool) -> list[IncomingGroup]:
     blobs = split_packed(body).blobs
     if not many and len(blobs) != 1:
         raise GroupError(f"groups: {len(blobs)} in the message, expected 1; use /scored_data_list")
-    groups: list[DecodedGroup] = []
+    groups: list[IncomingGroup] = []
     for index, blob in enumerate(blobs):
         try:
-            groups.append(DecodedGroup(*check_blob(blob), payload=bytes(blob)))
+            groups.append(IncomingGroup(*check_blob(blob), payload=bytes(blob)))
         except GroupError as e:
             raise GroupError(f"[{index}].{e}" if many else str(e)) from e
     return groups

@@ -10,7 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from atroposlib.api.coordinator import Coordinator, RunPolicy
+from atroposlib.api.calls import RunPolicy
+from atroposlib.api.coordinator import Coordinator
 from atroposlib.api.stores.runs import MemoryRuns, RunStores
 from atroposlib.errors import AtroposError
 

@@ -24,13 +24,12 @@ import msgspec
 import zstandard
 from isal import isal_zlib
 
-from atroposlib.api.coordinator import IncomingGroup
+from atroposlib.api.calls import IncomingGroup
 from atroposlib.api.decoding import (
     MEMORY_LIMIT_VARIABLE,
     REPLY,
     REQUEST,
     Body,
-    DecodedGroup,
     Reply,
     decode_body,
     is_light,
@@ -117,12 +116,10 @@ class GroupCodec:
         """Decode and check the body of `/scored_data` or, with `many`, `/scored_data_list`; raises `GroupError`."""
         packed = is_packed(content_type)
         if self._is_quick(body, packed=packed):
-            groups = decode_body(body, is_packed=packed, many=many)
-        elif is_light(body, is_packed=packed):
-            groups = await self._in_turn(body, is_packed=packed, many=many)
-        else:
-            groups = await self._in_worker(body, is_packed=packed, many=many)
-        return [IncomingGroup(**group._asdict()) for group in groups]
+            return decode_body(body, is_packed=packed, many=many)
+        if is_light(body, is_packed=packed):
+            return await self._in_turn(body, is_packed=packed, many=many)
+        return await self._in_worker(body, is_packed=packed, many=many)
 
     def _is_quick(self, body: Body, *, packed: bool) -> bool:
         """Is `body` decoded in a millisecond, so that it need not wait for a turn?"""
@@ -137,7 +134,7 @@ class GroupCodec:
             return False
         return sum(map(num_nodes, texts)) <= _INLINE_NODES
 
-    async def _in_turn(self, body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup]:
+    async def _in_turn(self, body: Body, *, is_packed: bool, many: bool) -> list[IncomingGroup]:
         """Decode on the event loop, one body in each of its rounds."""
         async with self._turn:
             try:
@@ -211,7 +208,7 @@ class GroupCodec:
         async with self._thread_slots:
             return await _outcome(self._threads.submit(work, *args, **kwargs))
 
-    async def _in_worker(self, body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup]:
+    async def _in_worker(self, body: Body, *, is_packed: bool, many: bool) -> list[IncomingGroup]:
         async with self._worker_slots:
             try:
                 return await self._one_attempt(body, is_packed=is_packed, many=many)
@@ -223,7 +220,7 @@ class GroupCodec:
             except _DecoderDied as e:
                 raise GroupError("decoding the body ended the decoder process, twice") from e
 
-    async def _one_attempt(self, body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup]:
+    async def _one_attempt(self, body: Body, *, is_packed: bool, many: bool) -> list[IncomingGroup]:
         if self._idle_workers:
             worker = self._idle_workers.pop()
         else:  # starting a process takes long enough to hold others up
@@ -297,7 +294,7 @@ class _DecoderProcess:
         if self._connection is not None:
             self._connection.close()
 
-    def decode(self, body: Body, *, is_packed: bool, many: bool) -> list[DecodedGroup]:
+    def decode(self, body: Body, *, is_packed: bool, many: bool) -> list[IncomingGroup]:
         """Run `decode_body` in the process. Every wait releases the GIL, and nothing is copied under it."""
         try:
             connection = self._connection or self._start()
@@ -314,7 +311,7 @@ class _DecoderProcess:
         if reply.refusal is not None:
             raise GroupError(reply.refusal)
         return [
-            DecodedGroup(
+            IncomingGroup(
                 facts.env_id,
                 facts.num_sequences,
                 facts.num_tokens,

@@ -25,23 +25,19 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib import __version__
-from atroposlib.api.coordinator import (
-    Coordinator,
+from atroposlib.api.calls import (
     Delivery,
     IncomingGroup,
-    LeaseLost,
-    LeaseRequest,
     NotRegistered,
     Overloaded,
     Receipt,
     RunReset,
-    Superseded,
-    UnknownBatch,
-    UnknownEnvironment,
 )
+from atroposlib.api.coordinator import Coordinator
 from atroposlib.api.environments import MIN_ENV_WEIGHT as MIN_ENV_WEIGHT
-from atroposlib.api.environments import TooManyEnvironments
+from atroposlib.api.environments import TooManyEnvironments, UnknownEnvironment
 from atroposlib.api.hub import DEFAULT_RUN, Hub, TooManyRuns
+from atroposlib.api.leases import LeaseLost, LeaseRequest, Superseded, UnknownBatch
 from atroposlib.api.limits import HubLimits, Ladder, RequestBodies, replay
 from atroposlib.api.metrics import HubMetrics, Observe
 from atroposlib.api.payloads import EncodedBody, GroupCodec, choose_encoding, is_packed

@@ -27,7 +27,7 @@ import uvicorn
 from pydantic import BaseModel, Field, SecretStr
 
 from atroposlib.api.allocator import keep_freed_memory
-from atroposlib.api.coordinator import RunPolicy
+from atroposlib.api.calls import RunPolicy
 from atroposlib.api.hub import Hub
 from atroposlib.api.protocol import HubProtocol
 from atroposlib.api.security import Scope, TokenSet, add_token, is_loopback

@@ -12,7 +12,8 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from atroposlib.api.coordinator import Coordinator, RunPolicy
+from atroposlib.api.calls import RunPolicy
+from atroposlib.api.coordinator import Coordinator
 from atroposlib.api.hub import Hub as Runs
 from atroposlib.api.limits import HubLimits
 

@@ -16,21 +16,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from atroposlib.api.coordinator import (
-    Coordinator,
+from atroposlib.api.calls import (
     Delivery,
     IncomingGroup,
-    LeaseLost,
-    LeaseRequest,
     NotRegistered,
     Overloaded,
     Receipt,
     RunPolicy,
-    Superseded,
-    UnknownBatch,
-    UnknownEnvironment,
 )
-from atroposlib.api.environments import TooManyEnvironments
+from atroposlib.api.coordinator import Coordinator
+from atroposlib.api.environments import TooManyEnvironments, UnknownEnvironment
+from atroposlib.api.leases import LeaseLost, LeaseRequest, Superseded, UnknownBatch
 from atroposlib.api.schemas import Ledger, RegisterEnv, RegisterTrainer
 from atroposlib.api.stores.base import Appended, Change, CorruptGroups, NewGroup
 from atroposlib.api.stores.disk import DiskStore

@@ -18,7 +18,7 @@ import zstandard
 
 from atroposlib import wire
 from atroposlib.api import decoding, payloads
-from atroposlib.api.coordinator import IncomingGroup
+from atroposlib.api.calls import IncomingGroup
 from atroposlib.api.payloads import EncodedBody, GroupCodec, choose_encoding, is_packed
 from atroposlib.errors import GroupError
 from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
@@ -139,7 +139,7 @@ async def test_the_event_loop_decodes_and_encodes_one_piece_in_each_of_its_round
             num_rounds += 1
             await asyncio.sleep(0)
 
-    def noting(body: decoding.Body, **kwargs: bool) -> list[decoding.DecodedGroup]:
+    def noting(body: decoding.Body, **kwargs: bool) -> list[decoding.IncomingGroup]:
         worked_in.append(num_rounds)
         return decoding.decode_body(body, **kwargs)
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.api.coordinator import RunPolicy
+from atroposlib.api.calls import RunPolicy
 from atroposlib.api.hub import Hub as Runs
 from atroposlib.api.server import create_app
 from atroposlib.api.stores.base import GroupStore

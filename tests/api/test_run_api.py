@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.api.coordinator import RunPolicy
+from atroposlib.api.calls import RunPolicy
 from atroposlib.cli.run_api import RunApiConfig, erase, main, policy_of
 from atroposlib.client import TrainerClient, TrainerRegistration
 from atroposlib.errors import ConfigError

@@ -11,7 +11,8 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.api.coordinator import Coordinator, RunPolicy
+from atroposlib.api.calls import RunPolicy
+from atroposlib.api.coordinator import Coordinator
 from atroposlib.api.hub import DEFAULT_RUN, Hub
 from atroposlib.api.limits import HubLimits
 from atroposlib.api.schemas import RegisterEnv, RegisterTrainer

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 import zstandard
 
-from atroposlib.api.coordinator import RunPolicy
+from atroposlib.api.calls import RunPolicy
 from atroposlib.api.hub import Hub
 from atroposlib.api.server import create_app
 from atroposlib.api.stores.base import Durability

@@ -1,0 +1,50 @@
+"""Groups that are not delivered any more, until somebody asks for them back or their bytes are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from atroposlib.api.batching import GroupHeader
+
+
+class DeadLetter(NamedTuple):
+    """A group and why it was set aside."""
+
+    header: GroupHeader
+    reason: str
+
+
+class DeadLetters:
+    """In the order in which they died; payloads are in the store."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, DeadLetter] = {}
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __iter__(self) -> Iterator[DeadLetter]:
+        return iter(self._by_number.values())
+
+    def add(self, header: GroupHeader, reason: str) -> None:
+        self._by_number[header.number] = DeadLetter(header, reason)
+        self._num_bytes += header.num_bytes
+
+    def take(self, numbers: Iterable[int]) -> list[GroupHeader]:
+        """Take out those of `numbers` that are here, in their order."""
+        taken = []
+        for number in numbers:
+            letter = self._by_number.pop(number, None)
+            if letter is not None:
+                self._num_bytes -= letter.header.num_bytes
+                taken.append(letter.header)
+        return taken
+
+    def take_beyond(self, max_bytes: int) -> list[GroupHeader]:
+        """Take out the oldest until the payloads of the rest take at most `max_bytes`."""
+        taken: list[GroupHeader] = []
+        while self._num_bytes > max_bytes:
+            taken += self.take([next(iter(self._by_number))])
+        return taken

@@ -917,9 +917,6 @@ class Coordinator:
             look=self._look,
         )
 
-    def _look_or_none(self) -> Plan | NoBatch | None:
-        return None if self._trainer is None else self._look()
-
     async def accept(self, groups: Sequence[IncomingGroup]) -> list[Receipt]:
         """Store checked groups; one receipt per group.
 
@@ -1103,7 +1100,7 @@ class Coordinator:
     def explain(self) -> Explanation:
         """Say why there is no batch, or that there is one; changes nothing."""
         return explain(
-            self._look_or_none(),
+            None if self._trainer is None else self._look(),
             queue=self._queue,
             environments=self._environments,
             leases=self._leases,

@@ -88,6 +88,8 @@ MORE_STATUSES = {
     "POST /batches/{batch_id}/heartbeat": {404, 409},
     "POST /batches/{batch_id}/ack": {404, 409},
     "POST /batches/{batch_id}/release": {404, 409},
+    "POST /checkpoints": {409},
+    "GET /batch": {409},
     "POST /scored_data": {409},
     "POST /scored_data_list": {409},
     "DELETE /runs/{run}": {404},

@@ -13,7 +13,12 @@ import httpx
 import pytest
 import torch
 
-from atroposlib.client import LeasedBatch, TrainerClient, TrainerRegistration
+from atroposlib.client import (
+    LeasedBatch,
+    TrainerClient,
+    TrainerRegistration,
+    TrainerSuperseded,
+)
 from atroposlib.errors import EngineError, GroupError, HubUnavailable
 from atroposlib.scored_data import ScoredGroup
 from atroposlib.wire import CONTENT_TYPE_PACKED, join_packed, pack_group
@@ -197,7 +202,36 @@ def test_a_lost_lease_is_counted_and_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Another incarnation of the trainer takes over during the first step."""
+    leased: list[LeasedBatch | None] = []
+    lease_batch = TrainerClient.lease_batch
+
+    def noted(self: TrainerClient, *args: Any, **kwargs: Any) -> LeasedBatch | None:
+        leased.append(lease_batch(self, *args, **kwargs))
+        return leased[-1]
+
+    monkeypatch.setattr(TrainerClient, "lease_batch", noted)
+    with running_hub() as hub_url:
+        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(4)])
+
+        def lose() -> None:
+            assert leased[-1] is not None
+            with TrainerClient(hub_url) as other:
+                other.release(leased[-1])
+
+        during_first_step(monkeypatch, lose)
+        config = config_for(
+            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=2
+        )
+        train(config)
+        ledger = ledger_of(hub_url)
+    assert [s["num_lost_leases"] for s in steps_of(config)] == [1, 1]
+    assert "they may be trained twice" in caplog.text
+    assert ledger == {"queued": 2, "trained": 2}
+
+
+def test_a_trainer_that_another_one_supersedes_ends_and_takes_no_more(
+    model_dir: Path, tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running_hub() as hub_url:
         send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(4)])
         config = config_for(
@@ -210,11 +244,10 @@ def test_a_lost_lease_is_counted_and_the_run_goes_on(
                 assert reply.requeued == 2
 
         during_first_step(monkeypatch, take_over)
-        train(config)
+        with pytest.raises(TrainerSuperseded, match="another trainer has taken this run over"):
+            train(config)
         ledger = ledger_of(hub_url)
-    assert [s["num_lost_leases"] for s in steps_of(config)] == [1, 1]
-    assert "they may be trained twice" in caplog.text
-    assert ledger == {"queued": 2, "trained": 2}
+    assert ledger == {"queued": 4}
 
 
 def test_a_hub_that_forgets_during_a_step_is_given_the_run_again(

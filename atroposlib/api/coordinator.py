@@ -472,6 +472,8 @@ class Coordinator:
                 raise NotRegistered("The run was reset. Call /register again.")
             if lease is not None:
                 self._leases.check_epoch(lease.epoch)
+            if self._leases.is_outdated(lease):
+                return None
             batch = self._leases.asked_before(lease, now=self._clock())
             leased_now = batch is None
             batch = batch or self._lease_next(lease)
@@ -483,6 +485,8 @@ class Coordinator:
                     moves = self._moves(batch.headers, Place.LEASED, batch)
                     await self._save(Change(moves=moves, batches=[batch.stored()]))
                     self.progress.notify()
+                else:
+                    await self._save()  # behind the lease, which may be on its way to the disk
                 payloads = await self._store.read([header.number for header in batch.headers])
             except CorruptGroups as e:
                 if self._leases.holds(batch, lease_id):

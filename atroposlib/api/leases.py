@@ -8,12 +8,12 @@ the store.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import islice
 from typing import NamedTuple
 
 from atroposlib.api.batching import GroupHeader
@@ -22,6 +22,8 @@ from atroposlib.errors import AtroposError
 
 MAX_CLOSED = 1024
 """Freed batches whose lease is remembered, so that a repeated acknowledgement is answered as the first."""
+MAX_REQUESTS = 1024
+"""Request ids remembered; a repeated request follows the first within seconds."""
 
 
 class UnknownBatch(AtroposError):
@@ -46,6 +48,8 @@ class LeaseRequest:
     """Asking again with it returns the batch of the first answer, which may have been lost."""
     epoch: int | None = None
     """Of the trainer that asks; None: whichever is current."""
+    number: int = field(default_factory=itertools.count().__next__, compare=False)
+    """Later requests have higher ones."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,6 +142,8 @@ class Leases:
         self._batches: dict[int, Batch] = {}
         self._replay: deque[int] = deque()
         self._closed: dict[int, _Closed] = {}
+        self._newest: dict[str, int] = {}
+        """Number of the latest request under each of the ids used last."""
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(list(self._batches.values()))
@@ -208,6 +214,16 @@ class Leases:
                 f"another trainer has taken this run over: it has epoch {self.epoch}, this one {epoch};"
                 " stop this one, or register it with the step to resume from"
             )
+
+    def is_outdated(self, request: LeaseRequest | None) -> bool:
+        """Has the same request come once more? Then that one is answered: nobody listens to this one any longer."""
+        if request is None or request.request_id is None:
+            return False
+        newest = max(request.number, self._newest.pop(request.request_id, 0))
+        self._newest[request.request_id] = newest
+        while len(self._newest) > MAX_REQUESTS:
+            del self._newest[next(iter(self._newest))]
+        return request.number < newest
 
     def asked_before(self, request: LeaseRequest | None, *, now: float) -> Batch | None:
         """The open batch that was the answer to the same request, renewed."""
@@ -286,7 +302,7 @@ class Leases:
 
     def freed(self, num_batches: int) -> list[tuple[int, str, int]]:
         """Number, lease id and step of the batches freed last."""
-        newest = islice(reversed(self._closed.items()), num_batches)
+        newest = itertools.islice(reversed(self._closed.items()), num_batches)
         return [(number, closed.lease_id, closed.step) for number, closed in newest][::-1]
 
     def restore_freed(self, rows: Iterable[tuple[int, str, int]]) -> None:

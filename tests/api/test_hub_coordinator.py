@@ -67,9 +67,12 @@ def incoming(
 
 
 async def started(
-    batch_size: int = 4, policy: RunPolicy | None = None, **changes: Any
+    batch_size: int = 4,
+    policy: RunPolicy | None = None,
+    store: MemoryStore | None = None,
+    **changes: Any,
 ) -> Coordinator:
-    coordinator = Coordinator(MemoryStore(), policy=policy, **changes)
+    coordinator = Coordinator(store or MemoryStore(), policy=policy, **changes)
     await coordinator.open()
     await coordinator.register(RegisterTrainer(**registration(batch_size=batch_size)))
     assert await coordinator.deliver() is None
@@ -304,6 +307,48 @@ async def test_resumed_trainer_gets_what_came_after_its_checkpoint(mode: str) ->
         seen.append((delivery.step, *tags(delivery)))
     expected = [4] if mode == "discard" else [1, 2, 3, 4]
     assert seen == list(enumerate(expected, start=2))
+
+
+class SlowFirstRead(MemoryStore):
+    """The first look at payloads takes until `go_on`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = asyncio.Event()
+        self.num_reads = 0
+
+    async def read(self, numbers: Sequence[int]) -> list[bytes]:
+        self.num_reads += 1
+        if self.num_reads == 1:
+            await self.go_on.wait()
+        return await super().read(numbers)
+
+
+@pytest.mark.parametrize("is_freed", [False, True])
+async def test_request_that_was_repeated_takes_no_batch_of_its_own(is_freed: bool) -> None:
+    store = SlowFirstRead()
+    coordinator = await started(batch_size=2, store=store)
+    await coordinator.accept([incoming(2, tag=tag) for tag in range(2)])
+    given_up = asyncio.create_task(coordinator.deliver(LeaseRequest(request_id="r")))
+    await asyncio.sleep(0.01)
+    batch = await leased(coordinator, request_id="r")
+    await coordinator.ack(batch.batch_id, batch.lease_id)
+    if is_freed:
+        await coordinator.checkpoint(batch.step)
+    store.go_on.set()
+    assert await given_up is None
+    following = await leased(coordinator, request_id="s")
+    assert (tags(following), following.step) == ([1], 2)
+
+
+async def test_request_that_waits_is_over_when_it_is_repeated() -> None:
+    coordinator = await started(batch_size=2)
+    waiting = LeaseRequest(request_id="r")
+    assert await coordinator.deliver(waiting) is None
+    assert await coordinator.deliver(LeaseRequest(request_id="r")) is None
+    await coordinator.accept([incoming(2, tag=0)])
+    assert await coordinator.deliver(waiting) is None
+    assert tags(await leased(coordinator, request_id="s")) == [0]
 
 
 async def test_superseded_trainer_takes_and_lets_go_of_nothing() -> None:

@@ -478,7 +478,11 @@ async def traffic(
         trainer.must_stop.set()
         for task in running.producing:
             task.cancel()
-        await asyncio.gather(*running.producing, running.training, return_exceptions=True)
+        *_, ended = await asyncio.gather(
+            *running.producing, running.training, return_exceptions=True
+        )
+        if isinstance(ended, BaseException):
+            raise ended  # why nothing was trained any more
 
 
 # A trainer as a process

@@ -216,7 +216,7 @@ class Leases:
             )
 
     def is_outdated(self, request: LeaseRequest | None) -> bool:
-        """Has the same request come once more? Then that one is answered: nobody listens to this one any longer."""
+        """Note this request; True when it has come once more since: nobody listens to this one any longer."""
         if request is None or request.request_id is None:
             return False
         newest = max(request.number, self._newest.pop(request.request_id, 0))

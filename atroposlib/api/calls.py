@@ -41,7 +41,7 @@ class RunPolicy:
     keep_dead_bytes: int = 2**30
     max_queued_bytes: int | None = None
     max_queued_sequences: int | None = None
-    """Beyond either, groups are refused until batches leave; see `Coordinator.overload`."""
+    """Beyond either, groups are refused until batches leave; see `Admission`."""
 
 
 class IncomingGroup(NamedTuple):

@@ -8,6 +8,7 @@ retries its control calls itself; `batch()` and `lease_batch()` are one attempt.
     HubUnavailable     nobody answered, 5xx or "later": the same call may succeed later
     HubRejected        the hub refused: the same call will not succeed
     |- UnknownEnvironment     register the environment again
+    |- AnotherExperiment      the groups were sampled for an experiment that is over
     |- TrainerNotRegistered   register the trainer again
     `- LeaseExpired           somebody else may get, or have, the batch
 """
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -37,6 +38,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from atroposlib import __version__
 from atroposlib.api.schemas import (
+    EXPERIMENT_HEADER,
     AckReply,
     CheckpointReply,
     EnvRegistration,
@@ -44,7 +46,6 @@ from atroposlib.api.schemas import (
     HeartbeatReply,
     HubInfo,
     HubStatus,
-    RegisterTrainer,
     Registration,
     RegistrationReply,
     Resume,
@@ -64,6 +65,7 @@ from atroposlib.wire import (
 )
 
 __all__ = [
+    "AnotherExperiment",
     "EnvRegistration",
     "EnvStatus",
     "HubClient",
@@ -85,6 +87,15 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class _ReadGroup(Protocol[T_contra]):
+    """`check_group` or `unpack_group`."""
+
+    def __call__(self, received: T_contra, /, *, strictness: Strictness) -> ScoredGroup: ...
+
 
 TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
 """Environment variable that holds the bearer token where no `token` is given."""
@@ -103,6 +114,10 @@ _MAX_WAIT_FOR_RETRY_S = 60.0
 
 class UnknownEnvironment(HubRejected):
     """The hub does not know the environment id, for example after its restart."""
+
+
+class AnotherExperiment(HubRejected):
+    """The groups were sampled for an experiment that is no longer the run's: nobody will train on them."""
 
 
 class TrainerNotRegistered(HubRejected):
@@ -245,19 +260,22 @@ class HubClient:
         seen_step: int | None = None,
         seen_policy: int | None = None,
         env_uid: str | None = None,
+        experiment: str | None = None,
     ) -> EnvStatus:
         """Return the work ahead of the environment.
 
         With `wait_s` the hub answers when its step is no longer `seen_step` (or its policy version
         no longer `seen_policy`), or after `wait_s` seconds; an original server answers at once.
-        Raises `UnknownEnvironment` when the hub did not give out this id, or gave it to an
-        environment that registered with another `env_uid`.
+        Raises `UnknownEnvironment` when the hub did not give out this id, gave it to an environment
+        that registered with another `env_uid`, or holds another experiment than `experiment`.
         """
         params: dict[str, str | int | float] = {"env_id": env_id}
         asked = {"wait": wait_s or None, "seen_step": seen_step, "seen_policy": seen_policy}
         params |= {name: value for name, value in asked.items() if value is not None}
         if env_uid is not None:
             params["env_uid"] = env_uid
+        if experiment is not None:
+            params["experiment"] = experiment
         try:
             reply = await self._call(
                 "GET",
@@ -284,11 +302,13 @@ class HubClient:
             detail = str(reply.get("error"))
             raise UnknownEnvironment(f"POST /disconnect-env: {detail}", status=200, detail=detail)
 
-    async def send(self, groups: Sequence[ScoredGroup]) -> SendReceipt:
-        """Send groups, all or none.
+    async def send(
+        self, groups: Sequence[ScoredGroup], *, experiment: str | None = None
+    ) -> SendReceipt:
+        """Send groups, all or none. `experiment`: what they were sampled for, where the hub has told it.
 
         Each carries a `group_id`: sending again what may have arrived is safe. Raises
-        `UnknownEnvironment` when the hub's run was reset meanwhile.
+        `UnknownEnvironment` when the hub's run was reset meanwhile, and `AnotherExperiment`.
         """
         missing = [index for index, group in enumerate(groups) if group.group_id is None]
         if missing:
@@ -299,11 +319,10 @@ class HubClient:
             receipt = None
             is_worth_it = self._compresses and len(body) > _COMPRESS_FROM_BYTES
             if is_worth_it:
-                receipt = await self._send_native(
-                    path, await asyncio.to_thread(_compressed, body), "zstd"
-                )
+                compressed = await asyncio.to_thread(_compressed, body)
+                receipt = await self._send_native(path, compressed, experiment, coding="zstd")
             if receipt is None:
-                receipt = await self._send_native(path, body)
+                receipt = await self._send_native(path, body, experiment)
                 self._compresses = self._compresses and not (is_worth_it and receipt is not None)
             if receipt is not None:
                 return receipt
@@ -313,17 +332,20 @@ class HubClient:
         return receipt
 
     async def _send_native(
-        self, path: str, body: bytes, coding: str | None = None
+        self, path: str, body: bytes, experiment: str | None, *, coding: str | None = None
     ) -> SendReceipt | None:
         """Send a packed body; None when the server refuses the encoding rather than the content."""
         headers = {"Content-Type": CONTENT_TYPE_PACKED}
+        if experiment is not None:
+            headers[EXPERIMENT_HEADER] = experiment
         if coding is not None:
             headers["Content-Encoding"] = coding
         try:
             return await self._send(path, body, headers)
         except HubRejected as e:
-            if e.status == 409:
-                raise UnknownEnvironment(str(e), status=e.status, detail=e.detail) from e
+            if e.status in (404, 409):
+                kind = AnotherExperiment if '"another_run"' in e.detail else UnknownEnvironment
+                raise kind(str(e), status=e.status, detail=e.detail) from e
             # An original server cannot read the encoding; ours marks a refusal of the content.
             if e.status not in (400, 415, 422) or "group_error" in e.detail:
                 raise
@@ -413,19 +435,25 @@ class TrainerClient:
         self,
         registration: Registration,
         *,
+        experiment: str | None = None,
         resume_step: int | None = None,
         resume: Resume | Literal["replay", "requeue", "discard"] = Resume.REPLAY,
     ) -> RegistrationReply:
-        """Begin the run, or go on from the checkpoint at `resume_step`.
+        """Begin `experiment`, a fresh random name, or resume it from the checkpoint at `resume_step`.
 
-        If a run is live, the hub keeps it and ignores `registration`. With `resume_step` leases
-        handed out before are void, and `resume` says what becomes of batches that were trained
-        after that step: delivered again as they were and in order, queued again, or dropped.
+        Beginning one sets aside what the hub's run held before; `set_aside` of the reply names it. Registering again
+        under the same name changes nothing, so a lost answer does no harm. Resuming brings the experiment back if it
+        was set aside; without `experiment` it is the run's current one. Leases handed out before are then void, and
+        `resume` says what becomes of batches that were trained after that step: delivered again as they were and in
+        order, queued again, or dropped.
+
+        With neither, this trainer joins a live run, which ignores `registration`, as those of the original do.
         """
         body = registration.model_dump(mode="json", exclude_none=True)
+        more: dict[str, Any] = {"experiment": experiment}
         if resume_step is not None:
-            asked = RegisterTrainer(**body, resume_step=resume_step, resume=Resume(resume))
-            body = asked.model_dump(mode="json", exclude_none=True)
+            more |= {"resume_step": resume_step, "resume": Resume(resume).value}
+        body |= {name: value for name, value in more.items() if value is not None}
         reply = _parse(RegistrationReply, self._control("POST", "/register", json=body))
         self._epoch = reply.epoch
         return reply
@@ -445,7 +473,8 @@ class TrainerClient:
 
     def publish_policy(self, version: int) -> None:
         """Announce the policy version whose weights the engines now serve."""
-        self._native("/policy", {"version": version})
+        body = {"version": version}
+        self._native("/policy", body if self._epoch is None else body | {"epoch": self._epoch})
 
     def reset(self) -> None:
         """Erase the hub's run: queue, environments, step."""
@@ -458,14 +487,43 @@ class TrainerClient:
         early. One attempt: raises `HubUnavailable`, `TrainerNotRegistered`, or `GroupError` for a
         group that fails the trainer's gate.
         """
-        return self._take({}, wait_s).groups
+        delivery = self._take({}, wait_s)
+        for fault in delivery.faults.values():
+            raise fault
+        return delivery.groups
 
     def lease_batch(self, wait_s: float = 0.0, *, ttl_s: float | None = None) -> LeasedBatch | None:
         """Lease the next batch for `ttl_s` (None: the hub's default); None when there is none within `wait_s`.
 
-        One attempt, errors as in `batch()`, and `TrainerSuperseded`. When the answer was lost, the
-        next call gets the same batch.
+        Groups that fail the trainer's gate are rejected: the hub sets them aside, and the next batch is asked for.
+        Otherwise one attempt; raises `HubUnavailable`, `TrainerNotRegistered`, `TrainerSuperseded`. When the answer was
+        lost, the next call gets the same batch.
         """
+        deadline = time.monotonic() + wait_s
+        left_s = wait_s
+        while True:
+            batch, faults = self._lease_once(left_s, ttl_s)
+            if batch is None or not faults:
+                return batch
+            position, fault = next(iter(faults.items()))
+            logger.error(
+                "%d groups of batch %s cannot be trained on and are rejected; the first: groups[%d]: %s",
+                len(faults),
+                batch.batch_id,
+                position,
+                fault,
+            )
+            if batch.lease_id is None:
+                raise fault  # an original server, which takes nothing back
+            try:
+                self.reject(batch, list(faults), reason=str(fault))
+            except LeaseExpired as e:
+                logger.warning("batch %s is not ours any more: %s", batch.batch_id, e)
+            # Not before: until it is rejected, the same batch must come again.
+            self._open_request = None
+            left_s = max(0.0, deadline - time.monotonic())
+
+    def _lease_once(self, wait_s: float, ttl_s: float | None) -> _Leased:
         if self._open_request is None:
             self._open_request = uuid.uuid4().hex
         params: dict[str, str | float] = {"lease": 1, "request_id": self._open_request}
@@ -473,23 +531,21 @@ class TrainerClient:
             params["ttl"] = ttl_s
         if self._epoch is not None:
             params["epoch"] = self._epoch
-        try:
-            delivery = self._take(params, wait_s)
-        except GroupError:
-            self._open_request = None  # it was answered; asking again must not get the same batch
-            raise
-        self._open_request = None
+        delivery = self._take(params, wait_s)
+        if not delivery.faults:
+            self._open_request = None
         if delivery.groups is None:
-            return None
+            return _Leased(None, {})
         if delivery.meta.get("lease_id") is None:
             self._log_missing("GET /batch?lease=1")
-            return LeasedBatch(groups=delivery.groups)
+            return _Leased(LeasedBatch(groups=delivery.groups), delivery.faults)
         try:
             lease = _Lease.model_validate(delivery.meta)
         except ValidationError as e:
             raise HubError(f"GET /batch: this is no lease: {delivery.meta!r:.200}") from e
         self._epoch = lease.epoch
-        return LeasedBatch(groups=delivery.groups, **lease.model_dump())
+        batch = LeasedBatch(groups=delivery.groups, **lease.model_dump())
+        return _Leased(batch, delivery.faults)
 
     def heartbeat(self, batch: LeasedBatch) -> float | None:
         """Renew the lease; return how long it lasts now, in seconds. Raises `LeaseExpired`."""
@@ -505,6 +561,13 @@ class TrainerClient:
         more = {} if step is None else {"step": step}
         reply = self._control_lease("ack", batch, **more)
         return None if reply is None else _parse(AckReply, reply).step
+
+    def reject(self, batch: LeasedBatch, positions: Sequence[int], *, reason: str) -> None:
+        """Give the batch back without the groups at `positions` of `groups`, which cannot be trained on.
+
+        The hub sets those aside as dead, for `reason`, and delivers the others again at once. Raises `LeaseExpired`.
+        """
+        self._control_lease("reject", batch, groups=list(positions), reason=reason[:500])
 
     def release(self, batch: LeasedBatch) -> None:
         """Give the batch back untrained: its groups are the next to be delivered."""
@@ -572,8 +635,7 @@ class TrainerClient:
         )
         if CONTENT_TYPE_PACKED in response.headers.get("content-type", ""):
             envelope = split_packed(response.content)
-            groups = [unpack_group(blob, strictness=Strictness.MEANING) for blob in envelope.blobs]
-            return _Delivery(groups, envelope.meta)
+            return _through_the_gate(envelope.blobs, unpack_group, envelope.meta)
         delivery = _read_json_batch(response.content)
         if delivery.groups is None and (left := wait_s - (time.monotonic() - began)) > 0:
             # An original server answers at once, whatever `wait` says.
@@ -639,7 +701,30 @@ class _Delivery(NamedTuple):
     """An answer of `GET /batch`; `groups` is None when there was no batch."""
 
     groups: list[ScoredGroup] | None
+    """Those that pass the trainer's gate."""
     meta: dict[str, Any]
+    faults: dict[int, GroupError]
+    """What is wrong with the others, by their position."""
+
+
+class _Leased(NamedTuple):
+    """A leased batch, and what is wrong with the groups that are missing from it, by their position."""
+
+    batch: LeasedBatch | None
+    faults: dict[int, GroupError]
+
+
+def _through_the_gate(
+    received: Sequence[T], read: _ReadGroup[T], meta: dict[str, Any]
+) -> _Delivery:
+    groups: list[ScoredGroup] = []
+    faults: dict[int, GroupError] = {}
+    for position, each in enumerate(received):
+        try:
+            groups.append(read(each, strictness=Strictness.MEANING))
+        except GroupError as e:
+            faults[position] = e
+    return _Delivery(groups, meta, faults)
 
 
 class _Lease(BaseModel):
@@ -681,8 +766,8 @@ def _read_json_batch(body: bytes) -> _Delivery:
         raise TrainerNotRegistered(f"GET /batch: {message}", status=200, detail=message)
     groups = reply.pop("batch")
     if groups is None:
-        return _Delivery(None, reply)
-    return _Delivery([check_group(g, strictness=Strictness.MEANING) for g in groups], reply)
+        return _Delivery(None, reply, {})
+    return _through_the_gate(groups, check_group, reply)
 
 
 def _json_object(body: bytes, where: str) -> dict[str, Any]:

@@ -89,14 +89,16 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         step: int,
         metrics: Mapping[str, Any] | None = None,
+        experiment: str | None = None,
     ) -> Path:
         """Write the state after `step` steps, with the last one's metrics, and return the directory.
 
+        `experiment` is what the hub knows this training by; only the first process needs to know it.
         Every process must call it. Raises AtroposError when it cannot be written; those before it stay.
         """
         target = self.directory(step)
         try:
-            self._write(target, policy, optimizer, step, metrics)
+            self._write(target, policy, optimizer, step, metrics, experiment)
         except (OSError, SafetensorError, checkpoint.CheckpointException) as error:
             newest = self.directory(self.steps()[-1]).name if self.steps() else "none"
             raise AtroposError(
@@ -112,6 +114,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         step: int,
         metrics: Mapping[str, Any] | None,
+        experiment: str | None,
     ) -> None:
         with self._written_by_all(target) as directory:
             policy.write(directory)
@@ -122,6 +125,7 @@ class Checkpoints:
                     "format": FORMAT,
                     "step": step,
                     "metrics": metrics,
+                    "experiment": experiment,
                     "optimizer_has_state": bool(optimizer.state),
                     "random": _random_states(),
                 }
@@ -153,6 +157,11 @@ class Checkpoints:
     def metrics(self, directory: Path) -> dict[str, Any] | None:
         """Return those of the last step before the checkpoint; None where it was saved without."""
         found: dict[str, Any] | None = _read_state(directory).get("metrics")
+        return found
+
+    def experiment(self, directory: Path) -> str | None:
+        """Return what the hub knows the training of a checkpoint by; None in those of earlier versions."""
+        found: str | None = _read_state(directory).get("experiment")
         return found
 
     def load(self, directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> int:

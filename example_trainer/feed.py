@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -46,6 +47,8 @@ class Feed(Protocol):
     """One batch after the other; every process makes the same calls."""
 
     num_lost_leases: int
+    experiment: str | None
+    """Id of the training at the hub; None in every process but the first."""
 
     def begin(self, *, step: int) -> None:
         """Register the run at `step`, whose weights the engines serve."""
@@ -73,6 +76,7 @@ class Follower:
     """The feed of every process but the first."""
 
     num_lost_leases = 0
+    experiment = None
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -106,6 +110,7 @@ class Leader:
         log: MetricsLog,
         world: World,
         *,
+        experiment: str | None,
         is_stopping: Callable[[], bool],
         on_no_batch: Callable[[], None],
     ) -> None:
@@ -116,6 +121,10 @@ class Leader:
         self._is_stopping = is_stopping
         self._on_no_batch = on_no_batch
         """Called every few seconds while none comes; what it raises ends the run."""
+        self._is_resumed = config.resume or config.resume_from is not None
+        # A checkpoint of a version that gave experiments no name resumes what the hub holds.
+        self.experiment = experiment or (None if self._is_resumed else secrets.token_hex(16))
+        """What this trainer trains; kept in its checkpoints."""
         self._published = 0
         self._leased: LeasedBatch | None = None
         self.num_lost_leases = 0
@@ -217,11 +226,22 @@ class Leader:
         """Begin the run at `step`, or begin it again at a hub that has forgotten it."""
         logger.info("registering at %s", self._config.hub_url)
         # With a step to resume from, leases of an earlier trainer end here.
-        reply = self._hub.register(self._registration(step), resume_step=step)
+        resume_step = step if self._is_resumed else None
+        reply = self._hub.register(
+            self._registration(step), experiment=self.experiment, resume_step=resume_step
+        )
+        self.experiment = reply.experiment or self.experiment
+        self._is_resumed = (
+            True  # from here on; a hub that forgets the run is told the step to resume from
+        )
+        if reply.set_aside is not None:
+            logger.warning(
+                "the hub has set its earlier experiment aside as %r; that one's checkpoint and --resume go on with it",
+                reply.set_aside,
+            )
         if reply.replayed or reply.forgotten_steps:
             logger.warning(
-                "the hub holds an earlier run: %d groups that were trained on after step %d come again, and %d steps"
-                " are no longer held; run-api --fresh begins anew",
+                "%d groups that were trained on after step %d come again, and %d steps are no longer held",
                 reply.replayed or 0,
                 step,
                 reply.forgotten_steps or 0,

@@ -57,7 +57,7 @@ def train(config: TrainerConfig) -> None:
         reference = reference_of(policy, config) if config.kl_coef else None
         optimizer = make_optimizer(policy, config)
         saved = Checkpoints(save_path=config.save_path, world=world, keep_last=config.keep_last)
-        start, metrics = resume(config, saved, policy, optimizer)
+        start, metrics, experiment = resume(config, saved, policy, optimizer)
         saved.begin(start)
         log = stack.enter_context(
             MetricsLog(config, start=start, last=metrics, is_main=world.is_main)
@@ -67,7 +67,7 @@ def train(config: TrainerConfig) -> None:
         bridge.start(policy, start)
         is_stopping = stack.enter_context(stop_on_signals())
         engines = EngineWatch(bridge, patience_s=config.engine_retry_s)
-        feed = stack.enter_context(make_feed(config, log, world, is_stopping, engines))
+        feed = stack.enter_context(make_feed(config, log, world, experiment, is_stopping, engines))
         feed.begin(step=start)
         options = data_options(config, vocab_size=policy.vocab_size)
         gap = LogprobGap(policy, weights, options, limit=config.max_logprob_gap)
@@ -122,7 +122,8 @@ def save_checkpoint(
     metrics: Mapping[str, Any] | None = None,
 ) -> None:
     """Save, tell the hub that it may forget what is in the checkpoint, and only then remove older ones."""
-    path = saved.save(policy, optimizer, version, None if metrics is None else finite(metrics))
+    last = None if metrics is None else finite(metrics)
+    path = saved.save(policy, optimizer, version, last, feed.experiment)
     feed.checkpointed(version, path)
     saved.remove_old()
 
@@ -133,6 +134,8 @@ class Start(NamedTuple):
     step: int
     metrics: dict[str, Any] | None
     """Of the last step before, as far as its checkpoint holds them."""
+    experiment: str | None
+    """What the hub knows the resumed training by; None without one, or where the checkpoint does not say."""
 
 
 def resume(
@@ -145,10 +148,10 @@ def resume(
         step = int(newest or b"0")
         directory = saved.directory(step) if step else None
     if directory is None:
-        return Start(0, None)
+        return Start(0, None, None)
     step = saved.load(directory, policy, optimizer)
     logger.info("going on from %s", directory)
-    return Start(step, saved.metrics(directory))
+    return Start(step, saved.metrics(directory), saved.experiment(directory))
 
 
 @contextmanager
@@ -156,6 +159,7 @@ def make_feed(
     config: TrainerConfig,
     log: MetricsLog,
     world: World,
+    experiment: str | None,
     is_stopping: Callable[[], bool],
     engines: EngineWatch,
 ) -> Iterator[Feed]:
@@ -163,7 +167,15 @@ def make_feed(
         yield Follower(world)
         return
     with TrainerClient(config.hub_url, token=config.hub_token, retry_for_s=RETRY_S) as hub:
-        yield Leader(hub, config, log, world, is_stopping=is_stopping, on_no_batch=engines.look)
+        yield Leader(
+            hub,
+            config,
+            log,
+            world,
+            experiment=experiment,
+            is_stopping=is_stopping,
+            on_no_batch=engines.look,
+        )
 
 
 @contextmanager

@@ -52,11 +52,13 @@ class Admission:
         *,
         max_sequences: int | None,
         max_bytes: int | None,
+        max_groups: int | None,
     ) -> None:
         self._queue = queue
         self._environments = environments
         self._max_sequences = max_sequences
         self._max_bytes = max_bytes
+        self._max_groups = max_groups
 
     def overload(self, situation: Situation) -> str | None:
         """Why the run takes no group from anybody now; None when it may take some. Which ones, `check` knows."""
@@ -88,16 +90,15 @@ class Admission:
 
     def _excess(self, situation: Situation) -> _Excess | None:
         bounds = (self._max_sequences, situation.max_useful_sequences)
-        sequences = min((bound for bound in bounds if bound is not None), default=None)
-        used = self._queue.total_sequences
-        if sequences is not None and used >= sequences:
-            return _Excess(
-                f"{used} sequences are queued, the bound is {sequences}", used / max(1, sequences)
-            )
-        bound = self._max_bytes
-        used = self._queue.total_bytes
-        if bound is not None and used >= bound:
-            return _Excess(f"{used} bytes are queued, the bound is {bound}", used / max(1, bound))
+        max_sequences = min((bound for bound in bounds if bound is not None), default=None)
+        for unit, used, bound in [
+            ("sequences", self._queue.total_sequences, max_sequences),
+            ("bytes", self._queue.total_bytes, self._max_bytes),
+            ("groups", len(self._queue), self._max_groups),
+        ]:
+            if bound is not None and used >= bound:
+                reason = f"{used} {unit} are queued, the bound is {bound}"
+                return _Excess(reason, used / max(1, bound))
         return None
 
     def _is_wanted(self, group: IncomingGroup, situation: Situation) -> bool:

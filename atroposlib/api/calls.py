@@ -19,6 +19,10 @@ class RunReset(AtroposError):
     """The run was reset while the request was under way."""
 
 
+class AnotherExperiment(AtroposError):
+    """The groups were sampled for an experiment that is no longer the run's."""
+
+
 class Overloaded(AtroposError):
     """More is queued than the run may hold. The same request will be taken when batches have left."""
 
@@ -41,7 +45,9 @@ class RunPolicy:
     keep_dead_bytes: int = 2**30
     max_queued_bytes: int | None = None
     max_queued_sequences: int | None = None
-    """Beyond either, groups are refused until batches leave; see `Admission`."""
+    max_queued_groups: int | None = 250_000
+    """Beyond any of them, groups are refused until batches leave; see `Admission`. A queued group takes 0.65 KiB of
+    memory beside its payload."""
 
 
 class IncomingGroup(NamedTuple):

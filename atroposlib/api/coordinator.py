@@ -31,6 +31,7 @@ from atroposlib.api.batching import (
     sequence_floors,
 )
 from atroposlib.api.calls import (
+    AnotherExperiment,
     Delivery,
     IncomingGroup,
     NotRegistered,
@@ -39,7 +40,8 @@ from atroposlib.api.calls import (
     RunReset,
 )
 from atroposlib.api.dead_letters import DeadLetters
-from atroposlib.api.environments import Environment, Environments
+from atroposlib.api.environments import Environment, Environments, UnknownEnvironment
+from atroposlib.api.experiments import TRAINER_TIMEOUT_S, Entry, choose
 from atroposlib.api.explaining import explain
 from atroposlib.api.leases import (
     Batch,
@@ -60,6 +62,7 @@ from atroposlib.api.schemas import (
     RegisterTrainer,
     Registration,
     RegistrationReply,
+    RejectReply,
     Resume,
     WandbInfo,
 )
@@ -104,6 +107,7 @@ class Coordinator:
         new_uuid: Callable[[], int] = lambda: uuid.uuid4().int,
         new_lease_id: Callable[[], str] = lambda: secrets.token_hex(16),
         name: str = "default",
+        first_epoch: int = 0,
     ) -> None:
         self.name = name
         self.policy = policy or RunPolicy()
@@ -118,14 +122,20 @@ class Coordinator:
         self._new_uuid = new_uuid
         self._new_lease_id = new_lease_id
         self._generation = 0
-        self._begin()
+        self._is_closed = False
+        self._begin(epoch=first_epoch)
 
-    def _begin(self, *, first_batch: int = 0) -> None:
+    def _begin(self, *, first_batch: int = 0, epoch: int = 0) -> None:
         self._generation += 1
         self._trainer: Registration | None = None
+        self._experiment: str | None = None
+        """None before a trainer has registered."""
+        self._trainer_seen: float | None = None
+        """When a trainer made its last call, injected clock; None: not since this process opened the run."""
+        self._conflicts: list[str] = []
         self._has_started = False
         """True once the trainer has asked for a batch: this is what lets environments in."""
-        self._leases = Leases(first_number=first_batch)
+        self._leases = Leases(first_number=first_batch, epoch=epoch)
         self._policy_version: int | None = None
         self._environments = Environments()
         self._queue = GroupQueue()
@@ -143,11 +153,15 @@ class Coordinator:
         """None: the queue changed since the last look."""
         self._is_stuck = False
         self._backlog = Backlog()
-        self._admission = Admission(
+        self._admission = self._new_admission()
+
+    def _new_admission(self) -> Admission:
+        return Admission(
             self._queue,
             self._environments,
             max_sequences=self.policy.max_queued_sequences,
             max_bytes=self.policy.max_queued_bytes,
+            max_groups=self.policy.max_queued_groups,
         )
 
     async def open(self) -> str:
@@ -159,20 +173,39 @@ class Coordinator:
         await self._store.commit(change)
         if not saved.groups and saved.document is None:
             return saved.found
+        return f"run {self.name!r}: {self.summary()}; {saved.found}".rstrip("; ")
+
+    def summary(self) -> str:
+        """What the run holds, for a log line."""
         ledger = self.ledger()
         return (
-            f"run {self.name!r} at step {self.current_step}: {ledger.queued} groups queued,"
-            f" {ledger.buffered} buffered, {ledger.leased} leased, {ledger.trained} trained, {ledger.dead} dead,"
-            f" {len(self._environments)} environments; {saved.found}".rstrip("; ")
+            f"step {self.current_step}, {ledger.queued} groups queued, {ledger.buffered} buffered,"
+            f" {ledger.leased} leased, {ledger.trained} trained, {ledger.dead} dead,"
+            f" {len(self._environments)} environments"
         )
 
+    @property
+    def experiment(self) -> str | None:
+        """Id of the training that this run holds; None before a trainer has registered."""
+        return self._experiment
+
+    @property
+    def epoch(self) -> int:
+        """Counts the trainer's incarnations."""
+        return self._leases.epoch
+
     async def close(self) -> None:
-        """Let everybody who waits go, write down what was only counted, and let go of the store."""
+        """Answer everybody who waits, write down what was only counted, and close the store.
+
+        Calls that still come raise `RunReset`.
+        """
         self.stop_waiting()
         try:
             await self._save()
         except StoreBroken:
             pass  # what broke it has been reported, and ends the hub
+        self._is_closed = True
+        self._generation += 1
         await self._store.close()
 
     def stop_waiting(self) -> None:
@@ -191,8 +224,9 @@ class Coordinator:
             self.current_step,
         )
         # A batch of the old run that is still being sent must not be taken for one of the next run.
-        self._begin(first_batch=self._leases.next_number)
+        self._begin(first_batch=self._leases.next_number, epoch=self._leases.epoch + 1)
         await self._store.clear()
+        await self._save()
         self.arrivals.notify()
         self.progress.notify()
 
@@ -202,6 +236,7 @@ class Coordinator:
         trainer = None if self._trainer is None else self._trainer.model_dump()
         document = {
             "trainer": trainer,
+            "experiment": self._experiment,
             "has_started": self._has_started,
             "last_step": self._leases.steps.last,
             "returned_steps": sorted(self._leases.steps.returned),
@@ -219,6 +254,9 @@ class Coordinator:
     def _restore_document(self, document: Mapping[str, Any]) -> None:
         if document["trainer"] is not None:
             self._trainer = Registration.model_validate(document["trainer"])
+        self._experiment = document.get("experiment")
+        if self._trainer is not None and self._experiment is None:
+            self._experiment = secrets.token_hex(16)  # of a version that gave experiments no name
         self._has_started = document["has_started"]
         self._leases.steps = Steps(document["last_step"], list(document["returned_steps"]))
         self._leases.epoch = document["epoch"]
@@ -281,6 +319,8 @@ class Coordinator:
 
     async def _save(self, change: Change | None = None) -> None:
         """Make a change durable together with the run's document."""
+        if self._is_closed:
+            raise RunReset(f"run {self.name} is closed; register again")
         change = change or Change()
         await self._store.commit(
             Change(
@@ -294,32 +334,43 @@ class Coordinator:
 
     # Trainer
 
-    async def register(self, registration: RegisterTrainer) -> RegistrationReply:
-        """Register the trainer; with `resume_step` go on from its checkpoint.
+    def entry(self, registration: RegisterTrainer) -> Entry:
+        """How the trainer of `registration` would enter this run."""
+        seen = self._trainer_seen
+        return choose(
+            registration,
+            current=self._experiment,
+            is_trainer_alive=seen is not None and self._clock() - seen < TRAINER_TIMEOUT_S,
+        )
 
-        Without it, a second registration joins the live run and changes nothing.
+    async def register(self, registration: RegisterTrainer) -> RegistrationReply:
+        """Register the trainer of this run's experiment: the first one, one that joins, or one that resumes.
+
+        A trainer that begins another experiment is the hub's business: it sets this run aside before.
         """
-        if self._trainer is not None and registration.resume_step is None:
-            logger.warning(
-                "a second trainer registered with run %s; the live run keeps its state (batch_size %d, step %d)"
-                " and ignores %s; GET /reset_data begins a new run",
-                self.name,
-                self._trainer.batch_size,
-                self.current_step,
-                registration.model_dump(mode="json", exclude_defaults=True),
-            )
-            return RegistrationReply(uuid=self._new_uuid())
+        entry = self.entry(registration)
+        is_native = registration.experiment is not None or registration.resume_step is not None
         is_first = self._trainer is None
+        if entry is Entry.JOIN:
+            self._trainer_seen = self._clock()
+            reply = self._join(registration)
+            return reply.model_copy(update=self._identity()) if is_native else reply
         change, counts = Change(), dict[str, int]()
         if is_first:
             self._leases.steps = Steps(registration.starting_step)
-        if registration.resume_step is not None:
+        if entry is Entry.RESUME:
+            step = registration.resume_step
             same_size = is_first or registration.batch_size == self.info().batch_size
             change, counts = self._resume(
-                registration.resume_step, registration.resume, same_size=same_size
+                registration.starting_step if step is None else step,
+                registration.resume,
+                same_size=same_size,
             )
         fields = registration.model_dump(include=set(Registration.model_fields))
         self._trainer = Registration.model_validate(fields)
+        self._trainer_seen = self._clock()
+        self._experiment = registration.experiment or self._experiment or secrets.token_hex(16)
+        self._conflicts = []
         moves = [*change.moves, *self._bury_oversized()]
         self._queue_changed()
         logger.info(
@@ -340,27 +391,65 @@ class Coordinator:
         self.arrivals.notify()
         self.progress.notify()
         reply = RegistrationReply(uuid=self._new_uuid())
-        if registration.resume_step is None:
+        if not is_native:
             return reply
-        return reply.model_copy(
-            update={"epoch": self._leases.epoch, "step": self.current_step} | counts
+        told = self._identity() | counts
+        return reply.model_copy(update=told | ({"step": self.current_step} if counts else {}))
+
+    def _identity(self) -> dict[str, Any]:
+        """What a trainer of ours is told of the experiment, and of its place in it."""
+        return {"epoch": self._leases.epoch, "experiment": self._experiment}
+
+    def _join(self, registration: RegisterTrainer) -> RegistrationReply:
+        """Let another trainer take part in the live run, which stays as it is; note what it asked for in vain."""
+        assert self._trainer is not None
+        asked = registration.model_dump(include=set(Registration.model_fields))
+        live = self._trainer.model_dump()
+        conflicts = [
+            f"{name}: {live[name]!r} stays, {value!r} was asked for"
+            for name, value in asked.items()
+            if value != live[name] and name != "starting_step"
+        ]
+        self._conflicts = conflicts or self._conflicts
+        logger.warning(
+            "run %s: a second trainer registered and joins the live run at step %d%s",
+            self.name,
+            self.current_step,
+            f"; not changed for it: {'; '.join(conflicts)}" if conflicts else "",
         )
+        return RegistrationReply(uuid=self._new_uuid())
+
+    async def take_over(self, earlier: Coordinator) -> None:
+        """Go on with the environments of the experiment that this one follows in the run; fence its trainers off.
+
+        Environments keep their ids, since those of the original never register twice.
+        """
+        moves = [move for each in self._environments for move in self._flush_buffer(each)]
+        self._environments = earlier._environments.successor()
+        self._leases.epoch = max(self._leases.epoch, earlier._leases.epoch + 1)
+        self._admission = self._new_admission()
+        self._queue_changed()
+        await self._save(Change(moves=moves))
 
     def _bury_oversized(self) -> list[Move]:
-        """Set queued groups aside that came before the trainer and fit into no batch of its size."""
+        """Set queued groups aside that fit into no batch of the trainer that registered."""
         limit = self.info().batch_size
         if self._queue.largest_of_all() <= limit:
             return []
         too_large = [header for header in self._queue if header.num_sequences > limit]
-        reason = f"larger than the trainer's batch of {limit} sequences"
-        logger.warning(
-            "run %s: %d groups, sent before the trainer came, set aside as dead: %s",
-            self.name,
-            len(too_large),
-            reason,
-        )
         self._queue.remove([header.number for header in too_large])
-        return self._bury(too_large, reason)
+        return self._bury_too_large(too_large)
+
+    def _fits(self, num_sequences: int) -> bool:
+        """Whether a group of so many sequences can be part of a batch; before a trainer registers, any can."""
+        return self._trainer is None or num_sequences <= self._trainer.batch_size
+
+    def _bury_too_large(self, headers: Sequence[GroupHeader]) -> list[Move]:
+        if not headers:
+            return []
+        reason = f"larger than the trainer's batch of {self.info().batch_size} sequences"
+        logger.warning("run %s: %d groups set aside as dead: %s", self.name, len(headers), reason)
+        return self._bury(headers, reason)
 
     def _resume(self, step: int, mode: Resume, *, same_size: bool) -> tuple[Change, dict[str, int]]:
         """Void all leases; bring back what was trained after `step`, and what was not trained yet.
@@ -369,7 +458,7 @@ class Coordinator:
         """
         was_leased = {batch.number for batch in self._leases if batch.is_leased}
         undone = self._leases.undo(step)
-        self._policy_version = None  # the engines serve the checkpoint, or soon will
+        # The policy version stands until the trainer publishes another one: a step is another unit.
         if mode is Resume.REPLAY and not same_size:
             mode = Resume.REQUEUE
         moves: list[Move] = []
@@ -428,11 +517,15 @@ class Coordinator:
             batch_size=self._trainer.batch_size, max_token_len=self._trainer.max_token_len
         )
 
-    async def set_policy(self, version: int) -> None:
-        """Note the policy version that the engines serve from now on.
+    async def set_policy(self, version: int, *, epoch: int | None = None) -> None:
+        """Note the policy version that the engines serve from now on; it may go back after a rollback.
 
-        It may go back after a rollback.
+        Raises `Superseded` for the epoch of a trainer that is no longer the run's.
         """
+        if self._trainer is None and epoch is not None:
+            return  # its run was reset; when it asks for a batch, it registers again and publishes once more
+        self._leases.check_epoch(epoch)
+        self._trainer_seen = self._clock()
         self._policy_version = version
         await self._save()
         self.progress.notify()
@@ -444,7 +537,7 @@ class Coordinator:
 
     @property
     def current_version(self) -> int:
-        """The policy version that groups sampled now would have."""
+        """The policy version that groups sampled now would have: the step, where no trainer publishes versions."""
         return self.current_step if self._policy_version is None else self._policy_version
 
     @property
@@ -462,6 +555,9 @@ class Coordinator:
         """
         if self._trainer is None:
             raise NotRegistered("Trainer not registered. Call /register first.")
+        if lease is not None:
+            self._leases.check_epoch(lease.epoch)
+        self._trainer_seen = self._clock()
         if not self._has_started:
             self._has_started = True
             await self._save()
@@ -585,7 +681,8 @@ class Coordinator:
         """Renew a lease; return the seconds it lasts from now. Raises `LeaseLost`, `UnknownBatch`."""
         await self.tick()
         batch = self._leases.held(batch_id, lease_id)
-        batch.expires_at = self._clock() + batch.ttl_s
+        self._trainer_seen = self._clock()
+        batch.expires_at = self._trainer_seen + batch.ttl_s
         return batch.ttl_s
 
     async def ack(self, batch_id: int, lease_id: str, step: int | None = None) -> int:
@@ -599,6 +696,7 @@ class Coordinator:
             await self._store.commit(Change())  # as durable as the first answer
             return known
         batch = self._leases.held(batch_id, lease_id)
+        self._trainer_seen = self._clock()
         self._leases.acknowledge(batch, step)
         for header in batch.headers:
             self._deliveries.pop(header.number, None)
@@ -627,7 +725,8 @@ class Coordinator:
 
         Raises `Superseded` for the epoch of a trainer that is no longer the run's.
         """
-        self._leases.check_epoch(epoch)
+        if self._trainer is not None:
+            self._leases.check_epoch(epoch)
         trained = self._leases.in_state(BatchState.TRAINED)
         done = [batch for batch in trained if batch.step <= step]
         ends = [end for batch in done for end in self._free(batch)]
@@ -637,6 +736,38 @@ class Coordinator:
     async def release(self, batch_id: int, lease_id: str) -> None:
         """Give a leased batch back: its groups go to the head of the queue. Raises `LeaseLost`, `UnknownBatch`."""
         await self._return(self._leases.held(batch_id, lease_id), counts=True)
+
+    async def reject_groups(
+        self, batch_id: int, lease_id: str, positions: Sequence[int], *, reason: str
+    ) -> RejectReply:
+        """Set groups of a leased batch aside as dead: the trainer cannot use them. The others go back at once.
+
+        `positions` count from 0 within the batch as it was delivered. Raises `LeaseLost`, `UnknownBatch`, and
+        `GroupError` for a position outside of the batch.
+        """
+        batch = self._leases.held(batch_id, lease_id)
+        self._trainer_seen = self._clock()
+        outside = [position for position in positions if position >= len(batch.headers)]
+        if outside:
+            raise GroupError(
+                f"groups: {outside[0]} is not in a batch of {len(batch.headers)} groups"
+            )
+        chosen = set(positions)
+        unusable = [header for at, header in enumerate(batch.headers) if at in chosen]
+        others = [header for at, header in enumerate(batch.headers) if at not in chosen]
+        logger.error(
+            "run %s: the trainer rejected %d groups of batch %d, set aside as dead: %s",
+            self.name,
+            len(unusable),
+            batch_id,
+            reason,
+        )
+        self._leases.take_back(batch)
+        moves = self._bury(unusable, f"rejected by the trainer: {reason}")
+        moves += self._requeue(others)
+        await self._save(Change(moves=moves, closed_batches=[batch_id]))
+        self.arrivals.notify()
+        return RejectReply(dead=len(unusable), requeued=len(others))
 
     async def confirm(self, batch_id: int) -> bool:
         """A plain delivery was written to its end: its groups are trained. False: it was no longer held."""
@@ -681,11 +812,14 @@ class Coordinator:
         return alive, self._bury(poison, reason)
 
     def _requeue(self, headers: Iterable[GroupHeader]) -> list[Move]:
+        """Queue groups; those that no longer fit into a batch are set aside as dead."""
         headers = list(headers)
-        for header in headers:
+        fitting = [header for header in headers if self._fits(header.num_sequences)]
+        for header in fitting:
             self._queue.add(header)
-        self._queue_changed(*headers)
-        return self._moves(headers, Place.QUEUED)
+        self._queue_changed(*fitting)
+        too_large = [header for header in headers if not self._fits(header.num_sequences)]
+        return [*self._moves(fitting, Place.QUEUED), *self._bury_too_large(too_large)]
 
     def _end(self, headers: Iterable[GroupHeader], fate: Fate) -> list[End]:
         ends = []
@@ -815,13 +949,14 @@ class Coordinator:
         ]
 
     async def requeue_dead(self, numbers: Iterable[int]) -> int:
-        """Give dead groups another chance; return how many of `numbers` were dead."""
+        """Give dead groups another chance; return how many of `numbers` are queued now."""
         back = self._dead.take(numbers)
         for header in back:
             self._deliveries.pop(header.number, None)
-        await self._save(Change(moves=self._requeue(back)))
+        moves = self._requeue(back)
+        await self._save(Change(moves=moves))
         self.arrivals.notify()
-        return len(back)
+        return sum(move.place is Place.QUEUED for move in moves)
 
     # Environments
 
@@ -844,6 +979,7 @@ class Coordinator:
             starting_step=self.current_step,
             checkpoint_interval=self._trainer.save_checkpoint_interval,
             num_steps=self._trainer.num_steps,
+            experiment=self._experiment if registration.env_uid is not None else None,
         )
         await self._save()
         return reply
@@ -861,13 +997,19 @@ class Coordinator:
         await self._save(Change(moves=moves))
         self.arrivals.notify()
 
-    def status_env(self, env_id: int, *, env_uid: str | None = None) -> EnvStatus:
-        """Tell an environment how much work is ahead of it. Raises `UnknownEnvironment`.
+    def status_env(
+        self, env_id: int, *, env_uid: str | None = None, experiment: str | None = None
+    ) -> EnvStatus:
+        """Tell an environment how much work is ahead of it.
+
+        Raises `UnknownEnvironment`, also for one that registered for another experiment than the run's.
 
         The original's formulas, without their side effects; other environments' sequences are rounded up to the largest
         queued group. Costs the same however much is queued.
         """
         environment = self._environments.get(env_id, env_uid=env_uid)
+        if experiment is not None and experiment != self._experiment:
+            raise UnknownEnvironment("another experiment has begun; register again")
         self._hear_of(environment)
         group_size = max(environment.registration.group_size, self._queue.largest(env_id))
         max_group_size = max(1, self._queue.largest_of_all())
@@ -921,12 +1063,16 @@ class Coordinator:
             look=self._look,
         )
 
-    async def accept(self, groups: Sequence[IncomingGroup]) -> list[Receipt]:
-        """Store checked groups; one receipt per group.
+    async def accept(
+        self, groups: Sequence[IncomingGroup], *, experiment: str | None = None
+    ) -> list[Receipt]:
+        """Store checked groups; one receipt per group. `experiment`: what they were sampled for, where that is known.
 
         Raises `GroupError` for a group that could never be part of a batch (nothing is stored) or comes under the id
-        of another (the rest of the call is stored), `Overloaded`, `StoreFull`, `RunReset`.
+        of another (the rest of the call is stored), `AnotherExperiment`, `Overloaded`, `StoreFull`, `RunReset`.
         """
+        if experiment is not None:
+            self._check_experiment(experiment, num_groups=len(groups))
         for index, group in enumerate(groups):
             problem = self._refusal(group)
             if problem is not None:
@@ -936,13 +1082,23 @@ class Coordinator:
         # A caller who goes away must not leave groups in the store that memory knows nothing of.
         return await asyncio.shield(asyncio.create_task(self._take_in(groups)))
 
+    def _check_experiment(self, experiment: str, *, num_groups: int) -> None:
+        if self._experiment is None:
+            # The trainer that registers next may be the one that these groups are for.
+            raise RunReset("no trainer has registered; register again and wait for it")
+        if experiment != self._experiment:
+            self.reject("another_run", num_groups=num_groups)
+            raise AnotherExperiment(
+                f"sampled for experiment {experiment}, but run {self.name} now holds {self._experiment}"
+            )
+
     async def _take_in(self, groups: Sequence[IncomingGroup]) -> list[Receipt]:
         """Store groups, then take them into memory; not to be cancelled in between."""
         new = [self._numbered(group) for group in groups]
         generation = self._generation
         outcomes = await self._store.append(new)
         if generation != self._generation:
-            raise RunReset("the run was reset while the groups were stored; register again")
+            raise RunReset("the run ended while the groups were stored; register again")
         receipts: list[Receipt] = []
         moves: list[Move] = []
         conflicts: list[int] = []
@@ -971,10 +1127,10 @@ class Coordinator:
     def _refusal(self, group: IncomingGroup) -> _Refusal | None:
         if group.num_sequences == 0:
             return _Refusal("empty", "the group has no sequences; leave it out")
-        if self._trainer is not None and group.num_sequences > self._trainer.batch_size:
+        if not self._fits(group.num_sequences):
             return _Refusal(
                 "larger_than_batch",
-                f"{group.num_sequences} sequences, but a batch holds {self._trainer.batch_size};"
+                f"{group.num_sequences} sequences, but a batch holds {self.info().batch_size};"
                 " lower group_size or raise the trainer's batch_size",
             )
         return None
@@ -1097,6 +1253,7 @@ class Coordinator:
             expired=self._ended[Fate.EXPIRED],
             dead=self._ended[Fate.DEAD] + len(self._dead),
             discarded=self._ended[Fate.DISCARDED],
+            dead_reasons=self._dead.reasons() or None,
             rejected=dict(self._rejected),
             duplicates=self._num_duplicates,
         )
@@ -1112,6 +1269,8 @@ class Coordinator:
             current_step=self.current_step,
             policy_version=self.current_version,
             max_staleness=self.max_staleness,
+            dead=self._dead.reasons(),
+            conflicts=self._conflicts,
             now=self._clock(),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ class DeadLetters:
     def __init__(self) -> None:
         self._by_number: dict[int, DeadLetter] = {}
         self._num_bytes = 0
+        self._reasons: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -31,6 +33,11 @@ class DeadLetters:
     def add(self, header: GroupHeader, reason: str) -> None:
         self._by_number[header.number] = DeadLetter(header, reason)
         self._num_bytes += header.num_bytes
+        self._reasons[_kind(reason)] += 1
+
+    def reasons(self) -> dict[str, int]:
+        """Groups by reason; what a reason says after its colon is about one group and left out."""
+        return {reason: count for reason, count in self._reasons.items() if count}
 
     def take(self, numbers: Iterable[int]) -> list[GroupHeader]:
         """Take out those of `numbers` that are here, in their order."""
@@ -39,6 +46,7 @@ class DeadLetters:
             letter = self._by_number.pop(number, None)
             if letter is not None:
                 self._num_bytes -= letter.header.num_bytes
+                self._reasons[_kind(letter.reason)] -= 1
                 taken.append(letter.header)
         return taken
 
@@ -48,3 +56,7 @@ class DeadLetters:
         while self._num_bytes > max_bytes:
             taken += self.take([next(iter(self._by_number))])
         return taken
+
+
+def _kind(reason: str) -> str:
+    return reason.partition(":")[0]

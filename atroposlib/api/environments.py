@@ -8,7 +8,7 @@ the one registry of a run and decides what becomes of the groups of an environme
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -182,6 +182,12 @@ class Environments:
         self._demand = None
         self._claimed = None
         self._saved = None
+
+    def successor(self) -> Environments:
+        """The same environments under the same ids, with nothing buffered: the registry of the next experiment."""
+        other = Environments()
+        other._all = [replace(environment, buffered=[]) for environment in self._all]
+        return other
 
     @property
     def num_active(self) -> int:

@@ -20,6 +20,8 @@ def explain(
     current_step: int,
     policy_version: int,
     max_staleness: int | None,
+    dead: dict[str, int],
+    conflicts: list[str],
     now: float,
 ) -> Explanation:
     """Describe a run whose next batch is `plan`; None: no trainer has registered, so there is no `batch_size`."""
@@ -53,6 +55,8 @@ def explain(
         oldest_version=min(queue.versions(), default=None),
         policy_version=policy_version,
         max_staleness=max_staleness,
+        dead=dead,
+        conflicts=conflicts,
         environments=[
             EnvironmentView(
                 env_id=each.env_id,

@@ -1,6 +1,8 @@
-"""The runs of one hub: each a coordinator with a store of its own, opened when it is first spoken of.
+"""The runs of one hub: each a coordinator with a store of its own, opened on first use.
 
-Nothing that happens in one run touches another. The application owns one `Hub`; tests make as many as they like.
+Nothing that happens in one run touches another. A run holds one experiment at a time: a trainer that begins another one
+makes the hub set the earlier run aside under a name of its own, where it stays until it is resumed or deleted. The
+application owns one `Hub`; tests make as many as they like.
 """
 
 from __future__ import annotations
@@ -8,40 +10,73 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
 
 from atroposlib.api.calls import RunPolicy
 from atroposlib.api.coordinator import Coordinator
-from atroposlib.api.stores.runs import MemoryRuns, RunStores
+from atroposlib.api.experiments import Entry
+from atroposlib.api.schemas import RegisterTrainer, RegistrationReply
+from atroposlib.api.stores.runs import Kept, MemoryRuns, RunStores
 from atroposlib.errors import AtroposError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_RUN = "default"
 """The run of the paths without `/runs/NAME`."""
 MAX_RUNS = 100
+_MAX_GAP_S = 3.0
+"""The clock is read at least once a second while the process runs."""
 
 
 class TooManyRuns(AtroposError):
     """The hub holds as many runs as it may."""
 
 
+class AwakeClock:
+    """Seconds during which this process ran: one that is stopped, or starved, lets nobody's time run out.
+
+    While it does not run it answers no heartbeat, so no lease may end for want of one. It has to be read at least
+    every `_MAX_GAP_S` seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._stopped_s = 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        gap_s = now - self._last
+        if gap_s > _MAX_GAP_S:
+            self._stopped_s += gap_s
+            logger.warning("the hub did not run for %.1f s; no deadline counts them", gap_s)
+        self._last = now
+        return now - self._stopped_s
+
+
 class Hub:
-    """Opens, keeps and closes runs."""
+    """Opens, keeps, sets aside and closes runs."""
 
     def __init__(
         self,
         stores: RunStores | None = None,
         *,
         policy: RunPolicy | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._stores = stores or MemoryRuns()
         self._policy = policy or RunPolicy()
-        self._clock = clock
-        self._opening: dict[str, asyncio.Task[Coordinator]] = {}
-        self._ending: dict[str, asyncio.Task[None]] = {}
+        self._clock = clock or AwakeClock()
+        self._changing: dict[str, asyncio.Task[object]] = {}
+        """Runs that are being opened, set aside or deleted; one change of a run at a time."""
+        self._registering = asyncio.Lock()
+        """Of two trainers that begin an experiment at once, the later one finds the earlier one's."""
         self._runs: dict[str, Coordinator] = {}
+        self._last_epochs: dict[str, int] = {}
+        """Of deleted runs: a trainer of one is not served by a new run of its name."""
         self.found: list[str] = []
         """One line per run that was found in its store."""
         self.is_open = False
@@ -51,78 +86,156 @@ class Hub:
         """Open runs by name."""
         return self._runs
 
-    def is_under_way(self, name: str) -> bool:
-        """Is the run just being opened or ended?"""
-        return name in self._opening or name in self._ending
-
     async def open(self) -> None:
-        """Open the default run and every run that something is stored of."""
-        for name in dict.fromkeys([DEFAULT_RUN, *self._stores.names()]):
+        """Open the default run and every stored run that is not set aside."""
+        kept = {each.name for each in self._stores.kept()}
+        names = [name for name in self._stores.names() if name not in kept]
+        for name in dict.fromkeys([DEFAULT_RUN, *names]):
             await self.run(name)
         self.is_open = True
 
+    async def find(self, name: str) -> Coordinator | None:
+        """Return a run, opened on first use; None for one that no trainer has begun. The default run always exists."""
+        await self._until_unchanging(name)
+        run = self._runs.get(name)
+        if run is None and (name == DEFAULT_RUN or self._stores.holds(name)):
+            return await self.run(name)
+        return run
+
     async def run(self, name: str = DEFAULT_RUN) -> Coordinator:
-        """Return a run, opening it at first. Raises `TooManyRuns`, `StoreBroken`."""
-        # What is stored of an ending run is still being deleted: a store opened there now would lose its files.
-        while (ending := self._ending.get(name)) is not None:
-            await asyncio.wait([ending])
-        coordinator = self._runs.get(name)
-        if coordinator is not None:
-            return coordinator
-        if name not in self._opening:
-            if len(self._runs) + len(self._opening) >= MAX_RUNS:
-                raise TooManyRuns(
-                    f"{MAX_RUNS} runs are open; end one with DELETE /runs/NAME before starting {name!r}"
-                )
-            self._opening[name] = asyncio.create_task(self._open(name))
-        return await asyncio.shield(self._opening[name])
+        """Return a run, made or opened on first use. Raises `TooManyRuns`, `StoreBroken`."""
+        await self._until_unchanging(name)
+        if (run := self._runs.get(name)) is not None:
+            return run
+        return await self._change(name, lambda: self._open(name))
+
+    async def register(self, name: str, registration: RegisterTrainer) -> RegistrationReply:
+        """Register a trainer with a run, which begins with it if there is none of the name.
+
+        A trainer that begins another experiment than the run's, or resumes one that was set aside, finds the earlier
+        one set aside: the reply names it. Raises `TooManyRuns`, `StoreBroken`.
+        """
+        async with self._registering:
+            run = await self.run(name)
+            kept = self._kept(name, registration, run)
+            set_aside = None
+            if kept is not None or (run.entry(registration) is Entry.BEGIN and run.experiment):
+                set_aside = await self._change(name, lambda: self._replace(name, run, kept))
+                run = await self.run(name)
+            reply = await run.register(registration)
+        return reply if set_aside is None else reply.model_copy(update={"set_aside": set_aside})
+
+    def _kept(self, name: str, registration: RegisterTrainer, run: Coordinator) -> Kept | None:
+        """The experiment that the trainer resumes, where it was set aside."""
+        asked = registration.experiment
+        if registration.resume_step is None or asked in (None, run.experiment):
+            return None
+        of_run = [each for each in self._stores.kept() if each.of_run == name]
+        return next((each for each in of_run if each.experiment == asked), None)
+
+    async def _until_unchanging(self, name: str) -> None:
+        while (change := self._changing.get(name)) is not None:
+            await asyncio.wait([change])
+
+    async def _change(self, name: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Do one change of a run, after those under way; a caller that leaves does not interrupt it."""
+        await self._until_unchanging(name)
+
+        async def whole() -> T:
+            try:
+                return await work()
+            finally:
+                del self._changing[name]
+
+        task = asyncio.create_task(whole())
+        self._changing[name] = task
+        return await asyncio.shield(task)
 
     async def _open(self, name: str) -> Coordinator:
-        try:
-            coordinator = Coordinator(
-                self._stores.store(name), policy=self._policy, clock=self._clock, name=name
+        if name in self._runs:
+            return self._runs[name]
+        if len(self._runs) >= MAX_RUNS:
+            raise TooManyRuns(
+                f"{MAX_RUNS} runs are open; end one with DELETE /runs/NAME before starting {name!r}"
             )
-            found = await coordinator.open()
-            if found:
-                self.found.append(found)
-                logger.info("%s", found)
-            self._runs[name] = coordinator
-            return coordinator
-        finally:
-            del self._opening[name]
+        run = Coordinator(
+            self._stores.store(name),
+            policy=self._policy,
+            clock=self._clock,
+            name=name,
+            first_epoch=self._last_epochs.pop(name, -1) + 1,
+        )
+        found = await run.open()
+        if found:
+            self.found.append(found)
+            logger.info("%s", found)
+        self._runs[name] = run
+        return run
+
+    async def _replace(self, name: str, earlier: Coordinator, kept: Kept | None) -> str | None:
+        """Set the experiment of a run aside, and put an empty one, or `kept`, in its place.
+
+        Return the name under which the earlier one stays; None if there was nothing to keep. After a crash in the
+        middle the run is missing and begins empty; the trainer, which has no answer, registers once more.
+        """
+        if kept is not None and kept.name in self._runs:
+            await self._runs.pop(kept.name).close()
+        self._runs.pop(name, None)
+        summary = earlier.summary()
+        await earlier.close()
+        set_aside = None
+        if earlier.experiment is not None and self._stores.holds(name):
+            facts = Kept(
+                name="", of_run=name, experiment=earlier.experiment, step=earlier.current_step
+            )
+            set_aside = await asyncio.to_thread(self._stores.set_aside, facts, resumed=kept)
+            for gone in [each for each in self._runs if not self._stores.holds(each)]:
+                await self._runs.pop(gone).close()
+            logger.warning(
+                "run %s: another experiment %s; the earlier one (%s) is set aside as %r: its trainer's --resume goes on"
+                " with it, run-api --forget %s deletes it",
+                name,
+                "begins" if kept is None else "is resumed",
+                summary,
+                set_aside,
+                set_aside,
+            )
+        if kept is not None:
+            await asyncio.to_thread(self._stores.bring_back, kept)
+        run = await self._open(name)
+        await run.take_over(earlier)
+        return set_aside
 
     async def forget(self, name: str) -> bool:
         """End a run and delete what is stored of it; False when there is none."""
-        coordinator = self._runs.pop(name, None)
-        if coordinator is None:
+        await self._until_unchanging(name)
+        if name not in self._runs and not self._stores.holds(name):
             return False
-        self._ending[name] = asyncio.create_task(self._end(name, coordinator))
-        await asyncio.shield(self._ending[name])
+        await self._change(name, lambda: self._delete(name))
         return True
 
-    async def _end(self, name: str, coordinator: Coordinator) -> None:
-        try:
-            await coordinator.reset()
-            await coordinator.close()
-            await asyncio.to_thread(self._stores.forget, name)
-        finally:
-            del self._ending[name]
+    async def _delete(self, name: str) -> None:
+        run = self._runs.pop(name, None)
+        if run is not None:
+            self._last_epochs[name] = run.epoch
+            await run.reset()
+            await run.close()
+        await asyncio.to_thread(self._stores.forget, name)
 
     async def tick(self) -> None:
         """Let time pass in every run."""
-        for coordinator in list(self._runs.values()):
-            await coordinator.tick()
+        for run in list(self._runs.values()):
+            await run.tick()
 
     def stop_waiting(self) -> None:
-        for coordinator in self._runs.values():
-            coordinator.stop_waiting()
+        for run in self._runs.values():
+            run.stop_waiting()
 
     async def close(self) -> None:
         """Close every store; the runs stay as they are stored."""
         self.is_open = False
-        under_way = [*self._opening.values(), *self._ending.values()]
-        if under_way:
-            await asyncio.wait(under_way)
-        for coordinator in self._runs.values():
-            await coordinator.close()
+        if self._changing:
+            await asyncio.wait(list(self._changing.values()))
+        for run in self._runs.values():
+            await run.close()
         self._runs.clear()

@@ -131,10 +131,10 @@ class Steps:
 class Leases:
     """The batches of one run. Trained ones are kept in the order of their acknowledgement."""
 
-    def __init__(self, *, first_number: int = 0) -> None:
+    def __init__(self, *, first_number: int = 0, epoch: int = 0) -> None:
         self.steps = Steps()
-        self.epoch = 0
-        """Counts the trainer's incarnations."""
+        self.epoch = epoch
+        """Counts the trainer's incarnations, also across experiments and resets: an earlier one is never served."""
         self.next_number = first_number
         self.freed_step = 0
         """The highest step whose batch was freed."""

@@ -17,6 +17,8 @@ FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Text = Annotated[str, Field(max_length=4096)]
 """Kept with the run, which is written anew at every change. The bound also refuses lone surrogates, which cannot be."""
+EXPERIMENT_HEADER = "Atropos-Experiment"
+"""With groups: the experiment that they were sampled for."""
 MAX_TTL_S = 86_400.0
 MAX_BATCH_SIZE = 1_000_000
 """Sequences. Planning keeps a bit per sequence; nobody trains on more in one step."""
@@ -49,19 +51,30 @@ class Registration(BaseModel):
     """Groups sampled more than this many policy versions ago are not delivered; None: the hub's setting."""
 
 
-class RegisterTrainer(Registration):
-    """A registration on the wire: with `resume_step` a trainer goes on from its checkpoint at that step."""
+ExperimentId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\x21-\x7e]+$")]
+"""Chosen by the trainer at random; printable ASCII, because it travels in a header."""
 
+
+class RegisterTrainer(Registration):
+    """A registration on the wire. An original client sends none of these fields; see `experiments.choose`."""
+
+    experiment: ExperimentId | None = None
+    """The training that this trainer begins or, with `resume_step`, resumes."""
     resume_step: int | None = Field(default=None, ge=0, lt=2**62)
+    """Resume from the checkpoint of this step."""
     resume: Resume = Resume.REPLAY
 
 
 class RegistrationReply(BaseModel):
-    """`uuid` has 128 bits: more than a JSON number holds in some languages. The rest answers a `resume_step`."""
+    """`uuid` has 128 bits: more than a JSON number holds in some languages. The rest is native."""
 
     uuid: int
     epoch: int | None = None
     """Counts the trainer's incarnations; leases of earlier ones are void."""
+    experiment: str | None = None
+    """What this trainer trains."""
+    set_aside: str | None = None
+    """Name of the run that keeps the experiment which was current until now."""
     step: int | None = None
     replayed: int | None = None
     """Groups that are delivered once more as they were."""
@@ -95,6 +108,8 @@ class EnvRegistration(BaseModel):
     starting_step: int
     checkpoint_interval: int
     num_steps: int
+    experiment: str | None = None
+    """Native: what groups sampled from now on are for. None from an original server."""
 
 
 class WaitForTrainer(BaseModel):
@@ -123,6 +138,8 @@ class StatusQuery(EnvIdentifier):
     seen_policy: Int64 | None = None
     env_uid: Annotated[str, Field(max_length=128)] | None = None
     """Refuse to answer for another process that was given the same id."""
+    experiment: ExperimentId | None = None
+    """Refuse to answer for another experiment than the one that the environment registered for."""
 
 
 class BatchQuery(BaseModel):
@@ -222,6 +239,8 @@ class Policy(BaseModel):
     """The policy version whose weights the engines now serve."""
 
     version: int = Field(ge=0, lt=2**63)
+    epoch: int | None = Field(default=None, ge=0, lt=2**63)
+    """The trainer's incarnation, where it knows it: with another one's the call is refused."""
 
 
 class LeaseRef(BaseModel):
@@ -231,6 +250,21 @@ class LeaseRef(BaseModel):
 class AckRequest(LeaseRef):
     step: int | None = Field(default=None, ge=0, lt=2**63)
     """The step that trained on the batch; None: the batch's own."""
+
+
+class RejectRequest(LeaseRef):
+    """Groups of a leased batch that the trainer cannot train on."""
+
+    groups: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
+        min_length=1, max_length=10_000, fail_fast=True
+    )
+    """Positions in the batch, from 0."""
+    reason: str = Field(min_length=1, max_length=500)
+
+
+class RejectReply(Acknowledgement):
+    dead: int
+    requeued: int
 
 
 class AckReply(Acknowledgement):
@@ -301,7 +335,9 @@ class Ledger(BaseModel):
     expired: int
     """Too old to train on."""
     dead: int
-    """Damaged, or leased too often without an acknowledgement."""
+    """Damaged, rejected by the trainer, larger than the batch, or leased too often without an acknowledgement."""
+    dead_reasons: dict[str, int] | None = None
+    """The dead groups whose payload is still held, by reason; left out of the reply when there are none."""
     discarded: int
     """Dropped at a trainer's request."""
     rejected: dict[str, int]
@@ -340,6 +376,10 @@ class Explanation(BaseModel):
     queued_sequences: int
     leased_batches: int
     replay_batches: int
+    dead: dict[str, int]
+    """Groups that are not delivered any more, by reason; `GET /dead` lists them."""
+    conflicts: list[str]
+    """What a trainer that joined the live run asked for and does not get."""
     oldest_version: int | None = None
     """Of the queued groups."""
     policy_version: int

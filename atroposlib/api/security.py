@@ -78,6 +78,7 @@ def _routes() -> Iterable[Route]:
         ("POST", [Scope.CONSUME], "/register /policy /checkpoints"),
         ("POST", [Scope.CONSUME], "/batches/{batch_id}/heartbeat"),
         ("POST", [Scope.CONSUME], "/batches/{batch_id}/ack /batches/{batch_id}/release"),
+        ("POST", [Scope.CONSUME], "/batches/{batch_id}/reject"),
         ("GET", [Scope.READ], "/ledger /explain /latest_example /dead"),
         ("GET", [Scope.READ], "/openapi.json /docs /docs/oauth2-redirect /redoc"),
     ]

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib import __version__
 from atroposlib.api.calls import (
+    AnotherExperiment,
     Delivery,
     IncomingGroup,
     NotRegistered,
@@ -42,6 +43,7 @@ from atroposlib.api.limits import HubLimits, Ladder, RequestBodies, replay
 from atroposlib.api.metrics import HubMetrics, Observe
 from atroposlib.api.payloads import EncodedBody, GroupCodec, choose_encoding, is_packed
 from atroposlib.api.schemas import (
+    EXPERIMENT_HEADER,
     Acknowledgement,
     AckReply,
     AckRequest,
@@ -66,6 +68,8 @@ from atroposlib.api.schemas import (
     RegisterEnv,
     RegisterTrainer,
     RegistrationReply,
+    RejectReply,
+    RejectRequest,
     Requeued,
     StatusQuery,
     WaitForTrainer,
@@ -76,7 +80,7 @@ from atroposlib.api.schemas import ScoredData as ScoredData
 from atroposlib.api.security import Access, TokenSet, find_route
 from atroposlib.api.stores.base import StoreBroken, StoreFull
 from atroposlib.api.stores.memory import MemoryStore
-from atroposlib.errors import GroupError
+from atroposlib.errors import ConfigError, GroupError
 from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
 
 logger = logging.getLogger(__name__)
@@ -130,13 +134,13 @@ _STATUS_PARAMETERS = _query_parameters(StatusQuery) | {
 
 
 async def _current_run(request: Request) -> Coordinator:
-    """The run that the path names, begun if this is the first that is heard of it and it is not only looked at."""
+    """The run named in the path; for one that no trainer has begun, what it looks like before."""
     hub: Hub = request.app.state.hub
     name = request.scope.get("run", DEFAULT_RUN)
-    run = hub.runs.get(name)
-    if run is None and request.method == "GET" and not hub.is_under_way(name):
-        return Coordinator(MemoryStore(), name=name)  # what it looks like before it begins
-    return run or await hub.run(name)
+    run = await hub.find(name)
+    if run is None and request.method == "POST" and request.scope["path"] != "/register-env":
+        raise HTTPException(404, f"no trainer has begun the run {name!r}")
+    return run or Coordinator(MemoryStore(), name=name)
 
 
 Run = Annotated[Coordinator, Depends(_current_run)]
@@ -188,7 +192,8 @@ def create_app(
             run.reject("invalid")
             raise
         if is_ours(request):
-            return await run.accept(groups)
+            experiment = request.headers.get(EXPERIMENT_HEADER)
+            return await run.accept(groups, experiment=experiment)
         return await accept_patiently(run, groups)
 
     async def accept_patiently(run: Coordinator, groups: list[IncomingGroup]) -> list[Receipt]:
@@ -247,7 +252,8 @@ def create_app(
     async def status_env(request: Request) -> Response:
         run = await _current_run(request)
         query = await _read_status_query(request)
-        found = run.status_env(query.env_id, env_uid=query.env_uid)
+        asking = {"env_uid": query.env_uid, "experiment": query.experiment}
+        found = run.status_env(query.env_id, **asking)
         deadline = time.monotonic() + min(query.wait, limits.max_wait_s)
         while (
             found.current_step == query.seen_step
@@ -258,7 +264,7 @@ def create_app(
             await run.progress.wait(remaining_s)
             if await request.is_disconnected():
                 break  # asking on its behalf would pass for a sign of life
-            found = run.status_env(query.env_id, env_uid=query.env_uid)
+            found = run.status_env(query.env_id, **asking)
         return _json_response(found.model_dump_json(exclude_none=True).encode())
 
     @app.post(
@@ -345,8 +351,8 @@ def create_app(
         return Response(metrics.render(), media_type=metrics.content_type)
 
     @app.post("/register", response_model_exclude_none=True)
-    async def register(run: Run, registration: RegisterTrainer) -> RegistrationReply:
-        return await run.register(registration)
+    async def register(request: Request, registration: RegisterTrainer) -> RegistrationReply:
+        return await hub.register(request.scope.get("run", DEFAULT_RUN), registration)
 
     @app.get("/wandb_info")
     async def wandb_info(run: Run) -> WandbInfo:
@@ -360,7 +366,7 @@ def create_app(
     async def status(run: Run) -> HubStatus:
         return run.status()
 
-    @app.get("/ledger")
+    @app.get("/ledger", response_model_exclude_none=True)
     async def ledger(run: Run) -> Ledger:
         return run.ledger()
 
@@ -371,10 +377,10 @@ def create_app(
 
     @app.post("/policy")
     async def set_policy(run: Run, policy: Policy) -> Acknowledgement:
-        await run.set_policy(policy.version)
+        await run.set_policy(policy.version, epoch=policy.epoch)
         return Acknowledgement()
 
-    @app.post("/register-env")
+    @app.post("/register-env", response_model_exclude_none=True)
     async def register_env(run: Run, registration: RegisterEnv) -> EnvRegistration | WaitForTrainer:
         return await run.register_env(registration) or WaitForTrainer()
 
@@ -398,6 +404,12 @@ def create_app(
     async def release(run: Run, batch_id: int, lease: LeaseRef) -> Acknowledgement:
         await run.release(batch_id, lease.lease_id)
         return Acknowledgement()
+
+    @app.post("/batches/{batch_id}/reject")
+    async def reject(run: Run, batch_id: int, rejected: RejectRequest) -> RejectReply:
+        return await run.reject_groups(
+            batch_id, rejected.lease_id, rejected.groups, reason=rejected.reason
+        )
 
     @app.post("/checkpoints")
     async def checkpoint(run: Run, reached: Checkpoint) -> CheckpointReply:
@@ -705,6 +717,8 @@ def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
     app.add_exception_handler(LeaseLost, answer(409, "lease_expired"))
     app.add_exception_handler(Superseded, answer(409, "superseded"))
     app.add_exception_handler(RunReset, answer(409, "run_reset"))
+    app.add_exception_handler(AnotherExperiment, answer(409, "another_run"))
+    app.add_exception_handler(ConfigError, answer(409, "not_a_run"))
     app.add_exception_handler(TooManyRuns, answer_later(403, "too_many_runs"))
     app.add_exception_handler(TooManyEnvironments, answer_later(503, "too_many_environments"))
     app.add_exception_handler(Overloaded, answer_later(429, "overloaded"))

@@ -13,11 +13,11 @@ import fcntl
 import logging
 import os
 import resource
-import shutil
 import signal
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -34,7 +34,13 @@ from atroposlib.api.security import Scope, TokenSet, add_token, is_loopback
 from atroposlib.api.server import create_app, stop_waiting
 from atroposlib.api.stores.base import Durability, GroupStore, StoreBroken
 from atroposlib.api.stores.disk import DiskStore
-from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns, RunStores
+from atroposlib.api.stores.runs import (
+    DirectoryRuns,
+    MemoryRuns,
+    RunStores,
+    delete_run,
+    stored_runs,
+)
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
 from atroposlib.utils.garbage import collect_less_often
@@ -114,6 +120,9 @@ class RunApiConfig(BaseModel):
     max_queued_sequences: int | None = Field(
         default=_POLICY.max_queued_sequences, ge=1, description="The same in sequences"
     )
+    max_queued_groups: int | None = Field(
+        default=_POLICY.max_queued_groups, ge=1, description="The same in groups"
+    )
     max_deliveries: int = Field(
         default=_POLICY.max_deliveries,
         ge=1,
@@ -124,6 +133,15 @@ class RunApiConfig(BaseModel):
         ge=0,
         description="Acknowledged batches kept without a checkpoint, for a trainer that falls back",
     )
+    list_runs: bool = Field(
+        default=False,
+        alias="list",
+        description="Show the runs in the data directory, those set aside included, and exit",
+    )
+    forget: str | None = Field(
+        default=None, description="Delete this run from the data directory and exit"
+    )
+    reload: bool = Field(default=False, description="Accepted for compatibility; does nothing")
     add_token: str | None = Field(
         default=None,
         description="Make a token of this name, add its hash to the --tokens file, print it, exit",
@@ -170,6 +188,14 @@ def serve(argv: Sequence[str] | None) -> int:
     )
     if config.add_token is not None:
         return _add_token(config)
+    if config.list_runs:
+        print(list_runs(config.data_dir))
+        return 0
+    if config.forget is not None:
+        print(erase(config.data_dir, only=config.forget))
+        return 0
+    if config.reload:
+        print("warning: --reload does nothing: restart the hub for new code", file=sys.stderr)
     if config.scopes or config.runs:
         raise ConfigError("--scopes and --runs describe a token to make: they need --add-token")
     if config.memory and config.fresh:
@@ -284,35 +310,54 @@ def policy_of(config: RunApiConfig) -> RunPolicy:
         keep_trained_batches=config.keep_acked_batches,
         max_queued_bytes=config.max_queued_bytes or default_bytes,
         max_queued_sequences=config.max_queued_sequences,
+        max_queued_groups=config.max_queued_groups,
     )
 
 
-def erase(data_dir: Path) -> str:
-    """Erase the runs stored under `data_dir` and say how much that was.
+def erase(data_dir: Path, *, only: str | None = None) -> str:
+    """Erase the runs stored under `data_dir`, or one of them, and say how much that was.
 
-    Only directories that a store made are touched. Raises ConfigError when a hub uses one of them.
+    Nothing but files that a hub made is deleted. Raises ConfigError for a run that is unknown or that a hub uses.
     """
-    # A store locks this file in its directory for as long as it is open.
-    locks = sorted(data_dir.glob("*/lock")) if data_dir.is_dir() else []
+    flag = "--fresh" if only is None else f"--forget {only}"
+    runs = [run for run in stored_runs(data_dir) if only in (None, run.name)]
+    if only is not None and not runs:
+        raise ConfigError(f"{flag}: {data_dir} holds no such run; --list shows them")
     held: list[int] = []
     try:
-        for path in locks:
-            held.append(os.open(path, os.O_RDWR))
+        for run in runs:
+            # A store locks this file in its directory for as long as it is open.
+            held.append(os.open(data_dir / run.name / "lock", os.O_RDWR | os.O_CREAT, 0o600))
             try:
                 fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as e:
-                raise ConfigError(f"--fresh: a hub uses {path.parent}; stop it first") from e
-        num_bytes = 0
-        for path in locks:
-            num_bytes += sum(f.stat().st_size for f in path.parent.glob("*.*"))
-            shutil.rmtree(path.parent)
+                raise ConfigError(f"{flag}: a hub uses {data_dir / run.name}; stop it first") from e
+        for run in runs:
+            delete_run(data_dir / run.name)
     except OSError as e:
-        raise ConfigError(f"--fresh: cannot erase {e.filename}: {e.strerror}") from e
+        raise ConfigError(f"{flag}: cannot erase {e.filename}: {e.strerror}") from e
     finally:
         for descriptor in held:
             os.close(descriptor)
-    names = ", ".join(path.parent.name for path in locks) or "none"
-    return f"erased {len(locks)} runs ({names}), {num_bytes / 2**20:.1f} MiB, in {data_dir}"
+    names = ", ".join(run.name for run in runs) or "none"
+    num_bytes = sum(run.num_bytes for run in runs)
+    return f"erased {len(runs)} runs ({names}), {num_bytes / 2**20:.1f} MiB, in {data_dir}"
+
+
+def list_runs(data_dir: Path) -> str:
+    """One line per run stored under `data_dir`: name, size, last change, and what was set aside."""
+    runs = stored_runs(data_dir)
+    if not runs:
+        return f"{data_dir} holds no run"
+    width = max(len(run.name) for run in runs)
+    lines = []
+    for run in runs:
+        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed_at))
+        line = f"{run.name:{width}}  {run.num_bytes / 2**20:9.1f} MiB  changed {changed}"
+        if run.kept is not None:
+            line += f"  set aside: run {run.kept.of_run} at step {run.kept.step}"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _add_token(config: RunApiConfig) -> int:

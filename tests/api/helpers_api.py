@@ -90,7 +90,9 @@ class Hub:
     async def balanced_ledger(self) -> dict[str, Any]:
         ledger: dict[str, Any] = await self.get("/ledger")
         places = {
-            k: v for k, v in ledger.items() if k not in ("produced", "rejected", "duplicates")
+            name: count
+            for name, count in ledger.items()
+            if name not in ("produced", "rejected", "duplicates", "dead_reasons")
         }
         assert ledger["produced"] == sum(places.values()) + sum(ledger["rejected"].values()), ledger
         return ledger

@@ -636,18 +636,47 @@ def test_lost_answer_is_asked_for_again_under_the_same_id() -> None:
     assert ids[0] == ids[1] == ids[2] != ids[3]
 
 
-def test_batch_that_fails_the_gate_is_not_asked_for_again() -> None:
+def test_group_that_fails_the_gate_is_rejected_and_the_next_batch_is_asked_for() -> None:
+    ids: list[str] = []
+    rejected: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/batches/12/reject":
+            rejected.append(json.loads(request.content))
+            return httpx.Response(200, json={"status": "success", "dead": 1, "requeued": 1})
+        ids.append(request.url.params["request_id"])
+        groups = [group(1), group(1) if rejected else group(1, masks=[[1, 2]])]
+        return httpx.Response(200, json={"batch": groups, **LEASE})
+
+    batch = scripted_trainer(answer).lease_batch()
+    assert batch is not None
+    assert len(batch.groups) == 2
+    [request] = rejected
+    assert (request["lease_id"], request["groups"]) == ("L", [1])
+    assert "masks" in request["reason"]
+    assert ids[0] != ids[1]
+
+
+def test_batch_comes_again_until_its_unusable_groups_are_rejected() -> None:
     ids: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            raise httpx.ReadError("connection reset")
         ids.append(request.url.params["request_id"])
         return httpx.Response(200, json={"batch": [group(1, masks=[[1, 2]])], **LEASE})
 
     trainer = scripted_trainer(answer)
     for _ in range(2):
-        with pytest.raises(GroupError, match="masks"):
+        with pytest.raises(HubUnavailable):
             trainer.lease_batch()
-    assert ids[0] != ids[1]
+    assert ids[0] == ids[1]
+
+
+def test_plain_batch_with_an_unusable_group_is_an_error() -> None:
+    faulty = {"batch": [group(1, masks=[[1, 2]])]}
+    with pytest.raises(GroupError, match="masks"):
+        scripted_trainer(lambda _: httpx.Response(200, json=faulty)).batch()
 
 
 def test_no_batch_is_none() -> None:

@@ -18,6 +18,7 @@ from atroposlib.api.server import create_app
 from atroposlib.api.stores.base import GroupStore
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns
+from atroposlib.errors import ConfigError
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.wire import (
     CONTENT_TYPE_PACKED,
@@ -672,6 +673,7 @@ async def test_documentation_lists_every_route(hub: Hub) -> None:
         "/batches/{batch_id}/heartbeat",
         "/batches/{batch_id}/ack",
         "/batches/{batch_id}/release",
+        "/batches/{batch_id}/reject",
         "/checkpoints",
         "/dead",
         "/dead/requeue",
@@ -765,6 +767,7 @@ class SlowToForget(MemoryRuns):
     """Deletes when it is told to."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.may_delete = threading.Event()
         self.is_deleting = threading.Event()
         self.opened_too_early = False
@@ -776,6 +779,7 @@ class SlowToForget(MemoryRuns):
     def forget(self, name: str) -> None:
         self.is_deleting.set()
         assert self.may_delete.wait(5)
+        super().forget(name)
 
 
 async def test_run_that_is_called_while_it_ends_begins_anew_when_its_files_are_gone() -> None:
@@ -798,7 +802,13 @@ def test_only_directories_of_stores_are_runs(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "math").mkdir()
     (tmp_path / "math" / "lock").touch()
-    assert DirectoryRuns(tmp_path, lambda path: MemoryStore()).names() == ["math"]
+    runs = DirectoryRuns(tmp_path, lambda path: MemoryStore())
+    assert runs.names() == []
+    runs.store("algebra")
+    assert runs.names() == ["algebra"]
+    (tmp_path / "math" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="is not a run of a hub"):
+        runs.store("math")
 
 
 async def test_time_goes_on_after_a_failure(

@@ -22,6 +22,8 @@ import httpx
 import pytest
 
 from atroposlib.api.calls import RunPolicy
+from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.runs import DirectoryRuns
 from atroposlib.cli.run_api import RunApiConfig, erase, main, policy_of
 from atroposlib.client import TrainerClient, TrainerRegistration
 from atroposlib.errors import ConfigError
@@ -254,7 +256,7 @@ def test_hub_goes_on_where_it_was_killed(tmp_path: Path) -> None:
         assert hub.get("/status")["queue_size"] == 1
         assert hub.post_group(group_id="g1").json() == {"status": "duplicate"}
         assert hub.end() == 0
-    assert "run 'default' at step 0: 1 groups queued" in hub.errors
+    assert "run 'default': step 0, 1 groups queued" in hub.errors
     assert "going on with what atropos-data holds; --fresh erases it" in hub.errors
     assert "Traceback" not in hub.errors
 
@@ -288,18 +290,18 @@ def test_two_hubs_never_share_a_data_directory(tmp_path: Path) -> None:
 
 def test_erase_touches_only_what_a_store_made(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "lock").touch()
     (tmp_path / "precious" / "thesis.tex").write_text("x")
-    (tmp_path / "math").mkdir()
-    (tmp_path / "math" / "lock").touch()
-    (tmp_path / "math" / "0.segment").write_bytes(bytes(3 * 2**20))
-    with (tmp_path / "math" / "lock").open() as lock:
+    DirectoryRuns(tmp_path, DiskStore).store("math")
+    (tmp_path / "math" / "0000000000.seg").write_bytes(bytes(3 * 2**20))
+    with (tmp_path / "math" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="a hub uses"):
             erase(tmp_path)
     assert erase(tmp_path) == f"erased 1 runs (math), 3.0 MiB, in {tmp_path}"
     assert erase(tmp_path) == f"erased 0 runs (none), 0.0 MiB, in {tmp_path}"
     assert erase(tmp_path / "absent").startswith("erased 0 runs")
-    assert [path.name for path in tmp_path.rglob("*")] == ["precious", "thesis.tex"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["lock", "precious", "thesis.tex"]
 
 
 def test_store_that_breaks_ends_the_hub_with_one_clear_line(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ class FakeHub:
         self.stored: list[ScoredGroup] = []
         self.num_attempts = 0
 
-    async def send(self, groups: Sequence[ScoredGroup]) -> SendReceipt:
+    async def send(
+        self, groups: Sequence[ScoredGroup], *, experiment: str | None = None
+    ) -> SendReceipt:
         self.num_attempts += 1
         error = self.script.pop(0) if self.script else None
         if error is not None:
@@ -192,7 +194,9 @@ async def test_restored_groups_are_sent_first_and_reported_once_when_stored() ->
 
 async def test_group_keeps_its_id_over_retries() -> None:
     class LosesTheReply(FakeHub):
-        async def send(self, groups: Sequence[ScoredGroup]) -> SendReceipt:
+        async def send(
+            self, groups: Sequence[ScoredGroup], *, experiment: str | None = None
+        ) -> SendReceipt:
             await super().send(groups)
             if self.num_attempts < 3:
                 raise HubUnavailable("reset by peer")
@@ -210,7 +214,9 @@ async def test_group_keeps_its_id_over_retries() -> None:
 
 async def test_large_groups_are_sent_in_bodies_a_hub_takes() -> None:
     class CountsTokens(FakeHub):
-        async def send(self, groups: Sequence[ScoredGroup]) -> SendReceipt:
+        async def send(
+            self, groups: Sequence[ScoredGroup], *, experiment: str | None = None
+        ) -> SendReceipt:
             sizes.append([group.num_tokens for group in groups])
             return await super().send(groups)
 
@@ -276,7 +282,9 @@ def env_status(**changes: Any) -> EnvStatus:
 
 async def test_status_that_rides_on_an_answer_is_handed_on_after_the_groups_are_counted() -> None:
     class Tells(FakeHub):
-        async def send(self, groups: Sequence[ScoredGroup]) -> SendReceipt:
+        async def send(
+            self, groups: Sequence[ScoredGroup], *, experiment: str | None = None
+        ) -> SendReceipt:
             await super().send(groups)
             status = env_status(queue_size=len(self.stored))
             return SendReceipt(status="received", env_status=status)
@@ -294,7 +302,9 @@ async def test_status_of_an_id_that_was_given_up_meanwhile_is_not_handed_on() ->
     ids = [3]
 
     class ChangesId(FakeHub):
-        async def send(self, groups: Sequence[ScoredGroup]) -> SendReceipt:
+        async def send(
+            self, groups: Sequence[ScoredGroup], *, experiment: str | None = None
+        ) -> SendReceipt:
             ids[0] += 1  # the watcher registers again while the answer is on its way
             return SendReceipt(status="received", env_status=env_status())
 

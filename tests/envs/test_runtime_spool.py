@@ -163,33 +163,39 @@ async def test_file_that_cannot_be_written_is_said_to_be_a_loss(tmp_path: Path) 
 def test_spooled_group_comes_back_as_it_was(tmp_path: Path) -> None:
     groups = [checked(0), checked(1)]
     path = spool.new_path(tmp_path, OWNER)
-    spool.write(path, groups, owner=OWNER, step=4)
-    (file,) = spool.claim(tmp_path, owner=OWNER, step=4)
+    spool.write(path, groups, owner=OWNER, experiment="e", step=4)
+    (file,) = spool.claim(tmp_path, owner=OWNER, experiment="e", step=4)
     assert [content_digest(group) for group in file.groups] == list(map(content_digest, groups))
     assert [(g.group_id, g.policy_version) for g in file.groups] == [("g0", 0), ("g1", 1)]
     assert (
-        spool.claim(tmp_path, owner=OWNER, step=4) == []
+        spool.claim(tmp_path, owner=OWNER, experiment="e", step=4) == []
     )  # claimed: another process leaves it alone
     file.close()
-    (file,) = spool.claim(tmp_path, owner=OWNER, step=5)
+    (file,) = spool.claim(tmp_path, owner=OWNER, experiment="e", step=5)
     file.delete()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("owner", "step", "said"),
+    ("owner", "experiment", "step", "said"),
     [
-        (replace(OWNER, environment="other"), 4, ""),
-        (replace(OWNER, hub_url="http://elsewhere"), 4, "are for the hub at http://h: left"),
-        (OWNER, 3, "were made at step 4, the trainer is at 3"),
+        (replace(OWNER, environment="other"), "e", 4, ""),
+        (replace(OWNER, hub_url="http://elsewhere"), "e", 4, "are for the hub at http://h: left"),
+        (OWNER, "f", 4, "were sampled for another experiment: left alone"),
+        (OWNER, "e", 3, "were made at step 4, the trainer is at 3"),
     ],
 )
-def test_file_of_another_name_hub_or_run_is_left_alone(
-    tmp_path: Path, owner: spool.Owner, step: int, said: str, caplog: pytest.LogCaptureFixture
+def test_file_of_another_name_hub_or_experiment_is_left_alone(
+    tmp_path: Path,
+    owner: spool.Owner,
+    experiment: str,
+    step: int,
+    said: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = spool.new_path(tmp_path, OWNER)
-    spool.write(path, [checked(0)], owner=OWNER, step=4)
-    assert spool.claim(tmp_path, owner=owner, step=step) == []
+    spool.write(path, [checked(0)], owner=OWNER, experiment="e", step=4)
+    assert spool.claim(tmp_path, owner=owner, experiment=experiment, step=step) == []
     assert said in caplog.text
     assert path.exists()
 
@@ -201,7 +207,7 @@ def test_damaged_file_is_named_and_left_alone(
     assert path.name.startswith("a_b_c-")
     path.write_bytes(b"\x83broken")
     with caplog.at_level(logging.ERROR):
-        assert spool.claim(tmp_path, owner=OWNER, step=9) == []
+        assert spool.claim(tmp_path, owner=OWNER, experiment="e", step=9) == []
     assert f"{path} cannot be read and is left alone" in caplog.text
     assert path.exists()
 

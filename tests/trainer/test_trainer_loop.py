@@ -173,14 +173,36 @@ def test_a_checkpoint_lets_the_hub_forget_what_was_trained_before_it(
     assert resumed.requeued == 0  # nothing is held any more
 
 
-def test_a_run_begun_again_trains_on_the_same_batches_and_says_so(
+def test_a_run_begun_again_starts_empty_and_says_where_the_earlier_one_is(
+    model_dir: Path, tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_hub() as hub_url:
+        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(6)])
+        config = config_for(
+            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=1
+        )
+        with TrainerClient(hub_url) as earlier:
+            earlier.register(registration_of(config), experiment="earlier")
+            assert earlier.lease_batch() is not None
+        begun = threading.Thread(target=train, args=[config])
+        begun.start()
+        while ledger_of(hub_url):
+            time.sleep(0.05)
+        assert ledger_of(f"{hub_url}/runs/default.1") == {"queued": 4, "leased": 2}
+        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(6, 8)])
+        begun.join()
+        assert ledger_of(hub_url) == {"trained": 2}
+    assert "set its earlier experiment aside as 'default.1'" in caplog.text
+
+
+def test_a_run_resumed_before_its_first_checkpoint_trains_on_the_same_batches(
     model_dir: Path, tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The trainer before it died without a checkpoint, while it held its second batch."""
     with running_hub() as hub_url:
         send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(4)])
         config = config_for(
-            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=2
+            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=2, resume=True
         )
         with TrainerClient(hub_url) as dead:
             dead.register(registration_of(config))

@@ -1,28 +1,88 @@
 """Where the stores of runs come from: one per run, in memory or as a directory each.
 
-A run's directory holds everything about it, so it can be copied, archived or deleted as one.
+A run's directory holds everything about it, so it can be copied, archived or deleted as one. `run.json` in it says that
+the directory is a run, and whether it was set aside; no other directory is opened, listed or deleted.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
+
+import msgspec
 
 from atroposlib.api.stores.base import GroupStore
 from atroposlib.api.stores.memory import MemoryStore
+from atroposlib.errors import ConfigError
+
+RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""What a run may be called: part of a path and of a file name."""
+MARKER: Final = "run.json"
+_OURS: Final = re.compile(
+    r"run\.json(\.partial)?|lock|ballast|\d{10}\.seg|(damaged-\d+-)?state\.db(-wal|-shm|-journal)?"
+)
+"""Names of the files that a store, or this module, makes in a run's directory."""
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """An experiment that was set aside."""
+
+    name: str
+    """The run that it is now."""
+    of_run: str
+    """The run that it was."""
+    experiment: str
+    step: int
+    set_aside_at: float = 0.0
+    """Seconds since 1970."""
+
+
+class _Marker(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`run.json`."""
+
+    atropos: str = "run"
+    kept: Kept | None = None
+
+
+class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as `run-api --list` shows it."""
+
+    name: str
+    num_bytes: int
+    changed_at: float
+    """Seconds since 1970."""
+    kept: Kept | None
 
 
 class RunStores(Protocol):
-    """Makes, lists and forgets the stores of runs, by run name."""
+    """Makes, lists, sets aside and forgets the stores of runs, by run name."""
 
     def names(self) -> list[str]:
-        """Runs that something is stored of."""
+        """Runs that something is stored of, those set aside included."""
+        ...
+
+    def holds(self, name: str) -> bool:
+        """Whether something is stored of the run."""
+        ...
+
+    def kept(self) -> list[Kept]:
+        """The experiments that were set aside, the latest first."""
         ...
 
     def store(self, name: str) -> GroupStore:
-        """Return the store of a run, not yet opened. Called once per run, again after `forget`."""
+        """Return the store of a run, not yet opened. Called once per run, again after any of the following."""
+        ...
+
+    def set_aside(self, facts: Kept, *, resumed: Kept | None) -> str:
+        """Give the closed run `facts.of_run` another name, and return it. `resumed` is brought back afterwards."""
+        ...
+
+    def bring_back(self, kept: Kept) -> None:
+        """Give a closed run that was set aside its name back, which must be free."""
         ...
 
     def forget(self, name: str) -> None:
@@ -31,16 +91,40 @@ class RunStores(Protocol):
 
 
 class MemoryRuns:
-    """Every run lives and ends with the process."""
+    """Every run ends with the process. Of each run, the latest earlier experiment is kept: memory is no archive."""
+
+    def __init__(self) -> None:
+        self._stores: dict[str, MemoryStore] = {}
+        self._kept: dict[str, Kept] = {}
 
     def names(self) -> list[str]:
-        return []
+        return sorted(self._stores)
+
+    def holds(self, name: str) -> bool:
+        return name in self._stores
+
+    def kept(self) -> list[Kept]:
+        return list(self._kept.values())[::-1]
 
     def store(self, name: str) -> GroupStore:
-        return MemoryStore()
+        return self._stores.setdefault(name, MemoryStore())
+
+    def set_aside(self, facts: Kept, *, resumed: Kept | None) -> str:
+        for older in list(self._kept.values()):
+            if older.of_run == facts.of_run and older != resumed:
+                self.forget(older.name)
+        name = _free_name(facts.of_run, self._stores)
+        self._stores[name] = self._stores.pop(facts.of_run)
+        self._kept[name] = msgspec.structs.replace(facts, name=name, set_aside_at=time.time())
+        return name
+
+    def bring_back(self, kept: Kept) -> None:
+        del self._kept[kept.name]
+        self._stores[kept.of_run] = self._stores.pop(kept.name)
 
     def forget(self, name: str) -> None:
-        pass
+        self._stores.pop(name, None)
+        self._kept.pop(name, None)
 
 
 class DirectoryRuns:
@@ -51,13 +135,134 @@ class DirectoryRuns:
         self._make_store = make_store
 
     def names(self) -> list[str]:
-        if not self._root.is_dir():
-            return []
-        # A store makes its lock file first. Other directories, such as lost+found, are none of the hub's business.
-        return sorted(path.parent.name for path in self._root.glob("*/lock"))
+        return [name for name, _ in stored_markers(self._root)]
+
+    def holds(self, name: str) -> bool:
+        return _read_marker(self._root / name) is not None
+
+    def kept(self) -> list[Kept]:
+        found = [marker.kept for _, marker in stored_markers(self._root) if marker.kept is not None]
+        return sorted(found, key=lambda kept: kept.set_aside_at, reverse=True)
 
     def store(self, name: str) -> GroupStore:
-        return self._make_store(self._root / name)
+        """Raises `ConfigError` for a directory of that name which holds something else."""
+        directory = self._root / name
+        if _read_marker(directory) is None:
+            if directory.exists() and any(directory.iterdir()):
+                raise ConfigError(
+                    f"{directory} is not a run of a hub; choose another name or --data-dir"
+                )
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_marker(directory, _read_marker(directory) or _Marker())
+        return self._make_store(directory)
+
+    def set_aside(self, facts: Kept, *, resumed: Kept | None) -> str:
+        source = self._root / facts.of_run
+        name = _free_name(facts.of_run, {path.name for path in self._root.iterdir()})
+        kept = msgspec.structs.replace(facts, name=name, set_aside_at=time.time())
+        _write_marker(source, _Marker(kept=kept))
+        source.rename(self._root / name)
+        _sync(self._root)
+        return name
+
+    def bring_back(self, kept: Kept) -> None:
+        source = self._root / kept.name
+        source.rename(self._root / kept.of_run)
+        _write_marker(self._root / kept.of_run, _Marker())
+        _sync(self._root)
 
     def forget(self, name: str) -> None:
-        shutil.rmtree(self._root / name, ignore_errors=False)
+        delete_run(self._root / name)
+
+
+def stored_runs(root: Path) -> list[StoredRun]:
+    """The runs below `root`, by name, with the room that they take."""
+    found = []
+    for name, marker in stored_markers(root):
+        states = [path.stat() for path in _own_files(root / name)]
+        found.append(
+            StoredRun(
+                name=name,
+                num_bytes=sum(512 * state.st_blocks for state in states),
+                changed_at=max((state.st_mtime for state in states), default=0.0),
+                kept=marker.kept,
+            )
+        )
+    return found
+
+
+def stored_markers(root: Path) -> list[tuple[str, _Marker]]:
+    """Name and marker of every run below `root`, by name. Other directories are none of the hub's business."""
+    if not root.is_dir():
+        return []
+    paths = [path for path in sorted(root.iterdir()) if RUN_NAME.fullmatch(path.name)]
+    found = ((path.name, _read_marker(path)) for path in paths)
+    return [(name, marker) for name, marker in found if marker is not None]
+
+
+def delete_run(directory: Path) -> None:
+    """Delete the files of a run, then its directory. Raises `ConfigError` where it holds, or is, something else."""
+    if _read_marker(directory) is None:
+        raise ConfigError(f"{directory} is not a run of a hub")
+    for path in sorted(_own_files(directory), key=lambda path: path.name == MARKER):
+        path.unlink()  # the marker last: what a crash leaves is still a run
+    left = sorted(path.name for path in directory.iterdir())
+    if left:
+        raise ConfigError(f"{directory} is left, it holds files of others: {', '.join(left[:5])}")
+    directory.rmdir()
+
+
+def _own_files(directory: Path) -> Iterable[Path]:
+    return [
+        path
+        for path in directory.iterdir()
+        if _OURS.fullmatch(path.name) and path.is_file() and not path.is_symlink()
+    ]
+
+
+def _read_marker(directory: Path) -> _Marker | None:
+    """The marker of a run; None for a directory that is none."""
+    if directory.is_symlink() or not directory.is_dir():
+        return None
+    try:
+        marker = msgspec.json.decode((directory / MARKER).read_bytes(), type=_Marker)
+    except FileNotFoundError:
+        return _Marker() if _is_of_earlier_version(directory) else None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    if marker.atropos != "run":
+        return None
+    # Renaming and writing are two steps: a marker that names another directory was about to move, or has moved back.
+    is_kept = marker.kept is not None and marker.kept.name == directory.name
+    return marker if is_kept else _Marker()
+
+
+def _is_of_earlier_version(directory: Path) -> bool:
+    """Whether a version that wrote no marker made the directory: its files, and nothing but them, are there."""
+    names = {path.name for path in directory.iterdir()}
+    return {"lock", "state.db"} <= names and all(_OURS.fullmatch(name) for name in names)
+
+
+def _write_marker(directory: Path, marker: _Marker) -> None:
+    partial = directory / f"{MARKER}.partial"
+    with partial.open("wb") as file:
+        file.write(msgspec.json.encode(msgspec.to_builtins(marker) | {"atropos": "run"}))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(directory / MARKER)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_name(name: str, taken: Iterable[str]) -> str:
+    """`name.N`, N one more than any taken."""
+    base = name[:56]
+    pattern = re.compile(re.escape(base) + r"\.(\d{1,6})")
+    numbers = [int(match[1]) for each in taken if (match := pattern.fullmatch(each))]
+    return f"{base}.{max(numbers, default=0) + 1}"

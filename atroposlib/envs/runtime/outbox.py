@@ -8,21 +8,23 @@ nothing about when to start work; `serve.py` reads `num_held` and `is_away` for 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
 import uuid
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from atroposlib.client import EnvStatus, HubClient, UnknownEnvironment
+from atroposlib.client import AnotherExperiment, EnvStatus, HubClient, UnknownEnvironment
 from atroposlib.envs.env_config import BaseEnvConfig
 from atroposlib.envs.server_handling.policy_versions import oldest_noted
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
@@ -148,7 +150,7 @@ class Outbox:
         self._log = log
         self._backoff = backoff or Backoff()
         self._sleep = sleep
-        self._held: deque[ScoredGroup] = deque()
+        self._held: deque[_Held] = deque()
         self._changed = asyncio.Event()
         self._drained = asyncio.Event()
         self._drained.set()
@@ -159,6 +161,8 @@ class Outbox:
         """The environment's own `_send_scored_data_to_api`; None where it keeps the default."""
         self.on_status: Callable[[EnvStatus], None] = _ignore
         """Called with the status that rides on a hub's answer; it counts every group in `num_stored`."""
+        self.experiment: str | None = None
+        """What the trainer trains on now, as the hub has told it; None from an original server."""
         self.is_away = False
         """The hub did not take the last attempt."""
         self.num_accepted = 0
@@ -176,11 +180,11 @@ class Outbox:
     @property
     def held(self) -> list[ScoredGroup]:
         """The groups waiting, oldest first."""
-        return list(self._held)
+        return [held.group for held in self._held]
 
     def restore(self, groups: Sequence[ScoredGroup], on_stored: Callable[[], None]) -> None:
-        """Send groups of an earlier run before all others; `on_stored()` once the hub has answered each."""
-        self._held.extendleft(reversed(groups))
+        """Send groups of an earlier process before all others; `on_stored()` once the hub has answered each."""
+        self._held.extendleft(_Held(group, self.experiment) for group in reversed(groups))
         self._num_restored, self._on_restored = len(groups), on_stored
         self._drained.clear()
         self._changed.set()
@@ -277,10 +281,18 @@ class Outbox:
     ) -> int:
         """Make one attempt with the oldest groups, at most `size`; return the size of the next attempt."""
         known_id = env_id()
+        experiment = self._held[0].experiment
         groups = [group.replace(env_id=known_id) for group in self._oldest(size)]
         size = len(groups)
         try:
-            receipt = await hub.send(groups)
+            receipt = await hub.send(groups, experiment=experiment)
+        except AnotherExperiment as error:
+            self._forget(size)
+            for _ in groups:
+                self._drop("another_run", str(error))
+            if self.experiment == experiment:
+                await reregister(known_id)
+            return MAX_GROUPS_PER_SEND
         except UnknownEnvironment:
             logger.warning("the hub does not know this environment any more; registering again")
             await reregister(known_id)
@@ -310,7 +322,7 @@ class Outbox:
         return min(2 * size, MAX_GROUPS_PER_SEND)
 
     def _hold(self, group: ScoredGroup) -> None:
-        self._held.append(group)
+        self._held.append(_Held(group, experiment_of_item() or self.experiment))
         self._drained.clear()
         self._changed.set()
 
@@ -330,12 +342,13 @@ class Outbox:
                 self._on_restored()
 
     def _oldest(self, size: int) -> list[ScoredGroup]:
-        """Return the oldest groups, at most `size` and, but for the first, at most `MAX_TOKENS_PER_SEND`."""
+        """Return the oldest groups of one experiment, at most `size` and, but for the first, `MAX_TOKENS_PER_SEND`."""
         groups: list[ScoredGroup] = []
         num_tokens = 0
-        for group in itertools.islice(self._held, size):
+        for group, experiment in itertools.islice(self._held, size):
             num_tokens += group.num_tokens
-            if groups and num_tokens > MAX_TOKENS_PER_SEND:
+            is_too_much = num_tokens > MAX_TOKENS_PER_SEND
+            if groups and (is_too_much or experiment != self._held[0].experiment):
                 break
             groups.append(group)
         return groups
@@ -491,6 +504,32 @@ def _array_of(tensor: Any) -> NDArray[Any]:
     is_narrow = on_cpu.is_floating_point() and on_cpu.element_size() < 4
     array: NDArray[Any] = (on_cpu.float() if is_narrow else on_cpu).numpy()
     return array
+
+
+class _Held(NamedTuple):
+    """A group on its way to the hub."""
+
+    group: ScoredGroup
+    experiment: str | None
+    """What it was sampled for; None where that is unknown."""
+
+
+_experiment_of_item: ContextVar[str | None] = ContextVar("experiment_of_item", default=None)
+
+
+@contextlib.contextmanager
+def sampling_for(experiment: str | None) -> Iterator[None]:
+    """Groups that are handed over inside the block were sampled for `experiment`."""
+    token = _experiment_of_item.set(experiment)
+    try:
+        yield
+    finally:
+        _experiment_of_item.reset(token)
+
+
+def experiment_of_item() -> str | None:
+    """The experiment of the item under way; None outside of one."""
+    return _experiment_of_item.get()
 
 
 class Reregister(Protocol):

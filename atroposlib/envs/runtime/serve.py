@@ -38,7 +38,13 @@ from atroposlib.envs.runtime.capacity import Load, max_workers, num_to_start
 from atroposlib.envs.runtime.exits import as_failures, contained
 from atroposlib.envs.runtime.items import Outcomes, Work, cause_of, close, collect_timed
 from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
-from atroposlib.envs.runtime.outbox import MAX_RETRY_AFTER_S, Backoff, GroupLog, Outbox
+from atroposlib.envs.runtime.outbox import (
+    MAX_RETRY_AFTER_S,
+    Backoff,
+    GroupLog,
+    Outbox,
+    sampling_for,
+)
 from atroposlib.envs.runtime.pace import Pace
 from atroposlib.envs.server_handling.policy_versions import noting_versions
 from atroposlib.errors import (
@@ -143,6 +149,8 @@ class _Server:
         self._outbox.on_status = self._told_by_answer
         if is_overridden(env._send_scored_data_to_api, BaseEnv._send_scored_data_to_api):
             self._outbox.author_sends = env._send_scored_data_to_api
+        self._follows_total_steps = env.config.total_steps == -1
+        """The trainer says how many steps there are, each one anew."""
         env.group_sink = self._outbox
         env.runtime = self
         env.jsonl_writer = self._log
@@ -255,6 +263,7 @@ class _Server:
                 path,
                 self._outbox.held,
                 owner=self._owner,
+                experiment=self._outbox.experiment,
                 step=self._env.curr_step,
             )
         except OSError as error:
@@ -272,7 +281,12 @@ class _Server:
         """Queue the groups that an earlier run of this name left behind."""
         if self._claimed or self._outbox.num_accepted:
             return  # registered again; this run's own groups are in the outbox
-        self._claimed = spool.claim(self._spool_folder, owner=self._owner, step=self._env.curr_step)
+        self._claimed = spool.claim(
+            self._spool_folder,
+            owner=self._owner,
+            experiment=self._outbox.experiment,
+            step=self._env.curr_step,
+        )
         groups = [group for file in self._claimed for group in file.groups]
         if groups:
             names = ", ".join(str(file.path) for file in self._claimed)
@@ -399,13 +413,33 @@ class _Server:
         env.checkpoint_dir = registration.checkpoint_dir
         env.checkpoint_interval = registration.checkpoint_interval
         env.curr_step = registration.starting_step
-        if config.total_steps == -1:
+        if self._follows_total_steps:
             if registration.num_steps == -1:
                 raise ConfigError("total_steps: -1, but the trainer has no number of steps either")
             config.total_steps = registration.num_steps
         logger.info("registered as %r (id %d)", registration.wandb_name, registration.env_id)
+        is_another = self._outbox.experiment not in (None, registration.experiment)
+        self._outbox.experiment = registration.experiment
+        if is_another:
+            await self._begin_anew()
         if env.curr_step > 0 and not self._outbox.num_accepted:
             env.load_checkpoint()
+
+    async def _begin_anew(self) -> None:
+        """Another experiment has begun: what is being sampled is for the earlier one, so sample it again."""
+        under_way = dict(self._work)
+        workers = [self._env.running_items[key]["worker"] for key in under_way]
+        logger.warning(
+            "the trainer has begun another experiment; %d items under way are sampled again, and the hub refuses the"
+            " groups of the earlier one",
+            len(under_way),
+        )
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        unsettled = [work for work in under_way.values() if not work.is_settled]
+        self._outcomes.num_put_back += len(unsettled)
+        self._retries.extend(unsettled)
 
     async def _register_again(self, old_id: int) -> None:
         async with self._registering:
@@ -465,6 +499,7 @@ class _Server:
                 seen_step=None if known is None else known.current_step,
                 seen_policy=None if known is None else known.policy_version,
                 env_uid=self._uid,
+                experiment=self._outbox.experiment,
             )
         except UnknownEnvironment:
             logger.warning("the hub does not know this environment any more; registering again")
@@ -675,7 +710,7 @@ class _Server:
             return None
         work = self._work.get(key) or Work(item=entry["item"])
         try:
-            with as_failures(), noting_versions():
+            with as_failures(), noting_versions(), sampling_for(self._outbox.experiment):
                 groups, backlog = await collect_timed(env, work.item)
                 if groups:
                     await env.handle_send_to_api(groups, work.item)

@@ -1,8 +1,8 @@
 """Groups that could not be delivered, on disk: written at the end of a run, sent first by the next run of that name.
 
 Invariant: a group stays in some file until the hub has stored it. Sending it twice is harmless, because it keeps its
-group id. A file belongs to one hub address, one environment name and one run: groups made at a later step than the
-trainer's are left alone. Used by `serve.py` only; it does not decide when.
+group id. A file belongs to one hub address, one environment name and one experiment; groups made at a later step than
+the trainer's are left alone, too. Used by `serve.py` only; it does not decide when.
 """
 
 from __future__ import annotations
@@ -65,11 +65,19 @@ def new_path(folder: Path, owner: Owner) -> Path:
     return folder / f"{name}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}{SUFFIX}"
 
 
-def write(path: Path, groups: Sequence[ScoredGroup], *, owner: Owner, step: int) -> None:
+def write(
+    path: Path,
+    groups: Sequence[ScoredGroup],
+    *,
+    owner: Owner,
+    experiment: str | None,
+    step: int,
+) -> None:
     """Write `groups`, made up to `step`; a reader sees the whole file or none, also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     meta = {"hub_url": owner.hub_url, "environment": owner.environment, "step": step}
+    meta |= {"experiment": experiment}
     with partial.open("wb") as file:
         file.write(join_packed([pack_group(group) for group in groups], meta))
         file.flush()
@@ -82,13 +90,13 @@ def write(path: Path, groups: Sequence[ScoredGroup], *, owner: Owner, step: int)
         os.close(folder)
 
 
-def claim(folder: Path, *, owner: Owner, step: int) -> list[Spooled]:
-    """Claim the owner's files of this run, oldest first; others stay as they are, each named in the log."""
+def claim(folder: Path, *, owner: Owner, experiment: str | None, step: int) -> list[Spooled]:
+    """Claim the owner's files of this experiment, oldest first; others stay as they are, each named in the log."""
     found = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         with contextlib.suppress(FileNotFoundError):  # delivered by another process just now
             file = path.open("rb")
-            spooled = _claim_one(path, file, owner, step)
+            spooled = _claim_one(path, file, owner, experiment, step)
             if spooled is None:
                 file.close()
             else:
@@ -96,7 +104,9 @@ def claim(folder: Path, *, owner: Owner, step: int) -> list[Spooled]:
     return found
 
 
-def _claim_one(path: Path, file: IO[bytes], owner: Owner, step: int) -> Spooled | None:
+def _claim_one(
+    path: Path, file: IO[bytes], owner: Owner, experiment: str | None, step: int
+) -> Spooled | None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -109,6 +119,13 @@ def _claim_one(path: Path, file: IO[bytes], owner: Owner, step: int) -> Spooled 
         if meta.get("hub_url") != owner.hub_url:
             logger.warning(
                 "%s: its groups are for the hub at %s: left alone", path, meta.get("hub_url")
+            )
+            return None
+        made_for = meta.get("experiment")
+        if None not in (made_for, experiment) and made_for != experiment:
+            logger.warning(
+                "%s: its groups were sampled for another experiment: left alone; delete it, or resume that one",
+                path,
             )
             return None
         made_at = int(meta.get("step", 0))

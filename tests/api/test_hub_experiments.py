@@ -1,0 +1,251 @@
+"""Experiments that follow each other in one run: the later one starts empty, the earlier one stays as it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from atroposlib.api.experiments import Entry, choose
+from atroposlib.api.hub import AwakeClock
+from atroposlib.api.hub import Hub as Runs
+from atroposlib.api.schemas import RegisterTrainer
+from atroposlib.api.server import create_app
+from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns, RunStores
+from tests.api.helpers_api import Hub, environment, group, registration
+from tests.api.test_hub_coordinator import Clock
+
+
+@asynccontextmanager
+async def running(stores: RunStores, clock: Clock | None = None) -> AsyncIterator[Hub]:
+    runs = Runs(stores, clock=clock)
+    app = create_app(runs)
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://hub") as http,
+    ):
+        yield Hub(http, await runs.run())
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=["memory", "disk"])
+async def hub(request: Any, tmp_path: Path, clock: Clock) -> AsyncIterator[Hub]:
+    stores: RunStores = MemoryRuns()
+    if request.param == "disk":
+        stores = DirectoryRuns(tmp_path / "data", lambda path: DiskStore(path, min_free_bytes=0))
+    async with running(stores, clock) as found:
+        yield found
+
+
+NATIVE = {"Atropos-Client": "atroposlib/0"}
+
+
+async def begin(hub: Hub, experiment: str, **changes: Any) -> dict[str, Any]:
+    """Register as our trainer does, and ask for the first batch."""
+    reply: dict[str, Any] = await hub.post(
+        "/register", registration(experiment=experiment, **changes)
+    )
+    await hub.get("/batch?lease=1")
+    return reply
+
+
+async def post_group(hub: Hub, first_token: int, experiment: str | None = None) -> httpx.Response:
+    headers = NATIVE | ({} if experiment is None else {"Atropos-Experiment": experiment})
+    return await hub.http.post("/scored_data", json=group(2, first_token), headers=headers)
+
+
+async def places(hub: Hub, run: str = "default") -> dict[str, int]:
+    ledger = await hub.get(f"/runs/{run}/ledger")
+    return {k: v for k, v in ledger.items() if k not in ("rejected", "produced") and v}
+
+
+@pytest.mark.parametrize(
+    ("asked", "current", "is_alive", "entry"),
+    [
+        ({"experiment": "a"}, None, False, Entry.BEGIN),
+        ({"experiment": "b"}, "a", True, Entry.BEGIN),
+        ({"experiment": "a"}, "a", False, Entry.JOIN),  # the first answer was lost
+        ({"experiment": "a", "resume_step": 3}, "a", False, Entry.RESUME),
+        ({"resume_step": 0}, None, False, Entry.RESUME),
+        # Clients of the original:
+        ({}, None, False, Entry.BEGIN),
+        ({}, "a", True, Entry.JOIN),
+        ({}, "a", False, Entry.BEGIN),
+        ({"starting_step": 7}, "a", True, Entry.JOIN),
+        ({"starting_step": 7}, "a", False, Entry.RESUME),
+    ],
+)
+def test_what_a_registration_means(
+    asked: dict[str, Any], current: str | None, is_alive: bool, entry: Entry
+) -> None:
+    registered = RegisterTrainer(**registration(**asked))
+    assert choose(registered, current=current, is_trainer_alive=is_alive) is entry
+
+
+async def test_a_second_experiment_starts_empty_and_the_first_is_kept(hub: Hub) -> None:
+    await begin(hub, "first")
+    for token in range(4):
+        await post_group(hub, token, "first")
+    leased = await hub.get("/batch?lease=1")
+    reply = await hub.post("/register", registration(experiment="second"))
+    assert (reply["experiment"], reply["set_aside"]) == ("second", "default.1")
+    assert await places(hub) == {}
+    assert await places(hub, "default.1") == {"queued": 2, "leased": 2}
+    assert (await hub.get("/status"))["current_step"] == 0
+    # The first trainer, had it not ended, gets nothing of the second's, and takes nothing away.
+    stale = await hub.http.get(f"/batch?lease=1&epoch={leased['epoch']}")
+    assert stale.json()["detail"]["type"] == "superseded"
+    refused = await hub.http.post("/policy", json={"version": 9, "epoch": leased["epoch"]})
+    assert refused.status_code == 409
+
+
+async def test_registering_again_after_a_lost_answer_changes_nothing(hub: Hub) -> None:
+    first = await begin(hub, "first")
+    await post_group(hub, 1, "first")
+    again = await hub.post("/register", registration(experiment="first"))
+    assert "set_aside" not in again
+    assert (again["epoch"], await places(hub)) == (first["epoch"], {"queued": 1})
+
+
+async def test_resuming_brings_the_experiment_back_and_sets_the_other_aside(hub: Hub) -> None:
+    await begin(hub, "first")
+    for token in range(4):
+        await post_group(hub, token, "first")
+    batch = await hub.get("/batch?lease=1")
+    lease = {"lease_id": batch["lease_id"]}
+    await hub.post(f"/batches/{batch['batch_id']}/ack", lease)
+    await begin(hub, "second")
+    await post_group(hub, 9, "second")
+    reply = await hub.post("/register", registration(experiment="first", resume_step=0))
+    assert (reply["set_aside"], reply["replayed"]) == ("default.2", 2)
+    assert await places(hub) == {"queued": 4}
+    assert await places(hub, "default.2") == {"queued": 1}
+    again = await hub.get(f"/batch?lease=1&epoch={reply['epoch']}")
+    assert again["batch"] == batch["batch"]
+    assert (await hub.http.get("/runs/default.1/ledger")).json()["produced"] == 0  # moved back
+
+
+async def test_environments_outlive_the_trainer_and_their_old_groups_are_refused(hub: Hub) -> None:
+    await begin(hub, "first")
+    named = await hub.post("/register-env", environment(env_uid="e"))
+    plain = await hub.post("/register-env", environment(desired_name="original"))
+    assert (named["experiment"], "experiment" in plain) == ("first", False)
+    await begin(hub, "second")
+    # One of the original asks on under its id; ours is told to register again, and keeps its id.
+    assert (await hub.http.get("/status-env", params={"env_id": plain["env_id"]})).is_success
+    ours = {"env_id": named["env_id"], "env_uid": "e", "experiment": "first"}
+    assert (await hub.http.get("/status-env", params=ours)).status_code == 404
+    again = await hub.post("/register-env", environment(env_uid="e"))
+    assert (again["env_id"], again["experiment"]) == (named["env_id"], "second")
+    late = await post_group(hub, 1, "first")
+    assert (late.status_code, late.json()["detail"]["type"]) == (409, "another_run")
+    assert (await post_group(hub, 2, "second")).is_success
+    ledger = await hub.balanced_ledger()
+    assert (ledger["queued"], ledger["rejected"]) == (1, {"another_run": 1})
+
+
+async def test_groups_wait_for_the_trainer_that_they_are_for(hub: Hub) -> None:
+    early = await post_group(hub, 1, "first")
+    assert (early.status_code, early.json()["detail"]["type"]) == (409, "run_reset")
+    await begin(hub, "first")
+    assert (await post_group(hub, 1, "first")).is_success
+
+
+async def test_original_trainer_joins_a_live_run_and_begins_anew_when_it_is_silent(
+    hub: Hub, clock: Clock
+) -> None:
+    await hub.start()
+    await hub.post("/scored_data", group(2))
+    clock.now += 59
+    assert (await hub.post("/register", registration(batch_size=8))).keys() == {"uuid"}
+    assert (await hub.get("/info"))["batch_size"] == 4
+    assert (await hub.get("/explain"))["conflicts"] == ["batch_size: 4 stays, 8 was asked for"]
+    assert await places(hub) == {"queued": 1}
+    clock.now += 61
+    assert (await hub.post("/register", registration(batch_size=8)))["set_aside"] == "default.1"
+    assert (await hub.get("/info"))["batch_size"] == 8
+    assert (await places(hub), await places(hub, "default.1")) == ({}, {"queued": 1})
+
+
+async def test_original_trainer_goes_on_from_a_later_step(hub: Hub, clock: Clock) -> None:
+    await hub.start()
+    await hub.post("/scored_data", group(2))
+    clock.now += 61
+    await hub.post("/register", registration(starting_step=5))
+    assert await hub.get("/status") == {"current_step": 5, "queue_size": 1}
+
+
+async def test_two_trainers_that_begin_at_once_get_a_run_each(hub: Hub) -> None:
+    await begin(hub, "first")
+    both = [hub.post("/register", registration(experiment=name)) for name in ("a", "b")]
+    replies = await asyncio.gather(*both)
+    kept = sorted(reply["set_aside"] for reply in replies)
+    assert kept in (["default.1", "default.2"], ["default.1", "default.1"])  # memory keeps one
+    status = await hub.http.get(f"/batch?lease=1&epoch={replies[0]['epoch']}")
+    assert status.status_code == 409
+
+
+async def test_kept_runs_survive_a_restart_closed_and_can_be_deleted(tmp_path: Path) -> None:
+    def stores() -> DirectoryRuns:
+        return DirectoryRuns(tmp_path, lambda path: DiskStore(path, min_free_bytes=0))
+
+    async with running(stores()) as hub:
+        await begin(hub, "first")
+        await post_group(hub, 1, "first")
+        await begin(hub, "second")
+    again = Runs(stores())
+    await again.open()
+    assert list(again.runs) == ["default"]
+    await again.close()
+    async with running(stores()) as hub:
+        assert await places(hub, "default.1") == {"queued": 1}
+        assert (await hub.http.delete("/runs/default.1")).is_success
+        assert (await hub.http.delete("/runs/default.1")).status_code == 404
+    assert stores().names() == ["default"]
+
+
+async def test_waiting_clients_of_the_earlier_experiment_are_answered(hub: Hub) -> None:
+    first = await begin(hub, "first")
+    waiting = asyncio.create_task(hub.get(f"/batch?lease=1&wait=30&epoch={first['epoch']}"))
+    await asyncio.sleep(0)
+    await begin(hub, "second")
+    async with asyncio.timeout(5):
+        assert await waiting == {"batch": None}
+
+
+@pytest.mark.parametrize("how", ["reset", "delete"])
+async def test_trainer_of_an_erased_run_is_not_served(hub: Hub, how: str) -> None:
+    first = await begin(hub, "first")
+    if how == "reset":
+        await hub.http.get("/reset_data")
+    else:
+        await hub.http.delete("/runs/default")
+    second = await begin(hub, "second")
+    assert second["epoch"] > first["epoch"]
+    stale = await hub.http.get(f"/batch?lease=1&epoch={first['epoch']}")
+    assert stale.json()["detail"]["type"] == "superseded"
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    now = [100.0]
+    clock = AwakeClock(lambda: now[0])
+    began = clock()
+    for _ in range(5):
+        now[0] += 1.0
+        clock()
+    assert clock() - began == 5.0
+    now[0] += 600.0
+    assert clock() - began == 5.0
+    now[0] += 1.0
+    assert clock() - began == 6.0

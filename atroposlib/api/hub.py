@@ -175,18 +175,23 @@ class Hub:
     async def _replace(self, name: str, earlier: Coordinator, kept: Kept | None) -> str | None:
         """Set the experiment of a run aside, and put an empty one, or `kept`, in its place.
 
-        Return the name under which the earlier one stays; None if there was nothing to keep. After a crash in the
+        Return the name under which the earlier one stays; None if no group ever came to it. After a crash in the
         middle the run is missing and begins empty; the trainer, which has no answer, registers once more.
         """
         if kept is not None and kept.name in self._runs:
             await self._runs.pop(kept.name).close()
         self._runs.pop(name, None)
-        summary = earlier.summary()
+        summary, is_empty = earlier.summary(), earlier.ledger().produced == 0
         await earlier.close()
         set_aside = None
-        if earlier.experiment is not None and self._stores.holds(name):
+        if is_empty:
+            await asyncio.to_thread(self._stores.forget, name)
+        elif self._stores.holds(name):
             facts = Kept(
-                name="", of_run=name, experiment=earlier.experiment, step=earlier.current_step
+                name="",
+                of_run=name,
+                experiment=earlier.experiment or "",
+                step=earlier.current_step,
             )
             set_aside = await asyncio.to_thread(self._stores.set_aside, facts, resumed=kept)
             for gone in [each for each in self._runs if not self._stores.holds(each)]:

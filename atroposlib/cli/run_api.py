@@ -136,7 +136,7 @@ class RunApiConfig(BaseModel):
     list_runs: bool = Field(
         default=False,
         alias="list",
-        description="Show the runs in the data directory, those set aside included, and exit",
+        description="Also --list: show the runs in the data directory, those set aside included",
     )
     forget: str | None = Field(
         default=None, description="Delete this run from the data directory and exit"

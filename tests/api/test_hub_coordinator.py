@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -562,6 +562,77 @@ async def test_second_registration_changes_nothing() -> None:
     reply = await coordinator.register(RegisterTrainer(**registration(batch_size=64)))
     assert reply.model_dump(exclude_none=True).keys() == {"uuid"}
     assert coordinator.info().batch_size == 2
+
+
+async def test_rejected_groups_are_dead_with_their_reason_and_the_others_come_again() -> None:
+    coordinator = await started(batch_size=6)
+    await coordinator.accept([incoming(2, tag=tag) for tag in (1, 2, 3, 4)])
+    first = await leased(coordinator)
+    with pytest.raises(GroupError, match="groups: 3 is not in a batch of 3 groups"):
+        await coordinator.reject_groups(first.batch_id, first.lease_id, [3], reason="x")
+    with pytest.raises(LeaseLost):
+        await coordinator.reject_groups(first.batch_id, "other", [0], reason="x")
+    reply = await coordinator.reject_groups(
+        first.batch_id, first.lease_id, [1], reason="sequences[0].masks: 3 values for 2 tokens"
+    )
+    assert (reply.dead, reply.requeued) == (1, 2)
+    assert tags(await coordinator.deliver(LeaseRequest())) == [1, 3, 4]
+    [dead] = coordinator.dead()
+    assert dead.reason == "rejected by the trainer: sequences[0].masks: 3 values for 2 tokens"
+    assert coordinator.explain().dead == {"rejected by the trainer": 1}
+    assert coordinator.ledger().dead_reasons == {"rejected by the trainer": 1}
+    check_balance(coordinator.ledger())
+    with pytest.raises(LeaseLost):
+        await coordinator.ack(first.batch_id, first.lease_id)
+
+
+async def test_no_group_larger_than_the_batch_is_queued_wherever_it_comes_from() -> None:
+    coordinator = await started(batch_size=8)
+    await coordinator.register_env(RegisterEnv(**environment(group_size=8)))
+    await coordinator.accept([incoming(6, env_id=0, tag=1), incoming(6, tag=2)])
+    assert (coordinator.ledger().buffered, coordinator.ledger().queued) == (1, 1)
+    smaller = registration(batch_size=4) | {"resume_step": 0}
+    await coordinator.register(RegisterTrainer(**smaller))
+    await coordinator.disconnect_env(0)  # what was buffered waits no longer
+    ledger = coordinator.ledger()
+    assert (ledger.buffered, ledger.queued, ledger.dead) == (0, 0, 2)
+    numbers = [dead.number for dead in coordinator.dead()]
+    assert await coordinator.requeue_dead(numbers) == 0
+    assert coordinator.ledger().dead == 2
+    assert coordinator.explain().dead == {"larger than the trainer's batch of 4 sequences": 2}
+    check_balance(coordinator.ledger())
+
+
+async def test_the_number_of_queued_groups_is_bounded() -> None:
+    assert RunPolicy().max_queued_groups is not None
+    coordinator = await started(batch_size=2, policy=RunPolicy(max_queued_groups=3))
+    for tag in range(3):
+        await coordinator.accept([incoming(1, tag=tag)])
+    with pytest.raises(Overloaded, match="3 groups are queued, the bound is 3"):
+        await coordinator.accept([incoming(1)])
+    assert await coordinator.deliver() is not None
+    await coordinator.accept([incoming(1)])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda coordinator: coordinator.set_policy(50, epoch=0),
+        lambda coordinator: coordinator.checkpoint(9, epoch=0),
+        lambda coordinator: coordinator.deliver(LeaseRequest(epoch=0)),
+    ],
+    ids=["policy", "checkpoint", "batch"],
+)
+async def test_a_superseded_trainer_changes_nothing(call: Callable[[Coordinator], Any]) -> None:
+    coordinator = await started(batch_size=2, policy=RunPolicy(max_staleness=1))
+    await coordinator.set_policy(3)
+    await coordinator.accept([incoming(2, version=3)])
+    resumed = registration(batch_size=2) | {"resume_step": 0}
+    await coordinator.register(RegisterTrainer(**resumed))
+    with pytest.raises(Superseded):
+        await call(coordinator)
+    await coordinator.tick()
+    assert (coordinator.current_version, coordinator.ledger().queued) == (3, 1)
 
 
 async def test_explain_names_the_missing_trainer_and_a_ready_batch() -> None:

@@ -186,14 +186,14 @@ async def test_original_trainer_goes_on_from_a_later_step(hub: Hub, clock: Clock
     assert await hub.get("/status") == {"current_step": 5, "queue_size": 1}
 
 
-async def test_two_trainers_that_begin_at_once_get_a_run_each(hub: Hub) -> None:
+async def test_of_two_trainers_that_begin_at_once_the_later_one_has_the_run(hub: Hub) -> None:
     await begin(hub, "first")
     both = [hub.post("/register", registration(experiment=name)) for name in ("a", "b")]
-    replies = await asyncio.gather(*both)
-    kept = sorted(reply["set_aside"] for reply in replies)
-    assert kept in (["default.1", "default.2"], ["default.1", "default.1"])  # memory keeps one
-    status = await hub.http.get(f"/batch?lease=1&epoch={replies[0]['epoch']}")
-    assert status.status_code == 409
+    earlier, later = sorted(await asyncio.gather(*both), key=lambda reply: reply["epoch"])
+    assert earlier["experiment"] != later["experiment"]
+    refused = await hub.http.get(f"/batch?lease=1&epoch={earlier['epoch']}")
+    assert refused.json()["detail"]["type"] == "superseded"
+    assert await hub.get(f"/batch?lease=1&epoch={later['epoch']}") == {"batch": None}
 
 
 async def test_kept_runs_survive_a_restart_closed_and_can_be_deleted(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import pytest
 
 from atroposlib.api.calls import RunPolicy
 from atroposlib.api.stores.disk import DiskStore
-from atroposlib.api.stores.runs import DirectoryRuns
+from atroposlib.api.stores.runs import DirectoryRuns, stored_runs
 from atroposlib.cli.run_api import RunApiConfig, erase, main, policy_of
 from atroposlib.client import TrainerClient, TrainerRegistration
 from atroposlib.errors import ConfigError
@@ -302,6 +302,43 @@ def test_erase_touches_only_what_a_store_made(tmp_path: Path) -> None:
     assert erase(tmp_path) == f"erased 0 runs (none), 0.0 MiB, in {tmp_path}"
     assert erase(tmp_path / "absent").startswith("erased 0 runs")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["lock", "precious", "thesis.tex"]
+
+
+def test_kept_runs_are_listed_and_forgotten_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(tmp_path) as hub, TrainerClient(hub.url) as trainer:
+        fields = TrainerRegistration(
+            batch_size=1,
+            max_token_len=8,
+            checkpoint_dir="",
+            save_checkpoint_interval=1,
+            starting_step=0,
+            num_steps=1,
+        )
+        trainer.register(fields, experiment="first")
+        hub.post_group()
+        assert trainer.register(fields, experiment="second").set_aside == "default.1"
+        assert hub.end() == 0
+        [line] = [line for line in hub.errors.splitlines() if "set aside" in line]
+        assert "'default.1'" in line
+        assert "run-api --forget default.1" in line
+    monkeypatch.chdir(tmp_path)
+    assert main(["--list"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"default +\d+\.\d MiB  changed \d{4}-\d\d-\d\d \d\d:\d\d", first)
+    assert second.endswith("set aside: run default at step 0")
+    assert main(["--forget", "default.1"]) == 0
+    assert capsys.readouterr().out.startswith("erased 1 runs (default.1)")
+    assert main(["--forget", "default.1"]) == 2
+    assert "holds no such run; --list shows them" in capsys.readouterr().err
+    assert [run.name for run in stored_runs(tmp_path / "atropos-data")] == ["default"]
+
+
+def test_reload_of_the_originals_documentation_is_ignored_with_a_warning(tmp_path: Path) -> None:
+    with running(tmp_path, "--memory", "--reload") as hub:
+        assert hub.end() == 0
+    assert "--reload does nothing" in hub.errors
 
 
 def test_store_that_breaks_ends_the_hub_with_one_clear_line(tmp_path: Path) -> None:

@@ -137,9 +137,10 @@ class LoopbackHub:
         """Requests that carry no groups."""
         return sum(count for path, count in self.calls.items() if "scored_data" not in path)
 
-    async def start_trainer(self) -> None:
+    async def start_trainer(self, **changes: Any) -> None:
         """Register a trainer and let environments in."""
-        await self.coordinator.register(self.registration)
+        registration = self.registration.model_copy(update=changes)
+        await self._hub.register(DEFAULT_RUN, registration)
         delivery = await self.coordinator.deliver()
         if delivery is not None:
             await self.coordinator.give_back(delivery.batch_id)

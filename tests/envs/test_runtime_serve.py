@@ -108,6 +108,40 @@ async def test_hub_that_goes_away_and_comes_back_loses_no_group(
         assert caplog.text.count("the hub answers again") == 1
 
 
+async def test_environment_outlives_the_trainer_and_serves_the_next_experiment() -> None:
+    async with LoopbackHub(batch_size=4, num_steps=-1) as hub:
+        stuck = asyncio.Event()
+
+        async def answer(item: int) -> Any:
+            await stuck.wait()
+            return make_group()
+
+        env = ScriptedEnv(rollout_server_url=hub.url, total_steps=-1)
+        stop = asyncio.Event()
+        await hub.start_trainer(experiment="first", num_steps=1000, checkpoint_dir="a")
+        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+        await until(lambda: produced(hub) >= 4)
+        await hub.take_batch()
+        env.answer = answer
+        await until(lambda: len(env.running_items) == 2)
+        under_way = list(env.started[-2:])
+        first, env_id = hub.coordinator, env.env_id
+        await hub.start_trainer(experiment="second", num_steps=5, checkpoint_dir="b")
+        assert hub.coordinator is not first
+        late = make_group() | {"group_id": "late"}
+        await env.handle_send_to_api(late)  # made before the environment could know
+        env.answer = lambda _: make_group()
+        await until(lambda: produced(hub) >= 3)
+        # What was under way is sampled again, for the second experiment.
+        assert set(under_way) <= set(env.started[env.started.index(under_way[-1]) + 1 :])
+        ledger = hub.coordinator.ledger()
+        assert ledger.rejected == {"another_run": 1}
+        assert (env.env_id, env.checkpoint_dir, env.config.total_steps) == (env_id, "b", 5)
+        stop.set()
+        outbox = await run
+        assert outbox.dropped == {"another_run": 1}
+
+
 async def test_hub_that_forgot_the_environment_gets_it_back() -> None:
     async with LoopbackHub(batch_size=4) as hub:
         env = ScriptedEnv(rollout_server_url=hub.url)
@@ -117,10 +151,8 @@ async def test_hub_that_forgot_the_environment_gets_it_back() -> None:
         await hub.coordinator.reset()
         await asyncio.sleep(0.1)
         await hub.start_trainer()
-        before = produced(hub)
         await until(lambda: hub.coordinator.num_connected == 1)
-        await until(lambda: produced(hub) >= before + 2)
-        assert hub.coordinator.status_env(0).self_queue_size >= 2
+        await until(lambda: hub.coordinator.status_env(0).self_queue_size >= 2)
         stop.set()
         await run
 

@@ -20,8 +20,8 @@ Text = Annotated[str, Field(max_length=4096)]
 EXPERIMENT_HEADER = "Atropos-Experiment"
 """With groups: the experiment that they were sampled for."""
 MAX_TTL_S = 86_400.0
-MAX_BATCH_SIZE = 1_000_000
-"""Sequences. Planning keeps a bit per sequence; nobody trains on more in one step."""
+MAX_BATCH_SIZE = 16_384
+"""Sequences. In the worst case planning grows with its square: 0.1 s at this bound (benchmarks/README.md)."""
 
 
 class Resume(StrEnum):

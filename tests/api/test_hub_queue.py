@@ -6,16 +6,18 @@ import doctest
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from pydantic import ValidationError
 
 from atroposlib.api import queue as queue_module
 from atroposlib.api.batching import Blocker, GroupHeader, NoBatch, Plan, plan_batch
 from atroposlib.api.queue import GroupQueue
+from atroposlib.api.schemas import MAX_BATCH_SIZE, Registration
 
 
 def header(number: int, size: int = 4, env_id: int | None = 0, **fields: int) -> GroupHeader:
@@ -32,15 +34,17 @@ def filled(
     return queue
 
 
-def planning_s(queue: GroupQueue, batch_size: int, floors: dict[int, int]) -> float:
+def planning_s(
+    queue: GroupQueue, batch_size: int, floors: dict[int, int], *, num_waived: int = 0
+) -> float:
     """Least CPU seconds of five plans."""
     took = []
     for _ in range(5):
         began = time.process_time()
-        plan = queue.plan(batch_size=batch_size, floors=floors)
+        plan = queue.plan(batch_size=batch_size, floors=floors, overdue_before=1)
         took.append(time.process_time() - began)
         assert isinstance(plan, Plan)
-        assert plan.waived == ()
+        assert len(plan.waived) == num_waived
     return min(took)
 
 
@@ -192,6 +196,33 @@ def test_a_group_that_fits_no_batch_does_not_hold_up_the_others_when_overdue() -
     assert [group.number for group in plan.groups] == [2, 4]
 
 
+def test_no_group_is_passed_over_for_long_where_floors_bind_and_sizes_are_mixed() -> None:
+    """Environments 0 and 1 owe half of each batch, and environment 2 brings more than its half."""
+    patience, batch_size = 8, 32
+    rng = random.Random(0)
+    queue = GroupQueue()
+    number = num_cut = num_binding = 0
+    longest = 0
+    for step in range(400):
+        for env_id, rate in ((0, 8), (1, 8), (2, 17)):
+            while queue.num_sequences(env_id) < 3 * rate:
+                queue.add(header(number, rng.choice([3, 4, 5, 8]), env_id, arrival_step=step))
+                number += 1
+        plan = queue.plan(
+            batch_size=batch_size, floors={0: 8, 1: 8}, overdue_before=step - patience
+        )
+        num_binding += plan != queue.plan(batch_size=batch_size)
+        assert isinstance(plan, Plan)
+        assert plan.waived == ()
+        queue.remove([group.number for group in plan.groups])
+        num_cut += 1
+        longest = max(longest, *(step - group.arrival_step for group in plan.groups))
+        longest = max(longest, *(step - group.arrival_step for group in queue))
+    assert num_cut == 400
+    assert num_binding >= 100
+    assert longest <= patience + 4
+
+
 def test_removal_of_an_absent_group_removes_nothing() -> None:
     queue = GroupQueue()
     queue.add(header(1))
@@ -229,6 +260,45 @@ def test_plans_of_large_batches_of_mixed_sizes_stay_cheap() -> None:
 def test_plans_for_hundreds_of_environments_with_floors_stay_cheap() -> None:
     queue = filled(20_000, num_envs=300, size=lambda rng: 8)
     assert planning_s(queue, 2400, dict.fromkeys(range(300), 8)) < 0.06
+
+
+@pytest.mark.parametrize("floor", [5, 8, 13])
+def test_hundreds_of_environments_with_floors_and_many_sizes_do_not_block(floor: int) -> None:
+    queue = filled(20_000, num_envs=300, size=lambda rng: rng.randint(4, 16))
+    assert planning_s(queue, 4096, dict.fromkeys(range(300), floor)) < 0.06
+
+
+def test_floors_that_must_be_waived_among_hundreds_do_not_block() -> None:
+    queue = filled(20_000, num_envs=300, size=lambda rng: 4 * rng.randint(1, 4))
+    for number in range(20_000, 20_020):
+        queue.add(header(number, 12, 300))
+    # 301 times 8 is the batch, and the last environment has groups of 12 alone.
+    assert planning_s(queue, 2408, dict.fromkeys(range(301), 8), num_waived=1) < 0.06
+
+
+@pytest.mark.parametrize("sizes", [[8], range(1, 17)])
+def test_groups_of_as_many_unknown_environments_do_not_block(sizes: Sequence[int]) -> None:
+    queue = GroupQueue()
+    rng = random.Random(0)
+    for number in range(50_000):
+        queue.add(header(number, rng.choice(sizes), env_id=number))
+    assert planning_s(queue, 256, {}) < 0.005
+
+
+def test_a_batch_size_beyond_what_can_be_planned_is_refused_with_the_bound() -> None:
+    fields = dict.fromkeys(Registration.model_fields, 1)
+    fields |= {"wandb_group": "", "wandb_project": "", "checkpoint_dir": ""}
+    with pytest.raises(
+        ValidationError, match=f"batch_size\n.*less than or equal to {MAX_BATCH_SIZE}"
+    ):
+        Registration.model_validate(fields | {"batch_size": MAX_BATCH_SIZE + 1})
+
+
+def test_batches_of_the_largest_size_allowed_do_not_block() -> None:
+    queue = filled(20_000, num_envs=4, size=lambda rng: rng.randint(1, 16))
+    assert planning_s(queue, MAX_BATCH_SIZE, {}) < 0.03
+    quarter = MAX_BATCH_SIZE // 4
+    assert planning_s(queue, MAX_BATCH_SIZE, dict.fromkeys(range(4), quarter)) < 0.06
 
 
 def test_a_long_queue_without_a_batch_is_found_out_cheaply() -> None:

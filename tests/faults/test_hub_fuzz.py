@@ -462,7 +462,7 @@ class Talk:
         }
         trainer = TRAINER | {
             "starting_step": step,
-            "batch_size": rng.choice([4] * 9 + [1, 8, 10**6]),
+            "batch_size": rng.choice([4] * 9 + [1, 8, 16_384]),
         }
         resumed = trainer | {"resume_step": max(0, min(step, 2**62 - 1))}
         resumed |= {"resume": rng.choice(["replay", "requeue", "discard"])}

@@ -758,7 +758,7 @@ CONTROL: list[tuple[str, dict[str, Any], list[tuple[str, Any]]]] = [
             ("batch_size", 0),
             ("batch_size", -8),
             ("batch_size", 2**70),
-            ("batch_size", 1_000_001),
+            ("batch_size", 16_385),
             ("batch_size", 0.5),
             ("batch_size", "many"),
             ("batch_size", None),

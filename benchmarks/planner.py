@@ -1,0 +1,117 @@
+"""How long the hub's event loop stands still while it plans a batch: environments x sizes x floors x queue length.
+
+Run it as `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/planner.py`; `--only floors` picks rows by name. CPU
+milliseconds, the least of three plans of the same queue. "With overdue": all groups are older than the hub's patience.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from atroposlib.api.batching import GroupHeader, NoBatch, Plan
+from atroposlib.api.queue import GroupQueue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row: a queue in which environments take turns."""
+
+    name: str
+    num_groups: int
+    num_envs: int
+    sizes: Sequence[int]
+    batch_size: int
+    floors: Mapping[int, int] = field(default_factory=dict)
+    last_size: int | None = None
+    """Size of one more group, the youngest."""
+
+    def queue(self) -> GroupQueue:
+        rng = random.Random(0)
+        sizes = [rng.choice(self.sizes) for _ in range(self.num_groups)]
+        if self.last_size is not None:
+            sizes.append(self.last_size)
+        queue = GroupQueue()
+        for number, size in enumerate(sizes):
+            env_id = number % self.num_envs
+            queue.add(GroupHeader(number=number, env_id=env_id, num_sequences=size))
+        return queue
+
+
+def each(num_envs: int, floor: int) -> dict[int, int]:
+    return dict.fromkeys(range(num_envs), floor)
+
+
+def case(
+    name: str, num_groups: int, num_envs: int, sizes: Sequence[int], batch_size: int, floor: int = 0
+) -> Case:
+    floors = each(num_envs, floor) if floor else {}
+    return Case(
+        name=name,
+        num_groups=num_groups,
+        num_envs=num_envs,
+        sizes=sizes,
+        batch_size=batch_size,
+        floors=floors,
+    )
+
+
+EVEN = range(2, 17, 2)
+CASES = [
+    case("one size", 50_000, 4, [8], 256),
+    case("one size, floors", 50_000, 4, [8], 256, 64),
+    case("1 to 16", 50_000, 4, range(1, 17), 256),
+    case("1 to 16, floors", 50_000, 4, range(1, 17), 256, 64),
+    case("1 to 16, floors, large batch", 50_000, 4, range(1, 17), 4096, 1024),
+    case("unknown environments, one size", 50_000, 50_000, [8], 256),
+    case("unknown environments, 1 to 16", 50_000, 50_000, range(1, 17), 256),
+    case("300 floors, one size", 20_000, 300, [8], 2400, 8),
+    case("300 floors, 4 to 16, the whole batch", 20_000, 300, range(4, 17), 2400, 8),
+    case("300 floors, 4 to 16, half the batch", 20_000, 300, range(4, 17), 4800, 8),
+    case("300 floors, 4 to 16, most of the batch", 20_000, 300, range(4, 17), 4096, 13),
+    case("1000 floors, 4 to 16", 50_000, 1000, range(4, 17), 8192, 6),
+    case("1 to 16, largest batch", 100_000, 4, range(1, 17), 16_384),
+    case("1 to 16, floors, largest batch", 100_000, 4, range(1, 17), 16_384, 4096),
+    case("1 to 1000, largest batch", 50_000, 4, range(1, 1001), 16_384),
+    case("even sizes, odd batch: none", 100_000, 1, EVEN, 16_383),
+    Case(
+        name="even sizes, odd batch, odd group last",
+        num_groups=100_000,
+        num_envs=1,
+        sizes=EVEN,
+        batch_size=16_383,
+        last_size=1,
+    ),
+]
+
+
+def least_ms(plan: Callable[[], Plan | NoBatch]) -> float:
+    took = []
+    for _ in range(3):
+        began = time.process_time()
+        plan()
+        took.append(time.process_time() - began)
+    return 1e3 * min(took)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    only = parser.parse_args().only
+    print(f"{'queue':40s} {'groups':>8s} {'batch':>7s} {'plan ms':>8s} {'with overdue ms':>16s}")
+    for row in CASES:
+        if only not in row.name:
+            continue
+        queue, size, floors = row.queue(), row.batch_size, row.floors
+        plain = least_ms(lambda q=queue, b=size, f=floors: q.plan(batch_size=b, floors=f))
+        overdue = least_ms(
+            lambda q=queue, b=size, f=floors: q.plan(batch_size=b, floors=f, overdue_before=1)
+        )
+        print(f"{row.name:40s} {row.num_groups:8,d} {size:7,d} {plain:8.2f} {overdue:16.2f}")
+
+
+if __name__ == "__main__":
+    main()

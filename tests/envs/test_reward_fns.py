@@ -31,7 +31,10 @@ from atroposlib.envs.reward_fns.r1_reward import (
 )
 from atroposlib.envs.reward_fns.reasoning_steps_reward import ReasoningStepsReward
 from atroposlib.envs.reward_fns.registry import LegacyFunctionWrapper, RewardRegistry
-from atroposlib.envs.reward_fns.repetition_penalty_reward import RepetitionPenaltyReward
+from atroposlib.envs.reward_fns.repetition_penalty_reward import (
+    RepetitionPenaltyReward,
+    repetition_penalty_reward,
+)
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import ConfigError, EnvError, MissingDependency
 from tests.envs import helpers_reward_fns
@@ -388,16 +391,36 @@ FILLER = "some words so that the text is long enough to count"
     ("text", "expected"),
     [
         ("too short", 0.0),
+        ("these are ten words and not one more of them", 0.0),
         (FILLER, 0.1),
         (f"Step 1 {FILLER}", 0.1 + 0.5 / 3),
         (f"1. a\n2. b\n3. c\n4. d\n{FILLER}", 0.1 + 0.5),
-        (f"- a\n* b\n{FILLER}", 0.1 + 0.4 * 2 / 3),
-        (f"{FILLER}. Therefore x, thus y, hence z.", 0.1 + 0.3),
+        (f"- a\n* b\n\u2022 c\n{FILLER}", 0.1 + 0.4),
         (f"Step 1 Step 2 Step 3\n1. a\n2. b\n3. c\n{FILLER}", 1.0),
+        # Short texts earn their patterns, only not the base score.
+        ("Step 1: a\nstep 2:b\nSTEP 3 c", 0.5),
+        ("Step 1, Step 2. Step 3", 0.0),
+        ("1) a\n2) b\n+ c", 0.0),
+        ("I'll first compute it. After that, let's begin", 0.3),
+        ("To solve this, begin by reading; in conclusion, stop", 0.3),
+        ("fourth fifth lastly", 0.3),
+        ("initially eventually subsequently afterward to begin understand analyze apply", 0.3),
+        ("Therefore x, because y, thus z, hence w, consequently v", 0.0),
     ],
 )
-def test_reasoning_steps_add_up_to_one_at_most(text: str, expected: float) -> None:
+def test_reasoning_steps_are_counted_as_in_the_original(text: str, expected: float) -> None:
     assert ReasoningStepsReward()([text]) == [pytest.approx(expected)]
+
+
+def test_pattern_weights_have_the_originals_names(caplog: pytest.LogCaptureFixture) -> None:
+    weights = {"numbered_steps": 0.1, "list_numbers": 0.2, "bullet_points": 0.25}
+    reward = ReasoningStepsReward(
+        min_steps=1, pattern_weights={**weights, "transition_words": 0.05}
+    )
+    assert reward(["Step 1:", "1. a", "- a", "then"]) == [0.1, 0.2, 0.25, 0.05]
+    assert not caplog.records
+    assert ReasoningStepsReward(pattern_weights={"bullets": 9.0})(["- a\n- b\n- c"]) == [0.4]
+    assert "'bullets' have no effect; the names are numbered_steps, list_numbers" in caplog.text
 
 
 PLAIN = "The cat sat on a mat near our door. Later it went off to sleep in some warm place."
@@ -436,9 +459,26 @@ def test_repetition_below_the_threshold_costs_nothing() -> None:
 
 
 def test_repetition_never_costs_more_than_one() -> None:
-    assert RepetitionPenaltyReward(word_weight=90.0)(
-        ["Word word word up. And word word word it, word word."]
-    ) == [-1.0]
+    reward = RepetitionPenaltyReward(component_weights={"word_repetition": 90.0})
+    assert reward(["Word word word up. And word word word it, word word."]) == [-1.0]
+
+
+def test_repetition_takes_the_originals_keywords(caplog: pytest.LogCaptureFixture) -> None:
+    twice = f"{PLAIN} It rains now. it rains, NOW!"
+    reward = RepetitionPenaltyReward(paragraph_repetition_base_penalty=-0.2, weight=2.0)
+    assert reward([twice]) == [pytest.approx(2 * (-0.2 - 0.4 / 4))]
+    text = "We saw a big dog here. We saw an old car there. We saw some men at work now."
+    weights = {"beginning_repetition": 0.25, "phrase_repetition": 0, "consecutive_repetition": 0}
+    assert RepetitionPenaltyReward(component_weights=weights)([text]) == [
+        pytest.approx(-(0.25 * 2 / 3))
+    ]
+    often = "Word of mine. Your word is word enough for them all, word."
+    assert RepetitionPenaltyReward()([often]) == [pytest.approx(-0.3 * 3 / 12)]
+    assert RepetitionPenaltyReward(stopwords={"word"})([often]) == [0.0]
+    assert repetition_penalty_reward([often], threshold=0.3) == [0.0]
+    assert not caplog.records
+    RepetitionPenaltyReward(component_weights={"words": 1.0})
+    assert "'words' have no effect" in caplog.text
 
 
 def test_metre_without_chandas_is_zero_and_said_once(

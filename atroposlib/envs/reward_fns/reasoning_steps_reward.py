@@ -7,27 +7,36 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atroposlib.envs.reward_fns.registry import registry
-from atroposlib.envs.reward_fns.reward_function import RewardFunction
+from atroposlib.envs.reward_fns.reward_function import RewardFunction, merge_weights
 
-DEFAULT_WEIGHTS = {"numbered": 0.5, "list": 0.5, "bullets": 0.4, "transitions": 0.3}
+DEFAULT_WEIGHTS = {
+    "numbered_steps": 0.5,
+    "list_numbers": 0.5,
+    "bullet_points": 0.4,
+    "transition_words": 0.3,
+}
+
+_TRANSITIONS = (
+    "first|second|third|fourth|fifth|next|then|after that|afterward|subsequently|eventually"
+    "|finally|lastly|initially|in conclusion|to begin|let's begin|begin by|i'll first|to solve"
+    "|understand|analyze|apply|compute"
+)
 
 PATTERNS = {
-    "numbered": re.compile(r"\bstep\s+\d+", re.IGNORECASE),
-    "list": re.compile(r"^[ \t]*\d+[.)][ \t]", re.MULTILINE),
-    "bullets": re.compile(r"^[ \t]*[-*+\u2022][ \t]", re.MULTILINE),
-    "transitions": re.compile(
-        r"\b(?:first|second|third|next|then|finally|therefore|thus|hence|because|consequently)\b",
-        re.IGNORECASE,
-    ),
+    "numbered_steps": re.compile(r"step\s+\d+[\s:]", re.IGNORECASE),
+    "list_numbers": re.compile(r"^\s*\d+\.\s", re.MULTILINE),
+    "bullet_points": re.compile(r"^\s*[-*\u2022]\s", re.MULTILINE),
+    "transition_words": re.compile(rf"\b(?:{_TRANSITIONS})\b", re.IGNORECASE),
 }
-"""`Step 1`, `1. `, `- `, and words that lead from one thought to the next."""
+"""`Step 1:`, `1. ` and `- ` at the start of a line, and words that lead from one step to the next (the original's)."""
 
 
 @registry.register(name="reasoning_steps")
 class ReasoningStepsReward(RewardFunction):
-    """`base_score` plus, for each pattern, its weight times min(1, matches / min_steps); at most 1.
+    """For each pattern its weight times min(1, matches / min_steps), in all at most 1.
 
-    Texts of fewer than `min_words` words get 0.0.
+    Texts of more than `min_words` words earn `base_score` as well. `pattern_weights` replaces some of
+    `DEFAULT_WEIGHTS`.
     """
 
     def __init__(
@@ -43,20 +52,21 @@ class ReasoningStepsReward(RewardFunction):
         self.min_words = min_words
         self.min_steps = max(1, min_steps)
         self.base_score = base_score
-        self.pattern_weights = {**DEFAULT_WEIGHTS, **(pattern_weights or {})}
+        self.pattern_weights = merge_weights(
+            DEFAULT_WEIGHTS, pattern_weights, name="pattern_weights"
+        )
 
     def compute(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
         return [self._value(self.get_content(completion)) for completion in completions]
 
     def _value(self, text: str) -> float:
-        if len(text.split()) < self.min_words:
-            return 0.0
-        shares = {
-            name: min(1.0, len(pattern.findall(text)) / self.min_steps)
+        value = sum(
+            self.pattern_weights[name] * min(1.0, len(pattern.findall(text)) / self.min_steps)
             for name, pattern in PATTERNS.items()
-        }
-        found = sum(self.pattern_weights[name] * share for name, share in shares.items())
-        return min(1.0, self.base_score + found)
+        )
+        if len(text.split()) > self.min_words:
+            value += self.base_score
+        return min(1.0, value)
 
 
 def reasoning_steps_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from atroposlib.envs.reward_fns.registry import registry
-from atroposlib.envs.reward_fns.reward_function import RewardFunction
+from atroposlib.envs.reward_fns.reward_function import RewardFunction, merge_weights
 
 _WORD = re.compile(r"\w+(?:'\w+)?")
 _SENTENCE_END = re.compile(r"[.!?\n]+")
@@ -18,7 +18,14 @@ _BEGINNING_WORDS = 2
 _MIN_WORD_LENGTH = 4
 """Shorter words (the, and, of) recur in any text."""
 _REST_OF_SCALE = 0.4
-"""What repeated sentences can cost beyond `paragraph_penalty_base`."""
+"""What repeated sentences can cost beyond `paragraph_repetition_base_penalty`."""
+
+DEFAULT_WEIGHTS = {
+    "word_repetition": 0.3,
+    "phrase_repetition": 0.4,
+    "consecutive_repetition": 0.6,
+    "beginning_repetition": 0.5,
+}
 
 
 @registry.register(name="repetition_penalty")
@@ -26,9 +33,10 @@ class RepetitionPenaltyReward(RewardFunction):
     """Minus what a text repeats.
 
     Fewer than `min_words` words or `min_sentences` sentences: `short_text_penalty`. A sentence that occurs again:
-    `paragraph_penalty_base` - 0.4 * the share of such sentences. Otherwise minus the weighted sum, at most 1, of four
-    shares, each counted only above `threshold`: long words that repeat the most frequent one, repeated phrases of
-    three words, words that follow themselves, and sentences that begin like another.
+    `paragraph_repetition_base_penalty` - 0.4 * the share of such sentences. Otherwise minus the weighted sum, at most
+    1, of four shares, each counted only above `threshold`: long words that repeat the most frequent one, repeated
+    phrases of three words, words that follow themselves, and sentences that begin like another. `component_weights`
+    replaces some of `DEFAULT_WEIGHTS`; `stopwords` are long words that may be repeated.
     """
 
     def __init__(
@@ -37,11 +45,9 @@ class RepetitionPenaltyReward(RewardFunction):
         min_words: int = 10,
         min_sentences: int = 2,
         short_text_penalty: float = -0.1,
-        paragraph_penalty_base: float = -0.6,
-        word_weight: float = 0.3,
-        phrase_weight: float = 0.4,
-        consecutive_weight: float = 0.6,
-        beginning_weight: float = 0.5,
+        paragraph_repetition_base_penalty: float = -0.6,
+        component_weights: Mapping[str, float] | None = None,
+        stopwords: Collection[str] | None = None,
         weight: float = 1.0,
         **config: Any,
     ) -> None:
@@ -50,11 +56,11 @@ class RepetitionPenaltyReward(RewardFunction):
         self.min_words = min_words
         self.min_sentences = min_sentences
         self.short_text_penalty = short_text_penalty
-        self.paragraph_penalty_base = paragraph_penalty_base
-        self.word_weight = word_weight
-        self.phrase_weight = phrase_weight
-        self.consecutive_weight = consecutive_weight
-        self.beginning_weight = beginning_weight
+        self.paragraph_repetition_base_penalty = paragraph_repetition_base_penalty
+        self.component_weights = merge_weights(
+            DEFAULT_WEIGHTS, component_weights, name="component_weights"
+        )
+        self.stopwords = frozenset(stopwords or ())
 
     def compute(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
         return [self._value(self.get_content(completion)) for completion in completions]
@@ -69,27 +75,24 @@ class RepetitionPenaltyReward(RewardFunction):
         if len(words) < self.min_words or len(sentences) < self.min_sentences:
             return self.short_text_penalty
         if repeated := _repeated_share(sentences):
-            return max(-1.0, self.paragraph_penalty_base - _REST_OF_SCALE * repeated)
-        long_words = Counter(word for word in words if len(word) >= _MIN_WORD_LENGTH)
-        most_frequent = max(long_words.values(), default=1)
-        shares = (
-            (self.word_weight, (most_frequent - 1) / len(words)),
-            (
-                self.phrase_weight,
-                _repeated_share(
-                    list(zip(*(words[i:] for i in range(_PHRASE_WORDS)), strict=False))
-                ),
-            ),
-            (
-                self.consecutive_weight,
-                sum(left == right for left, right in pairwise(words)) / max(1, len(words) - 1),
-            ),
-            (
-                self.beginning_weight,
-                _repeated_share([sentence[:_BEGINNING_WORDS] for sentence in sentences]),
-            ),
+            return max(-1.0, self.paragraph_repetition_base_penalty - _REST_OF_SCALE * repeated)
+        long_words = Counter(
+            word for word in words if len(word) >= _MIN_WORD_LENGTH and word not in self.stopwords
         )
-        total = sum(weight * share for weight, share in shares if share > self.threshold)
+        most_frequent = max(long_words.values(), default=1)
+        phrases = list(zip(*(words[i:] for i in range(_PHRASE_WORDS)), strict=False))
+        num_doubled = sum(left == right for left, right in pairwise(words))
+        shares = {
+            "word_repetition": (most_frequent - 1) / len(words),
+            "phrase_repetition": _repeated_share(phrases),
+            "consecutive_repetition": num_doubled / max(1, len(words) - 1),
+            "beginning_repetition": _repeated_share([s[:_BEGINNING_WORDS] for s in sentences]),
+        }
+        total = sum(
+            self.component_weights[name] * share
+            for name, share in shares.items()
+            if share > self.threshold
+        )
         return -min(1.0, total) if total else 0.0
 
 
@@ -102,6 +105,8 @@ def _repeated_share(entries: Sequence[Hashable]) -> float:
     return 1.0 - len(set(entries)) / len(entries) if entries else 0.0
 
 
-def repetition_penalty_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    """Judge with the default settings of `RepetitionPenaltyReward`."""
-    return RepetitionPenaltyReward()(completions, **kwargs)
+def repetition_penalty_reward(
+    completions: Sequence[Any], threshold: float = 0.05, **kwargs: Any
+) -> list[float]:
+    """Judge with the other settings of `RepetitionPenaltyReward` at their defaults."""
+    return RepetitionPenaltyReward(threshold=threshold)(completions, **kwargs)

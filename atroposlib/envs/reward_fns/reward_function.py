@@ -122,6 +122,25 @@ def spread(value: Any, count: int, *, name: str) -> list[Any]:
     return list(value)
 
 
+def merge_weights(
+    defaults: Mapping[str, float], given: Mapping[str, float] | None, *, name: str
+) -> dict[str, float]:
+    """Return `defaults` with those of `given` in their place; names that have no effect are logged.
+
+    >>> merge_weights({"a": 1.0, "b": 2.0}, {"b": 3.0}, name="weights")
+    {'a': 1.0, 'b': 3.0}
+    """
+    given = given or {}
+    if unknown := given.keys() - defaults.keys():
+        logger.warning(
+            "%s: %s have no effect; the names are %s",
+            name,
+            ", ".join(map(repr, sorted(unknown))),
+            ", ".join(defaults),
+        )
+    return {key: given.get(key, value) for key, value in defaults.items()}
+
+
 def after_thinking(text: str) -> str:
     """Return what follows the last `</think>`; the whole text without one."""
     return text.rpartition("</think>")[2]

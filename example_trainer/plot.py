@@ -62,7 +62,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of a metrics file."""
     try:
         text = path.read_text(encoding="utf-8")
-        steps = [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
+        steps = [json.loads(line) for line in text.split("\n")[:-1]]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as metrics of a run: {error}") from error
     if not steps:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from string import Template
 from typing import Any
 
 from atroposlib.errors import ConfigError, cli_boundary
+
+logger = logging.getLogger(__name__)
 
 PREVIEW_CHARS = 90
 
@@ -26,8 +29,9 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
     source = Path(input_path)
     target = Path(output_path) if output_path is not None else source.with_suffix(".html")
     groups = _read(source)
-    scores = [float(score) for group in groups for score in group.get("scores") or []]
-    mean = f", mean score {sum(scores) / len(scores):.3f}" if scores else ""
+    scores = [_number(score) for group in groups for score in group.get("scores") or []]
+    numbers = [score for score in scores if score is not None]
+    mean = f", mean score {sum(numbers) / len(numbers):.3f}" if numbers else ""
     page = Template(Path(__file__).with_name("rollouts.html").read_text(encoding="utf-8"))
     target.write_text(
         page.substitute(
@@ -40,37 +44,82 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
     return target
 
 
-def create_html_for_group(group: Mapping[str, Any], index: int) -> str:
-    """Return one `<details>` block: scores and the prompt in its summary, the sequences inside."""
-    scores = group.get("scores") or []
-    conversations = group.get("messages") or [[] for _ in scores]
+def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
+    """Return one `<details>` block: scores and the prompt in its summary, the sequences inside; "" without any.
+
+    A sequence's messages are a list of messages (nested lists are read in order), or one text. Of messages and scores
+    the shorter list counts; the difference is logged.
+    """
+    scores = group_data.get("scores") or []
+    conversations = _conversations(group_data.get("messages"), num_sequences=len(scores))
+    if len(conversations) != len(scores):
+        logger.warning(
+            "group %d: messages of %d sequences, scores of %d; the rest is left out",
+            index,
+            len(conversations),
+            len(scores),
+        )
     inside = []
     for number, (score, messages) in enumerate(zip(scores, conversations, strict=False)):
         body = "\n".join(_message(message) for message in messages)
         inside.append(
-            f"<details{' open' if number == 0 else ''}><summary>{_badge(score)} sequence {number + 1}"
-            f"</summary><div>{body or 'no messages were saved'}</div></details>"
+            f'<details id="group-{index}-item-{number}"{" open" if number == 0 else ""}><summary>'
+            f"{_badge(score)} sequence {number + 1}</summary>"
+            f"<div>{body or 'no messages were saved'}</div></details>"
         )
-    badges = "".join(_badge(score) for score in scores)
-    preview = html.escape(_preview(conversations))
+    if not inside:
+        return ""
+    badges = "".join(_badge(score) for score in scores[: len(inside)])
+    preview = html.escape(_preview(conversations[0]))
     return (
         f"<details{' open' if index == 0 else ''}><summary>group {index + 1} {badges}"
         f'<span class="preview">{preview}</span></summary><div>\n{"".join(inside)}\n</div></details>'
     )
 
 
-def get_score_class(score: float) -> str:
-    """Return the colour class: `good` from 0.7, `fair` from 0.3, else `bad`."""
-    return "good" if score >= 0.7 else "fair" if score >= 0.3 else "bad"
+def get_score_class(score: Any) -> str:
+    """Return the colour class of a score by its sign; "" for what is no number."""
+    number = _number(score)
+    if number is None:
+        return ""
+    return f"reward-{'positive' if number > 0 else 'negative' if number < 0 else 'zero'}"
+
+
+def _number(score: Any) -> float | None:
+    try:
+        return float(score)
+    except (TypeError, ValueError):
+        return None
+
+
+def _conversations(messages: Any, *, num_sequences: int) -> list[list[Any]]:
+    """Return a list of messages for each sequence."""
+    if not messages:
+        return [[] for _ in range(num_sequences)]
+    if not isinstance(messages, list) or (num_sequences == 1 and isinstance(messages[0], Mapping)):
+        messages = [messages]  # one conversation or text, for a group of one
+    return [_flat(conversation) for conversation in messages]
+
+
+def _flat(messages: Any) -> list[Any]:
+    """Return the messages of a conversation in order, however deep they are nested.
+
+    >>> _flat(["a", ["b", [{"role": "user"}]]])
+    ['a', 'b', {'role': 'user'}]
+    """
+    if not isinstance(messages, list):
+        return [messages]
+    return [message for part in messages for message in _flat(part)]
 
 
 def _read(source: Path) -> list[dict[str, Any]]:
     try:
-        lines = source.read_text(encoding="utf-8").splitlines()
+        text = source.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {str(source)!r}: {error.strerror}") from error
     groups = []
-    for number, line in enumerate(lines, start=1):
+    # Not splitlines(): within a JSON string U+2028 and its like end no line.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -86,15 +135,20 @@ def _read(source: Path) -> list[dict[str, Any]]:
 
 
 def _badge(score: Any) -> str:
-    return f'<span class="score {get_score_class(float(score))}">{float(score):g}</span>'
+    number = _number(score)
+    text = html.escape(str(score)) if number is None else f"{number:g}"
+    return f'<span class="score {get_score_class(score)}">{text}</span>'
 
 
 def _message(message: Any) -> str:
     if not isinstance(message, Mapping):
-        return f"<pre>{html.escape(str(message))}</pre>"
+        return f"<pre>{html.escape(_text(message))}</pre>"
     role = html.escape(str(message.get("role", "")), quote=True)
     text = html.escape(_text(message.get("content")))
-    return f'<div class="message {role}"><div class="role">{role}</div><pre>{text}</pre></div>'
+    return (
+        f'<div class="message {role}"><div class="role">{role.capitalize()}</div>'
+        f"<pre>{text}</pre></div>"
+    )
 
 
 def _text(content: Any) -> str:
@@ -115,10 +169,14 @@ def _kind(part: Any) -> str:
     return str(part.get("type", "part")) if isinstance(part, Mapping) else str(part)
 
 
-def _preview(conversations: Sequence[Any]) -> str:
-    for message in conversations[0] if conversations else []:
-        if isinstance(message, Mapping) and message.get("role") == "user":
-            text = " ".join(_text(message.get("content")).split())
+def _preview(conversation: Sequence[Any]) -> str:
+    """Return the beginning of the first question, or of the text."""
+    for message in conversation:
+        if isinstance(message, str) or (
+            isinstance(message, Mapping) and message.get("role") == "user"
+        ):
+            content = message if isinstance(message, str) else message.get("content")
+            text = " ".join(_text(content).split())
             return text if len(text) <= PREVIEW_CHARS else text[: PREVIEW_CHARS - 3] + "..."
     return ""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from atroposlib.errors import ConfigError
-from atroposlib.frontend.jsonl2html import generate_html, get_score_class
+from atroposlib.frontend.jsonl2html import create_html_for_group, generate_html, get_score_class
 
 
 def write(path: Path, *groups: object) -> Path:
@@ -27,7 +28,7 @@ def test_page_shows_messages_and_scores_and_escapes_them(tmp_path: Path) -> None
     assert text.count("&lt;script&gt;alert(1)&lt;/script&gt; &amp; $about") == 4
     assert "2 groups, 2 sequences, mean score 1.000" in text
     assert "a&lt;b" in text
-    assert text.count('class="score good"') == 4
+    assert text.count('class="score reward-positive"') == 4
     assert "http" not in text  # nothing is loaded from elsewhere
 
 
@@ -38,9 +39,78 @@ def test_page_names_parts_that_are_not_text(tmp_path: Path) -> None:
     assert "look\n[image_url]" in text
 
 
-@pytest.mark.parametrize(("score", "name"), [(1, "good"), (0.5, "fair"), (0, "bad"), (-1, "bad")])
-def test_score_colours(score: float, name: str) -> None:
+@pytest.mark.parametrize(
+    ("score", "name"),
+    [
+        (1, "reward-positive"),
+        ("0.5", "reward-positive"),
+        (0, "reward-zero"),
+        (-1, "reward-negative"),
+        ("n/a", ""),
+        (None, ""),
+    ],
+)
+def test_score_classes_are_the_originals(score: object, name: str) -> None:
     assert get_score_class(score) == name
+
+
+def shown(group: dict[str, object]) -> list[str]:
+    """What stands in the `<pre>` blocks of a group's page."""
+    return re.findall(r"<pre>(.*?)</pre>", create_html_for_group(group_data=group, index=3))
+
+
+ASKED = {"role": "user", "content": "How?"}
+ANSWERED = {"role": "assistant", "content": "So."}
+
+
+@pytest.mark.parametrize(
+    ("messages", "scores", "texts"),
+    [
+        ("one text", [1], ["one text"]),
+        (["first text", "second text"], [1, 0], ["first text", "second text"]),
+        ([["How?", "So."]], [1], ["How?", "So."]),
+        ([ASKED, ANSWERED], [1], ["How?", "So."]),
+        ([ASKED, ANSWERED], [1, 0], ["How?", "So."]),
+        ([[[ASKED], [ANSWERED]]], [1], ["How?", "So."]),
+        ([[[ASKED, ["deep"]], "flat"], [ANSWERED]], [1, 0], ["How?", "deep", "flat", "So."]),
+    ],
+)
+def test_messages_may_be_texts_or_nested_lists(
+    messages: object, scores: list[float], texts: list[str]
+) -> None:
+    assert shown({"messages": messages, "scores": scores}) == texts
+
+
+def test_of_messages_and_scores_the_shorter_list_counts(caplog: pytest.LogCaptureFixture) -> None:
+    assert shown({"messages": ["a1", "a2", "a3"], "scores": [0.5]}) == ["a1"]
+    assert shown({"messages": ["a1"], "scores": [0.5, 0.25]}) == ["a1"]
+    assert "group 3: messages of 3 sequences, scores of 1" in caplog.text
+    assert create_html_for_group({"messages": [], "scores": []}, 0) == ""
+
+
+def test_items_have_the_originals_ids_and_roles(tmp_path: Path) -> None:
+    group = {"messages": [[ASKED], [ANSWERED]], "scores": [1, "n/a"]}
+    text = generate_html(write(tmp_path / "g.jsonl", group, group)).read_text()
+    assert re.findall(r'id="(group-.*?)"', text) == [
+        "group-0-item-0",
+        "group-0-item-1",
+        "group-1-item-0",
+        "group-1-item-1",
+    ]
+    assert re.findall(r'class="role">(\w+)<', text)[:2] == ["User", "Assistant"]
+    assert "<title>Rendered Messages - g</title>" in text
+    assert "2 groups, 4 sequences, mean score 1.000" in text
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\r"])
+def test_characters_that_only_look_like_line_ends_are_text(tmp_path: Path, separator: str) -> None:
+    group = {"scores": [1.0], "messages": [[{"role": "user", "content": f"a{separator}b"}]]}
+    path = tmp_path / "g.jsonl"
+    line = json.dumps(group, ensure_ascii=False)
+    path.write_text(f"{line}\r\n{line}\n", encoding="utf-8", newline="")
+    text = generate_html(path).read_bytes().decode()
+    assert f"<pre>a{separator}b</pre>" in text
+    assert "2 groups" in text
 
 
 def test_group_without_messages_says_so(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def read_ends(rollouts: Path, *, num_groups: int) -> list[dict[str, Any]]:
 
     The environment may have been stopped in the middle of a line: only whole lines are read.
     """
-    whole = rollouts.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
+    whole = rollouts.read_text(encoding="utf-8").split("\n")[:-1]
     if len(whole) > 2 * num_groups:
         whole = whole[:num_groups] + whole[-num_groups:]
     return [json.loads(line) for line in whole]

@@ -25,39 +25,42 @@ Step = dict[str, Any]
 """One step of a trajectory: parallel lists with one entry per alternative."""
 
 
-def strip_thinking(text: str) -> str:
+def strip_thinking(response_text: str) -> str:
     """Remove the first `<think>...</think>` with its tags; text without both tags is unchanged.
 
     >>> strip_thinking("<think>hm</think>yes")
     'yes'
     """
-    parts = _split(text)
-    return text if parts is None else parts[0] + parts[2]
+    parts = _split(response_text)
+    return response_text if parts is None else parts[0] + parts[2]
 
 
-def truncate_thinking(text: str, tokenizer: Any, max_think_tokens: int) -> str:
+def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int) -> str:
     """Shorten the first thinking block to at most `max_think_tokens` tokens of its content.
 
-    A longer block keeps its last paragraph if that fits, else its last tokens, after "... ". Blocks that fit are
-    set on lines of their own, empty ones become empty tags. Text without a block, or that the tokenizer cannot
-    take, is returned unchanged.
+    A longer block keeps its last paragraph if that fits, else its last tokens, after "... ". What is left is set on
+    lines of its own; where nothing is left, as with a limit of 0, the tags are empty. Text without a block, or that
+    the tokenizer cannot take, is returned unchanged.
     """
-    parts = _split(text)
+    parts = _split(response_text)
     if parts is None:
-        return text
+        return response_text
     before, content, after = parts
-    content = content.strip()
-    if not content:
-        return f"{before}{_OPEN}{_CLOSE}{after}"
     try:
-        content = _shorten(content, tokenizer, max_think_tokens)
+        content = _shorten(content.strip(), tokenizer, max_think_tokens)
     except Exception:
         logger.warning("a thinking block could not be tokenised and is kept whole", exc_info=True)
-        return text
-    return f"{before}{_OPEN}\n{content}\n{_CLOSE}{after}"
+        return response_text
+    return (
+        f"{before}{_OPEN}\n{content}\n{_CLOSE}{after}"
+        if content
+        else f"{before}{_OPEN}{_CLOSE}{after}"
+    )
 
 
 def _shorten(content: str, tokenizer: Any, max_tokens: int) -> str:
+    if not content or max_tokens <= 0:
+        return ""
     tokens = tokenizer.encode(content, add_special_tokens=False)
     if len(tokens) <= max_tokens:
         return content
@@ -68,8 +71,8 @@ def _shorten(content: str, tokenizer: Any, max_tokens: int) -> str:
         and len(tokenizer.encode(last, add_special_tokens=False)) <= max_tokens
     ):
         return f"... {last}"
-    kept = tokens[len(tokens) - max_tokens :] if max_tokens > 0 else []
-    return f"... {tokenizer.decode(kept).strip()}"
+    kept = tokenizer.decode(tokens[-max_tokens:]).strip()
+    return f"... {kept}" if kept else ""
 
 
 def _split(text: str) -> tuple[str, str, str] | None:

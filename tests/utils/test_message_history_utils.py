@@ -38,6 +38,9 @@ def test_strip_removes_the_first_whole_block(text: str, expected: str) -> None:
         ("<think>aaaaaaaaaa\n\nlast one</think>y", 8, "<think>\n... last one\n</think>y"),
         ("<think>aaaaaaaaaa\n\nlast one</think>y", 7, "<think>\n... ast one\n</think>y"),
         ("<think>one paragraph</think>", 4, "<think>\n... raph\n</think>"),
+        ("x<think>one paragraph</think>y", 0, "x<think></think>y"),
+        ("<think>one\n\ntwo</think>y", 0, "<think></think>y"),
+        ("<think>one</think>y", -1, "<think></think>y"),
         ("no block", 1, "no block"),
     ],
 )

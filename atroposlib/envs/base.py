@@ -105,6 +105,7 @@ class Runtime(Protocol):
 
     async def start_wandb(self) -> None: ...
     async def register(self) -> None: ...
+    async def ask_for_id(self) -> dict[str, Any]: ...
     async def read_info(self) -> None: ...
     async def poll_status(self) -> None: ...
     async def check_step(self) -> None: ...
@@ -319,6 +320,10 @@ class BaseEnv(ABC):
         """Register until the hub takes it; again whenever the hub has forgotten this environment."""
         await self._driver.register()
 
+    async def _register_env(self) -> dict[str, Any]:
+        """Ask the hub for an id once; return its answer, whose `status` is "success" when it gave one."""
+        return await self._driver.ask_for_id()
+
     async def get_server_info(self) -> None:
         """Read the trainer's batch size and token limit into `config.batch_size` and `max_token_len`."""
         await self._driver.read_info()
@@ -411,7 +416,7 @@ class BaseEnv(ABC):
         self.rollouts_for_wandb = []
         return wandb_metrics
 
-    def perf_stats(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
         """Add durations and counts since the last call, and clear them."""
         for name, values in (
             ("task_duration", self.task_duration),
@@ -422,14 +427,14 @@ class BaseEnv(ABC):
         ):
             if len(values) > 1:
                 for stat in ("mean", "std", "max", "min"):
-                    metrics[f"train_perf/{name}_{stat}"] = float(getattr(np, stat)(values))
+                    metrics_dict[f"train_perf/{name}_{stat}"] = float(getattr(np, stat)(values))
                 values.clear()
         if self.task_successful:
             succeeded = sum(self.task_successful)
-            metrics["train/items_sent_to_api"] = succeeded
-            metrics["train/items_rejected"] = len(self.task_successful) - succeeded
+            metrics_dict["train/items_sent_to_api"] = succeeded
+            metrics_dict["train/items_rejected"] = len(self.task_successful) - succeeded
             self.task_successful.clear()
-        return metrics
+        return metrics_dict
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Log the author's metrics with the runtime's. Subclasses add theirs and call super last."""

@@ -125,9 +125,7 @@ class EvalBase(ABC):
         """Return the items; called once, at construction."""
 
     @abstractmethod
-    async def run_item(
-        self, server_manager: ServerManager, item: Any
-    ) -> tuple[dict[str, float], Any]:
+    async def run_item(self, server: ServerManager, data_item: Any) -> tuple[dict[str, float], Any]:
         """Return the metrics of one item and a sample of it for `samples.jsonl`."""
 
     def get_generation_params(self) -> dict[str, Any]:

@@ -43,13 +43,13 @@ def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def extract_namespace(values: BaseModel | Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def extract_namespace(model: BaseModel | Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return the entries whose names begin with `prefix`, without it.
 
     >>> extract_namespace({"env.size": 4, "slurm": True}, "env.")
     {'size': 4}
     """
-    items = values.model_dump() if isinstance(values, BaseModel) else values
+    items = model.model_dump() if isinstance(model, BaseModel) else model
     return {
         key.removeprefix(prefix): value for key, value in items.items() if key.startswith(prefix)
     }

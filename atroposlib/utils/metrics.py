@@ -9,15 +9,15 @@ import numpy as np
 
 
 def get_std_min_max_avg(
-    name: str, data: Sequence[float], metrics: dict[str, Any]
+    name: str, data: Sequence[float], metrics_dict: dict[str, Any]
 ) -> dict[str, Any]:
-    """Add `<name>_mean`, `_std` (population), `_max` and `_min` to `metrics` and return it; nothing for no data.
+    """Add `<name>_mean`, `_std` (population), `_max` and `_min` to `metrics_dict` and return it; nothing for no data.
 
     >>> get_std_min_max_avg("len", [1, 3], {})
     {'len_mean': 2.0, 'len_std': 1.0, 'len_max': 3.0, 'len_min': 1.0}
     """
     if len(data) == 0:
-        return metrics
+        return metrics_dict
     for stat in ("mean", "std", "max", "min"):
-        metrics[f"{name}_{stat}"] = float(getattr(np, stat)(data))
-    return metrics
+        metrics_dict[f"{name}_{stat}"] = float(getattr(np, stat)(data))
+    return metrics_dict

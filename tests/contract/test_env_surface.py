@@ -10,6 +10,7 @@ import enum
 import importlib
 import inspect
 import logging
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,8 @@ METHODS = {
     "_send_scored_data_to_api": "async scored_data",
     "env_manager": "async",
     "process_manager": "async",
-    "perf_stats": "metrics",
+    "_register_env": "async",
+    "perf_stats": "metrics_dict",
     "evaluate_log": "async metrics task_name=None model_name=None start_time=None end_time=None"
     " generation_parameters=None samples=None verbose=True",
     "close": "",
@@ -182,6 +184,139 @@ def test_class_attributes_and_constructor_are_the_originals() -> None:
     assert BaseEnv.__abstractmethods__ == {"get_next_item", "evaluate"}
     config, servers = BaseEnv.config_init()
     assert (type(config), type(servers)) == (BaseEnvConfig, ServerBaseline)
+
+
+PARAMETERS = {
+    "envs.eval:pass_at_k": "m c k",
+    "envs.eval:evaluate_log": "metrics eval_dir task_name model_name start_time end_time"
+    " generation_parameters samples verbose",
+    "envs.eval:EvalBase.__init__": "pass_at_n pass_at_n_samples",
+    "envs.eval:EvalBase.chat_completion": "server messages",
+    "envs.eval:EvalBase.run_item": "server data_item",
+    "envs.eval:eval_runner": "eval_env",
+    "envs.reward_fns.accuracy_reward:AccuracyReward.__init__": "tolerance split_on_think_tag"
+    " max_boxed_threshold weight",
+    "envs.reward_fns.accuracy_reward:accuracy_reward": "completions solution ground_truth",
+    "envs.reward_fns.cascading_r1_math_reward:cascading_r1_math_reward": "completions solution",
+    "envs.reward_fns.chandas_meter_reward:ChandasMeterReward.__init__": "meter weight",
+    "envs.reward_fns.combined_reward:CombinedReward.__init__": "rewards normalization weight",
+    "envs.reward_fns.combined_reward:CombinedReward.set_wandb_logger": "logger",
+    "envs.reward_fns.cosine_scaled_reward:CosineScaledReward.__init__": "model_name scale_factor"
+    " min_reward max_reward default_reward weight",
+    "envs.reward_fns.cosine_scaled_reward:cosine_scaled_reward": "completions solution",
+    "envs.reward_fns.crossword_format_reward:CrosswordFormatReward.__init__": "format_patterns"
+    " reward_value penalize_invalid_chars valid_chars weight",
+    "envs.reward_fns.crossword_format_reward:crossword_format_reward": "completions",
+    "envs.reward_fns.format_reward:FormatReward.__init__": "preferred_tags require_all_tags"
+    " case_sensitive weight",
+    "envs.reward_fns.format_reward:format_reward": "completions preferred_tags",
+    "envs.reward_fns.r1_reward:FormatReasoningReward.__init__": "reward_value require_thinking"
+    " require_response allow_multiple_thinking weight",
+    "envs.reward_fns.r1_reward:AccuracyXReward.__init__": "exact_match case_sensitive"
+    " reward_value weight",
+    "envs.reward_fns.r1_reward:R1Reward.__init__": "format_weight accuracy_weight weight",
+    "envs.reward_fns.r1_reward:r1_reward": "completions solution",
+    "envs.reward_fns.reasoning_steps_reward:ReasoningStepsReward.__init__": "min_words min_steps"
+    " base_score pattern_weights weight",
+    "envs.reward_fns.reasoning_steps_reward:reasoning_steps_reward": "completions",
+    "envs.reward_fns.registry:RewardRegistry.register": "cls name",
+    "envs.reward_fns.registry:RewardRegistry.register_function": "name function",
+    "envs.reward_fns.registry:RewardRegistry.create": "name_or_config",
+    "envs.reward_fns.registry:RewardRegistry.get": "name",
+    "envs.reward_fns.registry:RewardRegistry.load_required_functions": "config",
+    "envs.reward_fns.registry:LegacyFunctionWrapper.__init__": "func weight",
+    "envs.reward_fns.repetition_penalty_reward:RepetitionPenaltyReward.__init__": "threshold"
+    " min_words min_sentences short_text_penalty paragraph_repetition_base_penalty"
+    " component_weights stopwords weight",
+    "envs.reward_fns.repetition_penalty_reward:repetition_penalty_reward": "completions threshold",
+    "envs.reward_fns.reward_function:RewardFunction.__init__": "weight name",
+    "envs.reward_fns.reward_function:RewardFunction.set_wandb_logger": "logger",
+    "envs.reward_fns.reward_function:RewardFunction.log_metrics": "raw_rewards weighted_rewards",
+    "envs.reward_fns.reward_function:RewardFunction.get_content": "completion",
+    "envs.server_handling.managed_server:ManagedServer.__init__": "server tokenizer track_tree"
+    " tool_parser preserve_think_blocks",
+    "envs.server_handling.managed_server:DummyManagedServer.__init__": "server tokenizer"
+    " track_tree",
+    "envs.server_handling.managed_server:ManagedServerAdapter.__init__": "managed_server base_url",
+    "envs.server_handling.managed_server_proxy:create_app": "server_manager tokenizer model_name",
+    "envs.server_handling.openai_server:resolve_openai_configs": "default_server_configs"
+    " openai_config_dict yaml_config cli_passed_flags logger",
+    "envs.server_handling.proxy_client:ProxyManagedServer.__init__": "proxy_url session_uuid"
+    " model_name base_url",
+    "envs.server_handling.proxy_client:create_proxy_session": "proxy_url base_url tool_parser"
+    " track_tree model_name",
+    "envs.server_handling.server_baseline:ReasoningConfig.build_extra_body": "base_url"
+    " use_max_tokens",
+    "envs.server_handling.server_baseline:ReasoningConfig.from_env_config": "env_config",
+    "envs.server_handling.server_baseline:AsyncSemWithAdaptiveWeight.__init__": "value",
+    "envs.server_handling.server_baseline:AsyncSemWithAdaptiveWeight.update_weight": "weight",
+    "envs.server_handling.server_baseline:APIServer.__init__": "config reasoning_config",
+    "envs.server_handling.server_baseline:APIServer.update_weight": "weight",
+    "envs.server_handling.server_baseline:APIServer.check_server_status_task": "chat_completion",
+    "envs.server_handling.server_baseline:APIServer.wandb_metrics": "metrics_dict server_name",
+    "envs.server_handling.server_harness:create_chat_completion": "resp n finish_reason",
+    "envs.server_handling.server_harness:create_completion": "resp n finish_reason",
+    "envs.server_handling.server_harness:ServerHarness.conv_to_dictkey": "input_message",
+    "envs.server_handling.server_harness:ServerHarness.update_weight": "weight",
+    "envs.server_handling.server_harness:ServerHarness.set_desired_response": "input_message"
+    " desired_response",
+    "envs.server_handling.server_harness:ServerHarness.set_desired_completion": "input_message"
+    " completion",
+    "envs.server_handling.server_harness:ServerHarness.set_tokens_and_logprobs_response": "prompt"
+    " prompt_tokens output_tokens_list output_logprobs_list finish_reasons",
+    "envs.server_handling.server_manager:ServerManager.__init__": "configs server_class slurm"
+    " testing max_n_completions reasoning_config proxy_url use_proxy tool_parser",
+    "envs.server_handling.server_manager:ServerManager.update_weight": "weight",
+    "envs.server_handling.server_manager:ServerManager.wait_for_sem": "is_training",
+    "envs.server_handling.server_manager:ServerManager.managed_server": "tokenizer base_url"
+    " preserve_think_blocks",
+    "envs.server_handling.tool_call_translator:ToolCallTranslator.__init__": "tokenizer"
+    " parser_name",
+    "envs.server_handling.tool_call_translator:ToolCallTranslator.parse_model_output": "raw_text"
+    " tool_choice tools",
+    "envs.server_handling.tool_call_translator:ToolCallTranslator.reconstruct_raw_text_from_tool_calls": "tool_calls",
+    "envs.server_handling.tool_call_translator:ToolCallTranslator.convert_messages_for_template": "messages",
+    "envs.server_handling.tool_call_translator:ToolCallTranslator.decode_with_tool_awareness": "token_ids"
+    " has_tools",
+    "frontend.jsonl2html:get_score_class": "score",
+    "frontend.jsonl2html:create_html_for_group": "group_data index",
+    "frontend.jsonl2html:generate_html": "input_path output_path",
+    "utils.advantages:allclose_to_first": "values rtol atol equal_nan return_vector",
+    "utils.advantages:compute_stats": "data",
+    "utils.advantages:compute_discounted_returns": "rewards gamma",
+    "utils.advantages:compute_grpo_process_supervision_advantages": "rewards gamma std_tol",
+    "utils.best_of_n_selection:select_best_index": "primary_scores secondary_scores"
+    " primary_higher_is_better secondary_lower_is_better",
+    "utils.cli:get_prefixed_pydantic_model": "base_model prefix",
+    "utils.cli:extract_namespace": "model prefix",
+    "utils.cli:adjust_model_defaults": "model_class defaults",
+    "utils.display:display_metrics_table": "task_name metrics start_time end_time",
+    "utils.force_diverse_samples:generate_with_diverse_first_tokens": "messages prefill n"
+    " max_tokens temperature",
+    "utils.io:parse_http_response": "resp logger",
+    "utils.message_history_utils:strip_thinking": "response_text",
+    "utils.message_history_utils:truncate_thinking": "response_text tokenizer max_think_tokens",
+    "utils.message_history_utils:ensure_trajectory_token_limit": "trajectory tokenizer"
+    " max_trajectory_tokens",
+    "utils.metrics:get_std_min_max_avg": "name data metrics_dict",
+    "utils.tokenize_for_trainer:tokenize_for_trainer": "tokenizer chat include_messages"
+    " train_on_all_assistant_turns finish_reason",
+    "utils.tokenizers.qwen_fixed_tokenizer:QwenFixedTokenizer.__init__": "model_name_or_path",
+    "utils.tool_call_parser:extract_tool_call": "text preferred_tags",
+    "utils.tool_call_parser:parse_tool_call": "response available_tools preferred_tags",
+    "utils.tokenizers.qwen_fixed_tokenizer:QwenFixedTokenizer.apply_chat_template": "conversation"
+    " tools tokenize",
+}
+"""Module and what is called there -> the first parameters in positional order, for callers that name them."""
+
+
+@pytest.mark.parametrize("path", PARAMETERS)
+def test_parameters_have_the_originals_names(path: str) -> None:
+    module, _, name = path.partition(":")
+    called = operator.attrgetter(name)(importlib.import_module(f"atroposlib.{module}"))
+    names = [word for word in inspect.signature(called).parameters if word != "self"]
+    wanted = PARAMETERS[path].split()
+    assert names[: len(wanted)] == wanted
 
 
 ATTRIBUTES = [

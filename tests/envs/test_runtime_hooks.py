@@ -68,6 +68,37 @@ async def test_every_hook_is_called_and_super_does_the_work() -> None:
     assert (env.curr_step, env.config.batch_size) == (2, 4)
 
 
+async def test_register_env_asks_once_per_call_and_is_what_registration_waits_for() -> None:
+    answers: list[dict[str, Any]] = []
+
+    class Asking(ScriptedEnv):
+        async def _register_env(self) -> dict[str, Any]:
+            answers.append(await super()._register_env())
+            return answers[-1]
+
+    hub, stop = LoopbackHub(), asyncio.Event()
+    await hub.start()
+    env = Asking(rollout_server_url=hub.url)
+    run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+    await until(lambda: len(answers) >= 2)
+    assert answers[0] == {"status": "wait for trainer to start"}
+    await hub.start_trainer()
+    await until(lambda: env.env_id is not None)
+    stop.set()
+    await run
+    await hub.stop()
+    assert answers[-1].keys() == {
+        "status",
+        "env_id",
+        "wandb_name",
+        "checkpoint_dir",
+        "starting_step",
+        "checkpoint_interval",
+        "num_steps",
+    }
+    assert (answers[-1]["status"], answers[-1]["env_id"]) == ("success", 0)
+
+
 async def test_overrides_may_take_the_place_of_the_defaults() -> None:
     class Own(ScriptedEnv):
         sent: list[Any] = []

@@ -46,14 +46,15 @@ class CombinedReward(RewardFunction):
         for member in self.reward_functions:
             try:
                 raw = member.compute(completions, **kwargs)
-                total += member.weight * np.asarray(raw, dtype=np.float64)
+                weighted = member.weight * np.asarray(raw, dtype=np.float64)
+                total += weighted
             except AtroposError:
                 raise
             except Exception:
                 self.failures[member.name] += len(completions)
                 logger.exception("reward %s failed and is left out of %s", member.name, self.name)
                 continue
-            member.log_values(raw)
+            member.log_metrics(raw, weighted.tolist())
             sum_of_weights += member.weight
         if self.normalization == "sum" and sum_of_weights:
             total /= sum_of_weights

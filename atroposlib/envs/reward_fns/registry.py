@@ -31,16 +31,16 @@ class LegacyFunctionWrapper(RewardFunction):
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        func: Callable[..., Any],
         weight: float = 1.0,
         name: str | None = None,
         **config: Any,
     ) -> None:
-        super().__init__(weight=weight, name=name or function.__name__, **config)
-        self.function = function
+        super().__init__(weight=weight, name=name or func.__name__, **config)
+        self.func = func
 
     def compute(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        values = self.function(completions, **{**self.config, **kwargs})
+        values = self.func(completions, **{**self.config, **kwargs})
         if isinstance(values, int | float):
             return [float(values)] * len(completions)
         return [float(value) for value in values]

@@ -30,7 +30,7 @@ class RewardFunction(ABC):
         self.failures: Counter[str] = Counter()
         """Completions that could not be scored, by reason. Their value says nothing about them."""
         self._name = name
-        self._wandb_logger: Any = None
+        self.wandb_logger: Any = None
 
     @property
     def name(self) -> str:
@@ -55,8 +55,9 @@ class RewardFunction(ABC):
             raise EnvError(
                 f"reward {self.name} returned {len(raw)} values for {len(completions)} completions"
             )
-        self.log_values(raw)
-        return [self.weight * value for value in raw]
+        weighted = [self.weight * value for value in raw]
+        self.log_metrics(raw, weighted)
+        return weighted
 
     async def score(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
         """Call this function in a thread, so that rewards that wait do not hold the event loop."""
@@ -64,19 +65,20 @@ class RewardFunction(ABC):
 
     def set_wandb_logger(self, logger: Any) -> None:
         """Send statistics of every call to `logger.log`."""
-        self._wandb_logger = logger
+        self.wandb_logger = logger
 
-    def log_values(self, raw: Sequence[float]) -> None:
-        """Log the statistics of raw values, if there is a logger; NaN (not scored) is left out."""
-        values = np.asarray(raw, dtype=np.float64)
-        values = values[~np.isnan(values)]
-        if self._wandb_logger is None or values.size == 0:
+    def log_metrics(self, raw_rewards: Sequence[float], weighted_rewards: Sequence[float]) -> None:
+        """Log the statistics of one call's values, if there is a logger; NaN (not scored) is left out."""
+        values = np.asarray(raw_rewards, dtype=np.float64)
+        is_scored = ~np.isnan(values)
+        values = values[is_scored]
+        if self.wandb_logger is None or values.size == 0:
             return
-        mean = float(values.mean())
-        self._wandb_logger.log(
+        weighted = np.asarray(weighted_rewards, dtype=np.float64)[is_scored]
+        self.wandb_logger.log(
             {
-                f"reward/{self.name}/mean_raw": mean,
-                f"reward/{self.name}/mean_weighted": self.weight * mean,
+                f"reward/{self.name}/mean_raw": float(values.mean()),
+                f"reward/{self.name}/mean_weighted": float(weighted.mean()),
                 f"reward/{self.name}/min": float(values.min()),
                 f"reward/{self.name}/max": float(values.max()),
             }

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from atroposlib.client import EnvStatus, HubClient, UnknownEnvironment
+from atroposlib.client import EnvRegistration, EnvStatus, HubClient, UnknownEnvironment
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.env_config import EvalHandlingEnum
 from atroposlib.envs.runtime import spool
@@ -390,23 +390,13 @@ class _Server:
     async def register(self) -> None:
         """Ask for an id until the hub gives one, and restore the checkpoint of its step."""
         env, config = self._env, self._env.config
-
-        def ask() -> Any:
-            return self._hub.register_env(
-                desired_name=env.registered_name,
-                max_token_length=config.max_token_length,
-                weight=config.inference_weight,
-                group_size=config.group_size,
-                min_batch_allocation=config.min_batch_allocation,
-                env_uid=self._uid,
-            )
-
         is_first = True
-        while (registration := await self._call(ask)) is None:
+        while (answer := await env._register_env())["status"] != "success":
             if is_first:
                 logger.info("waiting for the trainer to start")
                 is_first = False
             await asyncio.sleep(self._timings.register_s)
+        registration = EnvRegistration.model_validate(answer)
         env.env_id = registration.env_id
         self._status = None
         env.wandb_prepend = registration.wandb_name
@@ -440,6 +430,26 @@ class _Server:
         unsettled = [work for work in under_way.values() if not work.is_settled]
         self._outcomes.num_put_back += len(unsettled)
         self._retries.extend(unsettled)
+
+    async def ask_for_id(self) -> dict[str, Any]:
+        """Return the hub's answer to one registration."""
+        env, config = self._env, self._env.config
+
+        def ask() -> Any:
+            return self._hub.register_env(
+                desired_name=env.registered_name,
+                max_token_length=config.max_token_length,
+                weight=config.inference_weight,
+                group_size=config.group_size,
+                min_batch_allocation=config.min_batch_allocation,
+                env_uid=self._uid,
+            )
+
+        registration = await self._call(ask)
+        if registration is None:
+            return {"status": "wait for trainer to start"}
+        answer: dict[str, Any] = registration.model_dump()
+        return answer
 
     async def _register_again(self, old_id: int) -> None:
         async with self._registering:

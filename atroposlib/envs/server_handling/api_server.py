@@ -33,7 +33,7 @@ from atroposlib.envs.server_handling.limits import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.policy_versions import note_versions
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.errors import EngineUnavailable
+from atroposlib.errors import EngineRejected, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +95,10 @@ class TokenCompletions(tuple[Any, ...]):
         return self
 
     @classmethod
-    def of(cls, answer: tuple[Any, ...]) -> TokenCompletions:
-        """Wrap the plain tuple that a third party's server returns."""
+    def of(cls, answer: tuple[Any, ...] | None) -> TokenCompletions:
+        """Wrap the plain tuple that a third party's server returns; EngineRejected for None, which is no answer."""
+        if answer is None:
+            raise EngineRejected("the server has no answer for this prompt")
         return answer if isinstance(answer, cls) else cls(*answer)
 
     @property
@@ -206,7 +208,10 @@ class APIServer(ABC):
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokenCompletions:
         """Sample from `input_ids` (or `prompt`) and return token ids with the logprob of each sampled token."""
-        raw = await self._call(self._tokens_and_logprobs_completion_wrapper, kwargs)
+        return self._noted(await self._call(self._tokens_and_logprobs_completion_wrapper, kwargs))
+
+    def _noted(self, raw: tuple[Any, ...]) -> TokenCompletions:
+        """Note the versions that an answer was sampled under, for the item under way."""
         answer = TokenCompletions.of(raw)
         note_versions(answer.weight_versions)
         return answer
@@ -235,9 +240,12 @@ class APIServer(ABC):
             return self.eval_sem.capacity - self.num_assigned["eval"]
         return self.sem.capacity - self.num_assigned["train"] - self.num_assigned["eval"]
 
-    async def wandb_metrics(self, metrics: dict[str, Any] | None, name: str) -> dict[str, Any]:
-        """Add this server's figures over its last `rolling_buffer_length` requests to `metrics`; times in seconds."""
-        metrics = {} if metrics is None else metrics
+    async def wandb_metrics(
+        self, metrics_dict: dict[str, Any] | None, server_name: str | None
+    ) -> dict[str, Any]:
+        """Add this server's figures over its last `rolling_buffer_length` requests; times in seconds."""
+        metrics = {} if metrics_dict is None else metrics_dict
+        name = server_name or "server"
         metrics[f"server/{name}_healthy"] = float(self.server_healthy)
         metrics[f"server/{name}_requests_waiting"] = float(
             max(0, self._num_calls - self.sem.in_use - self.eval_sem.in_use)

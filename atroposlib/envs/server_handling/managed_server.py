@@ -559,11 +559,11 @@ class _Chat:
 class ManagedServerAdapter:
     """A managed server with the surface of `openai.AsyncOpenAI`, for libraries that expect a client."""
 
-    def __init__(self, managed: Any, base_url: str = "") -> None:
-        self.managed = managed
+    def __init__(self, managed_server: Any, base_url: str = "") -> None:
+        self.managed = managed_server
         self.base_url = base_url
-        self.chat = _Chat(managed.chat_completion)
-        self.completions = _Creator(managed.completion)
+        self.chat = _Chat(managed_server.chat_completion)
+        self.completions = _Creator(managed_server.completion)
 
     def with_options(self, **options: Any) -> ManagedServerAdapter:
         """Return this client: how often and how long to try is the server's configuration."""

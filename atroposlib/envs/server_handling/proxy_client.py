@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -112,6 +112,12 @@ class ProxyManagedServer:
             raise EngineUnavailable(
                 f"DELETE {self.proxy_url}/{self.session_uuid} answered {status}: {excerpt(body)}"
             )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.cleanup()
 
     async def _call(self, route: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         await self._tell_reset()

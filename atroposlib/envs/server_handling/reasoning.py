@@ -37,12 +37,12 @@ class ReasoningConfig:
         self.enabled = enabled or effort is not None or max_tokens is not None
 
     @classmethod
-    def from_env_config(cls, config: Any) -> ReasoningConfig:
+    def from_env_config(cls, env_config: Any) -> ReasoningConfig:
         """Read `thinking_mode`, `reasoning_effort` and `max_reasoning_tokens` of an environment's config."""
         return cls(
-            enabled=bool(getattr(config, "thinking_mode", False)),
-            effort=getattr(config, "reasoning_effort", None),
-            max_tokens=getattr(config, "max_reasoning_tokens", None),
+            enabled=bool(getattr(env_config, "thinking_mode", False)),
+            effort=getattr(env_config, "reasoning_effort", None),
+            max_tokens=getattr(env_config, "max_reasoning_tokens", None),
         )
 
     def is_reasoning_kwargs_active(self) -> bool:

@@ -25,7 +25,7 @@ from atroposlib.envs.server_handling.scripted_answers import (
     made_up_logprobs,
 )
 from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.errors import EngineProtocolError, EngineRejected
+from atroposlib.errors import EngineProtocolError
 
 
 class ServerHarness(APIServer):
@@ -53,9 +53,9 @@ class ServerHarness(APIServer):
         """The keywords of every attempt, failed ones included."""
         self._faults: deque[Exception] = deque()
         self._num_misaligned = 0
-        self._chats: dict[tuple[str, ...], Any] = {}
-        self._completions: dict[str, Any] = {}
-        self._tokens: dict[str, TokenCompletions] = {}
+        self.response_map: dict[str, Any] = {}
+        """Scripted chats by `conv_to_dictkey` of their messages, and completions by their prompt."""
+        self.tokens_and_logprobs_map: dict[str, TokenCompletions] = {}
 
     @classmethod
     def answering_anything(
@@ -66,13 +66,22 @@ class ServerHarness(APIServer):
 
     # Scripts.
 
-    def set_desired_response(self, messages: Sequence[Mapping[str, Any]], completion: Any) -> None:
-        """Answer `chat_completion` for exactly these messages with this `ChatCompletion`."""
-        self._chats[_chat_key(messages)] = completion
+    def conv_to_dictkey(self, input_message: Sequence[Mapping[str, Any]]) -> str:
+        """Return what two conversations with the same roles and contents share."""
+        return "\n".join(
+            f"role:{message.get('role')}\ncontent:{message.get('content')}"
+            for message in input_message
+        )
 
-    def set_desired_completion(self, prompt: str, completion: Any) -> None:
+    def set_desired_response(
+        self, input_message: Sequence[Mapping[str, Any]], desired_response: Any
+    ) -> None:
+        """Answer `chat_completion` for exactly these messages with this `ChatCompletion`."""
+        self.response_map[self.conv_to_dictkey(input_message)] = desired_response
+
+    def set_desired_completion(self, input_message: str, completion: Any) -> None:
         """Answer `completion` for exactly this prompt with this `Completion`."""
-        self._completions[prompt] = completion
+        self.response_map[input_message] = completion
 
     def set_tokens_and_logprobs_response(
         self,
@@ -83,7 +92,7 @@ class ServerHarness(APIServer):
         finish_reasons: list[Any],
     ) -> None:
         """Answer `tokens_and_logprobs_completion` for exactly this prompt text."""
-        self._tokens[prompt] = TokenCompletions(
+        self.tokens_and_logprobs_map[prompt] = TokenCompletions(
             prompt_tokens, output_tokens_list, output_logprobs_list, finish_reasons
         )
 
@@ -94,6 +103,11 @@ class ServerHarness(APIServer):
     def misalign(self, *, times: int = 1) -> None:
         """Fail the next `times` token requests as if the engine had answered one logprob too few."""
         self._num_misaligned += times
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> Any:
+        """Answer like an engine; None where no script fits and there is no `respond`, as the other two calls."""
+        raw = await self._call(self._tokens_and_logprobs_completion_wrapper, kwargs)
+        return None if raw is None else self._noted(raw)
 
     # One attempt.
 
@@ -113,7 +127,7 @@ class ServerHarness(APIServer):
     async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
         call = await self._begin(kwargs)
         messages = [as_dict(message) for message in kwargs["messages"]]
-        scripted = self._chats.get(_chat_key(messages))
+        scripted = self.response_map.get(self.conv_to_dictkey(messages))
         if scripted is not None or self.respond is None:
             return scripted
         prompt = self.tokenizer.apply_chat_template(
@@ -124,21 +138,21 @@ class ServerHarness(APIServer):
     async def _completion_wrapper(self, **kwargs: Any) -> Any:
         call = await self._begin(kwargs)
         prompt = kwargs["prompt"]
-        scripted = self._completions.get(prompt)
+        scripted = self.response_map.get(prompt)
         if scripted is not None or self.respond is None:
             return scripted
         return create_completion(self._texts(prompt, call, kwargs), n=_n(kwargs))
 
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokenCompletions:
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> Any:
         call = await self._begin(kwargs)
         prompt_tokens = kwargs.get("input_ids")
         prompt = kwargs.get("prompt")
         if prompt is None:
             prompt = self.tokenizer.decode(prompt_tokens)
-        answer = self._tokens.get(prompt)
+        answer = self.tokens_and_logprobs_map.get(prompt)
         if answer is None:
             if self.respond is None:
-                raise EngineRejected(f"no scripted answer for the prompt {prompt!r:.400}")
+                return None
             if prompt_tokens is None:
                 prompt_tokens = self.tokenizer.encode(prompt)
             answer = self._sample(list(prompt_tokens), prompt, call, kwargs)
@@ -176,9 +190,9 @@ class ServerHarness(APIServer):
 
 
 def create_chat_completion(
-    resp: str | Sequence[str], n: int = 1, finish_reason: str = "stop"
+    resp: str | Sequence[str], n: int = 1, finish_reason: str | Sequence[str] = "stop"
 ) -> Any:
-    """Build a `ChatCompletion` with `n` choices; one string is repeated."""
+    """Build a `ChatCompletion`: one text `n` times, or a list of texts; each has its reason, or all have one."""
     return chat_completion_from(
         {
             "id": "test_id",
@@ -188,18 +202,20 @@ def create_chat_completion(
             "choices": [
                 {
                     "index": i,
-                    "finish_reason": finish_reason,
+                    "finish_reason": reason,
                     "logprobs": None,
                     "message": {"role": "assistant", "content": text},
                 }
-                for i, text in enumerate([resp] * n if isinstance(resp, str) else resp)
+                for i, (text, reason) in enumerate(_endings(resp, n, finish_reason))
             ],
         }
     )
 
 
-def create_completion(resp: str | Sequence[str], n: int = 1, finish_reason: str = "stop") -> Any:
-    """Build a `Completion` with `n` choices; one string is repeated."""
+def create_completion(
+    resp: str | Sequence[str], n: int = 1, finish_reason: str | Sequence[str] = "stop"
+) -> Any:
+    """Build a `Completion`: one text `n` times, or a list of texts; each has its reason, or all have one."""
     return completion_from(
         {
             "id": "test_id",
@@ -207,15 +223,20 @@ def create_completion(resp: str | Sequence[str], n: int = 1, finish_reason: str 
             "created": 0,
             "model": "test_model",
             "choices": [
-                {"index": i, "finish_reason": finish_reason, "logprobs": None, "text": text}
-                for i, text in enumerate([resp] * n if isinstance(resp, str) else resp)
+                {"index": i, "finish_reason": reason, "logprobs": None, "text": text}
+                for i, (text, reason) in enumerate(_endings(resp, n, finish_reason))
             ],
         }
     )
 
 
-def _chat_key(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return tuple(f"{message.get('role')}:{message.get('content')}" for message in messages)
+def _endings(
+    resp: str | Sequence[str], n: int, finish_reason: str | Sequence[str]
+) -> list[tuple[str, str]]:
+    """Return text and finish reason of each choice."""
+    texts = [resp] * n if isinstance(resp, str) else resp
+    reasons = [finish_reason] * len(texts) if isinstance(finish_reason, str) else finish_reason
+    return list(zip(texts, reasons, strict=True))
 
 
 def _n(kwargs: Mapping[str, Any]) -> int:

@@ -221,6 +221,21 @@ class ServerManager:
             for server in self.servers
         )
 
+    async def wait_for_sem(self, is_training: bool) -> None:
+        """Return when some server has a free slot for training (else for evaluation); it is not taken."""
+
+        async def wait_at(server: APIServer) -> None:
+            async with server.sem if is_training else server.eval_sem:
+                pass
+
+        waits = [asyncio.create_task(wait_at(server)) for server in self.servers]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[APIServer]:
         """Yield one server for several calls; it counts as busier by one for everybody else."""

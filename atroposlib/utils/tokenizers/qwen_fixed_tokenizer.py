@@ -56,17 +56,25 @@ CHAT_TEMPLATE = """\
 class QwenFixedTokenizer:
     """The tokenizer of a name or path with `CHAT_TEMPLATE`; every other attribute is the tokenizer's own."""
 
-    def __init__(self, name: str, **kwargs: Any) -> None:
+    def __init__(self, model_name_or_path: str, **kwargs: Any) -> None:
         from transformers import AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+        self.tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **kwargs)
         self.tokenizer.chat_template = CHAT_TEMPLATE
 
     def apply_chat_template(
-        self, conversation: Any, *, return_dict: bool = False, **kwargs: Any
+        self,
+        conversation: Any,
+        tools: Any = None,
+        tokenize: bool = True,
+        *,
+        return_dict: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Render messages; token ids come as a plain list unless `return_dict` is set."""
-        return self.tokenizer.apply_chat_template(conversation, return_dict=return_dict, **kwargs)
+        return self.tokenizer.apply_chat_template(
+            conversation, tools=tools, tokenize=tokenize, return_dict=return_dict, **kwargs
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "tokenizer":  # not there yet: copying or unpickling

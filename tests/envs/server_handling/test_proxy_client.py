@@ -75,6 +75,15 @@ async def test_calls_that_an_agent_made_beside_it_are_fetched() -> None:
         await managed.cleanup()
 
 
+async def test_leaving_a_with_block_closes_the_session() -> None:
+    async with Proxy() as proxy, serve_locally(proxy.app) as url:
+        async with await create_proxy_session(url) as managed:
+            await managed.chat_completion(messages=HELLO)
+        with pytest.raises(EngineHttpRejected):
+            await managed.fetch_state()
+        await managed.cleanup()  # closes the connection of the question above
+
+
 async def test_reset_forgets_here_and_at_the_proxy() -> None:
     async with Proxy() as proxy, serve_locally(proxy.app) as url:
         managed = await create_proxy_session(url)

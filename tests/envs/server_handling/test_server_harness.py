@@ -43,8 +43,41 @@ async def test_scripts_answer_exactly_their_prompt_and_nothing_else() -> None:
         [[-0.5, -1.0]],
         ["stop"],
     )
-    with pytest.raises(EngineRejected, match="no scripted answer for the prompt 'other'"):
-        await harness.tokens_and_logprobs_completion(prompt="other")
+    assert await harness.tokens_and_logprobs_completion(prompt="other") is None
+    managed = ManagedServer(harness, tokenizer=ByteTokenizer())
+    with pytest.raises(EngineRejected, match="no answer for this prompt"):
+        await managed.completion(prompt="other")
+
+
+async def test_scripts_are_kept_by_keywords_and_keys_of_the_original() -> None:
+    harness = ServerHarness()
+    chat, text = create_chat_completion("yes"), create_completion("no")
+    harness.set_desired_response(input_message=HELLO, desired_response=chat)
+    harness.set_desired_completion(input_message="prompt", completion=text)
+    key = harness.conv_to_dictkey(input_message=[*HELLO, {"role": "assistant", "content": "yes"}])
+    assert key == "role:user\ncontent:hello\nrole:assistant\ncontent:yes"
+    assert harness.response_map == {harness.conv_to_dictkey(HELLO): chat, "prompt": text}
+    await harness.update_weight(weight=0.0)
+    assert await harness.chat_completion(messages=HELLO) is chat
+    assert await harness.completion(prompt="prompt") is text
+
+
+def test_each_choice_of_a_scripted_answer_has_its_own_finish_reason() -> None:
+    reasons = ["stop", "length", "tool_calls"]
+    chats = [
+        create_chat_completion("yes", n=3, finish_reason=reasons),
+        create_chat_completion(["a", "b", "c"], n=3, finish_reason=reasons),
+    ]
+    texts = [
+        create_completion("yes", n=2, finish_reason=["length", "stop"]),
+        create_completion(["a", "b"], finish_reason=["length", "stop"]),
+    ]
+    for chat in chats:
+        assert [choice.finish_reason for choice in chat.choices] == reasons
+    for text in texts:
+        assert [choice.finish_reason for choice in text.choices] == ["length", "stop"]
+    with pytest.raises(ValueError, match="zip"):
+        create_chat_completion("yes", n=3, finish_reason=["stop"])
 
 
 def test_helpers_repeat_one_text_and_keep_several() -> None:

@@ -77,6 +77,23 @@ async def test_evaluation_has_slots_of_its_own_and_makes_a_server_less_free_for_
     await asyncio.gather(*evaluations)
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+async def test_wait_for_sem_returns_once_a_slot_of_that_budget_is_free(is_training: bool) -> None:
+    manager, servers = harnesses(2, num_max_requests_at_once=1, num_requests_for_eval=1)
+    limiters = [server.sem if is_training else server.eval_sem for server in servers]
+    for limiter in limiters:
+        await limiter.acquire()
+    await asyncio.wait_for(manager.wait_for_sem(is_training=not is_training), 1)
+    waiting = asyncio.create_task(manager.wait_for_sem(is_training=is_training))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    limiters[1].release()
+    await asyncio.wait_for(waiting, 1)
+    assert [limiter.in_use for limiter in limiters] == [1, 0]
+    assert not any(limiter._waiters for limiter in limiters)
+
+
 async def test_a_share_of_all_servers_can_be_set() -> None:
     manager, servers = harnesses(2)
     await manager.update_weight(0.5)

@@ -55,7 +55,7 @@ class ServerLoad(NamedTuple):
 _RUNNING = frozenset({b"vllm:num_requests_running", b"sglang:num_running_reqs"})
 _GAUGE = re.compile(
     rb"^(vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)"
-    rb"(?:\{[^\n]*\})?[ \t]+([0-9.eE+]+)",
+    rb"(?:\{[^\n]*\})?[ \t]+([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)(?=\s|$)",
     re.MULTILINE,
 )
 

@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from pydantic import ValidationError
 
 from atroposlib.envs.server_handling.api_server import HEALTH_TIMEOUT_S, APIServer
@@ -132,6 +133,24 @@ def _joined(parts: Any) -> str:
 def _refuses_n(refusal: EngineHttpRejected) -> bool:
     """Whether a request was refused because of its `n`; Groq takes 1 only, for example."""
     return refusal.status in (400, 422) and re.search(r"""["'`]n["'`]""", str(refusal)) is not None
+
+
+class WeightInfo(msgspec.Struct, gc=False):
+    """What engines answer when asked for the version of their weights."""
+
+    weight_version: str | int | None
+    """None: the engine has been told none yet."""
+
+
+_weight_info = msgspec.json.Decoder(WeightInfo)
+
+
+def read_weight_info(body: bytes) -> WeightInfo | None:
+    """Read the answer to an optional question; None where it is not an engine's."""
+    try:
+        return _weight_info.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 class OpenAIRoutesServer(APIServer):

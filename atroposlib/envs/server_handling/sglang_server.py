@@ -23,6 +23,7 @@ from atroposlib.envs.server_handling.openai_routes import (
     OpenAIRoutesServer,
     Request,
     read_request,
+    read_weight_info,
 )
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_config import APIServerConfig
@@ -32,7 +33,7 @@ from atroposlib.envs.server_handling.token_ids import (
     check_sampled,
     check_spans,
 )
-from atroposlib.errors import ConfigError, EngineProtocolError
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -129,18 +130,11 @@ class _Result(msgspec.Struct, gc=False):
     meta_info: _Meta
 
 
-class _ModelInfo(msgspec.Struct, gc=False):
-    weight_version: str | int | None = None
-
-
-_model_info = msgspec.json.Decoder(_ModelInfo)
 _results = msgspec.json.Decoder(_Result | list[_Result])
 
 
 class SGLangServer(WithTokenizer, OpenAIRoutesServer):
     """An SGLang engine; `base_url` may end in `/v1` or not."""
-
-    metrics_path = "/metrics"
 
     metrics_path = "/metrics"
 
@@ -191,12 +185,16 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
     async def _ask_weight_version(self) -> str | None:
         """Return the version that the server holds now; None where it does not tell."""
         for path in self._version_paths:
-            status, body = await self._peer.get(path, timeout_s=HEALTH_TIMEOUT_S)
+            try:
+                status, body = await self._peer.get(path, timeout_s=HEALTH_TIMEOUT_S)
+            except EngineUnavailable as e:  # a server that is down fails the sampling itself
+                logger.debug("%s: no weight version: %s", self._label, e)
+                return None
             if status >= 500:
                 return None
-            version = _read_version(body) if status == 200 else None
-            if version is not None:
-                return version
+            info = read_weight_info(body) if status == 200 else None
+            if info is not None and info.weight_version is not None:
+                return str(info.weight_version)
             self._version_paths = tuple(p for p in self._version_paths if p != path)
         return None
 
@@ -284,14 +282,6 @@ def generate_body(prompt_tokens: list[int], keywords: dict[str, Any]) -> dict[st
         "return_text_in_logprobs": False,
         **fields,
     }
-
-
-def _read_version(body: bytes) -> str | None:
-    try:
-        version = _model_info.decode(body).weight_version
-    except msgspec.DecodeError:
-        return None  # another server, with something else at this path
-    return None if version is None else str(version)
 
 
 def read_results(answer: bytes) -> list[_Result]:

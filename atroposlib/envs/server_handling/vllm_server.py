@@ -26,6 +26,7 @@ from atroposlib.envs.server_handling.openai_routes import (
     OpenAIRoutesServer,
     Request,
     read_request,
+    read_weight_info,
 )
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_config import APIServerConfig
@@ -260,16 +261,10 @@ class VLLMServer(OpenAIRoutesServer):
             # What was sampled is worth more than its version; a server that is down fails the sampling itself.
             logger.debug("%s: no weight version: %s", self._label, e)
             return None
-        if status in NO_SUCH_ROUTE:  # not in development mode, or another server
-            self._asks_weight_info = False
-        if status != 200:
-            return None
-        try:
-            return str(msgspec.json.decode(body)["weight_version"])
-        except (msgspec.DecodeError, KeyError, TypeError) as e:
-            raise EngineProtocolError(
-                f"{self._label}: unreadable answer of /weight_info: {body[:200]!r}"
-            ) from e
+        info = read_weight_info(body) if status == 200 else None
+        if status in NO_SUCH_ROUTE or (status == 200 and info is None):
+            self._asks_weight_info = False  # not in development mode, or another server
+        return None if info is None or info.weight_version is None else str(info.weight_version)
 
     async def _offers(self, path: str, *, unless_known: bool) -> bool:
         """Say whether the server lists a route; `unless_known` where it lists none at all."""
@@ -291,7 +286,7 @@ class VLLMServer(OpenAIRoutesServer):
             return None
         try:
             return frozenset(_description.decode(body).paths)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return None
 
     # Prompt logprobs.

@@ -289,3 +289,12 @@ def test_load_is_read_from_prometheus_pages() -> None:
     assert read_load(sglang) == ServerLoad(running=7.0, waiting=0.0)
     assert read_load(b"process_cpu_seconds_total 3.0\n") is None
     assert read_load(b"vllm:num_requests_running 1.0\n") is None
+
+
+def test_a_page_that_is_not_an_engines_tells_no_load() -> None:
+    lines = b"vllm:num_requests_running %s\nvllm:num_requests_waiting 1\n"
+    assert read_load(lines % b"1e-05") == ServerLoad(running=1e-05, waiting=1.0)
+    for value in (b"e", b"1.2.3", b"NaN", b"+", b"1e", b""):
+        assert read_load(lines % value) is None, value
+    assert read_load(b"<html>It works!</html>") is None
+    assert read_load(b"\xff\xfe") is None

@@ -171,6 +171,7 @@ async def test_weight_versions_become_spans() -> None:
     [
         (Reply(b"<html>"), [("3", 1)]),  # nobody to ask: what the answer says is all there is
         (Reply({"model_path": "x"}), [("3", 1)]),
+        (Reply(b'{"weight_version": "\xff"}'), [("3", 1)]),
         (Reply({"weight_version": 3}), [("3", 1)]),
         (Reply({"weight_version": "2"}), None),
         (Reply(b"loading", 503), None),

@@ -31,10 +31,13 @@ class Engine:
     def __init__(self, *listed: str) -> None:
         self.listed = listed
         self.tokens_status = 200
+        self.description: bytes | None = None
+        """Answered instead of the listed paths."""
         self.describe_statuses: list[int] = []
         """Answered, and used up, before the description is given."""
         self.weight_info: list[Any] = []
-        """Answers of /weight_info, used up; a status or a version. Empty: 404."""
+        """Answers of /weight_info, used up; a status, a body or a version. Empty: 404."""
+        self.num_weight_info = 0
         self.calls: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
         app = web.Application(client_max_size=2**24)
@@ -66,12 +69,17 @@ class Engine:
         await asyncio.sleep(0)
         if self.describe_statuses:
             return web.Response(status=self.describe_statuses.pop(0))
+        if self.description is not None:
+            return web.Response(body=self.description)
         return web.json_response({"openapi": "3.1.0", "paths": dict.fromkeys(self.listed, {})})
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         answer = self.weight_info.pop(0) if self.weight_info else 404
+        self.num_weight_info += 1
         if isinstance(answer, int):
             return web.Response(status=answer)
+        if isinstance(answer, bytes):
+            return web.Response(body=answer)
         return web.json_response({"weight_version": answer})
 
     async def _read(self, request: web.Request) -> dict[str, Any]:
@@ -210,6 +218,56 @@ async def test_a_sample_is_kept_when_its_version_cannot_be_asked(answers: list[A
         answer = await engine.client.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=1)
     assert answer.weight_versions == [None]
     assert engine.calls["/v1/completions"] == 1
+
+
+SOMETHING_ELSE = [
+    b"",
+    b"<html>It works!</html>",
+    b"null",
+    b"[]",
+    b'"7"',
+    b"{}",
+    b'{"status": "ok"}',
+    b'{"weight_version": {"a": 1}}',
+    b'{"weight_version": true}',
+    b'{"weight_version": "\xff"}',
+    b"\xff\xfe",
+]
+"""What gateways and other servers answer with status 200 at a path that they do not know."""
+
+
+@pytest.mark.parametrize("body", SOMETHING_ELSE)
+async def test_a_server_that_says_something_else_tells_no_version_and_is_asked_once(
+    body: bytes,
+) -> None:
+    async with Engine() as engine:
+        engine.weight_info = [body]
+        for _ in range(2):
+            answer = await engine.client.tokens_and_logprobs_completion(
+                input_ids=PROMPT, max_tokens=1
+            )
+            assert answer.weight_versions == [None]
+    assert engine.num_weight_info == 1
+    assert engine.calls["/v1/completions"] == 2
+
+
+async def test_a_version_that_is_not_set_yet_is_asked_for_again() -> None:
+    async with Engine() as engine:
+        engine.weight_info = [None, "7", "7"]
+        answers = [
+            await engine.client.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=1)
+            for _ in range(2)
+        ]
+    assert [answer.weight_versions for answer in answers] == [[None], [[("7", 1)]]]
+
+
+@pytest.mark.parametrize("body", SOMETHING_ELSE)
+async def test_a_server_that_describes_something_else_is_asked_at_completions(body: bytes) -> None:
+    async with Engine() as engine:
+        engine.description = body
+        for _ in range(2):
+            await engine.client.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=1)
+    assert (engine.calls["/openapi.json"], engine.calls["/v1/completions"]) == (1, 2)
 
 
 async def test_prompts_may_be_any_integers_and_lists_are_not_copied() -> None:

@@ -6,6 +6,7 @@ Called by `transfer.py` in the first process, which freezes and resumes the engi
 from __future__ import annotations
 
 import logging
+import math
 import pickle  # noqa: TID251 - what vLLM asks for; nothing is unpickled here
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -67,8 +68,8 @@ class SglangLink:
         self.engine = engine
         self._wiring = wiring
         control = engine.control
-        info = control.look("/server_info") or control.look("/get_server_info") or {}
-        world_size = 1 + int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
+        info = control.look("/server_info") or control.look("/get_server_info")
+        world_size = 1 + num_workers(info)
         store = open_store(world_size=world_size, timeout_s=wiring.timeout_s)
         self._name = group_name(store.port)
         body = {
@@ -225,6 +226,17 @@ class VllmIpcLink:
             self.engine.control.post("/shutdown_weight_transfer_engine")
         except EngineError as error:
             logger.warning("%s", error)
+
+
+def num_workers(server_info: Any) -> int:
+    """Return how many processes hold the engine's weights; 1 where the engine does not tell.
+
+    >>> num_workers({"tp_size": 4, "pp_size": 2}), num_workers(["something else"])
+    (8, 1)
+    """
+    info = server_info if isinstance(server_info, dict) else {}
+    sizes = [info.get("tp_size"), info.get("pp_size")]
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
 def group_name(port: int) -> str:

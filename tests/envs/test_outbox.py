@@ -100,7 +100,8 @@ async def test_malformed_group_in_a_list_costs_only_itself() -> None:
     assert await outbox.accept([bad, make_group()]) == 1
     assert outbox.dropped == {"malformed": 1}
     with pytest.raises(GroupError, match="masks: 1 entries for 2 sequences"):
-        await outbox.accept([bad])
+        await outbox.accept([bad], 7)
+    assert await outbox.accept([bad]) == 0  # sent by a hook: no item is to blame
 
 
 async def test_numpy_values_and_policy_version_arrive() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,114 @@ async def test_register_env_asks_once_per_call_and_is_what_registration_waits_fo
         "num_steps",
     }
     assert (answers[-1]["status"], answers[-1]["env_id"]) == ("success", 0)
+
+
+class Loader(ScriptedEnv):
+    """Pushes rows of a data set into the stream when the step changes, in the shape of the original's SFT loader."""
+
+    def __init__(self, **fields: Any) -> None:
+        values = {"group_size": 1, "ensure_scores_are_not_same": False, "inference_weight": -1.0}
+        super().__init__(**{**values, **fields})
+        self.row = 0
+        self.max_per_step = 4
+        self.looks: list[tuple[int, int]] = []
+        """`curr_step` and the hub's step, where they differed."""
+
+    async def add_train_workers(self) -> None:
+        pass
+
+    async def get_next_item(self) -> int:
+        self.row += 1
+        return self.row
+
+    def format_row(self, row: int) -> dict[str, Any]:
+        return {
+            "tokens": [[5, 6, row]],
+            "masks": [[-100, 6, row]],
+            "messages": [[{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]],
+            "scores": [1],
+            "advantages": [[1, 1, 1]],
+            "group_overrides": {"sft": True},
+            "overrides": [{"sft": True}],
+        }
+
+    async def env_step_checks(self) -> None:
+        if self.curr_step != self.status_dict["current_step"]:
+            self.looks.append((self.curr_step, self.status_dict["current_step"]))
+            room = self.config.max_batches_offpolicy * self.config.batch_size
+            num_rows = min(room - self.status_dict["queue_size"], self.max_per_step)
+            self.items_sent_this_step = num_rows
+            rows = [self.format_row(await self.get_next_item()) for _ in range(num_rows)]
+            await asyncio.gather(*(self.handle_send_to_api(row, None) for row in rows))
+        await super().env_step_checks()
+
+
+async def test_environment_that_sends_when_the_step_changes_feeds_the_trainer_alone() -> None:
+    saved: list[int] = []
+    async with LoopbackHub(batch_size=4) as hub:
+        env = Loader(rollout_server_url=hub.url, steps_per_eval=1)
+        env.save_checkpoint = lambda step, data=None: saved.append(step)  # type: ignore[method-assign]
+        await serve_steps(env, hub, steps=3)
+        ledger = hub.coordinator.ledger()
+    assert [now for _, now in env.looks] == [0, 1, 2, 3]
+    assert [before for before, _ in env.looks] == [-1, 0, 1, 2]
+    assert ledger.trained == 12
+    assert ledger.produced == 16
+    assert env.curr_step == 3
+    assert env.num_evaluations == 3  # steps 1, 2, 3: the first look is no step of the trainer's
+
+
+async def test_rows_that_cannot_be_sent_cost_only_themselves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(Loader):
+        def format_row(self, row: int) -> dict[str, Any]:
+            made = super().format_row(row)
+            return made if row % 2 else {**made, "masks": [[-100]]}
+
+    async with LoopbackHub(batch_size=2) as hub:
+        env = Broken(rollout_server_url=hub.url)
+        await serve_steps(env, hub, steps=2)
+        assert hub.coordinator.ledger().trained == 4
+    assert "malformed group dropped" in caplog.text
+
+
+async def test_step_checks_come_at_every_tick_and_workers_only_with_a_status() -> None:
+    class Watching(ScriptedEnv):
+        checks = 0
+
+        async def env_step_checks(self) -> None:
+            assert self.status_dict["current_step"] == 0
+            self.checks += 1
+
+        async def add_train_workers(self) -> None:
+            assert self.status_dict["queue_size"] == 0
+
+    async with LoopbackHub() as hub:
+        env = Watching(rollout_server_url=hub.url)
+        stop = asyncio.Event()
+        run = asyncio.create_task(serve(env, timings=replace(FAST, poll_wait_s=60.0), stop=stop))
+        await until(lambda: env.checks > 5)
+        stop.set()
+        await run
+    assert hub.calls["/status-env"] < 5
+
+
+async def test_environment_whose_hooks_make_nothing_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Idle(Loader):
+        async def env_step_checks(self) -> None:
+            pass
+
+    async with LoopbackHub() as hub:
+        stop = asyncio.Event()
+        timings = replace(FAST, no_item_reminder_s=0.05)
+        env = Idle(rollout_server_url=hub.url)
+        run = asyncio.create_task(serve(env, timings=timings, stop=stop))
+        await until(lambda: "env_step_checks() sends nothing (step" in caplog.text)
+        stop.set()
+        await run
 
 
 async def test_overrides_may_take_the_place_of_the_defaults() -> None:

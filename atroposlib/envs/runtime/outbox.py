@@ -199,8 +199,9 @@ class Outbox:
     ) -> int:
         """Check, record and (with `send`) queue one group or a list; return how many were accepted.
 
-        A malformed group in a list is dropped and logged; if no group of the list is well formed, the first
-        `GroupError` is raised, because then the item failed.
+        A malformed group in a list is dropped and logged; if no group of an item is well formed, the first
+        `GroupError` is raised, because then the item failed. Groups that the author sends without an item (from
+        `env_step_checks`, say) are never a reason to raise.
         """
         groups = [scored_data] if isinstance(scored_data, Mapping) else list(scored_data or [])
         accepted, errors, num_judged = 0, [], 0
@@ -234,7 +235,7 @@ class Outbox:
         if self.author_sends is not None and for_author:
             is_one = isinstance(scored_data, Mapping)
             await self.author_sends(for_author[0] if is_one else for_author)
-        if errors and len(errors) == num_judged:
+        if errors and item is not None and len(errors) == num_judged:
             raise errors[0]
         return accepted
 

@@ -80,7 +80,7 @@ class Timings:
     engine_reminder_s: float = 60.0
     """Between two log lines while the engine stays away."""
     no_item_reminder_s: float = 30.0
-    """Between two log lines while there is room for items, `get_next_item` has none and nothing is in flight."""
+    """Between two log lines while the author's code makes nothing though it could, and nothing is in flight."""
     drain_s: float = 10.0
     """How long items in flight may go on after a signal; a second signal ends it."""
     flush_s: float = 30.0
@@ -131,8 +131,13 @@ class _Server:
         self._engine_backoff = timings.backoff()
         self._engine_retry_at: float | None = None
         self._engine_reminded_at = 0.0
-        self._no_item_since: float | None = None
-        self._no_item_reminders = 0
+        self._idle_since: float | None = None
+        self._num_idle_reminders = 0
+        self._starts_own_work = is_overridden(env.add_train_workers, BaseEnv.add_train_workers)
+        """The author's code decides what is made when, for example by sending groups from `env_step_checks`."""
+        self._num_accepted_before = 0
+        self._step_before: int | None = None
+        """The step that `curr_step` really stands for, while the first step is shown as new."""
         self._registering = asyncio.Lock()  # the driver and the outbox may both notice a lost id
         self._owner = spool.Owner(
             hub_url=env.config.rollout_server_url.rstrip("/"), environment=env.registered_name
@@ -323,18 +328,23 @@ class _Server:
         await env.register_env()
         await self._learn_batch()
         self._send_spooled()  # not in a thread: a cancel would lose the claims; nothing else runs yet
+        self._show_first_step_as_new()
         self._own(self._guard(self._watch()), name="watcher")
         followed: EnvStatus | None = None
         while True:
             began = time.monotonic()
-            if self._status is not None and self._status is not followed:
-                followed = self._status
-                await env.server.update_weight(followed.env_weight)
+            if self._status is not None:  # as in the original, not before there is a status_dict
+                if self._status is not followed:
+                    followed = self._status
+                    await env.server.update_weight(followed.env_weight)
                 await env.env_step_checks()
             if self._is_done():
                 logger.info("step %d of %d: done", env.curr_step, env.config.total_steps)
                 return
-            await env.add_train_workers()
+            if self._status is not None:
+                await env.add_train_workers()
+            if self._starts_own_work:
+                self._look_for_own_work()
             env.mainloop_timings.append(time.monotonic() - began)
             env.last_loop_time = time.time()
             await self._sleep_until_woken()
@@ -557,11 +567,12 @@ class _Server:
 
     async def check_step(self) -> None:
         """Evaluate, save and log where the trainer's step passed a boundary; then take the step over."""
-        env, before = self._env, self._env.curr_step
-        step = int(env.status_dict.get("current_step", before))
+        env = self._env
+        before = env.curr_step if self._step_before is None else self._step_before
+        self._step_before = None
+        step = env.curr_step = int(env.status_dict.get("current_step", before))
         if step == before:
             return
-        env.curr_step = step
         every = env.config.steps_per_eval
         if every > 0 and step // every > before // every:
             if env.eval_runner is None or env.eval_runner.done():
@@ -582,6 +593,16 @@ class _Server:
                     await env.wandb_log({})
             except Exception:
                 logger.exception("wandb_log failed at step %d; the run goes on", step)
+
+    def _show_first_step_as_new(self) -> None:
+        """Let an environment that sends groups only when the step changes begin at once.
+
+        Where it is the only one, the trainer can take no step before it has sent some.
+        """
+        checks = self._env.env_step_checks
+        if self._starts_own_work and is_overridden(checks, BaseEnv.env_step_checks):
+            self._step_before = self._env.curr_step
+            self._env.curr_step -= 1
 
     async def _evaluate(self, step: int) -> None:
         try:
@@ -662,24 +683,32 @@ class _Server:
             self._outcomes.failed(error, began_after=self._outcomes.num_failed)
             return None
         if item is None:
-            self._no_item()
+            self._remind_idle("get_next_item() returns None")
             return None
-        self._no_item_since = None
+        self._idle_since = None
         return self._begin(item)
 
-    def _no_item(self) -> None:
-        """Say from time to time that the author's code has no item; nothing else shows why the run stands still."""
+    def _look_for_own_work(self) -> None:
+        """Notice whether the author's own hooks made anything."""
+        if self._outbox.num_accepted == self._num_accepted_before:
+            self._remind_idle("add_train_workers() starts no item, env_step_checks() sends nothing")
+        else:
+            self._num_accepted_before, self._idle_since = self._outbox.num_accepted, None
+
+    def _remind_idle(self, reason: str) -> None:
+        """Say from time to time that the author's code makes nothing; nothing else shows why the run stands still."""
         now = time.monotonic()
-        if self._no_item_since is None or self._env.running_items:
-            self._no_item_since, self._no_item_reminders = now, 0
+        if self._idle_since is None or self._env.running_items:
+            self._idle_since, self._num_idle_reminders = now, 0
             return
-        waited_s = now - self._no_item_since
-        if waited_s >= self._timings.no_item_reminder_s * (self._no_item_reminders + 1):
-            self._no_item_reminders += 1
+        waited_s = now - self._idle_since
+        if waited_s >= self._timings.no_item_reminder_s * (self._num_idle_reminders + 1):
+            self._num_idle_reminders += 1
             version = None if self._status is None else self._status.policy_version
             logger.warning(
-                "nothing to do for %.0f s: get_next_item() returns None (step %d, policy version %s)",
+                "nothing to do for %.0f s: %s (step %d, policy version %s)",
                 waited_s,
+                reason,
                 self._env.curr_step,
                 version,
             )

@@ -104,6 +104,13 @@ async def test_malformed_group_in_a_list_costs_only_itself() -> None:
     assert await outbox.accept([bad]) == 0  # sent by a hook: no item is to blame
 
 
+async def test_texts_in_place_of_messages_are_one_message_each() -> None:
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    outbox = make_outbox(ScriptedEnv())
+    await outbox.accept(make_group() | {"messages": ["whole text", talk]})
+    assert outbox.held[0].messages == [[{"role": "user", "content": "whole text"}], talk]
+
+
 async def test_numpy_values_and_policy_version_arrive() -> None:
     group = make_group() | {"policy_version": 7}
     group["tokens"] = [np.array(row, dtype=np.int64) for row in group["tokens"]]

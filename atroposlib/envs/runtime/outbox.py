@@ -211,7 +211,7 @@ class Outbox:
                 self.dropped["none"] += 1
                 continue
             num_judged += 1
-            group = without_tensors(given)
+            group = with_text_as_messages(without_tensors(given))
             try:
                 checked = await self._judge(group, abort_on_max_length)
             except Dropped as verdict:
@@ -394,12 +394,11 @@ class Outbox:
 
     def _with_text(self, checked: ScoredGroup) -> ScoredGroup:
         """Add one pseudo message per sequence: all of its text."""
-        texts = [
-            self._env.decode_tokens(checked.sequence(i).tokens.tolist())
-            for i in range(checked.num_sequences)
-        ]
         return checked.replace(
-            messages=[[{"role": "user", "content": text}] for text in texts],
+            messages=[
+                _one_message(self._env.decode_tokens(checked.sequence(i).tokens.tolist()))
+                for i in range(checked.num_sequences)
+            ],
             empty_fields=checked.empty_fields - {"messages"},
         )
 
@@ -423,6 +422,22 @@ class Outbox:
             logger.exception("add_rollouts_for_wandb failed; the group is kept")
         if self._log is not None:
             self._log.write(await in_thread_if_large(group, _line, group, checked))
+
+
+def _one_message(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def with_text_as_messages(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a group whose `messages` may be plain texts, one per sequence, with a message for each text.
+
+    Environments that load texts, as the original's SFT loader, have no conversation to give.
+    """
+    messages = group.get("messages")
+    if not isinstance(messages, list) or not any(isinstance(each, str) for each in messages):
+        return group
+    read = [_one_message(each) if isinstance(each, str) else each for each in messages]
+    return {**group, "messages": read}
 
 
 def drop_rule(

@@ -292,7 +292,9 @@ class APIServer(ABC):
         """Make one attempt at a completion with token ids and logprobs."""
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
-        raise NotImplementedError(f"{type(self).__name__} cannot return prompt logprobs")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot return prompt logprobs: it does not implement get_logprobs"
+        )
 
     async def _find_fault(self) -> str | None:
         """Return None if the server is up, else the reason it is not; makes no paid request."""

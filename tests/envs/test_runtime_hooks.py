@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from atroposlib.api.hub import DEFAULT_RUN
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.runtime.serve import serve
 from atroposlib.envs.server_handling.server_harness import ServerHarness
@@ -88,7 +89,7 @@ async def test_register_env_asks_once_per_call_and_is_what_registration_waits_fo
     stop.set()
     await run
     await hub.stop()
-    assert answers[-1].keys() == {
+    assert answers[-1].keys() >= {
         "status",
         "env_id",
         "wandb_name",
@@ -153,6 +154,28 @@ async def test_environment_that_sends_when_the_step_changes_feeds_the_trainer_al
     assert ledger.produced == 16
     assert env.curr_step == 3
     assert env.num_evaluations == 3  # steps 1, 2, 3: the first look is no step of the trainer's
+
+
+async def test_it_also_begins_the_next_experiment_alone() -> None:
+    async def begin(experiment: str) -> None:
+        registration = hub.registration.model_copy(update={"experiment": experiment})
+        await hub._hub.register(DEFAULT_RUN, registration)
+        delivery = await hub.coordinator.deliver()
+        if delivery is not None:
+            await hub.coordinator.give_back(delivery.batch_id)
+
+    hub, stop = LoopbackHub(batch_size=4), asyncio.Event()
+    await hub.start()
+    await begin("first")
+    env = Loader(rollout_server_url=hub.url)
+    run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+    await until(lambda: produced(hub) == 4)
+    await begin("second")
+    await until(lambda: produced(hub) == 4)
+    assert env.looks == [(-1, 0), (-1, 0)]
+    stop.set()
+    await run
+    await hub.stop()
 
 
 async def test_rows_that_cannot_be_sent_cost_only_themselves(

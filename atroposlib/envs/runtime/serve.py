@@ -424,6 +424,8 @@ class _Server:
             await self._begin_anew()
         if env.curr_step > 0 and not self._outbox.num_accepted:
             env.load_checkpoint()
+        if is_another:
+            self._show_first_step_as_new()
 
     async def _begin_anew(self) -> None:
         """Another experiment has begun: what is being sampled is for the earlier one, so sample it again."""

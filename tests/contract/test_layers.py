@@ -30,6 +30,7 @@ RANKS = {
     "atroposlib.api.signals": 1,
     "atroposlib.api.admission": 1,
     "atroposlib.api.dead_letters": 1,
+    "atroposlib.api.experiments": 1,
     "atroposlib.api.explaining": 1,
     "atroposlib.api.hub": 1,
     "atroposlib.api.stores": 1,

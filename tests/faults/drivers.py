@@ -26,7 +26,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from atroposlib.client import HubClient, LeaseExpired, TrainerClient, TrainerRegistration
+from atroposlib.client import (
+    AnotherExperiment,
+    HubClient,
+    LeaseExpired,
+    TrainerClient,
+    TrainerRegistration,
+    UnknownEnvironment,
+)
 from atroposlib.errors import HubUnavailable
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from tests.processes import Process, free_port
@@ -232,11 +239,15 @@ class Producer:
     pause_s: float = 0.005
     may_send: Callable[[], bool] = lambda: True
     """Asked before each new group: keeps the queue short."""
+    experiment: str | None = None
+    """What its groups are for; while the hub holds another one, each is tried again."""
     acknowledged: dict[GroupKey, float] = field(default_factory=dict)
     """When (monotonic) the hub said that it has the group."""
     num_attempts: int = 0
     num_duplicates: int = 0
     """Attempts that the hub answered with "I have it"."""
+    num_for_another: int = 0
+    """Attempts that were refused because the hub held another experiment."""
     num_sequences: int = 0
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -257,8 +268,9 @@ class Producer:
         while True:
             self.num_attempts += 1
             try:
-                receipt = await hub.send([group])
-            except HubUnavailable:
+                receipt = await hub.send([group], experiment=self.experiment)
+            except (HubUnavailable, UnknownEnvironment, AnotherExperiment) as e:
+                self.num_for_another += isinstance(e, AnotherExperiment)
                 await asyncio.sleep(0.02 + 0.1 * rng.random())
             else:
                 break
@@ -294,10 +306,11 @@ class _Stopped(Exception):
 class LeaseTrainer:
     """Leases, acknowledges, writes checkpoints, and forgets all since the last one when it "crashes".
 
-    `run` is synchronous and belongs in a thread; the fields may be read from others.
+    `run` is synchronous and belongs in a thread; the fields may be read from others. Run again, it resumes.
     """
 
     url: str
+    experiment: str | None = None
     crash_chance: float = 0.0
     checkpoint_every: int = 4
     timeout_s: float = 5.0
@@ -311,6 +324,7 @@ class LeaseTrainer:
     """Trained since the last checkpoint."""
     step: int = 0
     """Of the last checkpoint."""
+    is_registered: bool = False
     last_ack: float = 0.0
     num_batches: int = 0
     num_crashes: int = 0
@@ -324,11 +338,18 @@ class LeaseTrainer:
 
     def run(self) -> None:
         rng = random.Random(self.seed)
-        resume_step: int | None = None
+        resume_step = self.step if self.is_registered else None
+        self.pending = []
         while not self.must_stop.is_set():
             try:
                 with TrainerClient(self.url, timeout_s=self.timeout_s, retry_for_s=0) as hub:
-                    reply = self._retry(hub.register, registration(), resume_step=resume_step)
+                    reply = self._retry(
+                        hub.register,
+                        registration(),
+                        experiment=self.experiment,
+                        resume_step=resume_step,
+                    )
+                    self.is_registered = True
                     self.replayed += reply.replayed or 0
                     self._train(hub, rng)
             except _Stopped:

@@ -51,6 +51,7 @@ from atroposlib.api.leases import (
 )
 from atroposlib.api.queue import GroupQueue
 from atroposlib.api.schemas import (
+    MAX_ENV_NAME_CHARS,
     DeadGroup,
     EnvRegistration,
     EnvStatus,
@@ -89,6 +90,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_BUFFERED_SIZES = 8
 """Times its group size that an environment may have waiting for what makes up one group."""
+_TRAINER = "trainer"
+_ENVIRONMENT = "environment "
+"""Names of facts in the store; that of an environment ends with its id."""
 MAX_SAVED_LEASES = 16
 """Freed batches whose acknowledgement is known after a restart; a trainer repeats only its last."""
 PATIENCE_VERSIONS = 8
@@ -142,6 +146,8 @@ class Coordinator:
         self._dead = DeadLetters()
         self._deliveries: dict[int, int] = {}
         """Per held group: times it was leased without an acknowledgement. Absent: none."""
+        self._unsaved_facts: dict[str, bytes] = {}
+        """What the next save writes besides the document."""
         self._next_number = 0
         self._num_accepted = 0
         self._ended: Counter[Fate] = Counter()
@@ -168,7 +174,8 @@ class Coordinator:
         """Take over what the store holds; return one line that says what was found, empty for nothing."""
         saved = await self._store.open()
         if saved.document is not None:
-            self._restore_document(msgspec.json.decode(saved.document))
+            facts = {name: msgspec.json.decode(fact) for name, fact in saved.facts.items()}
+            self._restore_document(msgspec.json.decode(saved.document), facts)
         change = self._restore_groups(saved)
         await self._store.commit(change)
         if not saved.groups and saved.document is None:
@@ -233,16 +240,14 @@ class Coordinator:
     # What survives a restart
 
     def _document(self) -> bytes:
-        trainer = None if self._trainer is None else self._trainer.model_dump()
+        """What may change with every batch; the trainer and the environments are facts, written when they change."""
         document = {
-            "trainer": trainer,
             "experiment": self._experiment,
             "has_started": self._has_started,
             "last_step": self._leases.steps.last,
             "returned_steps": sorted(self._leases.steps.returned),
             "epoch": self._leases.epoch,
             "policy_version": self._policy_version,
-            "environments": self._environments.save(),
             "next_batch": self._leases.next_number,
             "freed_step": self._leases.freed_step,
             "freed_leases": self._leases.freed(MAX_SAVED_LEASES),
@@ -251,9 +256,19 @@ class Coordinator:
         }
         return msgspec.json.encode(document)
 
-    def _restore_document(self, document: Mapping[str, Any]) -> None:
-        if document["trainer"] is not None:
-            self._trainer = Registration.model_validate(document["trainer"])
+    def _restore_document(self, document: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        environments = [fact for name, fact in facts.items() if name.startswith(_ENVIRONMENT)]
+        if "environments" in document:
+            # Stored by a version that had no facts, and took names of any length.
+            facts = {_TRAINER: document["trainer"]}
+            environments = document["environments"]
+            for env_id, each in enumerate(environments):
+                registration = each["registration"]
+                registration["desired_name"] = registration["desired_name"][:MAX_ENV_NAME_CHARS]
+                self._note(_environment_fact(env_id), each)
+            self._note(_TRAINER, facts[_TRAINER])
+        if facts.get(_TRAINER) is not None:
+            self._trainer = Registration.model_validate(facts[_TRAINER])
         self._experiment = document.get("experiment")
         if self._trainer is not None and self._experiment is None:
             self._experiment = secrets.token_hex(16)  # of a version that gave experiments no name
@@ -261,7 +276,7 @@ class Coordinator:
         self._leases.steps = Steps(document["last_step"], list(document["returned_steps"]))
         self._leases.epoch = document["epoch"]
         self._policy_version = document["policy_version"]
-        self._environments.restore(document["environments"], now=self._clock())
+        self._environments.restore(environments, now=self._clock())
         self._leases.next_number = document["next_batch"]
         self._leases.freed_step = document["freed_step"]
         self._leases.restore_freed(document["freed_leases"])
@@ -315,10 +330,26 @@ class Coordinator:
         for header in buffered:
             moves += self._buffer_or_queue(header)
         closed = [batch.number for batch in cut_off]
-        return Change(moves=moves, closed_batches=closed, document=self._document())
+        return Change(
+            moves=moves,
+            closed_batches=closed,
+            document=self._document(),
+            facts=self._take_unsaved_facts(),
+        )
+
+    def _note(self, name: str, fact: object) -> None:
+        """Let the next save write a fact."""
+        self._unsaved_facts[name] = msgspec.json.encode(fact)
+
+    def _note_environment(self, environment: Environment) -> None:
+        self._note(_environment_fact(environment.env_id), environment.saved())
+
+    def _take_unsaved_facts(self) -> dict[str, bytes]:
+        facts, self._unsaved_facts = self._unsaved_facts, {}
+        return facts
 
     async def _save(self, change: Change | None = None) -> None:
-        """Make a change durable together with the run's document."""
+        """Make a change durable together with the run's document and what was noted."""
         if self._is_closed:
             raise RunReset(f"run {self.name} is closed; register again")
         change = change or Change()
@@ -329,6 +360,7 @@ class Coordinator:
                 batches=change.batches,
                 closed_batches=change.closed_batches,
                 document=self._document(),
+                facts=self._take_unsaved_facts(),
             )
         )
 
@@ -371,6 +403,7 @@ class Coordinator:
         self._trainer_seen = self._clock()
         self._experiment = registration.experiment or self._experiment or secrets.token_hex(16)
         self._conflicts = []
+        self._note(_TRAINER, self._trainer.model_dump())
         moves = [*change.moves, *self._bury_oversized()]
         self._queue_changed()
         logger.info(
@@ -426,6 +459,8 @@ class Coordinator:
         """
         moves = [move for each in self._environments for move in self._flush_buffer(each)]
         self._environments = earlier._environments.successor()
+        for environment in self._environments:
+            self._note_environment(environment)
         self._leases.epoch = max(self._leases.epoch, earlier._leases.epoch + 1)
         self._admission = self._new_admission()
         self._queue_changed()
@@ -965,6 +1000,7 @@ class Coordinator:
         if self._trainer is None or not self._has_started:
             return None
         environment = self._environments.register(registration, now=self._clock())
+        self._note_environment(environment)
         self._queue_changed()
         logger.info(
             "run %s: environment %d registered: %r",
@@ -991,6 +1027,7 @@ class Coordinator:
         """
         environment = self._environments.get(env_id, env_uid=env_uid)
         self._environments.disconnect(environment)
+        self._note_environment(environment)
         moves = self._flush_buffer(environment)
         self._queue_changed()
         logger.info("run %s: environment %d (%r) disconnected", self.name, env_id, environment.name)
@@ -1306,6 +1343,11 @@ class Coordinator:
 
     def store_usage(self) -> StoreUsage:
         return self._store.usage()
+
+
+def _environment_fact(env_id: int) -> str:
+    """Under this name; in the order of names, as stores return facts, environments come by id."""
+    return f"{_ENVIRONMENT}{env_id:08}"
 
 
 class _Refusal(NamedTuple):

@@ -7,11 +7,9 @@ the one registry of a run and decides what becomes of the groups of an environme
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-import msgspec
 
 from atroposlib.api.batching import GroupHeader
 from atroposlib.api.schemas import RegisterEnv
@@ -24,7 +22,7 @@ _MAX_WEIGHT = 1e9
 
 
 MAX_ENVIRONMENTS = 10_000
-"""Ids that one run gives out; the list of environments is written with the run's state."""
+"""Ids that one run gives out."""
 
 
 class TooManyEnvironments(AtroposError):
@@ -70,6 +68,14 @@ class Environment:
     def num_buffered_sequences(self) -> int:
         return sum(header.num_sequences for header in self.buffered)
 
+    def saved(self) -> dict[str, Any]:
+        """What survives a restart, as JSON; buffered groups are in the store."""
+        return {
+            "registration": self.registration.model_dump(),
+            "name": self.name,
+            "is_connected": self.is_connected,
+        }
+
 
 class Environments:
     """The registry of one run."""
@@ -78,7 +84,6 @@ class Environments:
         self._all: list[Environment] = []
         self._demand: float | None = None
         self._claimed: float | None = None
-        self._saved: msgspec.Raw | None = None
         self.version = 0
         """Grows with every change of who is active or what they claim."""
 
@@ -181,7 +186,6 @@ class Environments:
         self.version += 1
         self._demand = None
         self._claimed = None
-        self._saved = None
 
     def successor(self) -> Environments:
         """The same environments under the same ids, with nothing buffered: the registry of the next experiment."""
@@ -209,22 +213,8 @@ class Environments:
             self._demand = sum(each.demand for each in self._all if each.is_active)
         return max(MIN_ENV_WEIGHT, environment.demand / self._demand if self._demand else 0.0)
 
-    def save(self) -> msgspec.Raw:
-        """JSON of what survives a restart, made once per change; buffered groups are in the store."""
-        if self._saved is None:
-            rows = [
-                {
-                    "registration": each.registration.model_dump(),
-                    "name": each.name,
-                    "is_connected": each.is_connected,
-                }
-                for each in self._all
-            ]
-            self._saved = msgspec.Raw(msgspec.json.encode(rows))
-        return self._saved
-
-    def restore(self, saved: list[dict[str, Any]], *, now: float) -> None:
-        """Take over what `save` wrote; everybody gets the full time-out to be heard of again."""
+    def restore(self, saved: Iterable[dict[str, Any]], *, now: float) -> None:
+        """Take over what `Environment.saved` returned, by id; every environment gets the full time-out again."""
         self._all = [
             Environment(
                 env_id=env_id,

@@ -16,9 +16,10 @@ from pydantic import BaseModel, Field, field_validator
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Text = Annotated[str, Field(max_length=4096)]
-"""Kept with the run, which is written anew at every change. The bound also refuses lone surrogates, which cannot be."""
+"""Stored with the run. The bound also refuses lone surrogates, which cannot be encoded."""
 EXPERIMENT_HEADER = "Atropos-Experiment"
 """With groups: the experiment that they were sampled for."""
+MAX_ENV_NAME_CHARS = 128
 MAX_TTL_S = 86_400.0
 MAX_BATCH_SIZE = 16_384
 """Sequences. In the worst case planning grows with its square: 0.1 s at this bound (benchmarks/README.md)."""
@@ -88,7 +89,7 @@ class RegisterEnv(BaseModel):
     """An environment asks to take part."""
 
     max_token_length: Int64
-    desired_name: Text
+    desired_name: Annotated[str, Field(max_length=MAX_ENV_NAME_CHARS)]
     weight: FiniteFloat
     group_size: int = Field(ge=1, lt=2**31)
     min_batch_allocation: Annotated[float, Field(ge=0, le=1000)] | None = None

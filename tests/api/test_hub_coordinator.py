@@ -531,6 +531,39 @@ async def test_restart_brings_back_trainer_environments_step_and_leases() -> Non
     assert [tags(await leased(coordinator)) for _ in range(2)] == [[3], [4, 5]]
 
 
+async def test_a_change_writes_only_the_environment_that_it_is_about() -> None:
+    class Recording(MemoryStore):
+        last = Change()
+
+        async def commit(self, change: Change) -> None:
+            self.last = change
+            await super().commit(change)
+
+    store = Recording()
+    coordinator = await started(store=store)
+    document_bytes = len(store.last.document or b"")
+    for n in range(100):
+        name = f"{n:03}".ljust(128, "x")
+        await coordinator.register_env(RegisterEnv(**environment(desired_name=name)))
+        assert len(store.last.facts) == 1
+        assert len(store.last.facts[f"environment {n:08}"]) < 600
+        assert len(store.last.document or b"") == document_bytes
+    await coordinator.disconnect_env(7)
+    assert list(store.last.facts) == ["environment 00000007"]
+    await coordinator.set_policy(1)
+    assert store.last.facts == {}
+    again = await restarted(coordinator, store)
+    reply = await again.register_env(RegisterEnv(**environment(desired_name="007".ljust(128, "x"))))
+    assert reply is not None
+    assert reply.env_id == 7
+
+
+async def test_a_name_longer_than_128_characters_is_refused() -> None:
+    RegisterEnv(**environment(desired_name="x" * 128))
+    with pytest.raises(ValueError, match="at most 128 characters"):
+        RegisterEnv(**environment(desired_name="x" * 129))
+
+
 async def test_refusals_are_counted_over_a_clean_stop() -> None:
     store = MemoryStore()
     coordinator = Coordinator(store)

@@ -181,11 +181,15 @@ async def test_everything_comes_back_after_a_restart(store: GroupStore, reopen: 
             ends=[End(number=0, fate=Fate.EXPIRED), End(number=3, fate=Fate.TRAINED)],
             batches=[batch, new_batch(4)],
             document=b"first",
+            facts={"b": b"kept", "a": b"replaced"},
         )
     )
-    await store.commit(Change(closed_batches=[4], document=b"second", is_durable=False))
+    await store.commit(
+        Change(closed_batches=[4], document=b"second", facts={"a": b"newer"}, is_durable=False)
+    )
     again, saved = await reopen(store)
     assert saved.document == b"second"
+    assert list(saved.facts.items()) == [("a", b"newer"), ("b", b"kept")]
     assert saved.batches == [batch]
     assert saved.ended == {Fate.EXPIRED: 1, Fate.TRAINED: 1}
     assert saved.next_number == 8
@@ -234,7 +238,12 @@ async def test_usage_follows_what_is_held(store: GroupStore) -> None:
 async def test_clear_forgets_everything_ids_included(store: GroupStore, reopen: Reopen) -> None:
     await store.append([new_group(n, bytes(3000)) for n in range(4)])
     await store.commit(
-        Change(ends=[End(number=0, fate=Fate.TRAINED)], batches=[new_batch(1)], document=b"d")
+        Change(
+            ends=[End(number=0, fate=Fate.TRAINED)],
+            batches=[new_batch(1)],
+            document=b"d",
+            facts={"name": b"f"},
+        )
     )
     await store.clear()
     assert store.usage().payload_bytes == 0
@@ -243,7 +252,7 @@ async def test_clear_forgets_everything_ids_included(store: GroupStore, reopen: 
     assert await store.append([new_group(0, b"other")]) == [Appended.STORED]
     again, saved = await reopen(store)
     assert saved.groups == [stored(new_group(0, b"other"))]
-    assert (saved.document, saved.batches, saved.ended) == (None, [], {})
+    assert (saved.document, saved.facts, saved.batches, saved.ended) == (None, {}, [], {})
     assert await again.read([0]) == [b"other"]
 
 

@@ -2,7 +2,7 @@
 
 The judge knows what was asked of a store and what it answered, and tells whether what a later opening finds could be
 the truth: nothing lost that was acknowledged, nothing half done, nothing invented. Every commit of the workload writes
-its own number as the document, so what was opened says itself how many commits survived.
+its own number as the document and as one of three facts, so what was opened says itself how many commits survived.
 """
 
 from __future__ import annotations
@@ -200,13 +200,16 @@ class Judge:
         moves: dict[int, Move] = {}
         ended: dict[int, Fate] = {}
         batches: dict[int, StoredBatch] = {}
+        facts: dict[str, bytes] = {}
         for change in self.changes[:num_applied]:
             moves |= {move.number: move for move in change.moves}
             ended |= {end.number: end.fate for end in change.ends}
             batches |= {batch.number: batch for batch in change.batches}
+            facts |= change.facts
             for number in change.closed_batches:
                 del batches[number]
         assert saved.ended == Counter(ended.values())
+        assert saved.facts == facts
         assert list(saved.batches) == [batches[number] for number in sorted(batches)]
         found = {group.header.number: group for group in saved.groups}
         assert list(found) == sorted(found)
@@ -370,6 +373,7 @@ class Workload:
             batches=change.batches,
             closed_batches=change.closed_batches,
             document=str(number).encode(),
+            facts={f"fact {number % 3}": str(number).encode()},
             is_durable=change.is_durable,
         )
         self._judge.changes.append(change)

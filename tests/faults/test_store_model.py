@@ -61,6 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.batches: dict[int, StoredBatch] = {}
         self.ended: Counter[Fate] = Counter()
         self.document: bytes | None = None
+        self.facts: dict[str, bytes] = {}
         self.next_number = 0
 
     def make(self) -> GroupStore:
@@ -88,6 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert list(saved.batches) == [self.batches[number] for number in sorted(self.batches)]
         assert (saved.document, saved.next_number) == (self.document, self.next_number)
         assert saved.ended == self.ended
+        assert list(saved.facts.items()) == sorted(self.facts.items())
 
     # What is done to both.
 
@@ -167,12 +169,17 @@ class StoreMachine(RuleBasedStateMachine):
             self.ended[end.fate] += 1
         document = data.draw(st.none() | st.binary(max_size=50))
         self.document = self.document if document is None else document
+        facts = data.draw(
+            st.dictionaries(st.sampled_from("abc"), st.binary(max_size=50), max_size=2)
+        )
+        self.facts |= facts
         return Change(
             moves=moves,
             ends=ends,
             batches=batches,
             closed_batches=closed,
             document=document,
+            facts=facts,
             is_durable=data.draw(st.booleans()),
         )
 

@@ -1,7 +1,8 @@
 """The contract of a store: what a run must not forget.
 
-A store keeps the payload bytes of groups, where each group is, the open and acknowledged batches, and one small
-document that the coordinator writes and reads back. It decides nothing: which group goes where is the coordinator's
+A store keeps the payload bytes of groups, where each group is, the open and acknowledged batches, and what the
+coordinator writes and reads back: one small document, replaced by nearly every change, and named facts, each written
+only when it changes. It decides nothing: which group goes where is the coordinator's
 business, and no store ever reads a token. One test-suite (tests/api/test_hub_stores.py) runs on every store.
 
 Calls are made from one event loop and take effect in the order in which they were made. What `append` and a durable
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -169,7 +170,9 @@ class Change:
     """Added, or replaced by number."""
     closed_batches: Sequence[int] = ()
     document: bytes | None = None
-    """Replaces the last; None keeps it."""
+    """Replaces the last; None keeps it. Small: nearly every change writes it."""
+    facts: Mapping[str, bytes] = field(default_factory=dict)
+    """Added, or replaced by name; the others stay. For what changes seldom, such as one environment."""
     is_durable: bool = True
     """False: may be forgotten by a crash, but never out of order."""
 
@@ -179,6 +182,8 @@ class SavedRun:
     """What a store held when it was opened."""
 
     document: bytes | None = None
+    facts: Mapping[str, bytes] = field(default_factory=dict)
+    """By name, ascending."""
     groups: Sequence[StoredGroup] = ()
     """By number, ascending."""
     batches: Sequence[StoredBatch] = ()

@@ -393,6 +393,7 @@ class DiskStore:
         )
         return SavedRun(
             document=loaded.document,
+            facts=loaded.facts,
             groups=[groups[number] for number in sorted(groups)],
             batches=loaded.batches,
             ended=loaded.ended,

@@ -34,6 +34,7 @@ class MemoryStore:
         self._batches: dict[int, StoredBatch] = {}
         self._ended: Counter[Fate] = Counter()
         self._document: bytes | None = None
+        self._facts: dict[str, bytes] = {}
         self._num_bytes = 0
         self._next_number = 0
 
@@ -44,6 +45,7 @@ class MemoryStore:
     async def open(self) -> SavedRun:
         return SavedRun(
             document=self._document,
+            facts={name: self._facts[name] for name in sorted(self._facts)},
             groups=[self._groups[number] for number in sorted(self._groups)],
             batches=[self._batches[number] for number in sorted(self._batches)],
             ended=Counter(self._ended),
@@ -92,6 +94,7 @@ class MemoryStore:
             del self._batches[number]
         if change.document is not None:
             self._document = change.document
+        self._facts |= change.facts
 
     async def read(self, numbers: Sequence[int]) -> list[bytes]:
         return [self._payloads[number] for number in numbers]

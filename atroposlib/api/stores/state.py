@@ -1,4 +1,4 @@
-"""The SQLite half of the disk store: where every group is, what ended, the batches and the coordinator's document.
+"""The SQLite half of the disk store: where every group is, what ended, the batches, the coordinator's document, facts.
 
 One connection holds the file exclusively. Transactions are chained: whatever survives a crash is a prefix of what was
 committed. `DiskStore` calls it from its writer thread; it holds no payload and takes no decision.
@@ -27,7 +27,8 @@ from atroposlib.api.stores.base import (
 from atroposlib.api.stores.segments import Location, Mark, RecordMeta
 from atroposlib.errors import ConfigError
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
+_FACTS: Final = "create table facts (name text primary key, value blob not null) without rowid"
 _SCHEMA: Final = f"""
 begin exclusive;
 create table groups (
@@ -62,6 +63,7 @@ create table batches (
     request_id text,
     is_plain integer not null
 );
+{_FACTS};
 create table run (
     one integer primary key check (one = 1),
     document blob,
@@ -71,6 +73,12 @@ create table run (
     num_forced integer not null
 );
 insert into run values (1, null, 0, 0, 0, 0);
+pragma user_version = {_FORMAT};
+commit;
+"""
+_FROM_FORMAT_1: Final = f"""
+begin exclusive;
+{_FACTS};
 pragma user_version = {_FORMAT};
 commit;
 """
@@ -96,6 +104,7 @@ class LoadedState(NamedTuple):
     batches: list[StoredBatch]
     ended: Counter[Fate]
     document: bytes | None
+    facts: dict[str, bytes]
     next_number: int
     mark: Mark
 
@@ -146,13 +155,15 @@ class StateDb:
             self._db.execute(f"pragma {pragma}")
         self._is_full_sync = True
         (version,) = self._db.execute("pragma user_version").fetchone()
-        if version not in (0, _FORMAT):
+        if version > _FORMAT:
             raise ConfigError(f"{path} has format {version}; this version reads format {_FORMAT}")
         if version == 0:
             self._db.executescript(_SCHEMA)
         (verdict,) = self._db.execute("pragma quick_check(1)").fetchone()
         if verdict != "ok":
             raise DamagedState(f"{path}: {verdict}")
+        if version == 1:
+            self._db.executescript(_FROM_FORMAT_1)
 
     def load(self) -> LoadedState:
         """Read all rows."""
@@ -178,6 +189,7 @@ class StateDb:
             batches=batches,
             ended=ended,
             document=document,
+            facts=dict(self._db.execute("select name, value from facts order by name")),
             next_number=next_number,
             mark=Mark(segment, offset),
         )
@@ -286,6 +298,8 @@ class StateDb:
             run("delete from batches where number = ?", [(n,) for n in change.closed_batches])
         if change.document is not None:
             self._db.execute("update run set document = ?", (change.document,))
+        if change.facts:
+            run("insert or replace into facts values (?, ?)", list(change.facts.items()))
 
     def set_mark(self, mark: Mark, *, next_number: int) -> None:
         """Note that the log is listed up to `mark`."""
@@ -296,7 +310,7 @@ class StateDb:
 
     def clear(self, mark: Mark) -> None:
         """Forget all rows; the log before `mark` holds nothing."""
-        for table in ("groups", "done", "ended", "batches"):
+        for table in ("groups", "done", "ended", "batches", "facts"):
             self._db.execute(f"delete from {table}")
         self._db.execute("update run set document = null")
         self.set_mark(mark, next_number=0)

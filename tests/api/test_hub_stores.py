@@ -7,6 +7,7 @@ import errno
 import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,12 +149,47 @@ async def test_the_id_of_an_ended_group_stays_known(store: GroupStore, reopen: R
     assert outcomes == [Appended.DUPLICATE, Appended.CONFLICT]
 
 
+async def test_nothing_is_kept_of_an_ended_group_whose_id_the_hub_made(
+    store: GroupStore, reopen: Reopen
+) -> None:
+    await store.append([replace(new_group(0, group_id="x"), digest=b"")])
+    assert await store.append([replace(new_group(1, group_id="x"), digest=b"")]) == [
+        Appended.DUPLICATE
+    ]
+    await store.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
+    again, saved = await reopen(store)
+    assert saved.ended == {Fate.TRAINED: 1}
+    assert await again.append([new_group(2, group_id="x")]) == [Appended.STORED]
+
+
+async def test_an_ended_group_leaves_at_most_60_bytes_in_the_state(tmp_path: Path) -> None:
+    """Its id of 32 digits and its digest take 32; pages of random keys are about two thirds full."""
+    store = disk_store(tmp_path, "disk-process")
+    await store.open()
+    sizes = []
+    for first in (0, 2000, 4000):
+        for start in range(first, first + 2000, 200):
+            await store.append(
+                [new_group(n, b"", group_id=uuid.uuid4().hex) for n in range(start, start + 200)]
+            )
+            await store.commit(
+                Change(ends=[End(number=n, fate=Fate.TRAINED) for n in range(start, start + 200)])
+            )
+        await store.close()
+        sizes.append((tmp_path / "run" / "state.db").stat().st_size)
+        store = disk_store(tmp_path, "disk-process")
+        await store.open()
+    await store.close()
+    assert sizes[2] - sizes[0] <= 4000 * 60
+
+
 @pytest.mark.parametrize(
     "group_id",
     [
         "0a52e1f0-9c1d-4c5e-8f43-5f6a3d1b7c22",
         "0A52E1F0-9C1D-4C5E-8F43-5F6A3D1B7C22",
         "0a52e1f09c1d4c5e8f435f6a3d1b7c22",
+        "0A52E1F09C1D4C5E8F435F6A3D1B7C22",
         "123",
         "a\x00b",
         "\N{SNOWMAN}",

@@ -148,8 +148,8 @@ def new_group(number: int, rng: random.Random, *, num_bytes: int | None = None) 
             num_tokens=rng.randint(1, 1000),
             num_bytes=len(payload),
         ),
-        group_id=str(uuid.UUID(int=rng.getrandbits(128))),
-        digest=rng.randbytes(16),
+        group_id=uuid.UUID(int=rng.getrandbits(128)).hex,
+        digest=rng.choice([b"", rng.randbytes(16), rng.randbytes(16)]),
         payload=payload,
         place=rng.choice([Place.QUEUED, Place.BUFFERED]),
     )
@@ -228,7 +228,8 @@ class Judge:
             assert (group.deliveries, group.reason) == (move.deliveries, move.reason)
         await self.check_payloads(store, saved)
         assert saved.next_number > max([-1, *found, *ended])
-        await self.check_ids(store, found=set(found) | set(ended), next_number=saved.next_number)
+        known = set(found) | {number for number in ended if self.sent[number].group.digest}
+        await self.check_ids(store, known=known, next_number=saved.next_number)
 
     async def check_payloads(self, store: DiskStore, saved: SavedRun) -> None:
         """Fail unless every group that was found can be read, and is what was sent."""
@@ -237,8 +238,8 @@ class Judge:
         for number, payload in zip(numbers, payloads, strict=True):
             assert payload == self.sent[number].group.payload, f"payload {number} differs"
 
-    async def check_ids(self, store: DiskStore, *, found: set[int], next_number: int) -> None:
-        """Fail unless sending everything once more stores exactly what is not there."""
+    async def check_ids(self, store: DiskStore, *, known: set[int], next_number: int) -> None:
+        """Fail unless sending everything once more stores exactly what is not `known`."""
         again = []
         for offset, sent in enumerate(self.sent.values()):
             first = sent.group
@@ -258,7 +259,7 @@ class Judge:
             )
         outcomes = await store.append(again)
         for number, outcome in zip(self.sent, outcomes, strict=True):
-            expected = Appended.DUPLICATE if number in found else Appended.STORED
+            expected = Appended.DUPLICATE if number in known else Appended.STORED
             assert outcome is expected, f"group {number} sent again: {outcome}"
 
 

@@ -115,7 +115,7 @@ async def judge_state(
     assert {group.header.number for group in saved.groups} == expected, where
     judge = Judge({number: Sent(group) for number, group in tail.groups.items()})
     await judge.check_payloads(store, saved)
-    await judge.check_ids(store, found=expected, next_number=100)
+    await judge.check_ids(store, known=expected, next_number=100)
     await store.close()
 
 

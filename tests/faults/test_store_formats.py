@@ -90,7 +90,7 @@ def write_as_format_1(state: Path, *, ended: list[tuple[NewGroup, Fate]], docume
 def groups_with_ids(*group_ids: str) -> list[NewGroup]:
     rng = random.Random(0)
     return [
-        replace(new_group(number, rng), group_id=group_id)
+        replace(new_group(number, rng), group_id=group_id, digest=rng.randbytes(16))
         for number, group_id in enumerate(group_ids)
     ]
 

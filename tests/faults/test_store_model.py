@@ -102,7 +102,7 @@ class StoreMachine(RuleBasedStateMachine):
             if self.known and data.draw(st.integers(0, 3)) == 0:
                 first = self.known[data.draw(st.sampled_from(list(self.known)))]
                 is_same = data.draw(st.booleans())
-                digest = first.digest if is_same else group.digest
+                digest = first.digest if is_same else self.rng.randbytes(16)
                 group = replace(group, group_id=first.group_id, digest=digest)
                 expected.append(Appended.DUPLICATE if is_same else Appended.CONFLICT)
             else:
@@ -165,7 +165,10 @@ class StoreMachine(RuleBasedStateMachine):
                 reason=move.reason,
             )
         for end in ends:
-            del self.groups[end.number], self.payloads[end.number]
+            group_id = self.groups.pop(end.number).group_id
+            if not self.known[group_id].digest:
+                del self.known[group_id]
+            del self.payloads[end.number]
             self.ended[end.fate] += 1
         document = data.draw(st.none() | st.binary(max_size=50))
         self.document = self.document if document is None else document

@@ -65,7 +65,7 @@ class Place(enum.IntEnum):
 
 
 class Fate(enum.StrEnum):
-    """How a group ended whose payload is gone. Its id stays known."""
+    """How a group ended whose payload is gone. Its id stays known, if it came with a digest."""
 
     TRAINED = "trained"
     EXPIRED = "expired"
@@ -91,7 +91,8 @@ class NewGroup:
     group_id: str
     """Unique in the run for ever; the hub makes one for a client that sent none."""
     digest: bytes
-    """16 bytes that tell contents apart (`wire.content_digest`); empty: no other content can come under this id."""
+    """16 bytes that tell contents apart (`wire.content_digest`); empty: the hub made the id, which cannot come
+    again."""
     payload: bytes
     """`wire.pack_group`."""
     place: Place

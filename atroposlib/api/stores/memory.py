@@ -85,7 +85,9 @@ class MemoryStore:
                 reason=move.reason,
             )
         for end in change.ends:
-            del self._groups[end.number]
+            group_id = self._groups.pop(end.number).group_id
+            if not self._digests[group_id]:
+                del self._digests[group_id]
             self._num_bytes -= len(self._payloads.pop(end.number))
             self._ended[end.fate] += 1
         for batch in change.batches:

@@ -623,11 +623,9 @@ class Coordinator:
                 if self._leases.holds(batch, lease_id):
                     await self._bury_damaged(batch, e)
                 continue
-            except KeyError:
-                if self._leases.holds(batch, lease_id):
-                    raise
-                continue  # its groups ended while it was read
-            except BaseException:
+            except BaseException as e:
+                if isinstance(e, KeyError) and not self._leases.holds(batch, lease_id):
+                    continue  # its groups ended while it was read
                 # Neither a connection nor time ends a plain delivery that never began.
                 if batch.is_plain and self._leases.holds(batch, lease_id):
                     await self._return(batch, counts=False)

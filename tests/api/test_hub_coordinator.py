@@ -28,7 +28,7 @@ from atroposlib.api.coordinator import Coordinator
 from atroposlib.api.environments import TooManyEnvironments, UnknownEnvironment
 from atroposlib.api.leases import LeaseLost, LeaseRequest, Superseded, UnknownBatch
 from atroposlib.api.schemas import Ledger, RegisterEnv, RegisterTrainer
-from atroposlib.api.stores.base import Appended, Change, CorruptGroups, NewGroup
+from atroposlib.api.stores.base import Appended, Change, CorruptGroups, NewGroup, StoreFull
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
@@ -529,6 +529,27 @@ async def test_restart_brings_back_trainer_environments_step_and_leases() -> Non
     assert await coordinator.ack(trained.batch_id, trained.lease_id) == 1
     await coordinator.accept([incoming(1, env_id=0, tag=5)])
     assert [tags(await leased(coordinator)) for _ in range(2)] == [[3], [4, 5]]
+
+
+@pytest.mark.parametrize("error", [KeyError(0), StoreFull("no file to spare")])
+async def test_a_plain_batch_that_could_not_be_read_goes_back(error: Exception) -> None:
+    class Failing(MemoryStore):
+        error: Exception | None = None
+
+        async def read(self, numbers: Sequence[int]) -> list[bytes]:
+            if self.error is not None:
+                raise self.error
+            return await super().read(numbers)
+
+    store = Failing()
+    coordinator = await started(store=store)
+    await coordinator.accept([incoming(4, tag=1)])
+    store.error = error
+    with pytest.raises(type(error)):
+        await coordinator.deliver()
+    assert (coordinator.ledger().queued, coordinator.ledger().leased) == (1, 0)
+    store.error = None
+    assert tags(await coordinator.deliver()) == [1]
 
 
 async def test_a_change_writes_only_the_environment_that_it_is_about() -> None:

@@ -32,7 +32,7 @@ from atroposlib.api.stores.base import (
     StoreBroken,
     StoreFull,
 )
-from atroposlib.api.stores.segments import FULL_ERRNOS, Files, ScannedRecord, SegmentLog
+from atroposlib.api.stores.segments import LATER_ERRNOS, Files, ScannedRecord, SegmentLog
 from tests.faults.sqlite_vfs import interposed, require_interposable
 from tests.faults.store_faults import (
     FailingFiles,
@@ -207,7 +207,7 @@ async def count_calls(directory: Path) -> int:
     return files.num_calls
 
 
-@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, None])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EMFILE, errno.ENOMEM, None])
 async def test_any_failing_file_operation_costs_nothing_that_was_answered(
     tmp_path: Path, error: int | None
 ) -> None:
@@ -223,7 +223,12 @@ async def test_any_failing_file_operation_costs_nothing_that_was_answered(
             if error is None or files.failed == "unlink":
                 # Taking half is no failure; a file that cannot be removed is removed by the next opening.
                 assert failures == []
-            elif error in FULL_ERRNOS and files.failed in ("write", "create", "allocate"):
+            elif error == errno.EMFILE and files.failed == "sync_directory":
+                # The directory is opened for it, before anything is written.
+                num_refused = sum(sent.is_refused for sent in judge.sent.values())
+                is_opening = not judge.sent
+                assert (len(failures), num_refused > 0) == (int(is_opening), not is_opening)
+            elif error in LATER_ERRNOS and files.failed in ("write", "create", "allocate"):
                 assert failures == []
                 num_refused = sum(sent.is_refused for sent in judge.sent.values())
                 assert num_refused > 0 or files.failed == "allocate"

@@ -8,6 +8,7 @@ import random
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from atroposlib.api.stores.base import (
     StoreFull,
 )
 from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.segments import Location
 from atroposlib.api.stores.space import file_system_of
 from atroposlib.errors import ConfigError
 from tests.faults.store_faults import SmallDisk, copy_run, new_group, open_store
@@ -162,6 +164,57 @@ async def test_a_sparse_segment_is_copied_forward_and_dropped(tmp_path: Path) ->
     assert (saved.groups[0].place, saved.groups[0].reason) == (Place.DEAD, "odd")
     assert await crashed.read([7]) == [groups[7].payload]
     await crashed.close()
+
+
+async def test_a_group_is_at_no_moment_absent_while_it_is_copied_forward(tmp_path: Path) -> None:
+    taken_out: list[int] = []
+
+    class Watched(dict[int, Location]):
+        def pop(self, number: int, *default: Any) -> Any:
+            taken_out.append(number)
+            return super().pop(number, *default)
+
+    now_s = 0.0
+    store = open_store(tmp_path / "run", segment_bytes=40_000, clock=lambda: now_s)
+    await store.open()
+    store._locations = Watched()
+    groups = make_groups(11)
+    for group in groups:
+        await store.append([group])
+    first = segment_names(tmp_path / "run")[0]
+    await store.commit(end(*(n for n in range(10) if n != 7)))
+    await settle(store)
+    taken_out.clear()
+    now_s = 5.0
+    await settle(store)
+    now_s = 700.0
+    await settle(store)
+    assert first not in segment_names(tmp_path / "run")
+    assert taken_out == []
+    assert store.usage().payload_bytes == 8000
+    assert await store.read([7]) == [groups[7].payload]
+    await store.close()
+
+
+async def test_a_segment_that_cannot_be_read_is_not_copied_forward_and_breaks_nothing(
+    tmp_path: Path,
+) -> None:
+    now_s = 0.0
+    store = open_store(tmp_path / "run", segment_bytes=40_000, clock=lambda: now_s)
+    await store.open()
+    for group in make_groups(11):
+        await store.append([group])
+    await store.commit(end(*(n for n in range(10) if n != 7)))
+    await settle(store)
+    now_s = 5.0
+    await settle(store)
+    (tmp_path / "run" / segment_names(tmp_path / "run")[0]).unlink()
+    now_s = 700.0
+    await settle(store)
+    with pytest.raises(CorruptGroups):
+        await store.read([7])
+    assert await store.append(make_groups(1, first=11)) == [Appended.STORED]
+    await store.close()
 
 
 async def test_a_damaged_group_stays_where_it_is_when_others_are_copied_forward(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,49 @@ async def test_a_watermark_of_nothing_loses_nothing_on_a_full_disk(small_disk: P
     groups = [new_group(number, rng, num_bytes=GROUP_BYTES) for number in range(refused)]
     numbers = list(range(10, refused))
     assert await again.read(numbers) == [groups[number].payload for number in numbers]
+    await again.close()
+
+
+@contextmanager
+def no_file_to_spare() -> Iterator[None]:
+    """As if clients held every file and connection that the process may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_process_without_a_file_to_spare_goes_on_when_it_has_one(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+    store = DiskStore(
+        tmp_path / "run", min_free_bytes=0, segment_bytes=10_000, on_failure=failures.append
+    )
+    await store.open()
+    rng = random.Random(0)
+    groups = [new_group(number, rng, num_bytes=6000) for number in range(6)]
+    for group in groups[:2]:
+        await store.append([group])
+    with no_file_to_spare():
+        for group in groups[2:4]:  # the first needs a new segment
+            with pytest.raises(StoreFull, match="Too many open files"):
+                await store.append([group])
+        taken = os.open("/dev/null", os.O_RDONLY)  # the full segment was closed
+        with pytest.raises(StoreFull, match="Too many open files"):
+            await store.read([0, 1])
+        os.close(taken)
+        await store.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
+    assert await store.append(groups[2:]) == [Appended.STORED] * 4
+    assert await store.read([1, 5]) == [groups[1].payload, groups[5].payload]
+    assert failures == []
+    await store.close()
+    again = DiskStore(tmp_path / "run", min_free_bytes=0)
+    saved = await again.open()
+    assert [group.header.number for group in saved.groups] == [1, 2, 3, 4, 5]
+    assert saved.ended == {Fate.TRAINED: 1}
     await again.close()
 
 

@@ -33,7 +33,10 @@ class Durability(enum.Enum):
 
 
 class StoreFull(AtroposError):
-    """There is no room for another group; nothing was stored. Groups that leave make room."""
+    """There is no room for another group, or the system has no file or memory to spare; nothing was changed.
+
+    Later it may work: groups that leave make room.
+    """
 
 
 class StoreBroken(AtroposError):
@@ -231,7 +234,10 @@ class GroupStore(Protocol):
         ...
 
     async def read(self, numbers: Sequence[int]) -> list[bytes]:
-        """Return payloads in the order asked. Raises `CorruptGroups` naming all damaged ones, KeyError for absent."""
+        """Return payloads in the order asked.
+
+        Raises `CorruptGroups` naming all damaged ones, KeyError for absent ones, `StoreFull` when no file opens.
+        """
         ...
 
     def usage(self) -> StoreUsage: ...

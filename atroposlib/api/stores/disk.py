@@ -34,9 +34,12 @@ from atroposlib.api.stores.base import (
     SavedRun,
     StoreBroken,
     StoredGroup,
+    StoreFull,
     StoreUsage,
 )
 from atroposlib.api.stores.segments import (
+    FULL_ERRNOS,
+    LATER_ERRNOS,
     DamagedPayload,
     Files,
     Location,
@@ -202,7 +205,12 @@ class DiskStore:
             payloads = self._read_cached([wanted[number] for number in numbers])
             if payloads is not None:
                 return payloads
-        return await asyncio.to_thread(self._read, list(numbers), wanted)
+        try:
+            return await asyncio.to_thread(self._read, list(numbers), wanted)
+        except OSError as e:
+            if e.errno not in LATER_ERRNOS:
+                raise
+            raise StoreFull(f"{self._directory} cannot be read now: {e.strerror}") from e
 
     def usage(self) -> StoreUsage:
         return StoreUsage(
@@ -571,19 +579,21 @@ class DiskStore:
             written = self._log.append([one.record for one in encoded])
         except OSError as e:
             logger.warning("no room for %d groups in %s: %s", len(new), self._directory, e)
-            self._refuse_appends(plans)
+            is_full = e.errno in FULL_ERRNOS
+            why = f"{self._directory} cannot be written now: {e.strerror}"
+            self._refuse_appends(plans, self._space.refusal() if is_full else StoreFull(why))
             return None
         for (plan, _), one, location in zip(new, encoded, written.locations, strict=True):
             plan.located.append((one.meta, location))
         return written
 
-    def _refuse_appends(self, plans: Sequence[_Plan]) -> None:
+    def _refuse_appends(self, plans: Sequence[_Plan], refusal: StoreFull) -> None:
         self._space.expire()
         for plan in plans:
             if plan.new or plan.repeats_new:
                 plan.new.clear()
                 plan.located.clear()
-                plan.refusal = plan.refusal or self._space.refusal()
+                plan.refusal = plan.refusal or refusal
 
     def _list(self, plans: Sequence[_Plan]) -> None:
         """Enter everything into the database in one transaction, then into memory."""
@@ -636,19 +646,25 @@ class DiskStore:
             if not is_full(e) or written is None:
                 raise
         self._log.take_back(written)
-        self._refuse_appends(plans)
+        self._refuse_appends(plans, self._space.refusal())
         self._list(plans)
 
     def _note(self, number: int, location: Location) -> None:
+        """Enter where a group lies. One that lay elsewhere before is found by readers at every moment."""
+        before = self._locations.get(number)
         self._locations[number] = location
         segment = self._segments.setdefault(location.segment, _Segment())
         segment.numbers.add(number)
         segment.live_bytes += location.length
         self._payload_bytes += location.length
         self._empty.discard(location.segment)
+        if before is not None:
+            self._leave(number, before)
 
     def _forget(self, number: int) -> None:
-        location = self._locations.pop(number)
+        self._leave(number, self._locations.pop(number))
+
+    def _leave(self, number: int, location: Location) -> None:
         segment = self._segments[location.segment]
         segment.numbers.remove(number)
         segment.live_bytes -= location.length
@@ -705,20 +721,24 @@ class DiskStore:
     def _compact(self, number: int, segment: _Segment) -> None:
         """Copy the few groups that are left in a segment to the end of the log, so that it can be dropped."""
         assert self._state is not None
+        # Whatever stays in it stays for another while: it is damaged, or the disk is full.
+        segment.sparse_since_s = self._clock()
         numbers = []
         copies = []
-        with opened(segment_path(self._directory, number)) as fd:
-            for held in sorted(segment.numbers):
-                location = self._locations[held]
-                try:
-                    payload = read_payload(fd, location)
-                except DamagedPayload as e:
-                    logger.error("group %d stays where it is: %s", held, e)
-                    continue
-                copies.append(copy_record(self._state.record_of(held), payload, location.crc))
-                numbers.append(held)
-        # Until it is empty it is not tried again: what is left in it is damaged, or the disk is full.
-        segment.sparse_since_s = self._clock()
+        try:
+            with opened(segment_path(self._directory, number)) as fd:
+                for held in sorted(segment.numbers):
+                    location = self._locations[held]
+                    try:
+                        payload = read_payload(fd, location)
+                    except (DamagedPayload, OSError) as e:
+                        logger.error("group %d stays where it is: %s", held, e)
+                        continue
+                    copies.append(copy_record(self._state.record_of(held), payload, location.crc))
+                    numbers.append(held)
+        except OSError as e:
+            logger.warning("segment %d is not compacted: %s", number, e)
+            return
         if not copies:
             return
         try:
@@ -738,7 +758,6 @@ class DiskStore:
             return
         self._is_listed_safely = True
         for held, location in moved.items():
-            self._forget(held)
             self._note(held, location)
 
     # The end.

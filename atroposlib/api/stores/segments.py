@@ -34,6 +34,9 @@ _CHUNK_BYTES: Final = 8 << 20
 _SUFFIX: Final = ".seg"
 
 FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_FILE_ERRNOS: Final = frozenset({errno.EMFILE, errno.ENFILE})
+LATER_ERRNOS: Final = FULL_ERRNOS | _NO_FILE_ERRNOS | {errno.ENOMEM}
+"""The system lacks something now. Unless a sync ended so, the call may be repeated later."""
 
 
 class Files:
@@ -308,7 +311,8 @@ class SegmentLog:
     def append(self, records: Sequence[Record]) -> Written:
         """Write records, synced if the log is, and say where their payloads are.
 
-        Raises OSError when there is no room; then nothing was written. Raises `LogBroken` when anything else fails.
+        Raises OSError (`LATER_ERRNOS`) when the system has no room, file or memory to spare; then nothing was written.
+        Raises `LogBroken` when anything else fails.
         """
         if self._fd is None or self._size >= self._segment_bytes:
             self._begin_segment()
@@ -326,7 +330,7 @@ class SegmentLog:
         try:
             self._write_all(self._fd, buffers, start)
         except OSError as e:
-            if e.errno not in FULL_ERRNOS:
+            if e.errno not in LATER_ERRNOS:
                 raise LogBroken(f"segment {self._number}: {e}") from e
             self._cut(start)
             raise
@@ -375,7 +379,7 @@ class SegmentLog:
                 self._files.unlink(path)
                 raise
         except OSError as e:
-            if e.errno in FULL_ERRNOS:
+            if e.errno in LATER_ERRNOS:
                 raise
             raise LogBroken(f"segment {self._number} could not be begun: {e}") from e
         self._fd, self._size, self._marker = fd, _FILE_HEAD.size, marker
@@ -384,7 +388,13 @@ class SegmentLog:
             try:
                 self._files.sync_directory(self._directory)
             except OSError as e:
-                raise LogBroken(f"{self._directory} could not be synced: {e}") from e
+                if e.errno not in _NO_FILE_ERRNOS:
+                    raise LogBroken(f"{self._directory} could not be synced: {e}") from e
+                # The directory could not even be opened, and nothing relies on the empty segment yet.
+                self._close_fd()
+                self.forget(self._number)
+                self._files.unlink(path)
+                raise
 
     def _write_all(self, fd: int, buffers: Sequence[bytes], offset: int) -> None:
         left = list(buffers)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from atroposlib.api.stores.base import StoreFull
-from atroposlib.api.stores.segments import FULL_ERRNOS, Files
+from atroposlib.api.stores.segments import LATER_ERRNOS, Files
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class DiskSpace:
                 self._files.close(fd)
             self._has_ballast = True
         except OSError as e:
-            if e.errno not in FULL_ERRNOS:
+            if e.errno not in LATER_ERRNOS:
                 raise
             self.release_ballast()
 

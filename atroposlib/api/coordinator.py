@@ -83,6 +83,7 @@ from atroposlib.api.stores.base import (
     SavedRun,
     StoreBroken,
     StoreUsage,
+    UnreadableRun,
 )
 from atroposlib.errors import GroupError
 
@@ -171,11 +172,20 @@ class Coordinator:
         )
 
     async def open(self) -> str:
-        """Take over what the store holds; return one line that says what was found, empty for nothing."""
+        """Take over what the store holds; return one line that says what was found, empty for nothing.
+
+        Raises what the store's `open` raises, and `UnreadableRun` for a document that lacks something.
+        """
         saved = await self._store.open()
         if saved.document is not None:
-            facts = {name: msgspec.json.decode(fact) for name, fact in saved.facts.items()}
-            self._restore_document(msgspec.json.decode(saved.document), facts)
+            try:
+                facts = {name: msgspec.json.decode(fact) for name, fact in saved.facts.items()}
+                self._restore_document(msgspec.json.decode(saved.document), facts)
+            except (KeyError, TypeError, ValueError, msgspec.DecodeError) as e:
+                await self._store.close()
+                raise UnreadableRun(
+                    f"the stored state of run {self.name!r} cannot be read: {e!r}"
+                ) from e
         change = self._restore_groups(saved)
         await self._store.commit(change)
         if not saved.groups and saved.document is None:

@@ -17,6 +17,7 @@ from atroposlib.api.calls import RunPolicy
 from atroposlib.api.coordinator import Coordinator
 from atroposlib.api.experiments import Entry
 from atroposlib.api.schemas import RegisterTrainer, RegistrationReply
+from atroposlib.api.stores.base import UnreadableRun
 from atroposlib.api.stores.runs import Kept, MemoryRuns, RunStores
 from atroposlib.errors import AtroposError
 
@@ -87,11 +88,19 @@ class Hub:
         return self._runs
 
     async def open(self) -> None:
-        """Open the default run and every stored run that is not set aside."""
+        """Open the default run and every stored run that is not set aside.
+
+        A run that cannot be read is reported and left alone; for the default run that is raised.
+        """
         kept = {each.name for each in self._stores.kept()}
         names = [name for name in self._stores.names() if name not in kept]
         for name in dict.fromkeys([DEFAULT_RUN, *names]):
-            await self.run(name)
+            try:
+                await self.run(name)
+            except UnreadableRun as e:
+                if name == DEFAULT_RUN:
+                    raise
+                logger.error("run %r is not served and left as it is: %s", name, e)
         self.is_open = True
 
     async def find(self, name: str) -> Coordinator | None:
@@ -103,7 +112,7 @@ class Hub:
         return run
 
     async def run(self, name: str = DEFAULT_RUN) -> Coordinator:
-        """Return a run, made or opened on first use. Raises `TooManyRuns`, `StoreBroken`."""
+        """Return a run, made or opened on first use. Raises `TooManyRuns`, `StoreBroken`, `UnreadableRun`."""
         await self._until_unchanging(name)
         if (run := self._runs.get(name)) is not None:
             return run

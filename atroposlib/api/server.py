@@ -78,7 +78,7 @@ from atroposlib.api.schemas import (
 from atroposlib.api.schemas import Registration as Registration
 from atroposlib.api.schemas import ScoredData as ScoredData
 from atroposlib.api.security import Access, TokenSet, find_route
-from atroposlib.api.stores.base import StoreBroken, StoreFull
+from atroposlib.api.stores.base import StoreBroken, StoreFull, UnreadableRun
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
@@ -724,6 +724,7 @@ def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
     app.add_exception_handler(Overloaded, answer_later(429, "overloaded"))
     app.add_exception_handler(StoreFull, answer_later(507, "store_full"))
     app.add_exception_handler(StoreBroken, answer_later(503, "store_broken"))
+    app.add_exception_handler(UnreadableRun, answer_later(503, "run_unreadable"))
 
 
 async def _read_status_query(request: Request) -> StatusQuery:

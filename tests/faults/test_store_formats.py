@@ -8,10 +8,14 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import msgspec
+import pytest
 
 from atroposlib.api.coordinator import Coordinator
+from atroposlib.api.hub import Hub
 from atroposlib.api.schemas import RegisterEnv
+from atroposlib.api.server import create_app
 from atroposlib.api.stores.base import (
     Appended,
     BatchState,
@@ -22,7 +26,9 @@ from atroposlib.api.stores.base import (
     NewGroup,
     Place,
     StoredBatch,
+    UnreadableRun,
 )
+from atroposlib.api.stores.runs import DirectoryRuns
 from atroposlib.api.stores.state import _group_id
 from tests.api.helpers_api import environment, registration
 from tests.faults.store_faults import new_group, open_store
@@ -176,3 +182,77 @@ async def test_a_run_of_format_1_keeps_its_trainer_and_its_environments(tmp_path
     assert back is not None
     assert (back.env_id, back.num_steps) == (1, 34)
     await coordinator.close()
+
+
+def spoil(directory: Path, how: str) -> None:
+    """Make a stored run one that this version cannot read."""
+    connection = sqlite3.connect(directory / "state.db")
+    if how == "newer format":
+        connection.execute("pragma user_version = 99")
+    else:
+        (document,) = connection.execute("select document from run").fetchone()
+        fields = msgspec.json.decode(document)
+        del fields["epoch"]
+        connection.execute("update run set document = ?", (msgspec.json.encode(fields),))
+    connection.commit()
+    connection.close()
+
+
+def rows(state: Path) -> list[object]:
+    """What a closed store says of its run."""
+    connection = sqlite3.connect(state)
+    found = [
+        connection.execute(query).fetchall()
+        for query in ("pragma user_version", "select document, next_number from run")
+    ]
+    connection.close()
+    return found
+
+
+async def two_runs(root: Path) -> DirectoryRuns:
+    """Store something in the runs `default` and `other`."""
+    runs = DirectoryRuns(root, open_store)
+    hub = Hub(runs)
+    await hub.open()
+    await (await hub.run("other")).set_policy(3)
+    await (await hub.run()).set_policy(4)
+    await hub.close()
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("newer format", "has format 99"), ("no key", "KeyError('epoch')")]
+)
+async def test_a_run_that_cannot_be_read_is_left_alone_and_the_others_are_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, words: str
+) -> None:
+    runs = await two_runs(tmp_path)
+    spoil(tmp_path / "other", how)
+    before = rows(tmp_path / "other" / "state.db")
+    hub = Hub(runs)
+    await hub.open()
+    assert list(hub.runs) == ["default"]
+    assert hub.runs["default"].status().policy_version == 4
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.getMessage().startswith("run 'other' is not served and left as it is: ")
+    assert words in record.getMessage()
+    transport = httpx.ASGITransport(create_app(hub))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        assert (await http.get("/status")).status_code == 200
+        answer = await http.get("/runs/other/status")
+        assert (answer.status_code, answer.json()["detail"]["type"]) == (503, "run_unreadable")
+    await hub.close()
+    assert rows(tmp_path / "other" / "state.db") == before
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("newer format", "has format 99"), ("no key", "KeyError\\('epoch'\\)")]
+)
+async def test_a_default_run_that_cannot_be_read_is_a_clear_error(
+    tmp_path: Path, how: str, words: str
+) -> None:
+    runs = await two_runs(tmp_path)
+    spoil(tmp_path / "default", how)
+    for _ in range(2):  # the first attempt let go of the directory
+        with pytest.raises(UnreadableRun, match=words):
+            await Hub(runs).open()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from atroposlib.api.batching import GroupHeader
-from atroposlib.errors import AtroposError
+from atroposlib.errors import AtroposError, ConfigError
 
 
 class Durability(enum.Enum):
@@ -41,6 +41,10 @@ class StoreFull(AtroposError):
 
 class StoreBroken(AtroposError):
     """Writing failed, so what is on the disk is unknown; only a restart, which checks it, can go on."""
+
+
+class UnreadableRun(ConfigError):
+    """What is stored of a run was written by a newer version, or does not say what it has to; it is left alone."""
 
 
 class CorruptGroups(AtroposError):
@@ -219,7 +223,7 @@ class GroupStore(Protocol):
     def durability(self) -> Durability: ...
 
     async def open(self) -> SavedRun:
-        """Recover what is stored. Called once, before anything else."""
+        """Recover what is stored. Called once, before anything else. Raises `StoreBroken`, `UnreadableRun`."""
         ...
 
     async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:

@@ -181,7 +181,7 @@ class DiskStore:
     # The event loop's side.
 
     async def open(self) -> SavedRun:
-        """See `GroupStore`. Raises `ConfigError` when another hub uses the directory, else `StoreBroken`."""
+        """See `GroupStore`. Also raises `ConfigError` when another hub uses the directory."""
         assert self._thread is None, "a store is opened once"
         self._loop = asyncio.get_running_loop()
         saved = await asyncio.to_thread(self._open)

@@ -24,6 +24,7 @@ from atroposlib.api.stores.base import (
     Place,
     StoredBatch,
     StoredGroup,
+    UnreadableRun,
 )
 from atroposlib.api.stores.segments import Location, Mark, RecordMeta
 from atroposlib.errors import ConfigError
@@ -131,7 +132,7 @@ class StateDb:
     def __init__(self, path: Path, *, is_synced: bool) -> None:
         """Open or make the file.
 
-        Raises `DamagedState`, or `ConfigError` if another process holds it or another version wrote it.
+        Raises `DamagedState`, `ConfigError` if another process holds it, `UnreadableRun` if a newer version wrote it.
         """
         self._is_synced = is_synced
         # Made here, because SQLite would give it the permissions that the umask leaves; its WAL gets the same.
@@ -163,7 +164,10 @@ class StateDb:
         self._is_full_sync = True
         (version,) = self._db.execute("pragma user_version").fetchone()
         if version > _FORMAT:
-            raise ConfigError(f"{path} has format {version}; this version reads format {_FORMAT}")
+            raise UnreadableRun(
+                f"{path} has format {version}, and this version reads formats up to {_FORMAT};"
+                " a newer version of atroposlib wrote it"
+            )
         if version == 0:
             self._db.executescript(_SCHEMA)
         (verdict,) = self._db.execute("pragma quick_check(1)").fetchone()

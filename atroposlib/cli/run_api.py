@@ -41,6 +41,7 @@ from atroposlib.api.stores.runs import (
     delete_run,
     stored_runs,
 )
+from atroposlib.api.stores.space import DiskSpace
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
 from atroposlib.utils.garbage import collect_less_often
@@ -75,6 +76,12 @@ class RunApiConfig(BaseModel):
     durability: Literal["power", "process"] = Field(
         default="power",
         description="What an accepted group survives: loss of power, or only the end of the process",
+    )
+    min_free_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="Groups are refused rather than leave less than this free on the disk. None: 2 %"
+        " of the disk, at least 1 GiB",
     )
     token: SecretStr | None = Field(
         default=None,
@@ -293,8 +300,10 @@ def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -
         raise ConfigError(f"--data-dir {config.data_dir}: {e.strerror}") from e
     durability = Durability(config.durability)
 
+    space = DiskSpace(config.data_dir, min_free_bytes=config.min_free_bytes)
+
     def make_store(directory: Path) -> GroupStore:
-        return DiskStore(directory, durability=durability, on_failure=on_failure)
+        return DiskStore(directory, durability=durability, space=space, on_failure=on_failure)
 
     return DirectoryRuns(config.data_dir, make_store)
 

@@ -22,9 +22,10 @@ import httpx
 import pytest
 
 from atroposlib.api.calls import RunPolicy
+from atroposlib.api.hub import Hub as Runs
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.runs import DirectoryRuns, stored_runs
-from atroposlib.cli.run_api import RunApiConfig, erase, main, policy_of
+from atroposlib.cli.run_api import RunApiConfig, _stores, erase, main, policy_of
 from atroposlib.client import TrainerClient, TrainerRegistration
 from atroposlib.errors import ConfigError
 
@@ -234,6 +235,29 @@ def test_flags_reach_the_policy_of_runs() -> None:
     chosen |= {"max_queued_bytes": 8, "max_queued_sequences": 9}
     given = RunApiConfig(keep_acked_batches=0, **chosen)  # type: ignore[arg-type]
     assert policy_of(given) == RunPolicy(keep_trained_batches=0, **chosen)  # type: ignore[arg-type]
+
+
+async def test_runs_share_one_ballast(tmp_path: Path) -> None:
+    for _ in range(2):
+        hub = Runs(_stores(RunApiConfig(data_dir=tmp_path, min_free_bytes=0), pytest.fail))
+        await hub.open()
+        for name in ("a", "b"):
+            await hub.run(name)
+        assert (tmp_path / "ballast").exists()
+        assert not any((tmp_path / name / "ballast").exists() for name in ("default", "a", "b"))
+        await hub.close()
+        (tmp_path / "a" / "ballast").write_bytes(bytes(1000))  # as earlier versions left it
+
+
+@pytest.mark.parametrize(("min_free_bytes", "is_room"), [(0, True), (2**60, False)])
+async def test_min_free_bytes_is_what_groups_leave_free(
+    tmp_path: Path, min_free_bytes: int, is_room: bool
+) -> None:
+    config = RunApiConfig(data_dir=tmp_path, min_free_bytes=min_free_bytes)
+    hub = Runs(_stores(config, pytest.fail))
+    await hub.open()
+    assert (hub.runs["default"].store_usage().free_bytes != 0) == is_room
+    await hub.close()
 
 
 def test_head_without_end_is_refused(tmp_path: Path) -> None:

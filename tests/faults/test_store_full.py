@@ -17,6 +17,7 @@ import pytest
 from atroposlib.api.stores.base import Appended, Change, End, Fate, Move, NewGroup, Place, StoreFull
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.segments import Files
+from atroposlib.api.stores.space import DiskSpace
 from tests.faults.store_faults import copy_run, new_group
 
 DISK_BYTES = 32 << 20
@@ -127,6 +128,38 @@ async def test_commits_go_on_when_another_program_takes_the_last_byte(small_disk
     await append_when_there_is_room(store, late)
     assert await store.read([1000]) == [late.payload]
     await store.close()
+
+
+async def test_runs_that_share_a_ballast_go_on_when_another_program_takes_the_last_byte(
+    small_disk: Path,
+) -> None:
+    space = DiskSpace(small_disk, min_free_bytes=0)
+    stores = [
+        DiskStore(small_disk / name, space=space, segment_bytes=2 << 20) for name in ("a", "b")
+    ]
+    for store in stores:
+        await store.open()
+        rng = random.Random(0)
+        await store.append([new_group(number, rng, num_bytes=1000) for number in range(20)])
+        assert not (store._directory / "ballast").exists()
+    assert (small_disk / "ballast").exists()
+    hog = await asyncio.to_thread(fill_up, small_disk)
+
+    async def move_all(store: DiskStore) -> None:
+        for number in range(20):
+            move = Move(number=number, place=Place.LEASED, batch=1)
+            await store.commit(Change(moves=[move], document=bytes([number]) * 20_000))
+
+    await asyncio.gather(*(move_all(store) for store in stores))
+    for store in stores:
+        with pytest.raises(StoreFull):
+            await store.append([new_group(1000, random.Random(1), num_bytes=8 << 20)])
+    await asyncio.to_thread(hog.unlink)
+    for store in stores:
+        await end_one_by_one(store, range(20))
+        await append_when_there_is_room(store, new_group(1000, random.Random(1)))
+        await store.close()
+    assert (small_disk / "ballast").exists()
 
 
 async def test_a_watermark_of_nothing_loses_nothing_on_a_full_disk(small_disk: Path) -> None:

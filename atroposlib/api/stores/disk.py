@@ -54,7 +54,7 @@ from atroposlib.api.stores.segments import (
     read_payload,
     segment_path,
 )
-from atroposlib.api.stores.space import DiskSpace, file_system_of
+from atroposlib.api.stores.space import BALLAST, DiskSpace, file_system_of
 from atroposlib.api.stores.state import DamagedState, LoadedState, StateDb, is_full
 from atroposlib.errors import ConfigError
 
@@ -119,8 +119,9 @@ class _Segment:
 class DiskStore:
     """One directory. Implements `GroupStore`.
 
-    `min_free_bytes` stay free on the disk (None: 2 % of it, at least 1 GiB): `append` raises `StoreFull` rather than
-    use them. `on_failure` is called once, on the event loop, with the error that broke the store.
+    `append` raises `StoreFull` rather than use what `space` keeps free; stores on one disk share it (None: one for this
+    store alone, with `min_free_bytes`). `on_failure` is called once, on the event loop, with the error that broke the
+    store.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class DiskStore:
         directory: Path,
         *,
         durability: Durability = Durability.POWER,
+        space: DiskSpace | None = None,
         min_free_bytes: int | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
         segment_bytes: int = 64 << 20,
@@ -148,7 +150,8 @@ class DiskStore:
             segment_bytes=segment_bytes,
             is_synced=self._is_synced,
         )
-        self._space = DiskSpace(
+        self._has_own_space = space is None
+        self._space = space or DiskSpace(
             self._directory, min_free_bytes=min_free_bytes, files=self._files, clock=clock
         )
         self._lock_fd: int | None = None
@@ -328,6 +331,9 @@ class DiskStore:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._take_lock()
             self._warn_of_network_file_system()
+            if not self._has_own_space:
+                # Earlier versions kept one in each run.
+                (self._directory / BALLAST).unlink(missing_ok=True)
             self._space.prepare()
             saved = self._recover(started_s)
             self._space.measure()
@@ -638,16 +644,16 @@ class DiskStore:
     def _list_on_full_disk(self, plans: Sequence[_Plan], written: Written | None) -> None:
         """Use the ballast, and if that is not enough, give up the appends: what ends groups has to go on."""
         logger.warning("the disk of %s is full; the ballast is given up", self._directory)
-        self._space.release_ballast()
-        try:
+        with self._space.without_ballast():
+            try:
+                self._list(plans)
+                return
+            except sqlite3.Error as e:
+                if not is_full(e) or written is None:
+                    raise
+            self._log.take_back(written)
+            self._refuse_appends(plans, self._space.refusal())
             self._list(plans)
-            return
-        except sqlite3.Error as e:
-            if not is_full(e) or written is None:
-                raise
-        self._log.take_back(written)
-        self._refuse_appends(plans, self._space.refusal())
-        self._list(plans)
 
     def _note(self, number: int, location: Location) -> None:
         """Enter where a group lies. One that lay elsewhere before is found by readers at every moment."""

@@ -1,14 +1,17 @@
-"""Room on the disk of a store: the watermark that appends respect, and the ballast that lets everything else go on.
+"""Room on a disk of stores: the watermark that appends respect, and the ballast that lets everything else go on.
 
 SQLite must never meet a full disk for long, because what ends groups, and so makes room, is written through it. Appends
 are refused while `min_free_bytes` are still left; should another program take those too, a file kept for this is given
-up, and taken back when there is room. Used by `DiskStore` from its writer thread; other threads may read and `expire`.
+up, and taken back when there is room. The stores of one disk share one `DiskSpace`; their writer threads call it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -17,27 +20,34 @@ from atroposlib.api.stores.segments import LATER_ERRNOS, Files
 
 logger = logging.getLogger(__name__)
 
+BALLAST: Final = "ballast"
+"""Name of the file."""
 _BALLAST_BYTES: Final = 64 << 20
 _FREE_SPACE_AGE_S: Final = 0.1
 """How old a look at the free space may be when an append is admitted."""
 
 
 class DiskSpace:
-    """What is left of the disk under `directory`. `min_free_bytes` None: 2 % of the disk, at least 1 GiB."""
+    """What is left of the disk under `directory`, which holds the ballast.
+
+    `min_free_bytes` stay free (None: 2 % of the disk, at least 1 GiB).
+    """
 
     def __init__(
         self,
         directory: Path,
         *,
-        min_free_bytes: int | None,
-        files: Files,
-        clock: Callable[[], float],
+        min_free_bytes: int | None = None,
+        files: Files | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
         self._min_free_bytes = min_free_bytes
-        self._files = files
+        self._files = files or Files()
         self._clock = clock
-        self._ballast_path = directory / "ballast"
+        self._lock = threading.RLock()
+        """Held while the ballast or the account of the free space changes; stores write in threads of their own."""
+        self._ballast_path = directory / BALLAST
         self._ballast_bytes = 0
         self._has_ballast = False
         self._min_free = 0
@@ -52,16 +62,16 @@ class DiskSpace:
     def prepare(self) -> None:
         """Learn the size of the disk; on one that is full, make room for recovery."""
         total = self._files.total_bytes(self._directory)
-        self._min_free = (
-            max(total // 50, 1 << 30) if self._min_free_bytes is None else self._min_free_bytes
-        )
-        self._ballast_bytes = min(_BALLAST_BYTES, total // 8)
-        self._free_bytes = self._files.free_bytes(self._directory)
-        self._has_ballast = (
-            self._ballast_path.exists() and self._ballast_path.stat().st_size == self._ballast_bytes
-        )
-        if self._free_bytes < self._ballast_bytes:
-            self.release_ballast()
+        path = self._ballast_path
+        with self._lock:
+            self._min_free = (
+                max(total // 50, 1 << 30) if self._min_free_bytes is None else self._min_free_bytes
+            )
+            self._ballast_bytes = min(_BALLAST_BYTES, total // 8)
+            self._free_bytes = self._files.free_bytes(self._directory)
+            self._has_ballast = path.exists() and path.stat().st_size == self._ballast_bytes
+            if self._free_bytes < self._ballast_bytes:
+                self._release_ballast()
 
     def warn_if_full(self) -> None:
         """Log that appends are refused, if they are."""
@@ -75,12 +85,13 @@ class DiskSpace:
 
     def take(self, num_bytes: int) -> bool:
         """Reserve room for an append; False when the watermark would be crossed."""
-        if self._clock() - self._measured_s >= _FREE_SPACE_AGE_S:
-            self.measure()
-        if not self._has_ballast or self._free_bytes - num_bytes < self._min_free:
-            return False
-        self._free_bytes -= num_bytes
-        return True
+        with self._lock:
+            if self._clock() - self._measured_s >= _FREE_SPACE_AGE_S:
+                self.measure()
+            if not self._has_ballast or self._free_bytes - num_bytes < self._min_free:
+                return False
+            self._free_bytes -= num_bytes
+            return True
 
     def refusal(self) -> StoreFull:
         """Say why an append was refused."""
@@ -95,11 +106,12 @@ class DiskSpace:
 
     def measure(self) -> None:
         """Look at the disk, and take the ballast back if there is room for it."""
-        self._free_bytes = self._files.free_bytes(self._directory)
-        self._measured_s = self._clock()
-        if not self._has_ballast and self._free_bytes >= self._min_free + self._ballast_bytes:
-            self._take_ballast()
+        with self._lock:
             self._free_bytes = self._files.free_bytes(self._directory)
+            self._measured_s = self._clock()
+            if not self._has_ballast and self._free_bytes >= self._min_free + self._ballast_bytes:
+                self._take_ballast()
+                self._free_bytes = self._files.free_bytes(self._directory)
 
     def _take_ballast(self) -> None:
         try:
@@ -113,10 +125,16 @@ class DiskSpace:
         except OSError as e:
             if e.errno not in LATER_ERRNOS:
                 raise
-            self.release_ballast()
+            self._release_ballast()
 
-    def release_ballast(self) -> None:
-        """Give up the ballast: SQLite needs it now."""
+    @contextlib.contextmanager
+    def without_ballast(self) -> Iterator[None]:
+        """Give up the ballast: SQLite needs it now. No other store takes it back before the block ends."""
+        with self._lock:
+            self._release_ballast()
+            yield
+
+    def _release_ballast(self) -> None:
         self._files.unlink(self._ballast_path)
         self._has_ballast = False
 

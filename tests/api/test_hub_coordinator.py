@@ -579,6 +579,18 @@ async def test_a_change_writes_only_the_environment_that_it_is_about() -> None:
     assert reply.env_id == 7
 
 
+async def test_environments_that_the_next_experiment_takes_over_survive_a_restart() -> None:
+    earlier = await started()
+    await earlier.register_env(RegisterEnv(**environment(desired_name="living")))
+    store = MemoryStore()
+    following = Coordinator(store)
+    await following.open()
+    await following.take_over(earlier)
+    again = await restarted(following, store)
+    assert again.num_connected == 1
+    assert again.knows(0)
+
+
 async def test_a_name_longer_than_128_characters_is_refused() -> None:
     RegisterEnv(**environment(desired_name="x" * 128))
     with pytest.raises(ValueError, match="at most 128 characters"):

@@ -267,25 +267,28 @@ class StateDb:
             [(*location, number) for number, location in moved],
         )
 
-    def record_of(self, number: int) -> RecordMeta:
-        """What a record of a held group would say today."""
-        row = self._db.execute(
+    def records_in(self, segment: int) -> list[RecordMeta]:
+        """What the records of the held groups in a segment would say today. Looks at all groups."""
+        rows = self._db.execute(
             "select number, group_id, env_id, num_sequences, num_tokens, policy_version,"
-            " arrival_step, digest, place from groups where number = ?",
-            (number,),
-        ).fetchone()
-        return RecordMeta(
-            number=row[0],
-            group_id=_group_id(row[1]),
-            env_id=row[2],
-            num_sequences=row[3],
-            num_tokens=row[4],
-            policy_version=row[5],
-            arrival_step=row[6],
-            digest=row[7],
-            # A record knows no batches, nor does what is rebuilt from records.
-            place=Place.BUFFERED if row[8] == Place.BUFFERED else Place.QUEUED,
+            " arrival_step, digest, place from groups where segment = ? order by number",
+            (segment,),
         )
+        return [
+            RecordMeta(
+                number=row[0],
+                group_id=_group_id(row[1]),
+                env_id=row[2],
+                num_sequences=row[3],
+                num_tokens=row[4],
+                policy_version=row[5],
+                arrival_step=row[6],
+                digest=row[7],
+                # A record knows no batches, nor does what is rebuilt from records.
+                place=Place.BUFFERED if row[8] == Place.BUFFERED else Place.QUEUED,
+            )
+            for row in rows
+        ]
 
     def apply(self, change: Change) -> None:
         """Apply all of `change`, whose groups and closed batches exist."""

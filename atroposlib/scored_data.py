@@ -1,9 +1,11 @@
 """One group of scored sequences: the dict that authors write and the checked form that everything else reads.
 
-`check_group` is the only code in the project that compares lengths and values of tokens, masks, logprobs,
-advantages, scores and distillation arrays. It runs at three gates: the environment's outbox and the trainer's client
-(`Strictness.MEANING`), and the hub (`Strictness.WIRE`). After it, alignment is a fact: the checked form keeps every
-per-token array flat, as long as `tokens`, and cut by the same `lengths`.
+This module is the only code in the project that says which lengths and values of tokens, masks, logprobs, advantages,
+scores and distillation arrays are right. `check_group` reads dicts; its rules for numbers, `check_numbers` and
+`check_meaning`, also take arrays, so that `wire.check_blob` need not build a group. There are three gates: the
+environment's outbox and the trainer's client (`Strictness.MEANING`), and the hub (`MEANING` for packed groups,
+`Strictness.WIRE` for JSON). After the gate, alignment is a fact: the checked form keeps every per-token array flat, as
+long as `tokens`, and cut by the same `lengths`.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ class ScoredDataGroup(TypedDict, total=False):
     tokens: list[list[int]]
     masks: list[list[int]]
     scores: list[float]
-    advantages: list[list[float]] | None
+    advantages: list[list[float]] | list[float] | None
+    """One number per token, or one per sequence."""
     ref_logprobs: list[list[float]] | None
     messages: list[list[Any]] | None
     generation_params: dict[str, Any] | None
@@ -114,7 +117,7 @@ class ScoredDataItem(TypedDict, total=False):
     tokens: list[int]
     masks: list[int]
     scores: float
-    advantages: list[float] | None
+    advantages: list[float] | float | None
     ref_logprobs: list[float] | None
     messages: list[Any] | None
     inference_logprobs: list[float] | None
@@ -130,10 +133,11 @@ class Strictness(enum.Enum):
     """How much a gate asks of a group."""
 
     WIRE = "wire"
-    """Shapes, types, ranges and finiteness; what passes is handed on exactly as it came (the hub)."""
+    """Shapes, types, ranges and finiteness; what passes is handed on exactly as it came (JSON at the hub)."""
 
     MEANING = "meaning"
-    """Also: masks are labels and sampled logprobs are log-probabilities (our environments, our trainer)."""
+    """Also: masks are labels and sampled logprobs are log-probabilities (our environments and trainer, packed groups at
+    the hub)."""
 
 
 class SequenceView(NamedTuple):
@@ -165,6 +169,8 @@ class ScoredGroup:
     """[N]"""
     advantages: FloatArray | None = None
     """[N] token-level advantages that replace those computed from scores."""
+    sequence_advantages: FloatArray | None = None
+    """[S] where the sender gave one advantage per sequence: `advantages` repeats it for each token of the sequence."""
     distill_token_ids: Ragged | None = None
     """N lists: the ids a teacher proposes for each token."""
     distill_logprobs: Ragged | None = None
@@ -240,7 +246,9 @@ class ScoredGroup:
             "tokens": cut("tokens", self.tokens) or [],
             "masks": cut("masks", self.masks) or [],
             "scores": self.scores.tolist(),
-            "advantages": cut("advantages", self.advantages),
+            "advantages": cut("advantages", self.advantages)
+            if self.sequence_advantages is None
+            else self.sequence_advantages.tolist(),
             "ref_logprobs": cut("ref_logprobs", self.ref_logprobs),
             "messages": optional("messages"),
             "generation_params": self.generation_params,
@@ -254,20 +262,28 @@ class ScoredGroup:
         }
 
 
+class Origin(NamedTuple):
+    """Who sent a group, and which one it is; fields of `ScoredGroup`."""
+
+    env_id: int | None
+    group_id: str | None
+    policy_version: int | None
+
+
 def check_group(
     group: Mapping[str, Any], *, strictness: Strictness, environment: str | None = None
 ) -> ScoredGroup:
     """Turn an author's or a client's dict into a `ScoredGroup`, or raise `GroupError` with the path of the fault.
 
     Per-token fields may be lists, numpy arrays, or already flat: `Ragged`, and `RaggedPerToken` for distillation.
-    Unknown keys are ignored. Nothing is padded or cut to fit.
+    `advantages` may be one number per sequence. Unknown keys are ignored. Nothing is padded or cut to fit.
     Masks of 0 and 1 alone are read as "trained or not" under `Strictness.MEANING` and reported in `repairs`.
 
     >>> group = {"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [1.0]}
     >>> check_group(group, strictness=Strictness.MEANING).num_trained
     1
     """
-    fail = _Failure(environment)
+    fail = Failure(environment)
     if not isinstance(group, Mapping):
         raise fail("group", f"expected a dict, got {_short(group)}")
     for name in ("tokens", "masks", "scores"):
@@ -280,22 +296,22 @@ def check_group(
     if len(mask_lengths) != num_sequences:
         raise fail("masks", f"{len(mask_lengths)} entries for {num_sequences} sequences")
     _same_lengths(mask_lengths, lengths, "masks", fail)
-    flat = _first_outside(tokens, 0, MAX_TOKEN_ID)
-    if flat is not None:
-        what = f"token id {tokens[flat]} is not in 0..{MAX_TOKEN_ID}"
-        raise fail.at(lengths, flat, "tokens", what)
     flat = _first_outside(masks, -(2**31), MAX_TOKEN_ID)
     if flat is not None:
         raise fail.at(lengths, flat, "masks", f"value {masks[flat]} does not fit 32 bits")
-
     scores = _float_row(group["scores"], "scores", fail)
-    if len(scores) != num_sequences:
-        raise fail("scores", f"{len(scores)} entries for {num_sequences} sequences")
 
     empty: set[str] = set()
+    sequence_advantages = _sequence_advantages(group, num_sequences, fail)
+    if sequence_advantages is not None:
+        repeated = Ragged(np.repeat(sequence_advantages, lengths), lengths)
+        group = {**group, "advantages": repeated}
     per_token = {
-        name: _per_token_floats(group, name, lengths, empty, fail) for name in PER_TOKEN_FIELDS
+        name: values
+        for name in PER_TOKEN_FIELDS
+        if (values := _per_token_floats(group, name, lengths, empty, fail)) is not None
     }
+    check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token, fail=fail)
     distill = _check_distillation(group, lengths, empty, fail)
     messages = _check_messages(group, num_sequences, empty, fail)
     overrides = _optional_rows(group, "overrides", num_sequences, empty, fail)
@@ -304,23 +320,15 @@ def check_group(
             if not isinstance(entry, Mapping):
                 raise fail(f"sequences[{i}].overrides", f"expected a dict, got {_short(entry)}")
 
-    lengths = lengths.astype(np.int32)
-    tokens32, masks32 = tokens.astype(np.int32), masks.astype(np.int32)
-    repairs: tuple[str, ...] = ()
-    if strictness is Strictness.MEANING:
-        if num_sequences == 0:
-            raise fail("tokens", "the group has no sequences")
-        masks32, repairs = _check_labels(tokens32, masks32, lengths, fail)
-        _check_logprobs(per_token, masks32, lengths, fail)
-
-    return ScoredGroup(
-        lengths=lengths,
-        tokens=tokens32,
-        masks=masks32,
+    checked = ScoredGroup(
+        lengths=lengths.astype(np.int32),
+        tokens=tokens.astype(np.int32),
+        masks=masks.astype(np.int32),
         scores=scores,
-        inference_logprobs=per_token["inference_logprobs"],
-        ref_logprobs=per_token["ref_logprobs"],
-        advantages=per_token["advantages"],
+        inference_logprobs=per_token.get("inference_logprobs"),
+        ref_logprobs=per_token.get("ref_logprobs"),
+        advantages=per_token.get("advantages"),
+        sequence_advantages=sequence_advantages,
         distill_token_ids=distill["distill_token_ids"],
         distill_logprobs=distill["distill_logprobs"],
         messages=messages,
@@ -328,18 +336,16 @@ def check_group(
         generation_params=_optional_mapping(group, "generation_params", fail),
         group_overrides=_optional_mapping(group, "group_overrides", fail),
         images=group.get("images"),
-        env_id=_optional_int(group, "env_id", fail),
-        group_id=_group_id(group, fail),
-        policy_version=_optional_int(group, "policy_version", fail),
         empty_fields=frozenset(empty),
-        repairs=repairs,
+        **check_origin(group, fail)._asdict(),
     )
+    return read_meaning(checked, fail) if strictness is Strictness.MEANING else checked
 
 
-class _Failure:
+class Failure:
     """Builds `GroupError`s that end with the environment's name."""
 
-    def __init__(self, environment: str | None) -> None:
+    def __init__(self, environment: str | None = None) -> None:
         self._suffix = "" if environment is None else f" (environment {environment!r})"
 
     def __call__(self, path: str, what: str) -> GroupError:
@@ -359,7 +365,7 @@ def _short(value: Any) -> str:
     return f"{kind} {text}" if len(text) <= 60 else f"{kind} {text[:57]}..."
 
 
-def _rows(value: Any, name: str, fail: _Failure) -> Sequence[Any]:
+def _rows(value: Any, name: str, fail: Failure) -> Sequence[Any]:
     if isinstance(value, np.ndarray):
         return list(value)
     if not isinstance(value, list | tuple):
@@ -367,7 +373,7 @@ def _rows(value: Any, name: str, fail: _Failure) -> Sequence[Any]:
     return value
 
 
-def _array(row: Any, path: str, fail: _Failure) -> NDArray[Any]:
+def _array(row: Any, path: str, fail: Failure) -> NDArray[Any]:
     if not isinstance(row, list | tuple | np.ndarray):
         raise fail(path, f"expected a list of numbers, got {_short(row)}")
     try:
@@ -379,7 +385,7 @@ def _array(row: Any, path: str, fail: _Failure) -> NDArray[Any]:
     return array
 
 
-def _int_rows(value: Any, name: str, fail: _Failure) -> Ragged:
+def _int_rows(value: Any, name: str, fail: Failure) -> Ragged:
     """Return the rows of `value` laid end to end, in an integer type that holds them."""
     if isinstance(value, Ragged):
         if value.values.size and value.values.dtype.kind not in "iu":
@@ -390,11 +396,12 @@ def _int_rows(value: Any, name: str, fail: _Failure) -> Ragged:
     return _lay_out(arrays, np.int64)
 
 
-def _int_row(row: Any, path: str, fail: _Failure) -> NDArray[np.int64]:
+def _int_row(row: Any, path: str, fail: Failure) -> NDArray[np.int64]:
     array = _array(row, path, fail)
     if array.size and array.dtype.kind not in "iu":
-        wrong = next((v for v in row if isinstance(v, bool) or not isinstance(v, int)), row)
-        raise fail(path, f"expected integers, got {_short(wrong)}")
+        wrong = [v for v in row if isinstance(v, bool) or not isinstance(v, int)]
+        what = f"expected integers, got {_short(wrong[0])}" if wrong else "not all fit 64 bits"
+        raise fail(path, what)
     if array.size and array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
         raise fail(path, f"value {array.max()} does not fit 64 bits")
     return array.astype(np.int64, copy=False)
@@ -421,16 +428,12 @@ def _not_finite(value: Any) -> str:
     return f"{value} is not finite; send a number or leave the group out"
 
 
-def _float_row(row: Any, path: str, fail: _Failure) -> FloatArray:
+def _float_row(row: Any, path: str, fail: Failure) -> FloatArray:
     array = _array(row, path, fail)
     if array.size and array.dtype.kind not in "iuf":
         wrong = next((v for v in row if isinstance(v, bool) or not isinstance(v, int | float)), row)
         raise fail(path, f"expected numbers, got {_short(wrong)}")
-    values = array.astype(np.float64, copy=False)
-    i = _first_not_finite(values)
-    if i is not None:
-        raise fail(f"{path}[{i}]", _not_finite(values[i]))
-    return values
+    return array.astype(np.float64, copy=False)
 
 
 def _per_token_floats(
@@ -438,7 +441,7 @@ def _per_token_floats(
     name: str,
     lengths: NDArray[Any],
     empty: set[str],
-    fail: _Failure,
+    fail: Failure,
 ) -> FloatArray | None:
     """Return one number per token; None for null and for `[]` (noted in `empty`)."""
     rows = group.get(name)
@@ -453,13 +456,28 @@ def _per_token_floats(
     _same_lengths(rows.lengths, lengths, name, fail)
     if rows.values.size and rows.values.dtype.kind not in "iuf":
         raise fail(name, f"expected numbers, got {rows.values.dtype} values")
-    flat = _first_not_finite(rows.values)
-    if flat is not None:
-        raise fail.at(lengths, flat, name, _not_finite(rows.values[flat]))
     return rows.values.astype(np.float64, copy=False)
 
 
-def _same_lengths(found: NDArray[Any], lengths: NDArray[Any], name: str, fail: _Failure) -> None:
+def _sequence_advantages(
+    group: Mapping[str, Any], num_sequences: int, fail: Failure
+) -> FloatArray | None:
+    """Return `advantages` if they are one number per sequence."""
+    rows = group.get("advantages")
+    if not isinstance(rows, list | tuple | np.ndarray) or isinstance(rows, Ragged) or not len(rows):
+        return None
+    if isinstance(rows[0], list | tuple | np.ndarray):
+        return None
+    values = _float_row(rows, "advantages", fail)
+    if len(values) != num_sequences:
+        raise fail("advantages", f"{len(values)} entries for {num_sequences} sequences")
+    flat = _first_not_finite(values)
+    if flat is not None:
+        raise fail(f"advantages[{flat}]", _not_finite(values[flat]))
+    return values
+
+
+def _same_lengths(found: NDArray[Any], lengths: NDArray[Any], name: str, fail: Failure) -> None:
     if found is lengths:
         return
     wrong = np.flatnonzero(found != lengths)
@@ -469,7 +487,7 @@ def _same_lengths(found: NDArray[Any], lengths: NDArray[Any], name: str, fail: _
 
 
 def _optional_rows(
-    group: Mapping[str, Any], name: str, num_sequences: int, empty: set[str], fail: _Failure
+    group: Mapping[str, Any], name: str, num_sequences: int, empty: set[str], fail: Failure
 ) -> list[Any] | None:
     """Return the per-sequence entries of an optional field; None for null and for `[]` (noted in `empty`)."""
     value = group.get(name)
@@ -484,7 +502,7 @@ def _optional_rows(
     return rows
 
 
-def _optional_mapping(group: Mapping[str, Any], name: str, fail: _Failure) -> dict[str, Any] | None:
+def _optional_mapping(group: Mapping[str, Any], name: str, fail: Failure) -> dict[str, Any] | None:
     value = group.get(name)
     if value is None:
         return None
@@ -493,7 +511,7 @@ def _optional_mapping(group: Mapping[str, Any], name: str, fail: _Failure) -> di
     return dict(value)
 
 
-def _optional_int(group: Mapping[str, Any], name: str, fail: _Failure) -> int | None:
+def _optional_int(group: Mapping[str, Any], name: str, fail: Failure) -> int | None:
     value = group.get(name)
     if value is None:
         return None
@@ -503,20 +521,23 @@ def _optional_int(group: Mapping[str, Any], name: str, fail: _Failure) -> int | 
     return int(value)
 
 
-def _group_id(group: Mapping[str, Any], fail: _Failure) -> str | None:
-    value = group.get("group_id")
-    if value is None:
-        return None
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_GROUP_ID_CHARS:
-        raise fail(
-            "group_id",
-            f"expected 1 to {MAX_GROUP_ID_CHARS} characters or null, got {_short(value)}",
-        )
-    return value
+def check_origin(group: Mapping[str, Any], fail: Failure) -> Origin:
+    """Check who sent a group, and which one it is."""
+    group_id = group.get("group_id")
+    if group_id is not None and not (
+        isinstance(group_id, str) and 0 < len(group_id) <= MAX_GROUP_ID_CHARS
+    ):
+        what = f"expected 1 to {MAX_GROUP_ID_CHARS} characters or null, got {_short(group_id)}"
+        raise fail("group_id", what)
+    return Origin(
+        env_id=_optional_int(group, "env_id", fail),
+        group_id=group_id,
+        policy_version=_optional_int(group, "policy_version", fail),
+    )
 
 
 def _check_messages(
-    group: Mapping[str, Any], num_sequences: int, empty: set[str], fail: _Failure
+    group: Mapping[str, Any], num_sequences: int, empty: set[str], fail: Failure
 ) -> list[list[Any]] | None:
     rows = _optional_rows(group, "messages", num_sequences, empty, fail)
     if rows is None:
@@ -540,7 +561,7 @@ def _check_messages(
 
 
 def _check_distillation(
-    group: Mapping[str, Any], lengths: NDArray[Any], empty: set[str], fail: _Failure
+    group: Mapping[str, Any], lengths: NDArray[Any], empty: set[str], fail: Failure
 ) -> dict[str, Ragged | None]:
     found: dict[str, Ragged | None] = {}
     for name in DISTILL_FIELDS:
@@ -573,7 +594,7 @@ def _check_distillation(
     return found
 
 
-def _finite_entries(logprobs: Ragged, lengths: NDArray[Any], fail: _Failure) -> Ragged:
+def _finite_entries(logprobs: Ragged, lengths: NDArray[Any], fail: Failure) -> Ragged:
     values = logprobs.values
     if values.size and values.dtype.kind not in "iuf":
         raise fail("distill_logprobs", f"expected numbers, got {values.dtype} values")
@@ -585,7 +606,7 @@ def _finite_entries(logprobs: Ragged, lengths: NDArray[Any], fail: _Failure) -> 
 
 
 def _distill_rows(
-    rows: Sequence[Any], name: str, lengths: NDArray[Any], fail: _Failure
+    rows: Sequence[Any], name: str, lengths: NDArray[Any], fail: Failure
 ) -> RaggedPerToken:
     """Lay out nested lists `[num_sequences][num_tokens][k]`."""
     for i, row in enumerate(rows):
@@ -616,37 +637,80 @@ def _distill_rows(
     return RaggedPerToken(_lay_out(arrays, np.int64 if is_ids else np.float64), lengths)
 
 
-def _check_labels(
-    tokens: IntArray, masks: IntArray, lengths: IntArray, fail: _Failure
-) -> tuple[IntArray, tuple[str, ...]]:
+def check_numbers(
+    *,
+    lengths: NDArray[Any],
+    tokens: NDArray[Any],
+    scores: NDArray[Any],
+    per_token: Mapping[str, NDArray[Any]],
+    fail: Failure,
+) -> None:
+    """Check the values of arrays whose lengths agree, as every gate does.
+
+    `lengths` is [S], `scores` one number per sequence, `tokens` and each of `per_token` are [sum(lengths)].
+    """
+    flat = _first_outside(tokens, 0, MAX_TOKEN_ID)
+    if flat is not None:
+        what = f"token id {tokens[flat]} is not in 0..{MAX_TOKEN_ID}"
+        raise fail.at(lengths, flat, "tokens", what)
+    if len(scores) != len(lengths):
+        raise fail("scores", f"{len(scores)} entries for {len(lengths)} sequences")
+    flat = _first_not_finite(scores)
+    if flat is not None:
+        raise fail(f"scores[{flat}]", _not_finite(scores[flat]))
+    for name, values in per_token.items():
+        flat = _first_not_finite(values)
+        if flat is not None:
+            raise fail.at(lengths, flat, name, _not_finite(values[flat]))
+
+
+def check_meaning(
+    *,
+    lengths: NDArray[Any],
+    trained: NDArray[np.bool_],
+    per_token: Mapping[str, NDArray[Any]],
+    fail: Failure,
+) -> None:
+    """Check what `Strictness.MEANING` asks of a group beside its masks; `trained` is [N], as each of `per_token`."""
+    if not len(lengths):
+        raise fail("tokens", "the group has no sequences")
+    for name in LOGPROB_FIELDS:
+        if name not in per_token:
+            continue
+        is_bad = trained & (per_token[name] > LOGPROB_TOLERANCE)
+        if is_bad.any():
+            flat = np.flatnonzero(is_bad)[0]
+            value = float(per_token[name][flat])
+            what = f"{value} at a trained position; a log-probability is at most 0"
+            raise fail.at(lengths, flat, name, what)
+
+
+def read_meaning(group: ScoredGroup, fail: Failure) -> ScoredGroup:
+    """Return a group that passed `Strictness.WIRE` as `Strictness.MEANING` reads it, or raise `GroupError`."""
+    labels, repairs = _read_labels(group, fail)
+    fields = {name: getattr(group, name) for name in LOGPROB_FIELDS}
+    check_meaning(
+        lengths=group.lengths,
+        trained=labels != IGNORE_INDEX,
+        per_token={name: values for name, values in fields.items() if values is not None},
+        fail=fail,
+    )
+    return group.replace(masks=labels, repairs=repairs) if repairs else group
+
+
+class _Labels(NamedTuple):
+    masks: IntArray
+    repairs: tuple[str, ...]
+
+
+def _read_labels(group: ScoredGroup, fail: Failure) -> _Labels:
+    tokens, masks = group.tokens, group.masks
     is_label = (masks == IGNORE_INDEX) | (masks == tokens)
     if is_label.all():
-        return masks, ()
+        return _Labels(masks, ())
     if ((masks == 0) | (masks == 1)).all():
         labels = np.where(masks == 1, tokens, IGNORE_INDEX).astype(np.int32)
-        return labels, ("binary_masks",)
+        return _Labels(labels, ("binary_masks",))
     flat = np.flatnonzero(~is_label)[0]
-    raise fail.at(
-        lengths,
-        flat,
-        "masks",
-        f"{masks[flat]} is neither {IGNORE_INDEX} nor the token {tokens[flat]}; masks are labels",
-    )
-
-
-def _check_logprobs(
-    per_token: Mapping[str, FloatArray | None], masks: IntArray, lengths: IntArray, fail: _Failure
-) -> None:
-    trained = masks != IGNORE_INDEX
-    for name in LOGPROB_FIELDS:
-        values = per_token[name]
-        if values is None:
-            continue
-        bad = np.flatnonzero(trained & (values > LOGPROB_TOLERANCE))
-        if bad.size:
-            raise fail.at(
-                lengths,
-                bad[0],
-                name,
-                f"{values[bad[0]]} at a trained position; a log-probability is at most 0",
-            )
+    what = f"{masks[flat]} is neither {IGNORE_INDEX} nor the token {tokens[flat]}; masks are labels"
+    raise fail.at(group.lengths, flat, "masks", what)

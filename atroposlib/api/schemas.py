@@ -165,7 +165,7 @@ class ScoredData(BaseModel):
     tokens: list[list[int]]
     masks: list[list[int]]
     scores: list[float]
-    advantages: list[list[float]] | None = None
+    advantages: list[list[float]] | list[float] | None = None
     ref_logprobs: list[list[float]] | None = None
     messages: list[list[dict[str, Any]]] | None = None
     """Each message has a `role` and a `content`."""

@@ -7,8 +7,7 @@ a batch without being parsed. Both encodings hand back what was sent: floats tra
 nothing. The byte layout is written down in `api/README.md`.
 
 Decoding always ends in `check_group`: there is no way to obtain an unchecked `ScoredGroup` from bytes. Who needs no
-`ScoredGroup`, such as the hub, has blobs checked to the same rules by `check_blob`, several times as fast. No call into
-C works on more than about a MiB at once where that can be avoided: such calls hold the GIL.
+`ScoredGroup`, such as the hub, has blobs checked by `check_blob`, by the same functions of `scored_data`.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from atroposlib.scored_data import (
     ScoredGroup,
 )
 from atroposlib.wire.packed import (
+    SEQUENCE_ADVANTAGES,
     Blob,
     PackedDistillation,
     PackedGroup,
@@ -58,6 +59,10 @@ def json_pieces(blob: Blob) -> Iterator[bytes]:
         yield b'%c"%s":' % (b"," if i else b"{", name.encode())
         if name in arrays:
             yield from _rows(bounds, arrays[name])
+        elif name == "advantages" and SEQUENCE_ADVANTAGES in packed.arrays:
+            width, buffer = packed.arrays[SEQUENCE_ADVANTAGES]
+            values = read_buffer(buffer, f"<{width}", len(lengths), name)
+            yield from _row(_cut_of(values), 0, len(lengths))
         elif name == "scores":
             yield from _row(_cut_of(read_buffer(packed.scores, "<f8", None, name)), 0, len(lengths))
         elif name in packed.distill:
@@ -80,7 +85,6 @@ def _array_cuts(packed: PackedGroup, num_tokens: int) -> dict[str, Cut]:
     if packed.masks is not None:
         cuts["masks"] = _cut_of(read_buffer(packed.masks, "<i4", num_tokens, "masks"))
     else:
-        assert packed.trained is not None
         trained = read_bits(packed.trained, num_tokens)
         ignored = np.int32(IGNORE_INDEX)
         cuts["masks"] = lambda start, stop: np.where(

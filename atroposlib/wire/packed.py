@@ -1,7 +1,7 @@
 """Packed groups: what our clients send, what the hub stores, what its batches are joined from.
 
 A blob is one group; a message is an envelope around blobs. Buffers are read in place and copied once. What a blob
-says is believed only after `check_group`, except by `open_blob`, whose callers read blobs that passed it before.
+says is believed only after `unpack_group` or `check_blob`; `json_pieces` reads blobs that passed one of them before.
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ from atroposlib.errors import GroupError
 from atroposlib.scored_data import (
     DISTILL_FIELDS,
     IGNORE_INDEX,
-    MAX_GROUP_ID_CHARS,
+    PER_SEQUENCE_FIELDS,
     PER_TOKEN_FIELDS,
+    Failure,
+    Origin,
     Ragged,
     RaggedPerToken,
     ScoredGroup,
     Strictness,
     check_group,
+    check_meaning,
+    check_numbers,
+    check_origin,
+    read_meaning,
 )
 
 CONTENT_TYPE_JSON: Final = "application/json"
@@ -52,6 +58,9 @@ _MASKED_LABEL: Final = struct.pack("<i", IGNORE_INDEX)
 _SPARE_FRAMES: Final = 200
 _FEW: Final = msgspec.Meta(max_length=32)
 _TAIL_FIELDS: Final = (*OBJECT_FIELDS, *DISTILL_FIELDS)
+_EMPTY_FIELDS: Final = (*PER_TOKEN_FIELDS, *DISTILL_FIELDS, *PER_SEQUENCE_FIELDS)
+SEQUENCE_ADVANTAGES: Final = "sequence_advantages"
+"""Name of the array that stands for `advantages` where they are one number per sequence."""
 Blob = bytes | bytearray | memoryview
 
 
@@ -79,12 +88,13 @@ class PackedGroup(msgspec.Struct, omit_defaults=True, gc=False):
     masks: memoryview | None = None
     """[N] i32; present instead of `trained` when a foreign client's masks are not labels."""
     arrays: Annotated[dict[str, tuple[str, memoryview]], _FEW] = {}
-    """per-token float arrays by name: ("f4" or "f8", [N])"""
+    """float arrays by name: ("f4" or "f8", [N]); `sequence_advantages`, in place of `advantages`, is [S]"""
     distill: Annotated[dict[str, PackedDistillation], _FEW] = {}
     """`distill_token_ids` ("i4" or "i8") and `distill_logprobs` ("f4" or "f8")"""
     tail: Annotated[dict[str, memoryview], _FEW] | memoryview = {}
     """JSON by name of the fields that are not arrays; or one JSON object of all of them"""
     empty: Annotated[list[str], _FEW] = []
+    """Optional fields that are `[]`. No field may be given in two of these ways."""
     env_id: int | None = None
     group_id: str | None = None
     policy_version: int | None = None
@@ -154,16 +164,21 @@ def _buffer_of(values: NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(values).view(np.uint8).data
 
 
+def _float_arrays(group: ScoredGroup) -> dict[str, _Narrowed]:
+    """Return the float arrays of a group by their names in a blob."""
+    per_sequence = group.sequence_advantages is not None
+    names = [
+        SEQUENCE_ADVANTAGES if name == "advantages" and per_sequence else name
+        for name in PER_TOKEN_FIELDS
+    ]
+    values = {name: getattr(group, name) for name in names}
+    return {name: _narrow_floats(each) for name, each in values.items() if each is not None}
+
+
 def pack_group(group: ScoredGroup) -> bytes:
     """Encode one group as a packed blob."""
     trained = group.masks == group.tokens
     is_label = bool((trained | (group.masks == IGNORE_INDEX)).all())
-    arrays = {}
-    for name in PER_TOKEN_FIELDS:
-        values = getattr(group, name)
-        if values is not None:
-            width, narrow = _narrow_floats(values)
-            arrays[name] = (width, _buffer_of(narrow))
     distill = {}
     for name in DISTILL_FIELDS:
         entries = getattr(group, name)
@@ -179,7 +194,10 @@ def pack_group(group: ScoredGroup) -> bytes:
             scores=_buffer_of(group.scores.astype("<f8", copy=False)),
             trained=_buffer_of(np.packbits(trained)) if is_label else None,
             masks=None if is_label else _buffer_of(group.masks.astype("<i4", copy=False)),
-            arrays=arrays,
+            arrays={
+                name: (width, _buffer_of(values))
+                for name, (width, values) in _float_arrays(group).items()
+            },
             distill=distill,
             tail={
                 name: memoryview(json_bytes(value, name))
@@ -251,22 +269,28 @@ def _unpack(packed: PackedGroup, *, strictness: Strictness) -> ScoredGroup:
     tokens = read_buffer(packed.tokens, "<u4", num_tokens, "tokens")
     if packed.masks is not None:
         masks = read_buffer(packed.masks, "<i4", num_tokens, "masks")
-    elif packed.trained is not None:
+    else:
         trained = read_bits(packed.trained, num_tokens)
         masks = np.where(trained, tokens.view("<i4"), np.int32(IGNORE_INDEX))
-    else:
-        raise GroupError("masks: required, but neither `trained` nor `masks` is present")
 
-    group: dict[str, Any] = {
-        name: decode_member(text, name) for name, text in tail_members(packed).items()
-    }
+    tail = tail_members(packed)
+    _refuse_two_values(packed, tail)
+    group: dict[str, Any] = {name: decode_member(text, name) for name, text in tail.items()}
     for name in packed.empty:
+        if name not in _EMPTY_FIELDS:
+            raise GroupError(f"empty: unknown field {name[:60]!r}")
         group[name] = []
     for name, (width, buffer) in packed.arrays.items():
-        if name not in PER_TOKEN_FIELDS or width not in ("f4", "f8"):
-            raise GroupError(f"arrays.{name}: unknown array or width {width!r}")
-        values = read_buffer(buffer, f"<{width}", num_tokens, name)
-        group[name] = Ragged(_owned(values) if width == "f8" else values, lengths)
+        is_per_token = name in PER_TOKEN_FIELDS
+        if not (is_per_token or name == SEQUENCE_ADVANTAGES) or width not in ("f4", "f8"):
+            raise GroupError(f"arrays.{name[:60]}: unknown array or width {width[:60]!r}")
+        count = num_tokens if is_per_token else len(lengths)
+        values = read_buffer(buffer, f"<{width}", count, name)
+        values = _owned(values) if width == "f8" else values
+        if is_per_token:
+            group[name] = Ragged(values, lengths)
+        else:
+            group["advantages"] = values
     for name, distillation in packed.distill.items():
         group[name] = RaggedPerToken(_read_distillation(name, distillation, num_tokens), lengths)
     group |= {
@@ -278,6 +302,16 @@ def _unpack(packed: PackedGroup, *, strictness: Strictness) -> ScoredGroup:
         "policy_version": packed.policy_version,
     }
     return check_group(group, strictness=strictness)
+
+
+def _refuse_two_values(packed: PackedGroup, tail: Mapping[str, memoryview]) -> None:
+    """Readers of a blob look in different places for a field; so no field may be in two of them."""
+    arrays = ["advantages" if name == SEQUENCE_ADVANTAGES else name for name in packed.arrays]
+    seen: set[str] = set()
+    for name in (*arrays, *packed.distill, *tail, *packed.empty):
+        if name in seen:
+            raise GroupError(f"{name[:60]}: given twice")
+        seen.add(name)
 
 
 def _read_distillation(name: str, packed: PackedDistillation, num_tokens: int) -> Ragged:
@@ -304,8 +338,10 @@ def read_buffer(data: memoryview, dtype: str, count: int | None, name: str) -> N
     return array if array.flags.aligned else array.copy()
 
 
-def read_bits(data: memoryview, count: int) -> NDArray[np.bool_]:
-    """Return the first `count` bits of `trained`."""
+def read_bits(data: memoryview | None, count: int) -> NDArray[np.bool_]:
+    """Return the first `count` bits of `trained`; raises `GroupError`."""
+    if data is None:
+        raise GroupError("masks: required, but neither `trained` nor `masks` is present")
     packed = read_buffer(data, "u1", (count + 7) // 8, "trained")
     return np.unpackbits(packed, count=count).view(np.bool_)
 
@@ -361,11 +397,8 @@ def content_digest(group: ScoredGroup | Blob) -> bytes:
     add("trained", np.packbits(trained))
     add("masks", group.masks[~trained].astype("<i4", copy=False))
     add("scores", group.scores.astype("<f8", copy=False))
-    for name in PER_TOKEN_FIELDS:
-        values = getattr(group, name)
-        if values is not None:
-            width, narrow = _narrow_floats(values)
-            add(f"{name} {width}", narrow)
+    for name, (width, narrow) in _float_arrays(group).items():
+        add(f"{name} {width}", narrow)
     for name in DISTILL_FIELDS:
         entries = getattr(group, name)
         if entries is not None:
@@ -409,12 +442,13 @@ class BlobFacts(NamedTuple):
 
 
 def check_blob(blob: Blob) -> BlobFacts:
-    """Check a packed group as `unpack_group` does under `Strictness.WIRE`; raises the same `GroupError`."""
+    """Check a packed group as `unpack_group` does under `Strictness.MEANING`; raises the same `GroupError`."""
     packed = open_blob(blob)
-    facts = _plain_facts(packed)
-    if facts is not None:
-        return facts
+    if _is_ordinary(packed):
+        return _check_in_place(packed)
+    # What is stored and delivered is the blob, so its facts are those of what was sent: masks of 0 and 1 stay.
     group = _unpack(packed, strictness=Strictness.WIRE)
+    read_meaning(group, Failure())
     return facts_of(group)
 
 
@@ -429,68 +463,52 @@ def facts_of(group: ScoredGroup) -> BlobFacts:
     )
 
 
-def _plain_facts(packed: PackedGroup) -> BlobFacts | None:
-    """Check, in place, a group of nothing but numbers in their usual widths, as nearly all are.
-
-    None for any other and for one with a fault: the gate knows what to make of it.
-    """
-    num_sequences = packed.lengths.nbytes // 4
-    trained = packed.trained
-    is_plain = (
-        trained is not None
-        and packed.masks is None
+def _is_ordinary(packed: PackedGroup) -> bool:
+    """Whether a group is nothing but numbers in their usual widths, as nearly all are."""
+    return (
+        packed.masks is None
         and not (packed.distill or packed.empty or len(packed.tail))
-        and 0 < packed.lengths.nbytes == num_sequences * 4
-        and packed.scores.nbytes == num_sequences * 8
-        and all(_is_int64(number) for number in (packed.env_id, packed.policy_version))
-        and (packed.group_id is None or 0 < len(packed.group_id) <= MAX_GROUP_ID_CHARS)
+        and all(name in PER_TOKEN_FIELDS and w == "f4" for name, (w, _) in packed.arrays.items())
     )
-    if not is_plain or trained is None:
-        return None
-    lengths = np.frombuffer(packed.lengths, "<u4")
+
+
+def _check_in_place(packed: PackedGroup) -> BlobFacts:
+    """Check an ordinary group where it lies: a third of the time that it takes to unpack and digest it."""
+    fail = Failure()
+    lengths = read_buffer(packed.lengths, "<u4", None, "lengths")
     num_tokens = int(lengths.sum(dtype=np.int64))
-    arrays = [(name, packed.arrays[name]) for name in PER_TOKEN_FIELDS if name in packed.arrays]
-    if not (
-        0 < num_tokens * 4 == packed.tokens.nbytes
-        and (num_tokens + 7) // 8 == trained.nbytes
-        and not trained[-1] & (1 << -num_tokens % 8) - 1  # bits that no token has
-        and int(read_buffer(packed.tokens, "<i4", num_tokens, "tokens").min()) >= 0
-        and len(arrays) == len(packed.arrays)
-        and all(width == "f4" and data.nbytes == num_tokens * 4 for _, (width, data) in arrays)
-        and _is_finite(read_buffer(packed.scores, "<f8", num_sequences, "scores"))
-        and all(_is_finite(read_buffer(data, "<f4", num_tokens, "")) for _, (_, data) in arrays)
-    ):
-        return None
+    tokens = read_buffer(packed.tokens, "<u4", num_tokens, "tokens")
+    trained = read_bits(packed.trained, num_tokens)
+    scores = read_buffer(packed.scores, "<f8", len(lengths), "scores")
+    per_token: dict[str, NDArray[Any]] = {
+        name: read_buffer(packed.arrays[name][1], "<f4", num_tokens, name)
+        for name in PER_TOKEN_FIELDS
+        if name in packed.arrays
+    }
+    check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token, fail=fail)
+    origin = {name: getattr(packed, name) for name in Origin._fields}
+    env_id, group_id, policy_version = check_origin(origin, fail)
+    check_meaning(lengths=lengths, trained=trained, per_token=per_token, fail=fail)
     digest = b""
-    if packed.group_id is not None:
+    if group_id is not None:
         contents = _Digest()
         contents.add("lengths", packed.lengths)
         contents.add("tokens", packed.tokens)
-        contents.add("trained", trained)
-        num_masked = num_tokens - int.from_bytes(trained, "big").bit_count()
-        contents.add("masks", _MASKED_LABEL * num_masked)
+        contents.add("trained", np.packbits(trained))
+        contents.add("masks", _MASKED_LABEL * (num_tokens - int(np.count_nonzero(trained))))
         contents.add("scores", packed.scores)
-        for name, (width, data) in arrays:
-            contents.add(f"{name} {width}", data)
+        for name in per_token:
+            contents.add(f"{name} f4", packed.arrays[name][1])
         contents.add("empty", b"")
         digest = contents.value()
     return BlobFacts(
-        env_id=packed.env_id,
-        num_sequences=num_sequences,
+        env_id=env_id,
+        num_sequences=len(lengths),
         num_tokens=num_tokens,
-        policy_version=packed.policy_version,
-        group_id=packed.group_id,
+        policy_version=policy_version,
+        group_id=group_id,
         digest=digest,
     )
-
-
-def _is_int64(value: int | None) -> bool:
-    return value is None or -(2**63) <= value < 2**63
-
-
-def _is_finite(values: NDArray[Any]) -> bool:
-    # NaN is the least and the greatest of the values among which it is, and compares false.
-    return bool(values.min() > -np.inf and values.max() < np.inf)
 
 
 def _canonical_json(value: Any) -> bytes:

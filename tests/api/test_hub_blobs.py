@@ -1,4 +1,4 @@
-"""The hub's check of packed groups finds what the gate finds, whichever way it goes."""
+"""The hub's check of packed groups finds what the trainer's gate finds, whichever way it goes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def packed_with(**changes: Any) -> bytes:
     return msgspec.msgpack.encode({k: v for k, v in (fields | changes).items() if v is not None})
 
 
-def is_plain(blob: bytes) -> bool:
-    return packed._plain_facts(packed.open_blob(blob)) is not None
+def is_ordinary(blob: bytes) -> bool:
+    return packed._is_ordinary(packed.open_blob(blob))
 
 
 def outcome(check: Any, blob: bytes) -> Any:
@@ -45,23 +45,28 @@ def outcome(check: Any, blob: bytes) -> Any:
 
 
 def gate(blob: bytes) -> Any:
+    """Return the facts of what was sent if a trainer can use it."""
+    unpack_group(blob, strictness=Strictness.MEANING)
     return facts_of(unpack_group(blob, strictness=Strictness.WIRE))
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> dict[str, Any]:
-    lengths = draw(st.lists(st.integers(0, 9), max_size=3))
+    lengths = draw(st.lists(st.integers(0, 9), min_size=draw(st.integers(0, 1)), max_size=3))
 
     def rows(values: st.SearchStrategy[Any]) -> list[list[Any]]:
         return [draw(st.lists(values, min_size=n, max_size=n)) for n in lengths]
 
     tokens = rows(st.integers(0, 2**31 - 1))
-    label = st.booleans() if draw(st.booleans()) else st.integers(-(2**31), 2**31 - 1)
+    labels = [st.booleans(), st.integers(0, 1), st.integers(-(2**31), 2**31 - 1)]
+    label = labels[draw(st.sampled_from([0, 0, 1, 2]))]
     masks = [
         [(t if m is True else -100 if m is False else m) for t, m in zip(*each, strict=True)]
         for each in zip(tokens, rows(label), strict=True)
     ]
-    number = F4 if draw(st.booleans()) else st.floats(allow_nan=False, allow_infinity=False)
+    width = draw(st.sampled_from([32, 64]))
+    highest = draw(st.sampled_from([None, 0.0]))
+    number = st.floats(max_value=highest, width=width, allow_nan=False, allow_infinity=False)
     group = {"tokens": tokens, "masks": masks, "scores": [draw(F4) for _ in lengths]}
     for name in ("inference_logprobs", "ref_logprobs", "advantages"):
         if draw(st.booleans()):
@@ -70,26 +75,68 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
         group["group_id"] = draw(st.text("abc", min_size=1, max_size=4))
     if draw(st.integers(0, 3)) == 0:
         group["messages"] = draw(st.sampled_from([[], [[] for _ in lengths]]))
+    if draw(st.integers(0, 3)) == 0:
+        group["advantages"] = [draw(F4) for _ in lengths]
     return group
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(groups())
-def test_any_group_gets_the_facts_and_the_digest_of_the_gate(group: dict[str, Any]) -> None:
+def test_any_group_gets_the_facts_the_digest_or_the_refusal_of_the_gate(
+    group: dict[str, Any],
+) -> None:
     blob = pack_group(check_group(group, strictness=Strictness.WIRE))
-    assert check_blob(blob) == gate(blob)
-
-
-def test_an_ordinary_group_needs_no_gate() -> None:
-    assert is_plain(packed_with())
-    assert is_plain(packed_with(tail=b""))
-    assert is_plain(packed_with(arrays={}, group_id=None, env_id=None, policy_version=None))
-    assert check_blob(packed_with()) == gate(packed_with())
-    assert check_blob(packed_with(group_id=None)).digest == b""
+    assert outcome(check_blob, blob) == outcome(gate, blob)
 
 
 def array(width: str, *values: float) -> tuple[str, bytes]:
     return width, np.array(values, f"<{width}").tobytes()
+
+
+IMPOSSIBLE = array("f4", 1, 0.5, 1, -3, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"arrays": {"inference_logprobs": IMPOSSIBLE}},
+            r"sequences\[0\].inference_logprobs\[1\]: 0.5 at a trained position",
+        ),
+        (
+            {"arrays": {"ref_logprobs": IMPOSSIBLE}, "tail": {"images": b"1"}},
+            r"sequences\[0\].ref_logprobs\[1\]: 0.5 at a trained position",
+        ),
+        (
+            {"masks": np.array([5, 7, 7, 8, 9], "<i4").tobytes(), "trained": None},
+            r"sequences\[0\].masks\[1\]: 7 is neither -100 nor the token 6",
+        ),
+        (
+            {"lengths": b"", "tokens": b"", "scores": b"", "trained": b"", "arrays": {}},
+            "the group has no sequences",
+        ),
+    ],
+)
+def test_a_packed_group_that_no_trainer_can_use_is_refused_by_the_hub(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(GroupError, match=message):
+        check_blob(packed_with(**changes))
+
+
+def test_masks_of_zero_and_one_pass_and_keep_the_digest_of_what_was_sent() -> None:
+    masks = np.array([0, 1, 0, 1, 1], "<i4").tobytes()
+    facts = check_blob(packed_with(masks=masks, trained=None))
+    assert facts.digest == gate(packed_with(masks=masks, trained=None)).digest
+    assert facts.digest != check_blob(packed_with()).digest
+
+
+def test_an_ordinary_group_is_checked_where_it_lies() -> None:
+    assert is_ordinary(packed_with())
+    assert is_ordinary(packed_with(tail=b""))
+    assert is_ordinary(packed_with(arrays={}, group_id=None, env_id=None, policy_version=None))
+    assert check_blob(packed_with()) == gate(packed_with())
+    assert check_blob(packed_with(group_id=None)).digest == b""
 
 
 UNUSUAL: dict[str, dict[str, Any]] = {
@@ -114,6 +161,14 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     "another width": {"arrays": {"advantages": ("f2", bytes(10))}},
     "a short array": {"arrays": {"advantages": array("f4", 0, 1)}},
     "an unknown array": {"arrays": {"rewards": array("f4", 0, 1, 2, 3, 4)}},
+    "a score for each of the advantages": {
+        "arrays": {"sequence_advantages": array("f4", 1, 2), "advantages": array("f4", *range(5))}
+    },
+    "an advantage for each sequence": {"arrays": {"sequence_advantages": array("f4", 1, 2)}},
+    "too many advantages": {"arrays": {"sequence_advantages": array("f4", 1, 2, 3)}},
+    "a label that no token is": {"masks": np.arange(5).astype("<i4").tobytes(), "trained": None},
+    "an impossible logprob": {"arrays": {"inference_logprobs": array("f4", 1, 0.1, 0, 0, 0)}},
+    "an impossible wide logprob": {"arrays": {"ref_logprobs": array("f8", 1, 0.1, 0, 0, 0)}},
     "messages": {"tail": {"messages": b'[["a"],["b"]]'}},
     "an unknown object": {"tail": {"notes": b"1"}},
     "an empty field": {"empty": ["messages"]},
@@ -130,7 +185,6 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changes", UNUSUAL.values(), ids=UNUSUAL)
 def test_whatever_is_unusual_gets_the_answer_of_the_gate(changes: dict[str, Any]) -> None:
     blob = packed_with(**changes)
-    assert not is_plain(blob)
     assert outcome(check_blob, blob) == outcome(gate, blob)
 
 

@@ -161,6 +161,13 @@ def test_token_level_advantages_replace_those_of_the_scores() -> None:
     assert longer.advantages.tolist() == [-2] * 6
 
 
+def test_one_advantage_per_sequence_counts_for_each_of_its_trained_tokens() -> None:
+    group = make_group([1.0, 1.0], advantages=[0.5, -2])
+    longer, shorter = make_batch([group], OPTIONS).rows[::-1]
+    assert shorter.advantages.tolist() == [0.5] * 5
+    assert longer.advantages.tolist() == [-2] * 6
+
+
 def test_overrides_can_zero_a_sequence_and_a_zero_sequence_costs_nothing() -> None:
     group = make_group([1.0, 0.0], overrides=[{}, {"set_advantage_to_zero": True}])
     batch = make_batch([group], OPTIONS)

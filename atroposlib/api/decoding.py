@@ -24,6 +24,7 @@ from atroposlib.api.allocator import keep_freed_memory
 from atroposlib.api.calls import IncomingGroup
 from atroposlib.errors import GroupError
 from atroposlib.wire import (
+    BlobFacts,
     check_blob,
     facts_of,
     iter_json_groups,
@@ -32,6 +33,8 @@ from atroposlib.wire import (
     tail_texts,
 )
 
+READY: Final = b"R"
+"""Said once, when requests can be read."""
 REQUEST: Final = struct.Struct("<Q??")
 """Size of the body that follows, is it packed, many."""
 REPLY: Final = struct.Struct("<Q")
@@ -42,31 +45,21 @@ _TOO_MUCH: Final = "the body needs more memory than one request may take; send f
 
 _LIGHT_JSON_BYTES: Final = 2**19
 _LIGHT_NODES: Final = 2000
-"""Lists, objects and keys: each costs some microseconds."""
+"""Lists, objects and keys, bounded by the characters that begin one: each costs some microseconds."""
 _LIGHT_NUMBERS: Final = 2**16
-"""As many take 3 ms, and 6 ms in a body that is parsed twice."""
+"""As many take 2 ms, and 6 ms in a body that both parsers have to read."""
 _LIGHT_PACKED_BYTES: Final = 4 * 2**20
 """Copied in 2 ms and checked in 3."""
 
 Body = bytes | bytearray | memoryview
 
 
-class GroupFacts(msgspec.Struct, array_like=True):
-    """An `IncomingGroup` whose payload follows."""
-
-    env_id: int | None
-    num_sequences: int
-    num_tokens: int
-    policy_version: int | None
-    group_id: str | None
-    digest: bytes
-    num_bytes: int
-
-
 class Reply(msgspec.Struct, omit_defaults=True):
     """Answer of the process."""
 
-    groups: list[GroupFacts] = []
+    groups: list[BlobFacts] = []
+    sizes: list[int] = []
+    """Of the payloads."""
     refusal: str | None = None
     """Text of the `GroupError`."""
     bug: str | None = None
@@ -74,28 +67,23 @@ class Reply(msgspec.Struct, omit_defaults=True):
 
 
 def is_light(body: Body, *, is_packed: bool) -> bool:
-    """Does `decode_body` take `body` apart in some milliseconds?"""
+    """Whether `decode_body` takes some milliseconds at most."""
     texts: Sequence[Body] = [body]
     if is_packed:
         if len(body) > _LIGHT_PACKED_BYTES:
             return False
         texts = [text for blob in split_packed(body).blobs for text in tail_texts(blob)]
-    if sum(map(len, texts)) > _LIGHT_JSON_BYTES:
-        return False
-    if sum(map(num_nodes, texts)) > _LIGHT_NODES:
-        return False
-    return sum(num_marks(text, ",") for text in texts) <= _LIGHT_NUMBERS
+    return (
+        sum(map(len, texts)) <= _LIGHT_JSON_BYTES
+        and sum(_num_marks(text, "[{:") for text in texts) <= _LIGHT_NODES
+        and sum(_num_marks(text, ",") for text in texts) <= _LIGHT_NUMBERS
+    )
 
 
-def num_nodes(body: Body) -> int:
-    """Bound the number of lists, objects and keys in JSON by the bytes that begin one."""
-    return num_marks(body, "[{:")
-
-
-def num_marks(body: Body, marks: str) -> int:
-    """Count characters, four times as fast as `bytes.count` does."""
-    text = np.frombuffer(body, np.uint8)
-    return sum(int(np.count_nonzero(text == ord(mark))) for mark in marks)
+def _num_marks(text: Body, marks: str) -> int:
+    """Count characters, five times as fast as `bytes.count` does."""
+    characters = np.frombuffer(text, np.uint8)
+    return sum(int(np.count_nonzero(characters == ord(mark))) for mark in marks)
 
 
 def decode_body(body: Body, *, is_packed: bool, many: bool) -> list[IncomingGroup]:
@@ -152,8 +140,9 @@ def _answer(body: bytes, *, is_packed: bool, many: bool) -> tuple[Reply, list[by
         return Reply(refusal=str(e)), []
     except Exception:  # noqa: BLE001 - the boundary of this process: the hub raises it there
         return Reply(bug=traceback.format_exc()), []
-    facts = [GroupFacts(*group[:-1], len(group.payload)) for group in groups]
-    return Reply(groups=facts), [group.payload for group in groups]
+    payloads = [group.payload for group in groups]
+    facts = [BlobFacts(*group[:-1]) for group in groups]
+    return Reply(groups=facts, sizes=list(map(len, payloads))), payloads
 
 
 def serve(connection: socket.socket) -> None:
@@ -182,6 +171,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as connection:
         try:
+            connection.sendall(READY)
             serve(connection)
         except (EOFError, ConnectionError):
             return  # the hub ended in the middle of a request

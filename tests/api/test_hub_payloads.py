@@ -178,6 +178,22 @@ async def test_a_refusal_keeps_its_path_wherever_it_is_found(
     assert len(got) == 1
 
 
+@pytest.mark.parametrize("place", ["loop", "process"])
+async def test_what_no_trainer_can_use_is_refused_when_packed_and_handed_on_as_json(
+    codec: GroupCodec, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    if place == "process":
+        everything_in_a_process(monkeypatch)
+    sent = group(inference_logprobs=[[1.0, 0.5], [1.0, -0.5]])
+    with pytest.raises(
+        GroupError, match=r"^sequences\[0\].inference_logprobs\[1\]: 0.5 at a trained"
+    ):
+        await codec.decode(packed_body(sent), content_type=CONTENT_TYPE_PACKED, many=False)
+    [stored] = await decoded(codec, sent)
+    text = json.loads(await codec.group_json(stored))
+    assert text["inference_logprobs"] == sent["inference_logprobs"]
+
+
 async def test_a_large_body_is_decoded_in_a_process_that_is_kept(codec: GroupCodec) -> None:
     body = json_body(big_group(120_000))
     assert len(body) > 2**20

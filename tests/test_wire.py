@@ -87,28 +87,40 @@ def test_both_encodings_hand_back_what_was_sent(sent: dict[str, Any]) -> None:
     assert again.to_dict() == sent
 
 
-@given(groups(), st.integers(1, 9), st.integers(1, 3), st.booleans())
+PARSERS = {"whole": 2**20, "piecewise": -1, "thorough": -1}
+"""`_WHOLE_BYTES` for which each is used."""
+
+
+def use(parser: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(json_decoding, "_WHOLE_BYTES", PARSERS[parser])
+    if parser == "thorough":
+        patch.setattr(json_decoding, "_piecewise_fields", lambda *_, **__: None)
+
+
+@given(groups(), st.integers(1, 9), st.integers(1, 3), st.sampled_from(list(PARSERS)))
 @settings(
     max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_rows_of_any_length_are_read_and_joined_exactly_by_either_parser(
+def test_rows_of_any_length_are_read_and_joined_exactly_by_every_parser(
     monkeypatch: pytest.MonkeyPatch,
     sent: dict[str, Any],
     num_bytes: int,
     num_values: int,
-    is_quick: bool,
+    parser: str,
 ) -> None:
-    monkeypatch.setattr(json_decoding, "_QUICK_BYTES", 2**20 if is_quick else -1)
     monkeypatch.setattr(json_encoding, "_CHUNK_BYTES", num_bytes)
     monkeypatch.setattr(json_encoding, "_CHUNK_VALUES", num_values)
     for body in (json.dumps(sent).encode(), json.dumps(sent, indent=1).encode()):
         listed = b"[" + body + b"," + body + b"]"
-        assert (json_decoding._quick_fields(listed, many=True) is not None) is is_quick
-        [group] = wire.decode_json_groups(body, many=False)
-        for each in (group, *wire.decode_json_groups(listed, many=True)):
-            assert json.loads(wire.encode_json(each)) == sent
+        assert json_decoding._whole_fields(listed, many=True) is not None
+        assert json_decoding._piecewise_fields(listed, many=True) is not None
+        with monkeypatch.context() as patch:
+            use(parser, patch)
+            [group] = wire.decode_json_groups(body, many=False)
+            for each in (group, *wire.decode_json_groups(listed, many=True)):
+                assert json.loads(wire.encode_json(each)) == sent
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50))
@@ -489,17 +501,19 @@ def outcome(body: bytes, *, many: bool) -> dict[str, Any] | str:
         ({"tokens": [[1, [2], 3]], "generation_params": {"[": 1}}, False),
     ],
 )
-def test_both_parsers_read_the_same_and_faults_are_left_to_the_thorough_one(
+def test_all_parsers_read_the_same_and_faults_are_left_to_the_thorough_one(
     changes: dict[str, Any], is_ordinary: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = {name: rich()[name] for name in ONLY_ROWS} | changes
     body = json.dumps(sent).replace('"[":', '"\\u005b":').encode()
     for each, many in ((body, False), (b"[" + body + b"]", True)):
-        quick = outcome(each, many=many)
-        assert (json_decoding._quick_fields(each, many=many) is not None) is is_ordinary
-        with monkeypatch.context() as patch:
-            patch.setattr(json_decoding, "_QUICK_BYTES", -1)
-            assert outcome(each, many=many) == quick
+        assert (json_decoding._whole_fields(each, many=many) is not None) is is_ordinary
+        outcomes = []
+        for parser in PARSERS:
+            with monkeypatch.context() as patch:
+                use(parser, patch)
+                outcomes.append(outcome(each, many=many))
+        assert outcomes == outcomes[:1] * 3
 
 
 def packed(**changes: Any) -> bytes:

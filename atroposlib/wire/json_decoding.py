@@ -1,9 +1,10 @@
 """Groups from JSON, with two parsers: simdjson for what is well formed, msgspec for everything else.
 
-simdjson writes the numbers of a body into arrays and makes no Python object of any: 0.08 CPU seconds per million tokens
-where msgspec and numpy take 0.24, so without it JSON through the hub would cost half as much again (AMD EPYC, groups
-of 8 x 2048 tokens and logprobs). It names no place of a fault and flattens lists within rows; a body with anything odd
-is therefore decoded once more, into typed lists. msgspec and `check_group` then say what is wrong and where:
+simdjson writes the numbers of a body into arrays and makes no Python object of any: 0.06 CPU seconds per million tokens
+where msgspec and numpy take 0.22, so without it JSON through the hub would cost half as much again (AMD EPYC, groups
+of 8 x 2048 tokens and logprobs). It wants 14 times the memory of its text: large bodies are given to it row by row, for
+0.11 s. It names no place of a fault and flattens lists within rows; a body with anything odd is therefore decoded once
+more, into typed lists. msgspec and `check_group` then say what is wrong and where:
 `[1].sequences[2].tokens[7]: expected int, got str`. Every fault of a body is a `GroupError`.
 """
 
@@ -37,8 +38,11 @@ from atroposlib.wire.packed import (
     decode_member,
 )
 
-_QUICK_BYTES: Final = 2**27
-"""simdjson reserves 14 times as much address space, which a decoder process has little of."""
+_WHOLE_BYTES: Final = 2**22
+"""Parsed whole. For more, simdjson needs fresh pages each time: 8 MB take a sixth longer than row by row, 60 MB half as
+long again, and 400 MB of memory."""
+_ODD: Final = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, GroupError)
+"""What parsing raises for a body that is faulty or not of the usual form; `msgspec.DecodeError` is a `ValueError`."""
 _INT_FIELDS: Final = ("tokens", "masks", "distill_token_ids")
 _ROW_FIELDS: Final = ("tokens", "masks", *PER_TOKEN_FIELDS, *DISTILL_FIELDS, *PER_SEQUENCE_FIELDS)
 _SCALARS: Final = (("env_id", int), ("group_id", str), ("policy_version", int))
@@ -47,6 +51,30 @@ _NOT_FINITE: Final = re.compile(rb"NaN|-?Infinity")
 _Sequences = msgspec.Meta(max_length=MAX_SEQUENCES)
 _IntRows = Annotated[list[list[int]], _Sequences]
 _FloatRows = Annotated[list[list[float]], _Sequences]
+
+
+_RawRows = Annotated[list[msgspec.Raw], _Sequences]
+
+
+class _RawGroup(msgspec.Struct, gc=False):
+    """Where the fields and rows of a group lie in the body."""
+
+    tokens: _RawRows
+    masks: _RawRows
+    scores: msgspec.Raw
+    advantages: _RawRows | None = None
+    ref_logprobs: _RawRows | None = None
+    messages: msgspec.Raw = msgspec.Raw()
+    generation_params: msgspec.Raw = msgspec.Raw()
+    inference_logprobs: _RawRows | None = None
+    overrides: msgspec.Raw = msgspec.Raw()
+    group_overrides: msgspec.Raw = msgspec.Raw()
+    images: msgspec.Raw = msgspec.Raw()
+    env_id: int | None = None
+    distill_token_ids: _RawRows | None = None
+    distill_logprobs: _RawRows | None = None
+    group_id: str | None = None
+    policy_version: int | None = None
 
 
 class _Group(msgspec.Struct, gc=False):
@@ -70,8 +98,11 @@ class _Group(msgspec.Struct, gc=False):
     policy_version: int | None = None
 
 
+_Groups = msgspec.Meta(max_length=MAX_GROUPS)
 _one_decoder = msgspec.json.Decoder(_Group)
-_many_decoder = msgspec.json.Decoder(Annotated[list[_Group], msgspec.Meta(max_length=MAX_GROUPS)])
+_many_decoder = msgspec.json.Decoder(Annotated[list[_Group], _Groups])
+_one_raw_decoder = msgspec.json.Decoder(_RawGroup)
+_many_raw_decoder = msgspec.json.Decoder(Annotated[list[_RawGroup], _Groups])
 
 
 def decode_json_groups(body: Blob, *, many: bool) -> list[ScoredGroup]:
@@ -84,7 +115,8 @@ def decode_json_groups(body: Blob, *, many: bool) -> list[ScoredGroup]:
 
 def iter_json_groups(body: Blob, *, many: bool) -> Iterator[ScoredGroup]:
     """Decode as `decode_json_groups` does, one group at a time."""
-    groups = _quick_fields(body, many=many)
+    parse = _whole_fields if len(body) <= _WHOLE_BYTES else _piecewise_fields
+    groups = parse(body, many=many)
     for i, fields in enumerate(_thorough_fields(body, many=many) if groups is None else groups):
         try:
             group = check_group(fields, strictness=Strictness.WIRE)
@@ -93,18 +125,18 @@ def iter_json_groups(body: Blob, *, many: bool) -> Iterator[ScoredGroup]:
         yield group
 
 
-def _quick_fields(body: Blob, *, many: bool) -> list[dict[str, Any]] | None:
-    """Parse well-formed groups; None for any body with something odd."""
-    if len(body) > _QUICK_BYTES or body[:1] == b"\xef":  # simdjson skips a byte order mark
+def _whole_fields(body: Blob, *, many: bool) -> list[dict[str, Any]] | None:
+    """Parse groups of the usual form; None for any body with something odd."""
+    if body[:1] == b"\xef":  # simdjson skips a byte order mark
         return None
     try:
         document: Any = simdjson.Parser().parse(body)
-        return _QuickReader(body).read(document if many else [document])
-    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, GroupError):
+        return _WholeReader(body).read(document if many else [document])
+    except _ODD:
         return None
 
 
-class _QuickReader:
+class _WholeReader:
     """Reads the groups of one body out of simdjson's document, and counts the lists that they ought to consist of."""
 
     def __init__(self, body: Blob) -> None:
@@ -168,6 +200,45 @@ class _QuickReader:
         return decode_member(text, name)
 
 
+def _piecewise_fields(body: Blob, *, many: bool) -> list[dict[str, Any]] | None:
+    """Do as `_whole_fields`, with the memory of one row at a time."""
+    parser = simdjson.Parser()
+    decoder: Any = _many_raw_decoder if many else _one_raw_decoder
+    try:
+        decoded = decoder.decode(body)
+        return [_raw_fields(group, parser) for group in (decoded if many else [decoded])]
+    except (*_ODD, RecursionError):
+        return None
+
+
+def _raw_fields(group: _RawGroup, parser: simdjson.Parser) -> dict[str, Any]:
+    fields = _with_objects(group)
+    fields["scores"] = _row(fields["scores"], "scores", parser).values
+    for name in ("tokens", "masks", *PER_TOKEN_FIELDS, *DISTILL_FIELDS):
+        if fields[name]:  # the gate tells [] from null
+            is_nested = name in DISTILL_FIELDS
+            rows = [_row(text, name, parser, is_nested=is_nested) for text in fields[name]]
+            values = np.concatenate([row.values for row in rows])
+            lengths = np.array([len(row.lengths) for row in rows], dtype=np.int64)
+            fields[name] = Ragged(values, lengths)
+            if is_nested:
+                counts = np.concatenate([row.lengths for row in rows])
+                fields[name] = RaggedPerToken(Ragged(values, counts), lengths)
+    return fields
+
+
+def _row(
+    raw: msgspec.Raw, name: str, parser: simdjson.Parser, *, is_nested: bool = False
+) -> Ragged:
+    """Parse the numbers of one sequence; `lengths` has an entry for each token, which counts if they are nested."""
+    text = bytes(raw)
+    row = cast(simdjson.Array, parser.parse(text))
+    lengths = _lengths(row) if is_nested else np.broadcast_to(np.int64(1), len(row))
+    if text.count(b"[") != 1 + (len(row) if is_nested else 0):
+        raise ValueError("a list where none belongs")
+    return Ragged(_values(row, name), lengths)
+
+
 def _values(rows: simdjson.Array, name: str) -> NDArray[Any]:
     is_int = name in _INT_FIELDS
     buffer = rows.as_buffer(of_type="i" if is_int else "d")
@@ -188,12 +259,16 @@ def _thorough_fields(body: Blob, *, many: bool) -> Iterator[dict[str, Any]]:
         raise _not_json(body, e, decoder) from e
     except RecursionError as e:
         raise GroupError("body: nested too deeply") from e
-    for group in decoded if many else [decoded]:
-        fields = {name: getattr(group, name) for name in _Group.__struct_fields__}
-        for name in OBJECT_FIELDS:
-            text = memoryview(fields[name])
-            fields[name] = decode_member(text, name) if text.nbytes else None
-        yield fields
+    yield from map(_with_objects, decoded if many else [decoded])
+
+
+def _with_objects(group: _Group | _RawGroup) -> dict[str, Any]:
+    """Return the fields of a group with its objects parsed."""
+    fields = {name: getattr(group, name) for name in group.__struct_fields__}
+    for name in OBJECT_FIELDS:
+        text = memoryview(fields[name])
+        fields[name] = decode_member(text, name) if text.nbytes else None
+    return fields
 
 
 def _wrong_type(error: msgspec.ValidationError) -> GroupError:

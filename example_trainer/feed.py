@@ -236,7 +236,7 @@ class Leader:
         )
         if reply.set_aside is not None:
             logger.warning(
-                "the hub has set its earlier experiment aside as %r; that one's checkpoint and --resume go on with it",
+                "the hub has set its earlier experiment aside as %r; resume it with --resume from its checkpoint",
                 reply.set_aside,
             )
         if reply.replayed or reply.forgotten_steps:

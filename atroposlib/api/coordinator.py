@@ -536,7 +536,7 @@ class Coordinator:
         }
         logger.log(
             logging.WARNING if any(counts.values()) else logging.INFO,
-            "run %s: a trainer goes on from step %d (epoch %d): %s",
+            "run %s: a trainer resumes at step %d (epoch %d): %s",
             self.name,
             step,
             self._leases.epoch,

@@ -196,18 +196,18 @@ class Hub:
         if is_empty:
             await asyncio.to_thread(self._stores.forget, name)
         elif self._stores.holds(name):
-            facts = Kept(
-                name="",
-                of_run=name,
+            set_aside = await asyncio.to_thread(
+                self._stores.set_aside,
+                name,
                 experiment=earlier.experiment or "",
                 step=earlier.current_step,
+                resumed=kept,
             )
-            set_aside = await asyncio.to_thread(self._stores.set_aside, facts, resumed=kept)
             for gone in [each for each in self._runs if not self._stores.holds(each)]:
                 await self._runs.pop(gone).close()
             logger.warning(
-                "run %s: another experiment %s; the earlier one (%s) is set aside as %r: its trainer's --resume goes on"
-                " with it, run-api --forget %s deletes it",
+                "run %s: another experiment %s; the earlier one (%s) is set aside as %r: resume it with its trainer's"
+                " --resume, delete it with run-api --forget %s",
                 name,
                 "begins" if kept is None else "is resumed",
                 summary,

@@ -37,7 +37,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """The run that it was."""
     experiment: str
     step: int
-    set_aside_at: float = 0.0
+    set_aside_at: float
     """Seconds since 1970."""
 
 
@@ -77,8 +77,8 @@ class RunStores(Protocol):
         """Return the store of a run, not yet opened. Called once per run, again after any of the following."""
         ...
 
-    def set_aside(self, facts: Kept, *, resumed: Kept | None) -> str:
-        """Give the closed run `facts.of_run` another name, and return it. `resumed` is brought back afterwards."""
+    def set_aside(self, name: str, *, experiment: str, step: int, resumed: Kept | None) -> str:
+        """Give a closed run another name, and return it. `resumed` is brought back afterwards."""
         ...
 
     def bring_back(self, kept: Kept) -> None:
@@ -109,14 +109,14 @@ class MemoryRuns:
     def store(self, name: str) -> GroupStore:
         return self._stores.setdefault(name, MemoryStore())
 
-    def set_aside(self, facts: Kept, *, resumed: Kept | None) -> str:
+    def set_aside(self, name: str, *, experiment: str, step: int, resumed: Kept | None) -> str:
         for older in list(self._kept.values()):
-            if older.of_run == facts.of_run and older != resumed:
+            if older.of_run == name and older != resumed:
                 self.forget(older.name)
-        name = _free_name(facts.of_run, self._stores)
-        self._stores[name] = self._stores.pop(facts.of_run)
-        self._kept[name] = msgspec.structs.replace(facts, name=name, set_aside_at=time.time())
-        return name
+        kept = _kept(name, self._stores, experiment, step)
+        self._stores[kept.name] = self._stores.pop(name)
+        self._kept[kept.name] = kept
+        return kept.name
 
     def bring_back(self, kept: Kept) -> None:
         del self._kept[kept.name]
@@ -156,14 +156,12 @@ class DirectoryRuns:
         _write_marker(directory, _read_marker(directory) or _Marker())
         return self._make_store(directory)
 
-    def set_aside(self, facts: Kept, *, resumed: Kept | None) -> str:
-        source = self._root / facts.of_run
-        name = _free_name(facts.of_run, {path.name for path in self._root.iterdir()})
-        kept = msgspec.structs.replace(facts, name=name, set_aside_at=time.time())
-        _write_marker(source, _Marker(kept=kept))
-        source.rename(self._root / name)
+    def set_aside(self, name: str, *, experiment: str, step: int, resumed: Kept | None) -> str:
+        kept = _kept(name, {path.name for path in self._root.iterdir()}, experiment, step)
+        _write_marker(self._root / name, _Marker(kept=kept))
+        (self._root / name).rename(self._root / kept.name)
         _sync(self._root)
-        return name
+        return kept.name
 
     def bring_back(self, kept: Kept) -> None:
         source = self._root / kept.name
@@ -260,9 +258,15 @@ def _sync(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _free_name(name: str, taken: Iterable[str]) -> str:
-    """`name.N`, N one more than any taken."""
-    base = name[:56]
+def _kept(of_run: str, taken: Iterable[str], experiment: str, step: int) -> Kept:
+    """Name an experiment that is set aside now: the run's name and one more than any number taken."""
+    base = of_run[:56]
     pattern = re.compile(re.escape(base) + r"\.(\d{1,6})")
     numbers = [int(match[1]) for each in taken if (match := pattern.fullmatch(each))]
-    return f"{base}.{max(numbers, default=0) + 1}"
+    return Kept(
+        name=f"{base}.{max(numbers, default=0) + 1}",
+        of_run=of_run,
+        experiment=experiment,
+        step=step,
+        set_aside_at=time.time(),
+    )

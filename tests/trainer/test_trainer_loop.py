@@ -217,6 +217,34 @@ def test_a_run_resumed_before_its_first_checkpoint_trains_on_the_same_batches(
     assert ledger == {"trained": 4}
 
 
+def test_a_group_that_cannot_be_trained_on_costs_itself_alone(
+    model_dir: Path, tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An environment of the original sends a positive log-probability, which the hub has to take."""
+    groups = [make_group([1.0, 0.0], seed=seed) for seed in range(4)]
+    faulty = make_group([1.0, 0.0], seed=9).to_dict()
+    trained_at = next(i for i, label in enumerate(faulty["masks"][1]) if label != -100)
+    faulty["inference_logprobs"][1][trained_at] = 0.5
+    with running_hub() as hub_url:
+        send(hub_url, groups[:1])
+        httpx.post(f"{hub_url}/scored_data", json=faulty).raise_for_status()
+        with TrainerClient(hub_url) as hub:
+            for number, group in enumerate(groups[1:]):
+                body = join_packed([pack_group(group.replace(group_id=f"later{number}"))], {})
+                hub._client.post(
+                    "/scored_data", content=body, headers={"Content-Type": CONTENT_TYPE_PACKED}
+                ).raise_for_status()
+        config = config_for(
+            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=2
+        )
+        train(config)
+        assert ledger_of(hub_url) == {"trained": 4, "dead": 1}
+        assert httpx.get(f"{hub_url}/explain").json()["dead"] == {"rejected by the trainer": 1}
+        [dead] = httpx.get(f"{hub_url}/dead").json()["groups"]
+    assert f"sequences[1].inference_logprobs[{trained_at}]: 0.5" in dead["reason"]
+    assert "1 groups of batch 0 cannot be trained on and are rejected" in caplog.text
+
+
 def test_a_lost_lease_is_counted_and_the_run_goes_on(
     model_dir: Path,
     tmp_path: Path,

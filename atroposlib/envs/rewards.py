@@ -9,8 +9,12 @@ it costs one `RewardFailure` - never the environment, and never a score of zero 
 Functions travel by name, arguments and results as JSON; nothing is pickled. A worker is this module as a process of
 its own session, speaking JSON lines over a pipe. On Linux it is two: a child, which calls the function under a memory
 limit, and its keeper. Processes that come of a call, daemons included, become the keeper's; it ends them all when the
-child dies or the parent's end of the pipe is closed, for whatever reason. This keeps accidents in; it is not a
-sandbox for hostile code.
+child dies or the parent's end of the pipe is closed, for whatever reason.
+
+Every call has a random nonce, which its reply repeats. A reply without it, and anything written between two calls, ends
+the worker: no call is given what another one wrote. This keeps accidents in. A scoring function that runs text of a
+model in its own process (`exec`) can still be made to return any value for that text: run such text with
+`sandbox.run_code`, in a process that holds neither this pipe nor the expected answer.
 """
 
 from __future__ import annotations
@@ -24,13 +28,14 @@ import json
 import logging
 import os
 import resource
+import secrets
 import select
 import signal
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import IO, Any, Literal, Self, TypeAlias
@@ -47,14 +52,19 @@ FailureReason: TypeAlias = Literal["timeout", "exception", "memory", "crash", "o
 _TAIL_BYTES = 4000
 _STARTUP_TIMEOUT_S = 120.0
 """For starting Python and importing the preloaded modules, on a busy machine."""
+_EXIT_GRACE_S = 2.0
+"""For a process whose pipe was closed to exit; one that still runs has closed the pipe itself."""
+_NUM_PASSES_TO_READ = 3
+"""Passes of the event loop after which what lies in a pipe has reached the task that reads it."""
 _END_TIMEOUT_S = 10.0
 """For a worker to end with all it started; a kill takes milliseconds unless the machine is stuck."""
 _MAX_CHILDREN = 16
 """A worker with more children after a call is replaced: the scoring code leaves them behind."""
 _IS_LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
-"""Both from linux/prctl.h."""
+"""All from linux/prctl.h."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +73,12 @@ class RewardFailure:
 
     reason: FailureReason
     """timeout: killed at the deadline. exception: the function raised, `SystemExit` included.
-    memory: the limit was hit. crash: the process died. output: the result was too large or no JSON."""
+    memory: the limit was hit. crash: the process died. output: the result was too large, not JSON (NaN is not) or not
+    the reply to this call."""
     detail: str
     """The end of the traceback or of the worker's stderr."""
+    error: Exception | None = field(default=None, compare=False, repr=False)
+    """What was raised, where that happened in this process."""
 
     def __bool__(self) -> bool:
         return False
@@ -110,10 +123,11 @@ class RewardWorkers:
         one are not counted. Raises `TypeError` for arguments that are not JSON and `EnvError` when
         the function cannot be imported: those are the author's mistakes, not the completion's.
         """
-        request = json.dumps({**_address(function), "args": args}).encode() + b"\n"
+        nonce = secrets.token_hex(16)
+        request = json.dumps({"nonce": nonce, **_address(function), "args": args}).encode() + b"\n"
         worker = await self._idle.get()
         try:
-            outcome = await worker.call(request, timeout_s)
+            outcome = await worker.call(request, nonce, timeout_s)
         finally:
             self._idle.put_nowait(worker)
         self.num_calls += 1
@@ -129,6 +143,11 @@ class RewardWorkers:
         logger.log(
             level, "no score (%s, %d so far): %s", failure.reason, count, failure.detail[-1000:]
         )
+
+    @property
+    def num_unasked(self) -> int:
+        """Workers that were replaced because they wrote to their pipe between two calls."""
+        return sum(worker.num_unasked for worker in self._workers)
 
     def summary(self) -> str:
         """One line: calls, and those that gave no value by reason."""
@@ -169,14 +188,18 @@ class _Worker:
         )
         self._line_limit = max_output_bytes + _TAIL_BYTES + 1024
         self._process: asyncio.subprocess.Process | None = None
+        self._first_byte: asyncio.Task[bytes] | None = None
+        """Of the next reply; done while the worker is idle when something was written that nobody asked for."""
         self._drain: asyncio.Task[None] | None = None
         self._stderr_tail = b""
+        self.num_unasked = 0
 
-    async def call(self, request: bytes, timeout_s: float) -> JsonValue | RewardFailure:
+    async def call(self, request: bytes, nonce: str, timeout_s: float) -> JsonValue | RewardFailure:
         try:
-            await self._ensure_started()
+            process = await self._ensure_started()
             async with asyncio.timeout(timeout_s):
-                reply = await self._exchange(request)
+                line = await self._exchange(process, request)
+            reply = await self._reply_in(line, process, nonce)
         except TimeoutError:
             await self.kill()
             return RewardFailure(reason="timeout", detail=f"no result within {timeout_s:g} s")
@@ -194,11 +217,14 @@ class _Worker:
                 raise EnvError(f"the scoring function cannot be called: {detail}")
         return RewardFailure(reason=reply["reason"], detail=reply["detail"])
 
-    async def _ensure_started(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            return
+    async def _ensure_started(self) -> asyncio.subprocess.Process:
+        if self._process is not None:
+            for _ in range(_NUM_PASSES_TO_READ):
+                await asyncio.sleep(0)
+            if self._is_quiet(self._process):
+                return self._process
         await self.kill()
-        self._process = await asyncio.create_subprocess_exec(
+        process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "atroposlib.envs.rewards",
@@ -210,10 +236,10 @@ class _Worker:
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
         )
-        self._drain = asyncio.create_task(self._keep_stderr_tail(self._process))
+        self._drain = asyncio.create_task(self._keep_stderr_tail(process))
         try:
             async with asyncio.timeout(_STARTUP_TIMEOUT_S):
-                ready = await self._read(self._process)
+                ready = await self._reply_in(await self._next_line(process), process, nonce="")
         except TimeoutError as error:
             raise EnvError(
                 f"a reward worker did not start within {_STARTUP_TIMEOUT_S:g} s"
@@ -221,35 +247,68 @@ class _Worker:
         if isinstance(ready, RewardFailure) or "unusable" in ready:
             detail = ready.detail if isinstance(ready, RewardFailure) else ready["unusable"]
             raise EnvError(f"a reward worker did not start: {detail}")
+        return process
 
-    async def _exchange(self, request: bytes) -> dict[str, Any] | RewardFailure:
-        process = self._process
-        assert process is not None
+    def _is_quiet(self, process: asyncio.subprocess.Process) -> bool:
+        """Whether an idle worker can be given a call: it runs, and has written nothing since its last reply."""
+        if self._first_byte is None or not self._first_byte.done():
+            return process.returncode is None
+        if self._first_byte.result():
+            self.num_unasked += 1
+            logger.log(
+                logging.WARNING if self.num_unasked == 1 else logging.DEBUG,
+                "a reward worker wrote to its pipe between two calls; it is replaced",
+            )
+        return False
+
+    async def _exchange(self, process: asyncio.subprocess.Process, request: bytes) -> bytes | None:
         assert process.stdin is not None
         self._stderr_tail = b""
         process.stdin.write(request)
-        # A worker that died between two calls shows itself as an end of file in the read below.
+        # A worker that died meanwhile shows itself as an end of file in the read below.
         with contextlib.suppress(ConnectionError):
             await process.stdin.drain()
-        return await self._read(process)
+        return await self._next_line(process)
 
-    async def _read(self, process: asyncio.subprocess.Process) -> dict[str, Any] | RewardFailure:
+    async def _next_line(self, process: asyncio.subprocess.Process) -> bytes | None:
+        """Return the next line, without its end where the pipe was closed; None when it exceeds its limit."""
         assert process.stdout is not None
+        first = await self._first_byte if self._first_byte is not None else b""
         try:
-            line = await process.stdout.readline()
+            line = first if first == b"\n" else first + await process.stdout.readline()
         except ValueError:
+            return None
+        self._first_byte = asyncio.create_task(process.stdout.read(1))
+        return line
+
+    async def _reply_in(
+        self, line: bytes | None, process: asyncio.subprocess.Process, nonce: str
+    ) -> dict[str, Any] | RewardFailure:
+        if line is None:
             return RewardFailure(reason="output", detail="the worker's reply exceeds its limit")
-        if not line.endswith(b"\n"):
-            status = await process.wait()
-            if self._drain is not None:
-                await self._drain
-            tail = self._stderr_tail.decode(errors="replace")
-            return RewardFailure(reason="crash", detail=f"exit status {status}. {tail}".strip())
+        if not line:
+            return await self._ending_of(process)
         try:
-            reply: dict[str, Any] = json.loads(line)
+            reply = json.loads(line)
         except (ValueError, RecursionError) as error:
             return RewardFailure(reason="output", detail=f"the result cannot be read: {error}")
+        if not isinstance(reply, dict) or reply.pop("nonce", None) != nonce:
+            detail = f"what the worker wrote is not the reply to this call: {line[:200]!r}"
+            return RewardFailure(reason="output", detail=detail)
         return reply
+
+    async def _ending_of(self, process: asyncio.subprocess.Process) -> RewardFailure:
+        """Say how a worker ended that closed its pipe."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_EXIT_GRACE_S):
+                await process.wait()
+                if self._drain is not None:
+                    await self._drain
+        if process.returncode is None:
+            return RewardFailure(reason="output", detail="the scoring code closed the pipe")
+        tail = self._stderr_tail.decode(errors="replace")
+        detail = f"exit status {process.returncode}. {tail}".strip()
+        return RewardFailure(reason="crash", detail=detail)
 
     async def _keep_stderr_tail(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
@@ -260,7 +319,8 @@ class _Worker:
     async def kill(self) -> None:
         """Kill the process with everything it started, and wait for it."""
         process, self._process = self._process, None
-        drain, self._drain = self._drain, None
+        readers = [task for task in (self._first_byte, self._drain) if task is not None]
+        self._first_byte = self._drain = None
         if process is None:
             return
         # Before anything is awaited: the keeper ends them all when the pipe is closed, even if nobody waits for that.
@@ -277,9 +337,9 @@ class _Worker:
         except TimeoutError:
             logger.error("reward worker %d does not end; killing it alone", process.pid)
             _kill_group(process.pid)
-        if drain is not None:
-            drain.cancel()
-            await asyncio.gather(drain, return_exceptions=True)
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
 
 
 def _kill_group(pgid: int) -> None:
@@ -317,6 +377,8 @@ def _work(settings: dict[str, Any]) -> None:
         _serve(settings)
         return
     keeper = os.getpid()
+    # Processes of the same user cannot read the memory and the descriptors of one that is not dumpable.
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child == 0:
@@ -397,12 +459,14 @@ def _serve(settings: dict[str, Any]) -> None:
         for name in settings["preload"]:
             importlib.import_module(name)
     except Exception as error:  # noqa: BLE001 - the parent raises it
-        _reply(replies, {"unusable": _describe(error)})
+        _reply(replies, {"nonce": "", "unusable": _describe(error)})
         return
-    _reply(replies, {"ready": True})
+    _reply(replies, {"nonce": "", "ready": True})
     server = os.getpid()
     for line in requests:
-        reply = _answer(json.loads(line), max_output_bytes=settings["max_output_bytes"])
+        request = json.loads(line)
+        reply = _answer(request, max_output_bytes=settings["max_output_bytes"])
+        reply["nonce"] = request["nonce"]
         if os.getpid() != server:
             os._exit(0)  # a fork of the scoring code that came back as if it were the worker
         if _IS_LINUX and len(_children()) > _MAX_CHILDREN:
@@ -426,7 +490,11 @@ def _answer(request: dict[str, Any], *, max_output_bytes: int) -> dict[str, Json
         return {"unusable": _describe(error)}
     try:
         value = function(*request["args"])
-        if len(json.dumps(value)) > max_output_bytes:
+        try:
+            size = len(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            return {"reason": "output", "detail": f"the result cannot be sent: {error}"}
+        if size > max_output_bytes:
             return {"reason": "output", "detail": f"the result exceeds {max_output_bytes} bytes"}
     except MemoryError as error:
         return {"reason": "memory", "detail": _describe(error)}

@@ -58,3 +58,48 @@ def not_json() -> object:
 
 def pid() -> int:
     return os.getpid()
+
+
+def forge(score: float) -> float:
+    """Write a reply to every descriptor, then score honestly."""
+    _write_everywhere(b'{"value": 1.0}\n')
+    return score
+
+
+def forge_half_a_line(score: float) -> float:
+    _write_everywhere(b'{"value": 1.0, "rest": "')
+    return score
+
+
+def forge_and_die() -> None:
+    _write_everywhere(b'{"value": 1.0}\n')
+    os._exit(0)
+
+
+def forge_afterwards(score: float, mark: str) -> float:
+    """Score honestly; a process left behind writes to the descriptors it inherited."""
+    if os.fork() == 0:
+        time.sleep(0.2)
+        _write_everywhere(b'{"value": 1.0}\n')
+        Path(mark).touch()
+        os._exit(0)
+    return score
+
+
+def _write_everywhere(line: bytes) -> None:
+    for descriptor in range(3, 64):
+        try:
+            os.set_blocking(descriptor, False)
+            os.write(descriptor, line)
+        except OSError:
+            continue
+
+
+def give(number: str) -> float:
+    """Return numbers that JSON lacks."""
+    return float(number)
+
+
+def close_the_pipes_and_hang() -> None:
+    os.closerange(0, 64)
+    hang()

@@ -65,7 +65,13 @@ async def test_a_kill_takes_the_children_of_the_scoring_code(
         ("die", [], "crash", "exit status 7. last words"),
         ("flood", [20_000], "output", "exceeds 10000 bytes"),
         ("hoard", [1 << 30], "memory", "MemoryError"),
-        ("not_json", [], "exception", "not JSON serializable"),
+        ("not_json", [], "output", "not JSON serializable"),
+        ("give", ["nan"], "output", "not JSON compliant"),
+        ("give", ["-inf"], "output", "not JSON compliant"),
+        ("forge", [0.0], "output", "not the reply to this call"),
+        ("forge_half_a_line", [0.0], "output", "cannot be read"),
+        ("forge_and_die", [], "output", "not the reply to this call"),
+        ("close_the_pipes_and_hang", [], "output", "closed the pipe"),
     ],
 )
 async def test_misbehaviour_is_a_failure_with_its_reason(
@@ -76,6 +82,31 @@ async def test_misbehaviour_is_a_failure_with_its_reason(
     assert outcome.reason == reason
     assert said in outcome.detail
     assert await run(workers, "add", 2, 2) == 4
+
+
+@pytest.mark.parametrize("forgery", ["forge", "forge_half_a_line"])
+async def test_a_forged_reply_never_becomes_the_score_of_another_call(
+    workers: RewardWorkers, forgery: str
+) -> None:
+    for number in range(4):
+        outcome = await run(workers, forgery if number % 2 else "add", *[number] * (2 - number % 2))
+        assert outcome == 2 * number if number % 2 == 0 else isinstance(outcome, RewardFailure)
+    assert workers.failures == {"output": 2}
+
+
+async def test_bytes_that_nobody_asked_for_end_the_worker_before_the_next_call(
+    workers: RewardWorkers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = await run(workers, "pid")
+    for number in range(2):
+        mark = tmp_path / str(number)
+        assert await run(workers, "forge_afterwards", 0.25, str(mark)) == 0.25
+        while not mark.exists():
+            await asyncio.sleep(0.02)
+        assert await run(workers, "add", number, 0.5) == number + 0.5
+    assert not _is_alive(before)
+    assert workers.num_unasked == 2
+    assert "wrote to its pipe between two calls" in caplog.text
 
 
 async def test_a_flooded_stderr_neither_blocks_nor_fills_memory(workers: RewardWorkers) -> None:

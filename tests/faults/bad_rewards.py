@@ -172,7 +172,7 @@ KINDS: dict[Callable[[str], Any], str | None] = {
     print_1_gb: None,
     write_1_gb_to_stderr: None,
     return_too_much: "output",
-    return_no_json: "exception",
+    return_no_json: "output",
     read_standard_input: None,
     close_every_file: "crash",
 }

@@ -293,9 +293,11 @@ def _rows(group: ScoredGroup, options: DataOptions) -> Iterator[Row]:
                 for at in trained
             ]
         )
+    # A sequence without a trained position stands for an answer without a score: it moves nobody's baseline.
+    is_compared = ~supervised & np.array([len(at) > 0 for at in trained])
     by_group = np.ones(len(scores))
-    by_group[~supervised] = group_advantages(
-        scores[~supervised], baseline=options.baseline, scale=options.scale_advantages
+    by_group[is_compared] = group_advantages(
+        scores[is_compared], baseline=options.baseline, scale=options.scale_advantages
     )
     for i, (view, at, override) in enumerate(zip(views, trained, overrides, strict=True)):
         advantages = np.full(len(at), by_group[i])

@@ -25,6 +25,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.dataset_env import (
+    ABORTED,
     DatasetEnv,
     DatasetEnvConfig,
     Outcome,
@@ -262,9 +263,11 @@ class AgentEnv(DatasetEnv):
             self.counts["agent_runs"] += 1
             self.counts["agent_sequences"] += len(nodes)
         said = {"role": "assistant", "content": "" if answer is None else str(answer)}
+        was_aborted = any((node.metadata or {}).get("finish_reason") == ABORTED for node in nodes)
         return Rollout(
             messages=messages or [said],
             nodes=self.choose_sequences(row, nodes, answer),
+            finish_reason=ABORTED if was_aborted else None,
             outcome=outcome,
         )
 

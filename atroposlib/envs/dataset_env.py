@@ -2,7 +2,8 @@
 
 It owns the order of the rows (shuffled by seed and epoch, resumed from a checkpoint), the split into training and
 evaluation rows, sampling through the managed server, and `evaluate`. Invariant: an answer that could not be judged
-(`None` or a `RewardFailure`) is never a score; it is dropped, masked or judged again, as configured, and counted.
+(`None`, a `RewardFailure`, NaN, an exception in `score`, an answer that the engine aborted) is never a score; it is
+dropped, masked or judged again, as configured, and counted. It changes neither the scores nor the advantages of others.
 Authors subclass it; `MultiTurnEnv`, `ToolEnv` and `JudgeEnv` build on it. It does not send, batch or retry items.
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
+import math
 import random
 import time
 from collections import Counter
@@ -27,8 +30,10 @@ from atroposlib.envs.eval import pass_at_k
 from atroposlib.envs.rewards import JsonValue, RewardFailure, RewardWorkers
 from atroposlib.envs.server_handling.choices import run_together
 from atroposlib.envs.server_handling.sequences import SequenceNode
-from atroposlib.errors import ConfigError, EnvError
+from atroposlib.errors import AtroposError, ConfigError, EnvError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+
+logger = logging.getLogger(__name__)
 
 Row: TypeAlias = Any
 """One task; only the environment looks inside."""
@@ -39,6 +44,9 @@ Outcome: TypeAlias = float | bool | RewardFailure | None
 """What judging an answer gives: a number, or None / `RewardFailure` when it could not be judged."""
 
 NUM_GOLD_ANSWERS_CHECKED = 100
+
+ABORTED = "abort"
+"""Finish reason of an answer that the engine did not complete, for example because its weights were changed."""
 
 
 class DatasetEnvConfig(BaseEnvConfig):
@@ -62,7 +70,8 @@ class DatasetEnvConfig(BaseEnvConfig):
     """Answers with fewer sampled tokens are left out of the group, and counted."""
     on_reward_failure: Literal["drop", "mask", "retry"] = "drop"
     """An answer that could not be judged is left out of its group (drop), stays without trained positions and with
-    the mean score of the others (mask: the group keeps its size), or is judged once more, then dropped (retry)."""
+    the mean score of the others (mask: the group keeps its size; the trainer computes the others' advantages without
+    it), or is judged once more, then dropped (retry)."""
     use_wandb: bool = False
     """Log to Weights & Biases (extra `wandb`)."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
@@ -80,7 +89,7 @@ class Rollout:
     nodes: list[SequenceNode]
     """Its token sequences: one, or several where the chat template rewrites earlier turns. Empty without token ids."""
     finish_reason: str | None = None
-    """Of the last answer: stop or length."""
+    """Of the last answer: stop, length or abort."""
     outcome: Outcome = None
     """Set where the rollout judged itself (multi-turn)."""
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -155,6 +164,8 @@ class DatasetEnv(BaseEnv):
         )
         self.num_reward_failures = 0
         """Answers that could not be judged, after a retry where one is configured."""
+        self.score_errors: Counter[str] = Counter()
+        """Exceptions of the author's judging code, by type; each cost one answer."""
         self.num_too_short = 0
         self.train_scores: list[float] = []
         """Scores since the last log."""
@@ -219,7 +230,10 @@ class DatasetEnv(BaseEnv):
         for (row, _), outcome in zip(pairs, outcomes, strict=True):
             score = number_of(outcome)
             if score is None or score < self.success_score:
-                raise EnvError(f"the gold answer of {row} does not pass its reward: {outcome}")
+                raised = outcome.error if isinstance(outcome, RewardFailure) else None
+                raise EnvError(
+                    f"the gold answer of {row} does not pass its reward: {outcome}"
+                ) from raised
 
     async def get_next_item(self) -> Row:
         """Return the next row; every epoch has each row once, in an order of its own."""
@@ -231,11 +245,22 @@ class DatasetEnv(BaseEnv):
         return self.train_rows[self._order[1][position]]
 
     async def collect_trajectories(self, item: Row) -> tuple[ScoredDataGroup | None, list[Any]]:
-        """Sample and judge one group; None when fewer than two answers could be judged."""
+        """Sample and judge one group; None when fewer than two answers could be judged.
+
+        Raises the first exception of the judging code when it raised for every answer.
+        """
         published = self.status_dict.get("policy_version")
-        rollouts = await self.roll_out(item, self.config.group_size, split="train")
-        outcomes = await self.score_group(item, rollouts)
-        group = self._join(rollouts, [number_of(outcome) for outcome in outcomes])
+        sampled = await self.roll_out(item, self.config.group_size, split="train")
+        rollouts = [rollout for rollout in sampled if self._is_long_enough(rollout)]
+        num_needed = min(2, len(sampled))
+        if len(rollouts) < num_needed:
+            return None, []
+        outcomes = await self._judge(item, rollouts)
+        if num_aborted := sum(rollout.finish_reason == ABORTED for rollout in rollouts):
+            self.counts["aborted"] += num_aborted
+        _raise_if_all_raised(outcomes)
+        scores = [number_of(outcome) for outcome in outcomes]
+        group = self._join(rollouts, scores, num_needed=num_needed)
         if group is None:
             return None, []
         if group["policy_version"] is None:
@@ -265,7 +290,10 @@ class DatasetEnv(BaseEnv):
         ]
 
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Judge the rollouts of one row, in order; override to judge them against each other."""
+        """Judge the rollouts of one row, in order; override to judge them against each other.
+
+        Rollouts that the engine aborted, and in training those that are too short, are not among them.
+        """
         return await run_together(
             [self.outcome_of(row, rollout.completion) for rollout in rollouts]
         )
@@ -280,7 +308,7 @@ class DatasetEnv(BaseEnv):
         async def measure(index: int, row: Row) -> None:
             async with limit:
                 rollouts = await self.roll_out(row, self.config.num_eval_samples, split="eval")
-                judged[index] = await self.score_group(row, rollouts)
+                judged[index] = await self._judge(row, rollouts)
             samples[index] = [
                 {
                     "row": row,
@@ -293,6 +321,7 @@ class DatasetEnv(BaseEnv):
             ]
 
         await run_together([measure(index, row) for index, row in enumerate(self.eval_rows)])
+        _raise_if_all_raised([outcome for outcomes in judged for outcome in outcomes])
         self.eval_metrics = self.summarize(
             [[number_of(o) for o in outcomes] for outcomes in judged]
         )
@@ -331,6 +360,9 @@ class DatasetEnv(BaseEnv):
         metrics = {**(wandb_metrics or {}), **self.eval_metrics}
         metrics["train/reward_failures"] = self.num_reward_failures
         metrics["train/too_short"] = self.num_too_short
+        metrics.update(
+            {f"train/score_error_{kind}": count for kind, count in self.score_errors.items()}
+        )
         metrics["train/epoch"] = self.num_items / max(1, len(self.train_rows))
         metrics.update({f"train/{name}": count for name, count in self.counts.items()})
         if self.train_scores:
@@ -353,10 +385,23 @@ class DatasetEnv(BaseEnv):
 
     async def outcome_of(self, row: Row, answer: str) -> Outcome:
         """Judge one answer with `score`; once more where that failed and `on_reward_failure` says retry."""
-        outcome: Outcome = await awaited(self.score(row, answer))
+        outcome = await self._score_of(row, answer)
         if number_of(outcome) is None and self.config.on_reward_failure == "retry":
-            outcome = await awaited(self.score(row, answer))
+            outcome = await self._score_of(row, answer)
         return outcome
+
+    async def guarded(self, hook: Callable[..., Any], *args: Any) -> Any:
+        """Call judging code of the author, plain or async; return a `RewardFailure` for what it raises.
+
+        Errors of this library are raised: they are the engine's or the environment's, not the answer's. Each type of
+        the others is counted, and logged once with its traceback.
+        """
+        try:
+            return await awaited(hook(*args))
+        except AtroposError:
+            raise
+        except Exception as error:  # noqa: BLE001 - boundary: the judging of one answer
+            return self._failure_of(hook.__name__, error)
 
     async def in_worker(self, function: Callable[..., JsonValue] | str, *args: JsonValue) -> Any:
         """Call a module-level function in a process that is killed after `reward_timeout_s`.
@@ -417,25 +462,63 @@ class DatasetEnv(BaseEnv):
             [row for i, row in enumerate(rows) if i in held_out],
         )
 
+    def _failure_of(self, where: str, error: Exception) -> RewardFailure:
+        kind = type(error).__name__
+        self.score_errors[kind] += 1
+        is_first = self.score_errors[kind] == 1
+        logger.log(
+            logging.ERROR if is_first else logging.DEBUG,
+            "%s.%s raised %s; the answer has no score. Later ones of this type are counted as train/score_error_%s",
+            type(self).__name__,
+            where,
+            kind,
+            kind,
+            exc_info=error if is_first else None,
+        )
+        return RewardFailure(reason="exception", detail=f"{kind}: {error}", error=error)
+
+    async def _score_of(self, row: Row, answer: str) -> Outcome:
+        outcome: Outcome = await self.guarded(self.score, row, answer)
+        is_unjudged = outcome is None or isinstance(outcome, RewardFailure)
+        if not is_unjudged and number_of(outcome) is None:
+            error = EnvError(f"score returned {outcome!r:.200}, which is not a finite number")
+            return self._failure_of("score", error)
+        return outcome
+
+    def _is_long_enough(self, rollout: Rollout) -> bool:
+        trained = sum(
+            label != IGNORE_INDEX for node in rollout.nodes for label in node.masked_tokens
+        )
+        if trained >= self.config.min_trained_tokens:
+            return True
+        has_failed = isinstance(rollout.outcome, RewardFailure)
+        self.num_reward_failures += has_failed
+        self.num_too_short += not has_failed
+        return False
+
+    async def _judge(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
+        """Judge all rollouts but those that the engine aborted: these have no outcome."""
+        ended = [rollout for rollout in rollouts if rollout.finish_reason != ABORTED]
+        outcomes = iter(await self.score_group(row, ended) if ended else [])
+        return [
+            None if rollout.finish_reason == ABORTED else next(outcomes) for rollout in rollouts
+        ]
+
     def _join(
-        self, rollouts: Sequence[Rollout], scores: Sequence[float | None]
+        self, rollouts: Sequence[Rollout], scores: Sequence[float | None], *, num_needed: int
     ) -> ScoredDataGroup | None:
-        """Build the group of the judged rollouts; None when there are fewer than two of a larger group."""
+        """Build the group of the judged rollouts; None when there are fewer than are needed."""
         judged = [score for score in scores if score is not None]
         self.num_reward_failures += len(scores) - len(judged)
-        if len(judged) < min(2, len(scores)):
+        if len(judged) < num_needed:
             return None
+        # What is masked must not make equal scores differ, as a rounded mean of them would.
+        stand_in = judged[0] if min(judged) == max(judged) else sum(judged) / len(judged)
         group = ScoredDataGroup(tokens=[], masks=[], inference_logprobs=[], scores=[], messages=[])
         overrides: list[dict[str, Any]] = []
         versions: list[int | None] = []
         for rollout, score in zip(rollouts, scores, strict=True):
             if score is None and self.config.on_reward_failure != "mask":
-                continue
-            trained = sum(
-                label != IGNORE_INDEX for node in rollout.nodes for label in node.masked_tokens
-            )
-            if trained < self.config.min_trained_tokens:
-                self.num_too_short += 1
                 continue
             if score is not None:
                 self.train_scores.append(score)
@@ -448,12 +531,10 @@ class DatasetEnv(BaseEnv):
                 group["inference_logprobs"].append(  # type: ignore[union-attr]
                     [MASKED_LOGPROB] * len(node.tokens) if is_masked else node.logprobs
                 )
-                group["scores"].append(sum(judged) / len(judged) if score is None else score)
+                group["scores"].append(stand_in if score is None else score)
                 group["messages"].append(rollout.messages)  # type: ignore[union-attr]
                 overrides.append(rollout.overrides)
                 versions.append((node.metadata or {}).get("policy_version"))
-        if len(group["scores"]) < min(2, len(scores)):
-            return None
         if any(overrides):
             group["overrides"] = overrides
         known = [version for version in versions if version is not None]
@@ -497,8 +578,25 @@ async def awaited(value: Any) -> Any:
 
 
 def number_of(outcome: Outcome) -> float | None:
-    """Return the score; None when there is none."""
-    return None if outcome is None or isinstance(outcome, RewardFailure) else float(outcome)
+    """Return the score; None when there is none, or none that is a finite number.
+
+    >>> number_of(True), number_of(float("nan")), number_of(None)
+    (1.0, None, None)
+    """
+    if outcome is None or isinstance(outcome, RewardFailure):
+        return None
+    try:
+        number = float(outcome)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _raise_if_all_raised(outcomes: Sequence[Outcome]) -> None:
+    """Raise the first exception where the judging of every answer raised: no answer is the cause of that."""
+    errors = [o.error for o in outcomes if isinstance(o, RewardFailure) and o.error is not None]
+    if errors and len(errors) == len(outcomes):
+        raise errors[0]
 
 
 def _answer(choice: Any) -> dict[str, Any]:

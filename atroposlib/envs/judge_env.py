@@ -14,7 +14,14 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ExtraServers
-from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Row
+from atroposlib.envs.dataset_env import (
+    ABORTED,
+    DatasetEnv,
+    DatasetEnvConfig,
+    Outcome,
+    Rollout,
+    Row,
+)
 from atroposlib.envs.server_handling.choices import run_together
 from atroposlib.envs.server_handling.http import HttpPeer, strip_v1
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -208,6 +215,7 @@ class JudgeEnv(DatasetEnv):
         return None
 
     async def _ask(self, messages: list[dict[str, Any]]) -> str:
+        """Return the judge's answer; "" for one that was cut off, which may end in the midst of its thinking."""
         self.counts["judge_calls"] += 1
         completion = await self.judge.chat_completion(
             messages=messages,
@@ -215,7 +223,11 @@ class JudgeEnv(DatasetEnv):
             max_tokens=self.config.judge_max_tokens,
             temperature=self.config.judge_temperature,
         )
-        return completion.choices[0].message.content or ""
+        choice = completion.choices[0]
+        if choice.finish_reason in ("length", ABORTED):
+            self.counts["judge_cut_off"] += 1
+            return ""
+        return choice.message.content or ""
 
     async def _reward(self, row: Row, answer: str) -> float:
         assert self._reward_model is not None
@@ -266,10 +278,20 @@ def parse_mark(verdict: str, *, best_mark: float) -> float | None:
     >>> parse_mark("Score: 11", best_mark=10) is None
     True
     """
-    marks = _MARK.findall(verdict.rpartition("</think>")[2])
+    marks = _MARK.findall(after_thinking(verdict))
     if not marks or not 0 <= float(marks[-1]) <= best_mark:
         return None
     return float(marks[-1]) / best_mark
+
+
+def after_thinking(verdict: str) -> str:
+    """Return what follows the judge's thinking; "" where the thinking does not end.
+
+    >>> after_thinking("<think>A? No.</think> Verdict: B"), after_thinking("<think>Verdict: A? Perhaps")
+    (' Verdict: B', '')
+    """
+    said = verdict.rpartition("</think>")[2]
+    return "" if "<think>" in said else said
 
 
 def parse_verdict(verdict: str) -> float | None:
@@ -278,5 +300,5 @@ def parse_verdict(verdict: str) -> float | None:
     >>> parse_verdict("A is longer, B is right. Verdict: B")
     0.0
     """
-    found = _VERDICT.findall(verdict.rpartition("</think>")[2])
+    found = _VERDICT.findall(after_thinking(verdict))
     return {"a": 1.0, "b": 0.0, "tie": 0.5}[found[-1].lower()] if found else None

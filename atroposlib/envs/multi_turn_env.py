@@ -16,6 +16,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.dataset_env import (
+    ABORTED,
     ChatSession,
     DatasetEnv,
     DatasetEnvConfig,
@@ -26,6 +27,7 @@ from atroposlib.envs.dataset_env import (
     awaited,
     number_of,
 )
+from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.server_handling.choices import run_together
 from atroposlib.errors import EnvError
 
@@ -55,7 +57,8 @@ class Episode:
     """One per answer of the model."""
     done_reason: str | None = None
     """Why it ended: what `step` said (default "done"), or max_turns, length (an answer was cut off), tokens (no room
-    for another turn), unjudged (a reward was None or a failure)."""
+    for another turn), abort (the engine did not complete an answer; no score), unjudged (a reward was None, not a
+    finite number or a failure, or `step` raised; no score)."""
 
     @property
     def num_turns(self) -> int:
@@ -98,7 +101,7 @@ class MultiTurnEnv(DatasetEnv):
         return sum(episode.rewards) + (self.unfinished_score if unfinished else 0.0)
 
     async def roll_out(self, row: Row, n: int, *, split: Split) -> list[Rollout]:
-        """Play `n` episodes of a row at once; a failure of one cancels the others."""
+        """Play `n` episodes of a row at once; an error of the engine in one cancels the others."""
         return await run_together([self._play(row, split) for _ in range(n)])
 
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
@@ -136,7 +139,11 @@ class MultiTurnEnv(DatasetEnv):
                 episode.rewards.append(0.0)
                 episode.done_reason = "length"
                 break
-            step: Step = await awaited(self.step(episode, answer))
+            if choice.finish_reason == ABORTED:
+                episode.done_reason = ABORTED
+                return None
+            judged = await self.guarded(self.step, episode, answer)
+            step = Step(reward=judged) if isinstance(judged, RewardFailure) else judged
             reward = number_of(step.reward)
             if reward is None:
                 episode.done_reason = "unjudged"
@@ -155,7 +162,8 @@ class MultiTurnEnv(DatasetEnv):
             if max_tokens < 1:
                 episode.done_reason = "tokens"
                 break
-        return self.final_score(episode)
+        outcome: Outcome = await self.guarded(self.final_score, episode)
+        return outcome
 
     def _room(self, num_used: int, reply: Sequence[Mapping[str, Any]], wanted: int) -> int:
         """Return how many tokens the next answer may have, so that the episode stays within its limit."""

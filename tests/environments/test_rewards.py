@@ -101,8 +101,7 @@ async def test_bytes_that_nobody_asked_for_end_the_worker_before_the_next_call(
     for number in range(2):
         mark = tmp_path / str(number)
         assert await run(workers, "forge_afterwards", 0.25, str(mark)) == 0.25
-        while not mark.exists():
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(_wait_until, mark.exists)
         assert await run(workers, "add", number, 0.5) == number + 0.5
     assert not _is_alive(before)
     assert workers.num_unasked == 2

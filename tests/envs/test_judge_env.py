@@ -22,6 +22,7 @@ from atroposlib.envs.server_handling.server_harness import (
     ByteTokenizer,
     HarnessRequest,
     ServerHarness,
+    create_chat_completion,
 )
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
 from atroposlib.scored_data import Strictness, check_group
@@ -145,6 +146,18 @@ async def test_pairwise_evaluation_compares_with_the_reference() -> None:
         await make(Contest).score("Write an essay.", "good")
 
 
+async def test_verdict_that_was_cut_off_is_no_verdict() -> None:
+    class CutOff(ServerHarness):
+        async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
+            return create_chat_completion("Score: 9 would be", finish_reason="length")
+
+    env = make()
+    env.judge.servers = [CutOff()]
+    await env.setup()
+    assert await env.collect_trajectories("Write an essay.") == (None, [])
+    assert env.counts["judge_cut_off"] == env.counts["judge_unparsable"] == 4
+
+
 async def test_policy_judges_itself_without_a_judge_of_its_own() -> None:
     env = Essays(JudgeEnvConfig(use_wandb=False), [POLICY])
     assert env.judge is env.server
@@ -166,6 +179,8 @@ def test_judge_has_flags_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
         ("Score: 3 at first, but no. score = 4", 0.4),
         ("<think>Score: 9</think> Score: 2", 0.2),
         ("<think>Score: 9</think> well", None),
+        ("<think>Score: 9? Too much, perhaps", None),
+        ("<think>hm</think> Score: 2 <think>Score: 9", None),
         ("Score: 11", None),
         ("Score: -1", None),
         ("seven", None),
@@ -184,6 +199,7 @@ def test_marks_are_read_or_refused(verdict: str, mark: float | None) -> None:
         ("Verdict: tie.", 0.5),
         ("Verdict: Another", None),
         ("A is better", None),
+        ("<think>Verdict: A? Let me see", None),
     ],
 )
 def test_verdicts_are_read_or_refused(verdict: str, first: float | None) -> None:

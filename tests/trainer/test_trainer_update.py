@@ -115,7 +115,8 @@ def slow_rows(groups: list[dict[str, Any]], baseline: str, *, scale: bool) -> li
     rows: list[Row] = []
     for group in groups:
         overrides = group.get("overrides") or [{} for _ in group["scores"]]
-        scores = [s for s, o in zip(group["scores"], overrides, strict=True) if "sft" not in o]
+        compared = zip(group["scores"], overrides, group["masks"], strict=True)
+        scores = [s for s, o, m in compared if "sft" not in o and set(m[1:]) != {-100}]
         for i, tokens in enumerate(group["tokens"]):
             score, override = group["scores"][i], overrides[i]
             at = [t for t in range(1, len(tokens)) if group["masks"][i][t] != -100]

@@ -40,6 +40,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import IO, Any, Literal, Self, TypeAlias
 
+from atroposlib.envs.sandbox import hide_if_programs_share_the_user, hide_this_process
 from atroposlib.errors import EnvError
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ FailureReason: TypeAlias = Literal["timeout", "exception", "memory", "crash", "o
 _TAIL_BYTES = 4000
 _STARTUP_TIMEOUT_S = 120.0
 """For starting Python and importing the preloaded modules, on a busy machine."""
+_MAX_LOGGED_LINES = 10
+"""Warnings of this library that one reply carries to the parent's log."""
 _EXIT_GRACE_S = 2.0
 """For a process whose pipe was closed to exit; one that still runs has closed the pipe itself."""
 _NUM_PASSES_TO_READ = 3
@@ -62,9 +65,8 @@ _MAX_CHILDREN = 16
 """A worker with more children after a call is replaced: the scoring code leaves them behind."""
 _IS_LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
-_PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
-"""All from linux/prctl.h."""
+"""Both from linux/prctl.h."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +105,10 @@ class RewardWorkers:
         """
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: at least one worker is needed")
+        logged: set[str] = set()
         self._workers = [
-            _Worker(memory_limit_mb, max_output_bytes, tuple(preload)) for _ in range(num_workers)
+            _Worker(memory_limit_mb, max_output_bytes, tuple(preload), logged)
+            for _ in range(num_workers)
         ]
         self.num_calls = 0
         self.failures: Counter[FailureReason] = Counter()
@@ -176,8 +180,14 @@ class _Worker:
     """The parent's end of one process: idle or in exactly one call."""
 
     def __init__(
-        self, memory_limit_mb: int | None, max_output_bytes: int, preload: tuple[str, ...]
+        self,
+        memory_limit_mb: int | None,
+        max_output_bytes: int,
+        preload: tuple[str, ...],
+        logged: set[str],
     ) -> None:
+        self._logged = logged
+        """Warnings that workers of the pool have sent; each is shown once."""
         self._settings = json.dumps(
             {
                 "memory_limit_mb": memory_limit_mb,
@@ -215,7 +225,9 @@ class _Worker:
                 return value
             case {"unusable": detail}:
                 raise EnvError(f"the scoring function cannot be called: {detail}")
-        return RewardFailure(reason=reply["reason"], detail=reply["detail"])
+            case {"reason": reason, "detail": detail}:
+                return RewardFailure(reason=reason, detail=detail)
+        return RewardFailure(reason="output", detail=f"the reply has no result: {reply!r:.200}")
 
     async def _ensure_started(self) -> asyncio.subprocess.Process:
         if self._process is not None:
@@ -224,6 +236,7 @@ class _Worker:
             if self._is_quiet(self._process):
                 return self._process
         await self.kill()
+        await asyncio.to_thread(hide_if_programs_share_the_user)
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -295,6 +308,10 @@ class _Worker:
         if not isinstance(reply, dict) or reply.pop("nonce", None) != nonce:
             detail = f"what the worker wrote is not the reply to this call: {line[:200]!r}"
             return RewardFailure(reason="output", detail=detail)
+        for text in map(str, reply.pop("logged", ())):
+            if text not in self._logged and len(self._logged) < _MAX_LOGGED_LINES:
+                self._logged.add(text)
+                logger.warning("in a reward worker: %s", text)
         return reply
 
     async def _ending_of(self, process: asyncio.subprocess.Process) -> RewardFailure:
@@ -377,8 +394,7 @@ def _work(settings: dict[str, Any]) -> None:
         _serve(settings)
         return
     keeper = os.getpid()
-    # Processes of the same user cannot read the memory and the descriptors of one that is not dumpable.
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+    hide_this_process()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child == 0:
@@ -462,16 +478,33 @@ def _serve(settings: dict[str, Any]) -> None:
         _reply(replies, {"nonce": "", "unusable": _describe(error)})
         return
     _reply(replies, {"nonce": "", "ready": True})
+    warnings = _Warnings(logging.WARNING)
+    logging.getLogger("atroposlib").addHandler(warnings)
     server = os.getpid()
     for line in requests:
         request = json.loads(line)
         reply = _answer(request, max_output_bytes=settings["max_output_bytes"])
         reply["nonce"] = request["nonce"]
+        if warnings.texts:
+            reply["logged"] = [*warnings.texts]
+            warnings.texts.clear()
         if os.getpid() != server:
             os._exit(0)  # a fork of the scoring code that came back as if it were the worker
         if _IS_LINUX and len(_children()) > _MAX_CHILDREN:
             reply["is_worn"] = True
         _reply(replies, reply)
+
+
+class _Warnings(logging.Handler):
+    """Keeps this library's warnings for the next reply: nobody reads a worker's stderr."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self.texts) < _MAX_LOGGED_LINES:
+            self.texts.append(record.getMessage()[:1000])
 
 
 def _take_the_pipes() -> tuple[IO[bytes], IO[bytes]]:

@@ -1,0 +1,398 @@
+"""Run a program that a model wrote, in a process that can reach neither its grader nor other programs.
+
+    result = run_code(completion, stdin="3 4", limits=Limits(wall_s=5))
+    score = result.reason == "exit" and result.stdout.strip() == "7"
+
+Only the program and its input go in; what it printed and how it ended comes out. The expected answer stays with the
+caller: compare here, never in the program. Call it from a scoring function in a reward worker
+(`DatasetEnv.in_worker`), which is killed with all sandboxes at its deadline, or with `asyncio.to_thread`.
+
+`Sandbox` is the one interface; two backends run programs on this machine:
+
+- `BubblewrapSandbox`, where bubblewrap (`apt install bubblewrap`) may make namespaces: its own processes, network
+  (none), memory file system; of this machine it sees the interpreter and /usr, read-only.
+- `ProcessSandbox` elsewhere: a process with limits, without inherited descriptors and environment, that can start no
+  other process or thread. As root, it runs as a user of its own, which can neither signal nor read any process. As
+  another user it shares the user of its grader. The kernel then refuses it the memory and the descriptors of processes
+  that hid themselves (`hide_this_process`: the workers, the environment, the caller), but it does NOT stop it from
+  signalling processes of that user, from reading and writing that user's files, or from using the network. A warning
+  says so once. Run such an environment in a container, or install bubblewrap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import json
+import logging
+import os
+import selectors
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from atroposlib.envs import sandbox_child
+from atroposlib.envs.sandbox_child import READY
+from atroposlib.errors import EnvError
+
+logger = logging.getLogger(__name__)
+
+Reason: TypeAlias = Literal["exit", "timeout", "memory", "output", "crash"]
+
+_CHILD = Path(sandbox_child.__file__).read_text(encoding="utf-8")
+_STDERR_TAIL_BYTES = 4000
+_NUM_OPEN_FILES = 128
+_FIRST_USER = 1 << 30
+"""User ids from here on belong to nobody on an ordinary system; each running sandbox has one."""
+_USERS_PER_PROCESS = 64
+_PID_BITS = 22
+"""Process ids are below 2**22 (proc(5), pid_max)."""
+_FEW_USERS = range(61184, 65520)
+"""Where a container maps only 65536 ids: systemd's range for short-lived users."""
+_PR_SET_DUMPABLE = 4
+"""From linux/prctl.h."""
+_SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one program may use."""
+
+    wall_s: float = 10.0
+    """Seconds from its start to its end."""
+    cpu_s: int = 10
+    """Processor seconds of each process."""
+    memory_mb: int = 512
+    """Address space of each process, MiB."""
+    num_processes: int = 16
+    """Processes and threads at once; only 1 where bubblewrap does not run."""
+    output_bytes: int = 1 << 20
+    """What it may print; of stderr the end is kept."""
+    file_mb: int = 16
+    """Size of a file, MiB; with bubblewrap of all files together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What became of a program."""
+
+    reason: Reason
+    """exit: it ended by itself, with any exit code. timeout: killed at a deadline. memory: a MemoryError ended it.
+    output: it printed too much. crash: a signal ended it."""
+    stdout: str
+    stderr: str
+    """The end of it."""
+    exit_code: int | None
+    """None where it did not end by itself."""
+
+
+class Sandbox(Protocol):
+    """Runs programs; this module's backends, or a container service of yours."""
+
+    def run(self, source: str, *, stdin: str, limits: Limits) -> Result:
+        """Run a Python program to its end or its limits. Raises EnvError when the sandbox itself does not start."""
+
+
+def run_code(
+    source: str, *, stdin: str = "", limits: Limits | None = None, sandbox: Sandbox | None = None
+) -> Result:
+    """Run a Python program in `sandbox`, by default the best one that this machine has."""
+    return (sandbox or local_sandbox()).run(source, stdin=stdin, limits=limits or Limits())
+
+
+@functools.cache
+def local_sandbox() -> Sandbox:
+    """Return the best sandbox of this machine, found out once per process by running a program."""
+    if (program := shutil.which("bwrap")) is not None:
+        bubblewrap = BubblewrapSandbox(program)
+        with contextlib.suppress(EnvError):
+            if bubblewrap.run("import decimal", stdin="", limits=Limits()).exit_code == 0:
+                return bubblewrap
+    return ProcessSandbox()
+
+
+def hide_this_process() -> None:
+    """Keep processes of the same user from opening this one's memory and descriptors, or tracing it (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+
+
+def hide_if_programs_share_the_user() -> None:
+    """Hide this process where sandboxed programs would run as its own user."""
+    if os.geteuid() != 0 and isinstance(local_sandbox(), ProcessSandbox):
+        hide_this_process()
+
+
+class BubblewrapSandbox:
+    """Programs in namespaces of their own."""
+
+    def __init__(self, program: str = "bwrap") -> None:
+        self._program = program
+
+    def run(self, source: str, *, stdin: str, limits: Limits) -> Result:
+        """See `Sandbox`."""
+        is_root = os.geteuid() == 0
+        # Limits on processes do not hold for root, not even in a user namespace: it becomes another user inside.
+        rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if is_root else []
+        argv = [
+            self._program,
+            *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
+            *([] if is_root else ["--unshare-user"]),
+            *("--unshare-cgroup-try", "--die-with-parent", "--cap-drop", "ALL"),
+            *rights,
+            *_bindings(),
+            *("--proc", "/proc", "--dev", "/dev"),
+            *("--perms", "1777", "--size", str(limits.file_mb << 20), "--tmpfs", "/tmp"),
+            *("--chdir", "/tmp", "--"),
+        ]
+        user = _new_user() if is_root else None
+        return _run(
+            argv, sys.executable, source, stdin, limits, user=user, is_plain=False, folder="/tmp"
+        )
+
+
+class ProcessSandbox:
+    """Programs in a process without rights; what it cannot stop is said in the module's docstring."""
+
+    def run(self, source: str, *, stdin: str, limits: Limits) -> Result:
+        """See `Sandbox`."""
+        user = _new_user() if os.geteuid() == 0 else None
+        _warn_once(is_root=user is not None)
+        if user is None:
+            hide_this_process()
+        interpreter = sys.executable if user is None else _public_interpreter()
+        folder = tempfile.mkdtemp(prefix="sandbox-")
+        try:
+            if user is not None:
+                os.chown(folder, user, user)
+            return _run(
+                [], interpreter, source, stdin, limits, user=user, is_plain=True, folder=folder
+            )
+        finally:
+            with contextlib.suppress(RecursionError):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.cache
+def _warn_once(*, is_root: bool) -> None:
+    logger.warning(
+        "PROGRAMS OF THE MODEL RUN WITHOUT NAMESPACES: bubblewrap is missing or may not make them. They can %s, and "
+        "use the network. Install bubblewrap (apt install bubblewrap), or run this environment in a container",
+        "read this machine's public files"
+        if is_root
+        else "read and write this user's files, and signal this user's processes",
+    )
+
+
+_num_runs = itertools.count()
+
+
+def _new_user() -> int:
+    """Return a user id that no other running sandbox has."""
+    number = (os.getpid() % (1 << _PID_BITS)) * _USERS_PER_PROCESS + (
+        next(_num_runs) % _USERS_PER_PROCESS
+    )
+    if _maps_all_users():
+        return _FIRST_USER + number
+    return _FEW_USERS[number % len(_FEW_USERS)]
+
+
+@functools.cache
+def _maps_all_users() -> bool:
+    last = _FIRST_USER + (_USERS_PER_PROCESS << _PID_BITS)
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        first, _, count = map(int, line.split())
+        if first <= _FIRST_USER and last <= first + count:
+            return True
+    return False
+
+
+@functools.cache
+def _public_interpreter() -> str:
+    """Return an interpreter that every user can run, for programs that root runs as another user."""
+    own = sys.executable if _is_public(sys.executable) and _is_public(os.__file__) else None
+    found = own or next(filter(_is_public, ("/usr/local/bin/python3", "/usr/bin/python3")), None)
+    if found is None:
+        raise EnvError(
+            f"{sys.executable} lies in a folder that only root can enter, and programs of the model do not run as "
+            "root: install bubblewrap (apt install bubblewrap) or python3 (apt install python3)"
+        )
+    return found
+
+
+def _is_public(path: str) -> bool:
+    real = Path(path).resolve()
+    if not real.exists():
+        return False
+    folders = [real.parent, *real.parent.parents, *Path(path).absolute().parents]
+    return bool(real.stat().st_mode & stat.S_IROTH) and all(
+        folder.stat().st_mode & stat.S_IXOTH for folder in folders
+    )
+
+
+@functools.cache
+def _bindings() -> Sequence[str]:
+    """Return bubblewrap's options for the files that Python needs."""
+    options: list[str] = []
+    for path in _SYSTEM_FOLDERS:
+        if os.path.islink(path):
+            options += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            options += ["--ro-bind", path, path]
+    real = str(Path(sys.executable).resolve().parents[1])
+    made: set[str] = set()
+    for root in sorted({"/usr", sys.base_prefix, sys.prefix, real}):
+        if root != "/usr" and root.startswith("/usr/"):
+            continue
+        for parent in [*reversed(Path(root).parents)][1:]:
+            if str(parent) not in made:
+                made.add(str(parent))
+                options += ["--perms", "0755", "--dir", str(parent)]
+        options += ["--ro-bind", root, root]
+    return options
+
+
+class _Said(NamedTuple):
+    stdout: bytes
+    stderr: bytes
+    ended_by: Reason | None
+    """The limit that the caller enforced."""
+
+
+def _run(
+    prefix: Sequence[str],
+    interpreter: str,
+    source: str,
+    stdin: str,
+    limits: Limits,
+    *,
+    user: int | None,
+    is_plain: bool,
+    folder: str,
+) -> Result:
+    code = source.encode("utf-8", "replace")
+    settings = {
+        "num_source_bytes": len(code),
+        "user": user,
+        "is_plain": is_plain,
+        "limits": {
+            "RLIMIT_AS": limits.memory_mb << 20,
+            "RLIMIT_CPU": limits.cpu_s,
+            "RLIMIT_FSIZE": limits.file_mb << 20,
+            # 1 is the program itself: a user's processes count together, and it may share its user with its grader.
+            "RLIMIT_NPROC": 1 if is_plain else limits.num_processes,
+            "RLIMIT_NOFILE": _NUM_OPEN_FILES,
+            "RLIMIT_CORE": 0,
+        },
+    }
+    process = subprocess.Popen(
+        [*prefix, interpreter, "-I", "-c", _CHILD, json.dumps(settings)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder if is_plain else "/",
+        env={
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "HOME": folder,
+            "TMPDIR": folder,
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        },
+        start_new_session=True,
+    )
+    with _ending(process):
+        said = _converse(process, code + stdin.encode("utf-8", "replace"), limits)
+    stderr = said.stderr.decode("utf-8", "replace")
+    if not said.stdout.startswith(READY):
+        if said.ended_by == "timeout":
+            raise EnvError(f"the sandbox did not start within {limits.wall_s:g} s: {stderr}")
+        raise EnvError(f"the sandbox did not start: exit status {process.returncode}. {stderr}")
+    reason = said.ended_by or _reason(process.returncode, stderr)
+    return Result(
+        reason=reason,
+        stdout=said.stdout[len(READY) :][: limits.output_bytes].decode("utf-8", "replace"),
+        stderr=stderr,
+        exit_code=process.returncode if reason in ("exit", "memory") else None,
+    )
+
+
+@contextlib.contextmanager
+def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End the process with all of its group at the end of the block."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def _converse(process: subprocess.Popen[bytes], given: bytes, limits: Limits) -> _Said:
+    """Write what is given and read what is printed until the process ends or a limit is reached."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    deadline = time.monotonic() + limits.wall_s
+    stdout, stderr = bytearray(), bytearray()
+    left = memoryview(given)
+
+    def said(ended_by: Reason | None) -> _Said:
+        return _Said(bytes(stdout), bytes(stderr), ended_by)
+
+    with selectors.DefaultSelector() as selector:
+        for pipe, heard in ((process.stdout, stdout), (process.stderr, stderr)):
+            selector.register(pipe, selectors.EVENT_READ, heard)
+        os.set_blocking(process.stdin.fileno(), False)
+        selector.register(process.stdin, selectors.EVENT_WRITE)
+        while selector.get_map():
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return said("timeout")
+            for key, _ in selector.select(remaining_s):
+                if key.data is None:
+                    try:
+                        left = left[os.write(key.fd, left[: 1 << 16]) :]
+                    except BrokenPipeError:
+                        left = left[:0]
+                    if not left:
+                        selector.unregister(key.fileobj)
+                        process.stdin.close()
+                    continue
+                chunk = os.read(key.fd, 1 << 16)
+                if not chunk:
+                    selector.unregister(key.fileobj)
+                key.data.extend(chunk)
+                del stderr[:-_STDERR_TAIL_BYTES]
+                if len(stdout) > limits.output_bytes + len(READY):
+                    return said("output")
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return said("timeout")
+    return said(None)
+
+
+def _reason(exit_code: int, stderr: str) -> Reason:
+    """Say how a process ended; bubblewrap reports signal N as 128 + N."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    if number == signal.SIGXCPU:
+        return "timeout"
+    if number > 0:
+        return "crash"
+    last_line = stderr.rstrip().rpartition("\n")[2]
+    return "memory" if exit_code == 1 and last_line.startswith("MemoryError") else "exit"

@@ -1,0 +1,53 @@
+"""The first code in a sandbox: set the limits, give up rights, then become the program.
+
+`sandbox.py` gives its text to `python -I -c`, so it imports the standard library alone. The program comes first on
+standard input; what follows it is the program's own input. The line that it prints says that the sandbox is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from types import ModuleType
+from typing import Any
+
+READY = b"\x00sandbox ready\n"
+"""Comes before what the program prints."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NO_NEW_PRIVS = 38
+"""Both from linux/prctl.h."""
+
+
+def become(settings: dict[str, Any]) -> None:
+    """Run the program within `settings`: num_source_bytes, limits by name, user id or None, is_plain."""
+    source = bytearray()
+    while len(source) < settings["num_source_bytes"]:
+        source += os.read(0, settings["num_source_bytes"] - len(source))
+    for name, value in settings["limits"].items():
+        number = getattr(resource, name)
+        hard = resource.getrlimit(number)[1]
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        # At the soft limit on processor time comes SIGXCPU, which says why; at the hard one, SIGKILL.
+        resource.setrlimit(number, (limit, limit + (name == "RLIMIT_CPU" and limit != hard)))
+    if (user := settings["user"]) is not None:
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+    if settings["is_plain"] and sys.platform == "linux":
+        import ctypes
+
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        prctl(_PR_SET_PDEATHSIG, 9)
+    os.write(1, READY)
+    main = ModuleType("__main__")
+    main.__file__ = "program.py"
+    sys.modules["__main__"] = main
+    sys.argv = ["program.py"]
+    exec(compile(bytes(source), "program.py", "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    become(json.loads(sys.argv[1]))

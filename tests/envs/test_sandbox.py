@@ -1,0 +1,146 @@
+"""What goes into a sandbox and what comes out, on each backend that this machine has."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from atroposlib.envs import sandbox
+from atroposlib.envs.sandbox import (
+    BubblewrapSandbox,
+    Limits,
+    ProcessSandbox,
+    Result,
+    Sandbox,
+    local_sandbox,
+    run_code,
+)
+from atroposlib.errors import EnvError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+PATIENT = Limits(wall_s=60)
+
+
+@pytest.fixture(params=["bubblewrap", "plain"])
+def box(request: pytest.FixtureRequest) -> Sandbox:
+    if request.param == "plain":
+        return ProcessSandbox()
+    if not isinstance(local_sandbox(), BubblewrapSandbox):
+        pytest.skip("bubblewrap is missing or may not make namespaces")
+    return local_sandbox()
+
+
+def run(box: Sandbox, source: str, stdin: str = "", limits: Limits = PATIENT) -> Result:
+    return run_code(source, stdin=stdin, limits=limits, sandbox=box)
+
+
+def test_program_reads_its_input_and_its_output_comes_back(box: Sandbox) -> None:
+    source = "import sys; print(sum(map(int, sys.stdin)), 'é'); print('no', file=sys.stderr)"
+    result = run(box, source, "1\n2\n39\n")
+    assert result == Result(reason="exit", stdout="42 é\n", stderr="no\n", exit_code=0)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason", "exit_code", "said"),
+    [
+        ("raise SystemExit(3)", "exit", 3, ""),
+        ("1 / 0", "exit", 1, "ZeroDivisionError"),
+        ("print(", "exit", 1, "SyntaxError"),
+        ("bytearray(1 << 40)", "memory", 1, "MemoryError"),
+        ("import os; os.abort()", "crash", None, ""),
+        ("while True: print('x' * 999)", "output", None, ""),
+    ],
+)
+def test_the_way_it_ended_is_said(
+    box: Sandbox, source: str, reason: str, exit_code: int | None, said: str
+) -> None:
+    result = run(box, source)
+    assert (result.reason, result.exit_code) == (reason, exit_code)
+    assert said in result.stderr
+
+
+def test_program_that_reaches_a_time_limit_is_killed(box: Sandbox) -> None:
+    assert run(box, "import time; time.sleep(99)", limits=Limits(wall_s=2)).reason == "timeout"
+    busy = Limits(wall_s=60, cpu_s=1)
+    assert run(box, "while True: pass", limits=busy).reason == "timeout"
+
+
+def test_large_program_and_input_pass_through_a_full_pipe(box: Sandbox) -> None:
+    source = "x = 0\n" * 50_000 + "import sys; print(len(sys.stdin.read()))"
+    assert run(box, source, "y" * 300_000).stdout == "300000\n"
+    assert run(box, "print('did not read')", "y" * 300_000).stdout == "did not read\n"
+
+
+def test_program_inherits_neither_variables_nor_descriptors_nor_the_user(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "hush")
+    inherited = os.open("/etc/hostname", os.O_RDONLY)
+    os.set_inheritable(inherited, True)
+    try:
+        source = (
+            "import os; print(sorted(os.environ)); print(os.getuid() != 0)\n"
+            "for fd in range(3, 64):\n"
+            "    try: print(fd, os.fstat(fd))\n"
+            "    except OSError: pass"
+        )
+        lines = run(box, source).stdout.splitlines()
+    finally:
+        os.close(inherited)
+    assert len(lines) == 2, lines
+    assert "HUB_TOKEN" not in lines[0]
+    assert lines[1] == "True"
+
+
+def test_program_is_the_main_module_and_may_write_in_its_folder(box: Sandbox) -> None:
+    source = (
+        "import dataclasses, pathlib, sys\n"
+        "@dataclasses.dataclass\nclass A: x: int = 1\n"
+        "pathlib.Path('here').write_text('kept')\n"
+        "if __name__ == '__main__': print(A(), open('here').read(), sys.argv)"
+    )
+    assert run(box, source).stdout == "A(x=1) kept ['program.py']\n"
+
+
+def test_namespaces_hide_the_machine(box: Sandbox) -> None:
+    if not isinstance(box, BubblewrapSandbox):
+        pytest.skip("only namespaces do")
+    here = str(Path(__file__))
+    source = f"import os, socket; print(os.path.exists({here!r}), len(socket.if_nameindex()))"
+    assert run(box, source).stdout == "False 1\n"
+    pids = run(box, "import os; print([p for p in os.listdir('/proc') if p.isdigit()])").stdout
+    assert len(pids.split(",")) <= 2
+
+
+def test_sandbox_that_does_not_start_is_an_error_and_not_a_wrong_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho no namespaces >&2\nexit 1\n")
+    broken.chmod(0o755)
+    with pytest.raises(EnvError, match=r"did not start: exit status 1\. no namespaces"):
+        run(BubblewrapSandbox(str(broken)), "print(1)")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    local_sandbox.cache_clear()
+    try:
+        assert isinstance(local_sandbox(), ProcessSandbox)
+    finally:
+        local_sandbox.cache_clear()
+
+
+def test_each_running_program_has_a_user_of_its_own() -> None:
+    users = {sandbox._new_user() for _ in range(64)}
+    assert len(users) == 64
+    assert min(users) > 60_000
+
+
+def test_any_object_with_run_is_a_sandbox() -> None:
+    class Remote:
+        def run(self, source: str, *, stdin: str, limits: Limits) -> Result:
+            return Result(reason="exit", stdout=f"{source} {stdin}", stderr="", exit_code=0)
+
+    assert run(Remote(), "a", "b").stdout == "a b"

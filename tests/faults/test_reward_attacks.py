@@ -1,0 +1,162 @@
+"""Programs of a model that attack their judge get the score they earned, and change nobody else's.
+
+Every group holds a right program, some attacks and a wrong program. They are run in a sandbox below the reward
+workers; the workers and this process hold the expected answer.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
+from atroposlib.envs.rewards import RewardFailure, RewardWorkers
+from atroposlib.envs.sandbox import ProcessSandbox, local_sandbox
+from atroposlib.envs.server_handling.server_harness import ByteTokenizer, ServerHarness
+from tests.faults import hostile_programs
+from tests.faults.hostile_programs import ATTACKS, HANG_S, PATIENT_S, RIGHT, WRONG
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+GROUP = 8
+"""Attacks in one group."""
+
+
+def attacks() -> dict[str, hostile_programs.Attack]:
+    """Return those that the kernel can stop here."""
+    shares_user = os.geteuid() != 0 and isinstance(local_sandbox(), ProcessSandbox)
+    return {
+        name: attack
+        for name, attack in ATTACKS.items()
+        if not (shares_user and attack.needs_separate_user)
+    }
+
+
+class Programs(DatasetEnv):
+    """The row is the input; the answer is a program."""
+
+    name = "programs"
+
+    def load_tokenizer(self) -> Any:
+        return ByteTokenizer()
+
+    def load_rows(self, split: str) -> Any:
+        return [secrets.token_hex(16)]
+
+    def prompt(self, row: Any) -> Any:
+        return "Write a program."
+
+    async def score(self, row: Any, answer: str) -> Outcome:
+        hangs = any(a.source == answer and a.ends == ("timeout",) for a in ATTACKS.values())
+        judged = await self.in_worker(
+            hostile_programs.judge,
+            answer,
+            row[::-1],
+            f"answer-{row}",
+            HANG_S if hangs else PATIENT_S,
+        )
+        if isinstance(judged, RewardFailure):
+            return judged
+        reason, passed = judged
+        self.ends.append((answer, reason))
+        return float(passed) if reason == "exit" else RewardFailure(reason=reason, detail="")
+
+
+def test_there_are_enough_attacks() -> None:
+    assert len(ATTACKS) >= 25
+
+
+@pytest.mark.parametrize(
+    ("policy", "backend"),
+    [("drop", "local"), ("mask", "local"), ("retry", "local"), ("drop", "plain")],
+)
+async def test_no_attack_gets_a_score_or_moves_a_sibling(
+    policy: str, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if backend == "plain":
+        if isinstance(local_sandbox(), ProcessSandbox):
+            pytest.skip("this machine has no other sandbox")
+        without = os.pathsep.join(
+            folder
+            for folder in os.environ["PATH"].split(os.pathsep)
+            if not (Path(folder) / "bwrap").exists()
+        )
+        monkeypatch.setenv("PATH", without)
+    config = DatasetEnvConfig(
+        group_size=GROUP + 2,
+        use_wandb=False,
+        on_reward_failure=policy,  # type: ignore[arg-type]
+        num_reward_workers=3,
+        reward_timeout_s=2 * PATIENT_S,
+        max_token_length=100_000,
+        num_eval_rows=0,
+    )
+    server = APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")
+    env: Any = Programs(config, [server])
+    env.ends = []
+    chosen = list(attacks().items())
+    num_failures = 0
+    try:
+        await env.setup()
+        for some in _in_groups(chosen):
+            sources = [RIGHT, *(attack.source for _, attack in some), WRONG]
+            env.config.group_size = len(sources)
+            env.server.servers = [ServerHarness(respond=lambda r, s=sources: s[r.choice])]
+            env.ends.clear()
+            group, _ = await env.collect_trajectories(env.train_rows[0])
+            ends = dict(env.ends)
+            for name, attack in some:
+                assert ends[attack.source] in attack.ends, (name, ends[attack.source])
+            scores = {source: 0.0 if ends[source] == "exit" else None for source in sources}
+            scores[RIGHT] = 1.0
+            judged = [score for score in scores.values() if score is not None]
+            num_failures += len(sources) - len(judged)
+            stand_in = sum(judged) / len(judged)
+            if policy == "mask":
+                expected = [stand_in if s is None else s for s in scores.values()]
+            else:
+                expected = judged
+            assert group["scores"] == pytest.approx(expected)
+            assert env.num_reward_failures == num_failures
+            tries = Counter(source for source, _ in env.ends)
+            again = {s for s, score in scores.items() if score is None and policy == "retry"}
+            assert {s for s, number in tries.items() if number == 2} == again
+    finally:
+        await env.close()
+    assert env.reward_workers.failures == {}, env.reward_workers.summary()
+    assert env.reward_workers.num_unasked == 0
+    assert not os.path.exists("/tmp/pickled-bomb-went-off")  # noqa: ASYNC240 - once, at the end
+    is_plain = backend == "plain" or isinstance(local_sandbox(), ProcessSandbox)
+    assert ("RUN WITHOUT NAMESPACES" in caplog.text) == is_plain
+
+
+def _in_groups(chosen: list[Any]) -> list[list[Any]]:
+    return [chosen[start : start + GROUP] for start in range(0, len(chosen), GROUP)]
+
+
+async def test_hung_program_ends_with_its_worker() -> None:
+    async with RewardWorkers() as workers:
+        arguments = ["import time; time.sleep(3600)", "", "", 600.0]
+        assert await workers.run(hostile_programs.judge, RIGHT, "", "x", 60.0, timeout_s=60)
+        outcome = await workers.run(hostile_programs.judge, *arguments, timeout_s=2.0)
+        assert outcome.reason == "timeout"
+    assert not _running("time.sleep(3600)")
+
+
+def _running(text: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                line = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"sandbox ready" in line and text.encode() in line:
+                found.append(int(folder.name))
+    return found

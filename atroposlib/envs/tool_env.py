@@ -2,8 +2,8 @@
 
 Tools are functions with type hints, or `Tool`s. Calls are read from the text of an answer (`<tool_call>` JSON, as
 Hermes and Qwen models write it; override `parse_calls` for another form), so every token stays as it was sampled.
-Invariant: a call that is malformed, fails or takes too long never ends an episode; the model is told, and the error
-is counted.
+Invariant: a call that is malformed, fails, takes too long or returns what has no text never ends an episode; the model
+is told, and the error is counted. What it is told is valid Unicode and holds no special token of its tokenizer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import functools
 import inspect
 import json
 import logging
@@ -30,10 +31,14 @@ from atroposlib.envs.dataset_env import Row
 from atroposlib.envs.mcp_tools import McpServer, McpSession
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step
 from atroposlib.envs.rewards import RewardFailure
+from atroposlib.envs.server_handling.chat_template import special_texts
 from atroposlib.envs.server_handling.tool_parsers import Call, style_named
 from atroposlib.errors import ConfigError, EnvError
 
 logger = logging.getLogger(__name__)
+
+MAX_HUNG_THREADS = 32
+"""Calls of plain functions that took too long and still run; above it no plain function is called."""
 
 _HERMES = style_named("hermes")
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -57,6 +62,9 @@ class ToolEnvConfig(MultiTurnEnvConfig):
     """Seconds one call may take."""
     max_tool_output_chars: int = Field(default=4000, ge=1)
     """Longer results are cut, and the model is told."""
+    escape_special_tokens: bool = True
+    """Put a space into texts of results that the tokenizer would read as special tokens: `<|im_end|>` becomes
+    `< |im_end|>`, else it would end the message. False: results are passed on as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +143,7 @@ class ToolEnv(MultiTurnEnv):
         super().__init__(config, server_configs, slurm, testing)
         self.tools_by_name: dict[str, Tool] = {}
         self._mcp_sessions: list[McpSession] = []
+        self._hung_threads: list[threading.Thread] = []
         for entry in self.tools:
             self._add_tool(self._as_tool(entry))
 
@@ -182,8 +191,8 @@ class ToolEnv(MultiTurnEnv):
             return Step(reward=outcome, done=True, reason="answered")
         replies = []
         for call in calls:
-            name = call.name if isinstance(call, ToolCall) else "unknown"
-            text = await self._result_of(call, episode)
+            name = self._as_told(call.name) if isinstance(call, ToolCall) else "unknown"
+            text = self._as_told(await self._result_of(call, episode))
             if self.tool_role != "tool":
                 text = f"<tool_response>\n{text}\n</tool_response>"
             replies.append({"role": self.tool_role, "name": name, "content": text})
@@ -195,15 +204,25 @@ class ToolEnv(MultiTurnEnv):
     async def _result_of(self, call: ToolCall | MalformedCall, episode: Episode) -> str:
         self.counts["tool_calls"] += 1
         try:
-            result = await self._run(call, episode)
+            text = _text_of(await self._run(call, episode), call)
         except ToolFailure as failure:
             self.counts[f"tool_error_{failure.kind}"] += 1
-            result = f"Error: {failure}"
-        text = result if isinstance(result, str) else json.dumps(result, default=str)
+            text = f"Error: {failure}"
         limit = self.config.max_tool_output_chars
         if len(text) > limit:
             text = f"{text[:limit]}\n... ({len(text) - limit} characters more were cut)"
         return text
+
+    def _as_told(self, text: str) -> str:
+        """Return a text that every tokenizer takes, without special tokens where so configured."""
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        special = self._special_token
+        return special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if special else text
+
+    @functools.cached_property
+    def _special_token(self) -> re.Pattern[str] | None:
+        texts = special_texts(self.tokenizer) if self.config.escape_special_tokens else []
+        return re.compile("|".join(map(re.escape, filter(None, texts)))) if texts else None
 
     async def _run(self, call: ToolCall | MalformedCall, episode: Episode) -> Any:
         if isinstance(call, MalformedCall):
@@ -225,7 +244,7 @@ class ToolEnv(MultiTurnEnv):
             raise
         except TimeoutError as error:
             if not deadline.expired():
-                raise ToolFailure("exception", f"TimeoutError: {error}") from error
+                raise ToolFailure("exception", _describe(error)) from error
             raise ToolFailure(
                 "timeout", f"{call.name} took more than {self.config.tool_timeout_s:g} s"
             ) from error
@@ -236,7 +255,7 @@ class ToolEnv(MultiTurnEnv):
                 call.name,
                 exc_info=error,
             )
-            raise ToolFailure("exception", f"{type(error).__name__}: {error}") from error
+            raise ToolFailure("exception", _describe(error)) from error
 
     def _add_tool(self, tool: Tool) -> None:
         if tool.name in self.tools_by_name:
@@ -248,7 +267,20 @@ class ToolEnv(MultiTurnEnv):
             _check_killable(entry.function)
             tool = tool_from(entry.function, call=self._in_tool_worker)
             return replace(tool, keeps_time=True)
-        return entry if isinstance(entry, Tool) else tool_from(entry)
+        return entry if isinstance(entry, Tool) else tool_from(entry, call=self._in_thread)
+
+    async def _in_thread(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        self._hung_threads = [thread for thread in self._hung_threads if thread.is_alive()]
+        num_hung = len(self._hung_threads)
+        if num_hung >= MAX_HUNG_THREADS and not inspect.iscoroutinefunction(function):
+            logger.log(
+                logging.DEBUG if self.counts["tool_error_hung"] else logging.WARNING,
+                "%d calls of tools hang in their threads, so %s is not called; make it Killable(...)",
+                num_hung,
+                function.__name__,
+            )
+            raise ToolFailure("hung", f"{function.__name__} cannot be called now")
+        return await call_function(function, arguments, abandoned=self._hung_threads)
 
     async def _in_tool_worker(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         bound = inspect.signature(function).bind(**arguments)
@@ -261,8 +293,16 @@ class ToolEnv(MultiTurnEnv):
         return outcome
 
 
-async def call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call `function`, a plain one in a thread of its own that nobody has to wait for when it hangs."""
+async def call_function(
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    *,
+    abandoned: list[threading.Thread] | None = None,
+) -> Any:
+    """Call `function`, a plain one in a thread of its own that nobody has to wait for when it hangs.
+
+    Cancelled, it leaves the thread, and adds it to `abandoned`.
+    """
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     loop = asyncio.get_running_loop()
@@ -288,8 +328,14 @@ async def call_function(function: Callable[..., Any], arguments: dict[str, Any])
             loop.call_soon_threadsafe(settle, value, error)
 
     # asyncio.to_thread would keep the process from ending while a tool hangs.
-    threading.Thread(target=work, name=f"tool {function.__name__}", daemon=True).start()
-    return await done
+    thread = threading.Thread(target=work, name=f"tool {function.__name__}", daemon=True)
+    thread.start()
+    try:
+        return await done
+    except asyncio.CancelledError:
+        if abandoned is not None:
+            abandoned.append(thread)
+        raise
 
 
 def tool_from(
@@ -372,6 +418,23 @@ def parse_hermes_calls(answer: str) -> list[ToolCall | MalformedCall]:
             marked = _CALL.finditer(part.rpartition("</think>")[2])
             found += [MalformedCall(reason=_fault_of(match.group(1).strip())) for match in marked]
     return found
+
+
+def _text_of(result: Any, call: ToolCall | MalformedCall) -> str:
+    """Return a result as the model is told it; raises ToolFailure for a value that has no text."""
+    try:
+        return str.__str__(result) if isinstance(result, str) else json.dumps(result, default=str)
+    except (Exception, SystemExit) as error:  # a value's own methods may raise anything
+        name = call.name if isinstance(call, ToolCall) else "unknown"
+        reason = f"the result of {name} cannot be written as text: {_describe(error)}"
+        raise ToolFailure("result", reason) from error
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}".removesuffix(": ")
+    except (Exception, SystemExit):  # noqa: BLE001 - of somebody else's exception
+        return type(error).__name__
 
 
 def _fault_of(text: str) -> str:

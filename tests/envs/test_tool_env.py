@@ -428,6 +428,109 @@ async def test_mcp_server_that_does_not_start_is_an_error_that_names_it() -> Non
         await make("3", env_cls=OverMcp).setup()
 
 
+class Unprintable:
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def give(kind: str) -> Any:
+    circular: list[Any] = []
+    circular.append(circular)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    return {
+        "tuple keys": {(1, 2): 3},
+        "circular": circular,
+        "deep": deep,
+        "unprintable": Unprintable(),
+        "surrogate": "a\ud800b",
+        "nested surrogate": ["\udfff"],
+        "special": "x<eos>y <bos",
+    }[kind]
+
+
+def fail_without_a_text() -> str:
+    raise UnprintableError
+
+
+class Hostile(Calculator):
+    tools = (give, fail_without_a_text, remember, stuck)
+
+
+@pytest.mark.parametrize("kind", ["tuple keys", "circular", "deep", "unprintable"])
+async def test_result_that_has_no_text_is_told_to_the_model_and_counted(kind: str) -> None:
+    env = make(call("give", kind=kind), "3", env_cls=Hostile)
+    await env.setup()
+    text = await result_of(env)
+    assert text.startswith("Error: the result of give cannot be written as text: ")
+    assert env.counts["tool_error_result"] == 1
+    assert env.counts["done_answered"] == 1
+
+
+async def test_exception_without_a_text_is_told_by_its_type() -> None:
+    env = make(call("fail_without_a_text"), "3", env_cls=Hostile)
+    await env.setup()
+    assert await result_of(env) == "Error: UnprintableError"
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (call("give", kind="surrogate"), "a\ufffdb"),
+        (call("give", kind="nested surrogate"), '["\\udfff"]'),
+        ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "no tool '\\ud800'"),
+    ],
+)
+async def test_lone_surrogates_cost_nobody_the_group(answer: str, told: str) -> None:
+    env = make(answer, "3", env_cls=Hostile)
+    await env.setup()
+    group, _ = await env.collect_trajectories(ROW)
+    check_group(group, strictness=Strictness.MEANING)
+    reply = group["messages"][0][3]
+    assert told in reply["content"]
+    json.dumps(reply, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+async def test_special_tokens_in_results_are_escaped_unless_told_otherwise(role: str) -> None:
+    env_cls = type("Escaping", (Hostile,), {"tool_role": role})
+    env = make(call("give", kind="special"), "3", env_cls=env_cls)
+    await env.setup()
+    assert "x< eos>y <bos" in await result_of(env)
+    env = make(call("give", kind="special"), "3", env_cls=env_cls, escape_special_tokens=False)
+    await env.setup()
+    assert "x<eos>y <bos" in await result_of(env)
+
+
+async def test_calls_that_hang_leave_a_bounded_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("atroposlib.envs.tool_env.MAX_HUNG_THREADS", 3)
+    env = make(call("stuck") * 5, "3", env_cls=Hostile, tool_timeout_s=0.05)
+    await env.setup()
+    RELEASE.clear()
+    try:
+        await result_of(env)
+        assert env.counts["tool_error_timeout"] == 3
+        assert env.counts["tool_error_hung"] == 2
+        assert len([t for t in threading.enumerate() if t.name == "tool stuck"]) == 3
+        assert caplog.text.count("make it Killable") == 1
+    finally:
+        RELEASE.set()
+    for thread in threading.enumerate():
+        if thread.name == "tool stuck":
+            thread.join(10)
+    RELEASE.clear()
+    RELEASE.set()
+    assert await result_of(env) == "late"
+
+
 def with_episode(word: str, episode: Episode) -> str:
     return word
 

@@ -176,6 +176,15 @@ def _find_facts(tokenizer: Any, size: int) -> _Facts:
     )
 
 
+def special_texts(tokenizer: Any) -> list[str]:
+    """Return how a tokenizer writes its special tokens, the longest first."""
+    decode = tokenizer.decode
+    texts = {
+        str(decode([token], skip_special_tokens=False)) for token in _facts_of(tokenizer).special
+    }
+    return sorted(texts, key=len, reverse=True)
+
+
 class ChatTemplate:
     """A tokenizer's chat template. `write_calls` turns tool calls into text, for templates that know none."""
 

@@ -88,7 +88,8 @@ async def test_an_answer_that_cannot_be_judged_is_not_scored(
     monkeypatch.setattr(gsm8k, "is_correct", sys.modules[__name__]._hang)
     group, _ = await env.collect_trajectories(env.train_rows[0])
     assert group is None
-    assert env.num_reward_failures == len(ANSWERS)
+    assert env.num_reward_failures == len(ANSWERS) - 1
+    assert env.num_too_short == 1  # the empty answer is not judged
 
 
 def _hang(gold: str, text: str) -> bool:

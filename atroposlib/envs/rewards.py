@@ -396,8 +396,11 @@ def _work(settings: dict[str, Any]) -> None:
     keeper = os.getpid()
     hide_this_process()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # The child may answer its first call, and be closed, before the keeper has its handlers.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == keeper:  # else it died before the line above
@@ -415,6 +418,7 @@ def _keep(child: int) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     poll = select.poll()
     poll.register(0, 0)  # requests are the child's; a hang-up is reported without being asked for
     poll.register(woken, select.POLLIN)

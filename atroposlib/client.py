@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import ipaddress
 import logging
 import os
 import threading
@@ -28,7 +27,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 import httpx
@@ -53,6 +51,7 @@ from atroposlib.api.schemas import (
     WandbInfo,
 )
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, HubUnavailable
+from atroposlib.http_guard import is_loopback_url
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from atroposlib.wire import (
     CONTENT_TYPE_JSON,
@@ -192,7 +191,7 @@ class HubClient:
     ) -> None:
         self._base_url = _checked_url(base_url)
         self._headers = _headers(token)
-        self._compresses = not _is_loopback(base_url) if compress is None else compress
+        self._compresses = not is_loopback_url(base_url) if compress is None else compress
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._speaks_packed = True
@@ -394,7 +393,7 @@ class TrainerClient:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._base_url = _checked_url(base_url)
-        self._compresses = not _is_loopback(base_url) if compress is None else compress
+        self._compresses = not is_loopback_url(base_url) if compress is None else compress
         self._timeout_s = timeout_s
         self._client = httpx.Client(
             base_url=self._base_url,
@@ -805,14 +804,6 @@ def _checked_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"hub address {url!r}: expected http://HOST:PORT")
     return url.rstrip("/")
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def _headers(token: str | None) -> Mapping[str, str]:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -21,6 +20,7 @@ from pydantic import BaseModel
 
 from atroposlib.envs.server_handling.turns import turn
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+from atroposlib.http_guard import is_loopback_url
 from atroposlib.utils.off_loop import off_loop
 
 T = TypeVar("T")
@@ -97,9 +97,8 @@ class HttpPeer:
     def __init__(self, root: str, *, api_key: str | None) -> None:
         self.root = root.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        host = urlsplit(root).hostname or ""
         # HTTP_PROXY is for the outside world; a proxy cannot reach this machine's loopback.
-        self._use_proxy_variables = host != "localhost" and not host.startswith("127.")
+        self._use_proxy_variables = not is_loopback_url(root)
         self._served: set[Any] = set()
         """Models that the server has answered for."""
         self._lanes: list[_Lane] = []

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
@@ -33,6 +32,7 @@ from atroposlib.envs.server_handling.proxy.routes import Routes, no_route
 from atroposlib.envs.server_handling.proxy.sessions import SessionLimits, Sessions
 from atroposlib.envs.server_handling.proxy_client import TOKEN_VARIABLE
 from atroposlib.errors import ConfigError, cli_boundary
+from atroposlib.http_guard import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def serve(argv: Sequence[str] | None) -> int:
     token = os.environ.get(TOKEN_VARIABLE) or None
     if config.token is not None:
         token = config.token.get_secret_value()
-    if token is None and not config.insecure and not _is_loopback(config.host):
+    if token is None and not config.insecure and not is_loopback(config.host):
         raise ConfigError(
             f"--host {config.host} is reachable from other machines and there is no token: set {TOKEN_VARIABLE}"
             " or --token, or listen on 127.0.0.1; --insecure starts it all the same"
@@ -155,15 +155,6 @@ async def _serve(
     finally:
         await manager.close()
     return 0
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,106 @@
+"""Which requests a server that asks for no secret refuses: those that a web page in somebody's browser sent.
+
+A page can make a browser on this machine send requests to a server on loopback. It cannot read the answers, but it
+need not. Two rules stop it: a request of another site is refused, and so is one whose Host is none of this machine's
+names (DNS rebinding: a name of the attacker resolves to 127.0.0.1). Hub, proxy and local engine use these functions.
+They are pure and know no framework; how an answer looks is the server's business. Programs send none of these headers
+but Host.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+from collections.abc import Iterable
+from typing import TypeAlias
+from urllib.parse import urlsplit
+
+Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
+"""Header names and values as ASGI has them in `scope["headers"]`, in any case."""
+
+CROSS_SITE = "requests of web pages from other sites are refused"
+"""What a client is told about `is_cross_site`."""
+
+_OTHER_SITES = frozenset({"cross-site", "same-site"})
+"""Values of Sec-Fetch-Site for a page of another origin. "Same site" ignores the port: http://localhost:3000 may be
+anything."""
+
+
+@functools.lru_cache(maxsize=256)
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address reaches this machine only.
+
+    >>> [is_loopback(host) for host in ("localhost", "hub.localhost", "127.0.0.2", "::1", "::ffff:127.0.0.1")]
+    [True, True, True, True, True]
+    >>> [is_loopback(host) for host in ("0.0.0.0", "10.0.0.1", "localhost.example.com", "127.0.0.1.nip.io", "")]
+    [False, False, False, False, False]
+    """
+    name = host.lower().removesuffix(".")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def is_loopback_url(url: str) -> bool:
+    """Whether the host of a URL reaches this machine only.
+
+    >>> is_loopback_url("http://[::1]:8000/v1"), is_loopback_url("https://example.com")
+    (True, False)
+    """
+    return is_loopback(_host_of(url) or "")
+
+
+def foreign_host(headers: Headers, *, server: str | None) -> str | None:
+    """Return the Host of a request to a loopback address when it does not name this machine, else None.
+
+    `server` is the address that the request arrived at, `scope["server"][0]`; None where it is unknown.
+
+    >>> foreign_host([(b"host", b"evil.example:8000")], server="127.0.0.1")
+    'evil.example:8000'
+    >>> foreign_host([(b"host", b"localhost:8000")], server="127.0.0.1") is None
+    True
+    """
+    if server is None or not is_loopback(server):
+        return None
+    return next((host for host in _values(headers, b"host") if not _names_this_machine(host)), None)
+
+
+def is_cross_site(headers: Headers) -> bool:
+    """Whether a web page of another origin sent a request.
+
+    Browsers say so in Sec-Fetch-Site; over plain HTTP to another machine, and in old ones, there is only Origin, which
+    must be the address that the request was sent to. A page that the server itself gave out is let in.
+
+    >>> is_cross_site([(b"host", b"localhost:8000"), (b"origin", b"https://evil.example")])
+    True
+    >>> is_cross_site([(b"host", b"localhost:8000"), (b"origin", b"http://localhost:8000")])
+    False
+    """
+    headers = list(headers)
+    sites = [site.lower() for site in _values(headers, b"sec-fetch-site")]
+    if sites:
+        return not _OTHER_SITES.isdisjoint(sites)
+    hosts = {host.lower() for host in _values(headers, b"host")}
+    origins = _values(headers, b"origin")
+    return any(origin.lower().partition("://")[2] not in hosts for origin in origins)
+
+
+@functools.lru_cache(maxsize=256)
+def _names_this_machine(host: str) -> bool:
+    return is_loopback(_host_of(f"//{host}") or "")
+
+
+def _host_of(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:  # brackets that do not match
+        return None
+
+
+def _values(headers: Headers, name: bytes) -> list[str]:
+    return [value.decode("latin-1").strip() for key, value in headers if key.lower() == name]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import ipaddress
+import socket
 from collections.abc import Iterable
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -92,7 +93,9 @@ def is_cross_site(headers: Headers) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _names_this_machine(host: str) -> bool:
-    return is_loopback(_host_of(f"//{host}") or "")
+    name = _host_of(f"//{host}") or ""
+    # Debian gives a machine's own name the address 127.0.1.1.
+    return is_loopback(name) or name == socket.gethostname().lower()
 
 
 def _host_of(url: str) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from atroposlib.http_guard import foreign_host, is_cross_site, is_loopback, is_loopback_url
@@ -62,6 +64,7 @@ def test_a_url_is_judged_by_its_host_alone(url: str, expected: bool) -> None:
         (b"localhost@evil.example", "127.0.0.1", "localhost@evil.example"),
         (b"[::1", "127.0.0.1", "[::1"),
         (b"", "127.0.0.1", ""),
+        (f"{socket.gethostname()}:9001".encode(), "127.0.1.1", None),
         # A server that listens on an address of the network has any number of names.
         (b"hub.example:8000", "10.0.0.5", None),
         (b"evil.example", None, None),

@@ -20,6 +20,11 @@ import msgspec
 
 from atroposlib.engine.sampling import GREEDY_BELOW, SamplingParams
 from atroposlib.engine.scheduler import Completion, VersionSpan
+from atroposlib.http_bodies import decode_json
+
+MAX_COMPLETIONS = 4096
+"""`n` times the number of prompts of one request: what is beyond it is for the next request. Far more than any group
+size, and a request cannot fill the memory: the engine holds a kilobyte for each completion before it has begun."""
 
 MAX_LOGPROBS = 20
 """vLLM's default `--max-logprobs`."""
@@ -208,14 +213,12 @@ class Limits(NamedTuple):
     vocab_size: int
 
 
-def read_body(raw: bytes, kind: type[T]) -> T:
+def parse_body(raw: bytes, kind: type[T]) -> T:
     """Decode JSON into `kind`; a wrong type or an unknown name is an ApiError that names the parameter."""
     try:
-        body = msgspec.json.decode(raw or b"{}", type=kind)
+        body = decode_json(raw, kind)
     except msgspec.ValidationError as e:
         raise _explain(str(e), kind) from e
-    except msgspec.DecodeError as e:
-        raise ApiError(f"the body is not JSON: {e}") from e
     if isinstance(body, _Body):
         for name, neutral in _NEUTRAL.items():
             value = getattr(body, name)
@@ -250,12 +253,7 @@ def check_prompt(prompt_ids: Sequence[int], limits: Limits) -> None:
     """Refuse a prompt that is empty, holds an id the model lacks, or leaves no room for one token."""
     if not prompt_ids:
         raise ApiError("the prompt has no tokens", param="prompt")
-    if min(prompt_ids) < 0 or max(prompt_ids) >= limits.vocab_size:
-        wrong = next(i for i in prompt_ids if not 0 <= i < limits.vocab_size)
-        raise ApiError(
-            f"token id {wrong} of the prompt is out of vocabulary [0, {limits.vocab_size})",
-            param="prompt",
-        )
+    check_ids(prompt_ids, limits, param="prompt")
     if len(prompt_ids) >= limits.context_len:
         raise ApiError(
             f"this model's maximum context length is {limits.context_len} tokens and the prompt has "
@@ -264,8 +262,18 @@ def check_prompt(prompt_ids: Sequence[int], limits: Limits) -> None:
         )
 
 
+def check_ids(token_ids: Sequence[int], limits: Limits, *, param: str) -> None:
+    """Refuse ids that the model lacks."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
+        wrong = next(i for i in token_ids if not 0 <= i < limits.vocab_size)
+        raise ApiError(
+            f"token id {wrong} of {param} is out of vocabulary [0, {limits.vocab_size})",
+            param=param,
+        )
+
+
 def sampling_params(
-    body: CompletionBody | ChatBody, prompt_len: int, limits: Limits
+    body: CompletionBody | ChatBody, prompt_len: int, limits: Limits, *, num_prompts: int = 1
 ) -> SamplingParams:
     """Check the values of one request, for its longest prompt, and return them with vLLM's defaults filled in."""
     room = limits.context_len - prompt_len
@@ -294,7 +302,7 @@ def sampling_params(
         skip_special_tokens=body.skip_special_tokens is not False,
         logprobs=logprobs,
     )
-    _check_values(params, limits)
+    _check_values(params, limits, num_prompts)
     if max_tokens > room:
         raise ApiError(
             f"max_tokens={max_tokens} is too large: this model's maximum context length is "
@@ -304,12 +312,17 @@ def sampling_params(
     return params
 
 
-def _check_values(p: SamplingParams, limits: Limits) -> None:
+def _check_values(p: SamplingParams, limits: Limits, num_prompts: int) -> None:
     def require(claim: bool, param: str, value: object, rule: str) -> None:
         if not claim:
             raise ApiError(f"{param} must be {rule}, got {_short(value)}", param=param)
 
+    require(
+        num_prompts <= MAX_COMPLETIONS, "prompt", num_prompts, f"at most {MAX_COMPLETIONS} prompts"
+    )
+    most = MAX_COMPLETIONS // num_prompts
     require(p.n >= 1, "n", p.n, "at least 1")
+    require(p.n <= most, "n", p.n, f"at most {most}, for {num_prompts} prompts")
     require(p.max_tokens >= 1, "max_tokens", p.max_tokens, "at least 1")
     require(
         math.isfinite(p.temperature) and p.temperature >= 0,

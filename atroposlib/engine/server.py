@@ -16,13 +16,14 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
 import transformers
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atroposlib.engine import scheduler
@@ -37,8 +38,9 @@ from atroposlib.engine.protocol import (
     RpcBody,
     TokenizeBody,
     VersionBody,
+    check_ids,
     check_prompt,
-    read_body,
+    parse_body,
     read_prompts,
     sampling_params,
 )
@@ -51,8 +53,12 @@ from atroposlib.errors import (
     EngineRejected,
     EngineUnavailable,
 )
+from atroposlib.http_bodies import BodyRefused, read_body
+from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 _Handler = Callable[..., Awaitable[Response]]
 
@@ -111,11 +117,16 @@ def load(config: EngineConfig) -> Loaded:
 def create_app(loaded: Loaded) -> FastAPI:
     """Return the HTTP application over a started engine. It does not start or close the engine."""
     app = FastAPI(title="atropos-engine", version=_own_version())
+    app.add_middleware(_NoWebPages)
     _Routes(loaded).add_to(app)
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
         return _json(error.body(), status=error.status)
+
+    @app.exception_handler(BodyRefused)
+    async def unreadable(request: Request, error: BodyRefused) -> Response:
+        return _json(ApiError(error.message, status=error.status).body(), status=error.status)
 
     @app.exception_handler(EngineError)
     async def failed(request: Request, error: EngineError) -> Response:
@@ -125,6 +136,31 @@ def create_app(loaded: Loaded) -> FastAPI:
         return _json(answer.body(), status=500)
 
     return app
+
+
+class _NoWebPages:
+    """ASGI middleware that refuses what a web page made a browser on this machine send, before its body is read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = _web_refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        answer = ApiError(refusal, status=403, type="PermissionDeniedError")
+        await _json(answer.body(), status=403)(scope, receive, send)
+
+
+def _web_refusal(scope: Scope) -> str | None:
+    headers, server = scope["headers"], scope.get("server")
+    if is_cross_site(headers):
+        return CROSS_SITE
+    host = foreign_host(headers, server=server[0] if server else None)
+    if host is None:
+        return None
+    return f"this engine serves its own machine, which {host!r} does not name; call it as localhost"
 
 
 class _Routes:
@@ -185,17 +221,18 @@ class _Routes:
         return _json({"object": "list", "data": [card]})
 
     async def completions(self, request: Request) -> Response:
-        body = read_body(await request.body(), CompletionBody)
+        body = await _read(request, CompletionBody)
         self._check_model(body.model)
         prompts = await asyncio.to_thread(read_prompts, body, self.tokenizer)
         for prompt_ids in prompts:
             check_prompt(prompt_ids, self.limits)
-        params = sampling_params(body, max(map(len, prompts)), self.limits)
+        longest = max(map(len, prompts))
+        params = sampling_params(body, longest, self.limits, num_prompts=len(prompts))
         results = await self._generate(request, prompts, params)
         return _json(self._renderer.completion(body, params, prompts, results))
 
     async def chat_completions(self, request: Request) -> Response:
-        body = read_body(await request.body(), ChatBody)
+        body = await _read(request, ChatBody)
         self._check_model(body.model)
         prompt_ids = await asyncio.to_thread(self._render_chat, body)
         check_prompt(prompt_ids, self.limits)
@@ -204,25 +241,29 @@ class _Routes:
         return _json(self._renderer.chat(body, params, prompt_ids, results[0]))
 
     async def tokenize(self, request: Request) -> Response:
-        body = read_body(await request.body(), TokenizeBody)
+        body = await _read(request, TokenizeBody)
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("give either prompt or messages", param="prompt")
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            tokens = self.tokenizer.encode(body.prompt, add_special_tokens=special)
+            tokens = await asyncio.to_thread(
+                self.tokenizer.encode, body.prompt, add_special_tokens=special
+            )
         else:
-            tokens = self._render_chat(body)
+            tokens = await asyncio.to_thread(self._render_chat, body)
         return _json(
             {"count": len(tokens), "max_model_len": self.limits.context_len, "tokens": tokens}
         )
 
     async def detokenize(self, request: Request) -> Response:
-        body = read_body(await request.body(), DetokenizeBody)
+        body = await _read(request, DetokenizeBody)
         self._check_model(body.model)
-        if body.tokens:
-            check_prompt(body.tokens[:1], self.limits)
-        return _json({"prompt": self.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        check_ids(body.tokens, self.limits, param="tokens")
+        text = await asyncio.to_thread(
+            self.tokenizer.decode, body.tokens, skip_special_tokens=False
+        )
+        return _json({"prompt": text})
 
     async def pause(self, request: Request) -> Response:
         """`?mode=abort` (vLLM's default) | `wait` | `keep`; answers when nothing runs any more."""
@@ -242,7 +283,7 @@ class _Routes:
 
     async def collective_rpc(self, request: Request) -> Response:
         """Only `reload_weights`, with `weights_path` and optionally `weight_version`, set at the same instant."""
-        body = read_body(await request.body(), RpcBody)
+        body = await _read(request, RpcBody)
         if body.method != "reload_weights":
             raise ApiError(
                 f"method {body.method!r} is not implemented; this engine has 'reload_weights'",
@@ -257,7 +298,7 @@ class _Routes:
                 f"{[*(body.args or []), *kwargs]}",
                 param="kwargs",
             )
-        if not isinstance(path, str):
+        if not isinstance(path, str) or "\0" in path:
             raise ApiError("reload_weights needs the keyword argument weights_path", param="kwargs")
         async with self._reloading:
             tensors = await asyncio.to_thread(read_checkpoint, self.engine.model, Path(path))
@@ -272,7 +313,7 @@ class _Routes:
         return Response(status_code=200)
 
     async def update_weight_version(self, request: Request) -> Response:
-        body = read_body(await request.body(), VersionBody)
+        body = await _read(request, VersionBody)
         version = body.weight_version if body.new_version is None else body.new_version
         if version is None:
             raise ApiError("new_version: required, but missing", param="new_version")
@@ -352,6 +393,10 @@ class _Routes:
                 with contextlib.suppress(EngineUnavailable):
                     for work in pending:
                         self.engine.abort(work)
+
+
+async def _read(request: Request, kind: type[T]) -> T:
+    return parse_body(await read_body(request.receive), kind)
 
 
 async def _disconnected(request: Request) -> None:

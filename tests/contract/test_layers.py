@@ -15,6 +15,7 @@ RANKS = {
     "atroposlib.scored_data": 0,
     "atroposlib.wire": 0,
     "atroposlib.errors": 0,
+    "atroposlib.http_bodies": 0,
     "atroposlib.http_guard": 0,
     "atroposlib.config": 0,
     "atroposlib.utils": 0,

@@ -18,6 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from atroposlib.engine.server import EngineConfig, Loaded, create_app, load, warm_up
+from atroposlib.http_bodies import MAX_BODY_BYTES
 from tests.tiny_model import make_tiny_model
 
 
@@ -206,6 +207,79 @@ async def test_a_body_that_is_not_json_is_400(client: httpx.AsyncClient) -> None
     assert response.status_code == 400
 
 
+async def test_whatever_a_body_holds_the_answer_is_a_refusal(client: httpx.AsyncClient) -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    bodies = {
+        "/detokenize": [
+            b'{"tokens": [1, -1]}',
+            b'{"tokens": [1, 1000000]}',
+            b'{"tokens": [1, 99999999999999999999999]}',
+            b'{"tokens": ' + deep + b"}",
+        ],
+        "/v1/chat/completions": [
+            b'{"messages": [{"role": "user", "content": ' + deep + b"}]}",
+            b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+            b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        ],
+        "/v1/completions": [b'{"prompt": ' + deep + b"}", b'{"prompt": [[1], [-5]]}', b"\xff"],
+        "/tokenize": [b'{"messages": [{"role": "user", "content": ' + deep + b"}]}"],
+        "/collective_rpc": [
+            b'{"method": "reload_weights", "kwargs": {"weights_path": "a\\u0000b"}}',
+            b'{"method": "reload_weights", "kwargs": {"weights_path": ' + deep + b"}}",
+        ],
+        "/update_weight_version": [b'{"new_version": ' + deep + b"}"],
+    }
+    for path, raws in bodies.items():
+        for raw in raws:
+            answer = await client.post(path, content=raw)
+            assert answer.status_code == 400, (path, raw[:60], answer.text)
+            assert answer.json()["error"]["message"]
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_body_beyond_the_limit_is_413(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/tokenize", content=b" " * (MAX_BODY_BYTES + 1))
+    assert answer.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a", "n": 400_000}, "n"),
+        ({"prompt": ["a"] * 100, "n": 41}, "n"),
+        ({"prompt": ["a"] * 4097}, "prompt"),
+    ],
+)
+async def test_a_request_asks_for_a_bounded_number_of_completions(
+    client: httpx.AsyncClient, body: dict[str, Any], param: str
+) -> None:
+    answer = await client.post("/v1/completions", json={**body, "max_tokens": 1})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Host": "evil.example:9001"},
+    ],
+)
+async def test_a_web_page_cannot_pause_the_engine_or_swap_its_weights(
+    loaded: Loaded, headers: dict[str, str]
+) -> None:
+    transport = httpx.ASGITransport(app=create_app(loaded))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9001") as client:
+        simple = {"Content-Type": "text/plain", **headers}  # what a page may send unasked
+        for path in ("/pause?mode=keep", "/collective_rpc", "/v1/completions"):
+            answer = await client.post(path, content=b"{}", headers=simple)
+            assert answer.status_code == 403, answer.text
+            assert answer.json()["error"]["type"] == "PermissionDeniedError"
+        assert (await client.get("/is_paused")).json() == {"is_paused": False}
+        assert (await client.get("/health", headers={"Host": "localhost:9001"})).status_code == 200
+
+
 async def test_reload_over_http_sets_the_version_with_the_weights(
     client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
@@ -333,7 +407,7 @@ def test_sigterm_ends_it_cleanly_while_a_request_runs(model_dir: Path) -> None:
             body = json.dumps({"prompt": "x"}).encode()
             host, port = url.removeprefix("http://").split(":")
             with socket.create_connection((host, int(port))) as raw:
-                head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
                 raw.sendall(head.encode() + body)
                 while client.get(f"{url}/stats").json()["waiting"] != 1:
                     pass

@@ -1,0 +1,75 @@
+"""Request bodies of the servers of this package: read up to a size and a time, then decoded, or refused with a status.
+
+Whatever a client sends, the answer is 400, 408 or 413 and never a failure of the server. Proxy and local engine use it;
+each of them turns `BodyRefused` into its own form of error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 32 * 2**20
+BODY_TIMEOUT_S = 60.0
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+"""ASGI's `receive`."""
+
+
+class BodyRefused(Exception):
+    """A body that is not read; `status` is the HTTP status, the message says why."""
+
+    def __init__(self, status: int, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+
+
+async def read_body(
+    receive: Receive, *, max_bytes: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S
+) -> bytes:
+    """Return the whole body. Raises BodyRefused: 413 too large, 408 too slow, 499 the client disconnected."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise BodyRefused(499, "the client disconnected", code="client_gone")
+                body += message.get("body", b"")
+                if len(body) > max_bytes:
+                    raise BodyRefused(
+                        413, f"the body has more than {max_bytes} bytes", code="body_too_large"
+                    )
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError as e:
+        raise BodyRefused(
+            408, f"the body did not arrive within {timeout_s:g} s", code="slow_body"
+        ) from e
+
+
+def decode_json(body: bytes, kind: type[T]) -> T:
+    """Decode a JSON body; an empty one is `{}`. Raises BodyRefused (400) for what is no JSON or nested too deeply.
+
+    `msgspec.ValidationError`, for JSON that is no `kind`, is left to the caller, who knows the fields.
+    """
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise BodyRefused(400, f"the body is not JSON: {e}", code="not_json") from e
+    except RecursionError as e:
+        raise too_deep() from e
+
+
+def too_deep() -> BodyRefused:
+    """Return the refusal of a body that this process cannot walk through."""
+    return BodyRefused(400, "the body is nested too deeply", code="nested_too_deeply")

@@ -144,12 +144,15 @@ class ToolCallTranslator:
 
     def _without_end_of_turn(self, text: str) -> str:
         """Cut the special tokens after an answer: a template writes them itself, and they are no part of a call."""
+        kept = len(text)
         while True:
-            stripped = text.rstrip()
-            end = next((end for end in self._ends_of_turn if stripped.endswith(end)), None)
+            stop = kept
+            while stop and text[stop - 1].isspace():
+                stop -= 1
+            end = next((end for end in self._ends_of_turn if text.endswith(end, 0, stop)), None)
             if end is None:
-                return text
-            text = stripped.removesuffix(end)
+                return text[:kept]
+            kept = stop - len(end)
 
     @functools.cached_property
     def _ends_of_turn(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+import time
 from typing import Any
 
 import pytest
@@ -351,3 +352,67 @@ def test_long_nonsense_takes_no_long(style: Style, unit: str) -> None:
     """Quadratic work on 100 kB would be felt; nesting too deep for JSON is text."""
     text = unit * (100_000 // len(unit))
     assert style.parse(text, TOOLS) == (text, ())
+
+
+# What a model writes to keep its reader busy
+
+
+def _floods(size: int) -> dict[str, str]:
+    """Texts of about `size` characters in which many calls begin and none ends."""
+    begin, separator = DS["tool call begin"], DS["tool sep"]
+    nested = '{"a":' * 900 + "NaN" + "}" * 900
+    parts = {
+        "braces": "{",
+        "open objects": '{"a":',
+        "nested NaN": nested,
+        "digits": '{"a":' + "9" * 5000 + "}",
+        "hermes": '<tool_call>{"name": "f", "arguments": {"a": "',
+        "hermes lists": '<tool_call>{"a": [',
+        "mistral": '[TOOL_CALLS][{"name": "f"},',
+        "deepseek": begin,
+        "heads": "<function=a>",
+        "ends of turn": "<eos>",
+        "spaces": " \n\t",
+    }
+    floods = {name: part * (size // len(part)) for name, part in parts.items()}
+    half = size // 2
+    floods["deepseek late"] = begin * (half // len(begin)) + "x" * half + separator
+    head, parameter = "<function=a><parameter=b>", "</parameter><parameter=c>"
+    floods["heads of one chain"] = head * (half // len(head)) + parameter * (half // len(parameter))
+    floods["one long value"] = head * (half // len(head)) + "x" * half + "</parameter></function>"
+    floods["unclosed strings"] = '<tool_call>{"' * (size // 13)
+    floods["commas"] = '<tool_call>{",":"' * (size // 17)
+    return floods
+
+
+@every_style
+def test_reading_takes_time_in_proportion_to_the_text(style: Style) -> None:
+    budget_s = 1.5  # of a busy machine; it was 2 s for 80,000 characters and grew with their square
+    for name, text in _floods(400_000).items():
+        began = time.thread_time()
+        style.parse(text, TOOLS)
+        assert time.thread_time() - began < budget_s, name
+
+
+@every_style
+def test_half_characters_in_a_call_are_replaced(style: Style) -> None:
+    for written in ('"\\ud800"', '"a\\uDFFFb"', '"\\ud83d\\ude00 \\ude00"'):
+        text = style.render((Call("weather", '{"city": ' + written + "}"),))
+        for call in style.parse(text, TOOLS).calls:
+            call.name.encode()
+            call.arguments.encode()
+            assert json.loads(call.arguments)["city"].encode()
+
+
+@every_json_style
+def test_whole_characters_in_a_call_stay_as_they_were_written(style: Style) -> None:
+    arguments = '{"city": "\\ud83d\\ude00", "days":  2}'
+    text = style.render((Call("weather", arguments),))
+    assert style.parse(text, TOOLS).calls == (Call("weather", arguments),)
+
+
+@every_json_style
+def test_an_object_with_nan_is_no_call_and_what_follows_is(style: Style) -> None:
+    bad = style.render((Call("weather", '{"days": NaN}'),))
+    (call,) = style.parse(f"{bad}\n{SAMPLED[style.name]}", TOOLS).calls
+    assert call == ONE[0]

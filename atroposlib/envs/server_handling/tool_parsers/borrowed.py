@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from atroposlib.envs.server_handling.tool_parsers.json_styles import HERMES
-from atroposlib.envs.server_handling.tool_parsers.style import Call, Style, Tools
+from atroposlib.envs.server_handling.tool_parsers.style import Call, Style, Tools, sendable
 from atroposlib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,6 @@ def vllm_style(name: str, tokenizer: Any) -> Style:
         if not read.tools_called or not read.tool_calls:
             return [text]
         calls = [Call(call.function.name, call.function.arguments) for call in read.tool_calls]
-        return [read.content or "", *calls]
+        return [read.content or "", *map(sendable, calls)]
 
     return Style(name=name, split=split, render=HERMES.render, markers=())

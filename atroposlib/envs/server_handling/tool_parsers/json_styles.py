@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from atroposlib.envs.server_handling.tool_parsers.json_text import (
     Member,
     arguments_of,
+    Object,
+    Reader,
     call_of,
-    read_object,
-    read_or_pass,
     skip_space,
     write_call,
 )
@@ -37,10 +37,11 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 def _find_hermes(text: str, tools: Tools) -> list[Found]:
     found = []
+    reader = Reader(text)
     at = 0
     while (start := text.find(_OPEN, at)) >= 0:
         at = start + len(_OPEN)
-        read = read_object(text, skip_space(text, at))
+        read = reader.read_object(skip_space(text, at))
         if read is None:
             continue
         at = read.end
@@ -70,14 +71,17 @@ HERMES = Style(
 # Llama 3: {"name": ..., "parameters": ...}, separated by semicolons.
 
 _PYTHON_TAG = "<|python_tag|>"
+_OBJECT = re.compile(r'\{[ \t\r\n]*["}]')
 
 
 def _find_llama(text: str, tools: Tools) -> list[Found]:
     found: list[Found] = []
+    reader = Reader(text)
     at = 0
-    while (brace := text.find("{", at)) >= 0:
-        read = read_or_pass(text, brace)
-        if isinstance(read, int):
+    while (opening := _OBJECT.search(text, at)) is not None:
+        brace = opening.start()
+        read = reader.read(brace)
+        if not isinstance(read, Object):
             at = read
             continue
         call = call_of(read.members, keys=("parameters", "arguments"), needs_arguments=True)
@@ -113,23 +117,24 @@ _TOOL_CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 def _find_mistral(text: str, tools: Tools) -> list[Found]:
     found = []
+    reader = Reader(text)
     at = 0
     while (start := text.find(_TOOL_CALLS, at)) >= 0:
         at = start + len(_TOOL_CALLS)
         begin = skip_space(text, at)
-        read = _mistral_list(text, begin) or _mistral_named(text, begin)
+        read = _mistral_list(text, begin, reader) or _mistral_named(text, begin, reader)
         if read is not None:
             calls, at = read
             found.append(Found(start, at, calls))
     return found
 
 
-def _mistral_list(text: str, at: int) -> tuple[tuple[Call, ...], int] | None:
+def _mistral_list(text: str, at: int, reader: Reader) -> tuple[tuple[Call, ...], int] | None:
     is_list = text.startswith("[", at)
     at = skip_space(text, at + 1) if is_list else at
     calls: list[Call] = []
     while True:
-        read = read_object(text, at)
+        read = reader.read_object(at)
         call = read and call_of(read.members, needs_arguments=False)
         if read is None or call is None:
             return None
@@ -144,7 +149,7 @@ def _mistral_list(text: str, at: int) -> tuple[tuple[Call, ...], int] | None:
         at = skip_space(text, at + 1)
 
 
-def _mistral_named(text: str, at: int) -> tuple[tuple[Call, ...], int] | None:
+def _mistral_named(text: str, at: int, reader: Reader) -> tuple[tuple[Call, ...], int] | None:
     name = _NAME.match(text, at)
     if name is None:
         return None
@@ -157,17 +162,17 @@ def _mistral_named(text: str, at: int) -> tuple[tuple[Call, ...], int] | None:
         at = own_id.end()
     if text.startswith(_ARGS, at):
         at += len(_ARGS)
-    read = _arguments_at(text, at)
+    read = _arguments_at(text, at, reader)
     if read is None:
         return None
     arguments, end = read
     return (Call(name[0], arguments, own_id[0] if own_id else None),), end
 
 
-def _arguments_at(text: str, at: int) -> tuple[str, int] | None:
+def _arguments_at(text: str, at: int, reader: Reader) -> tuple[str, int] | None:
     """Return the arguments that stand at `at`, and where the text goes on."""
     start = skip_space(text, at)
-    read = read_object(text, start)
+    read = reader.read_object(start)
     if read is None:
         return None
     value = {key: member.value for key, member in read.members.items()}
@@ -224,15 +229,19 @@ _FENCE = "```"
 def _find_deepseek(text: str, tools: Tools) -> list[Found]:
     """Read both forms: V3 and R1 fence the arguments as a code block, V3.1 does not."""
     found = []
+    reader = Reader(text)
     at = 0
     while (start := text.find(_CALL_BEGIN, at)) >= 0:
-        at = start + len(_CALL_BEGIN)
-        separator = text.find(_SEPARATOR, at)
+        separator = text.find(_SEPARATOR, start)
         if separator < 0:
             break
+        # Of several beginnings, the last one before the separator is its own.
+        start = text.rfind(_CALL_BEGIN, start, separator)
+        at = start + len(_CALL_BEGIN)
         fenced = _FENCED.match(text, separator + len(_SEPARATOR))
         name = fenced[1] if fenced else text[at:separator].strip()
-        read = _arguments_at(text, fenced.end() if fenced else separator + len(_SEPARATOR))
+        begin = fenced.end() if fenced else separator + len(_SEPARATOR)
+        read = _arguments_at(text, begin, reader)
         if read is None or not _NAME.fullmatch(name):
             continue
         arguments, end = read
@@ -250,8 +259,11 @@ def _find_deepseek(text: str, tools: Tools) -> list[Found]:
 
 def _with_brackets(text: str, found: Found) -> Found:
     """Count the tokens that bracket all calls as part of the first and the last."""
-    before = text[: found.start].rstrip()
-    start = len(before) - len(_CALLS_BEGIN) if before.endswith(_CALLS_BEGIN) else found.start
+    before = found.start
+    while before and text[before - 1].isspace():
+        before -= 1
+    is_first = text.endswith(_CALLS_BEGIN, 0, before)
+    start = before - len(_CALLS_BEGIN) if is_first else found.start
     after = skip_space(text, found.end)
     end = after + len(_CALLS_END) if text.startswith(_CALLS_END, after) else found.end
     return found._replace(start=start, end=end)

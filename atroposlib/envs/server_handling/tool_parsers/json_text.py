@@ -1,11 +1,13 @@
 """JSON objects inside a longer text, with the text of their members as it was written.
 
-Lenient in one thing: models write raw line breaks into strings. Everything else that JSON forbids is no object.
+Lenient in one thing: models write raw line breaks into strings. Everything else that JSON forbids is no object. Whatever
+a model writes, finding all calls in it takes time in proportion to its length.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,17 +19,61 @@ _BESIDE = {"id", "type"}
 """Members that a call may have beside its name and arguments."""
 
 
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
+_MAX_DIGITS = 4000
+"""Python refuses to read integers of more digits."""
 
 
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
+def _read_integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MAX_DIGITS else math.nan
+
+
+# NaN, Infinity and endless integers are read as NaN, and no call has one: raising would read what is before them again
+# from every brace in it.
+_DECODER = json.JSONDecoder(
+    strict=False, parse_constant=lambda name: math.nan, parse_int=_read_integer
+)
+
+
+class _Text(str):
+    """A text whose lines are not counted, as JSONDecodeError does from the beginning for every error."""
+
+    def count(self, *args: Any) -> int:
+        return 0
+
+    def rfind(self, *args: Any) -> int:
+        return -1
 
 
 class Member(NamedTuple):
     value: Any
     text: str
     """As written."""
+
+
+class Reader:
+    """Reads the objects of one text, wherever they begin, with a bound on what is read in vain.
+
+    A text in which many objects begin and none ends would otherwise be read again from each of them.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = _Text(text)
+        self._left = 16 * len(text) + 4096
+        """Characters that may still be read without finding an object. Honest texts need none or a few."""
+
+    def read(self, start: int) -> Object | int:
+        """Read the object that begins at `start`, or return where the reading ended: no object begins at `start`."""
+        if self._left <= 0:
+            return len(self._text)
+        read = _read_or_pass(self._text, start)
+        if isinstance(read, int):
+            self._left -= read - start
+        return read
+
+    def read_object(self, start: int) -> Object | None:
+        """Read the object that begins at `start`; None if there is none."""
+        read = self.read(start)
+        return read if isinstance(read, Object) else None
 
 
 class Object(NamedTuple):
@@ -43,18 +89,14 @@ def skip_space(text: str, at: int) -> int:
 
 def read_object(text: str, start: int) -> Object | None:
     """Read the JSON object that begins at `start`; None if there is none."""
-    read = read_or_pass(text, start)
-    return read if isinstance(read, Object) else None
+    return Reader(text).read_object(start)
 
 
-def read_or_pass(text: str, start: int) -> Object | int:
-    """Read the JSON object that begins at `start`, or return where to go on: what it holds up to there is no object."""
+def _read_or_pass(text: str, start: int) -> Object | int:
     try:
         return _read_object(text, start)
     except json.JSONDecodeError as error:
         return max(error.pos, start + 1)
-    except ValueError:  # a constant such as NaN, or a number of thousands of digits
-        return start + 1
     except RecursionError:
         return len(text)
 
@@ -117,9 +159,13 @@ def arguments_of(member: Member) -> str | None:
     if not isinstance(value, dict):
         return None
     try:
+        rewritten = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # NaN
+        return None
+    try:
         json.loads(text)
     except ValueError:  # raw line breaks inside strings
-        return json.dumps(value, ensure_ascii=False)
+        return rewritten
     return text
 
 

@@ -29,26 +29,38 @@ _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))")
 def _find(text: str, tools: Tools) -> list[Found]:
     found = []
     ends = [match.start() for match in _PARAMETER_END.finditer(text)]
+    in_vain: set[int] = set()
+    """Places after which the arguments are known not to end in `</function>`: many heads may lead to the same."""
     at = 0
     while (head := _FUNCTION.search(text, at)) is not None:
         at = head.end()
-        schemas = _schemas(tools, head[1])
-        arguments: dict[str, Any] = {}
-        while (parameter := _PARAMETER.match(text, at)) is not None:
+        values: list[tuple[str, int, int]] = []
+        passed: list[int] = []
+        while at not in in_vain and (parameter := _PARAMETER.match(text, at)) is not None:
             index = bisect.bisect_left(ends, parameter.end())
             if index == len(ends):
                 break
-            value = text[parameter.end() : ends[index]].removeprefix("\n").removesuffix("\n")
-            arguments[parameter[1]] = _typed(value, schemas.get(parameter[1]))
+            values.append((parameter[1], parameter.end(), ends[index]))
             at = ends[index] + len("</parameter>")
-        tail = _FUNCTION_END.match(text, at)
+            passed.append(at)
+        tail = None if at in in_vain else _FUNCTION_END.match(text, at)
         if tail is None:
+            in_vain.update(passed)
             at = head.end()
             continue
         at = tail.end()
+        schemas = _schemas(tools, head[1])
+        arguments = {
+            name: _typed(_unwrapped(text[start:end]), schemas.get(name))
+            for name, start, end in values
+        }
         call = Call(head[1], json.dumps(arguments, ensure_ascii=False))
         found.append(Found(head.start(), at, (call,)))
     return found
+
+
+def _unwrapped(value: str) -> str:
+    return value.removeprefix("\n").removesuffix("\n")
 
 
 def _schemas(tools: Tools, name: str) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ Owns two rules: calls inside a closed thinking block are not calls, and the text
 from __future__ import annotations
 
 import bisect
+import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +81,29 @@ class Style:
         return Parsed("\n".join(filter(None, pieces)), calls)
 
 
+_SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
+"""Half of a character, as itself or as JSON writes it; pairs of the latter are a character."""
+
+
+def sendable(call: Call) -> Call:
+    """Replace half characters (lone surrogates), which JSON can write and no UTF-8 can hold."""
+    if not any(text and _SURROGATE.search(text) for text in call):
+        return call
+    arguments = call.arguments
+    try:
+        value = json.loads(arguments, strict=False)
+        written = json.dumps(value, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        written = arguments
+    if _repaired(written) != written:
+        arguments = _repaired(written)
+    return Call(_repaired(call.name), arguments, call.id and _repaired(call.id))
+
+
+def _repaired(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def by_places(
     find: Callable[[str, Tools], list[Found]],
 ) -> Callable[[str, Tools], list[str | Call]]:
@@ -92,7 +116,7 @@ def by_places(
         at = 0
         for one in found:
             if one.start >= thinking_end:
-                parts += [text[at : one.start], *one.calls]
+                parts += [text[at : one.start], *map(sendable, one.calls)]
                 at = one.end
         return [*parts, text[at:]]
 

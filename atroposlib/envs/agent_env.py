@@ -2,8 +2,10 @@
 
 Every rollout is one session of a proxy on this machine's loopback. The agent gets its base URL and key, as it would get
 those of OpenAI or Anthropic, and talks to the policy; the tokens of all its conversations are what is trained. The
-proxy is started by the first rollout and stopped by `close`. Where the environment is given a proxy (`proxy_url`), the
-sessions are opened there instead. It does not keep hostile agents in: run those in a container of your own.
+proxy is started by the first rollout and stopped by `close`; over HTTP it has the agent's own session and nothing else.
+Where the environment is given a proxy (`proxy_url`), the sessions are opened there instead. Temperature and top_p are
+the environment's, and whatever else would change the distribution of samples is dropped: logprobs would not be those of
+the draw. It does not keep hostile agents in: run those in a container of your own.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import signal
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -40,10 +43,9 @@ from atroposlib.envs.server_handling.managed_server_proxy import create_app
 from atroposlib.envs.server_handling.proxy.local import serve_locally
 from atroposlib.envs.server_handling.proxy.sessions import SessionLimits, SessionOptions, Sessions
 from atroposlib.envs.server_handling.proxy_client import create_proxy_session
-from atroposlib.envs.server_handling.sequences import SequenceNode
+from atroposlib.envs.server_handling.sequences import SequenceNode, train_once
 from atroposlib.envs.tool_env import call_function
 from atroposlib.errors import EngineError, EnvError
-from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 
 logger = logging.getLogger(__name__)
 
@@ -182,9 +184,12 @@ class AgentEnv(DatasetEnv):
             "max_context_tokens": self.config.max_context_tokens or trained or None,
             # Whatever the agent prefers: exploring is the trainer's business.
             "sampling": {"temperature": self._temperature(split), "top_p": 1.0},
+            "keeps_distribution": True,
             "split": split,
         }
         if self.server.use_proxy:
+            # The agent has the uuid; its sequences are not its own to drop.
+            options["owner_key"] = secrets.token_urlsafe()
             remote = await create_proxy_session(
                 str(self.server.proxy_url), tool_parser=self.config.tool_parser, options=options
             )
@@ -306,7 +311,7 @@ class AgentEnv(DatasetEnv):
                 name = self.server.servers[0].config.model_name
                 # Each run closes its session, so none may expire under a slow agent.
                 limits = SessionLimits(idle_s=math.inf, life_s=math.inf)
-                app = create_app(self.server, self.tokenizer, name, limits=limits)
+                app = create_app(self.server, self.tokenizer, name, limits=limits, is_private=True)
                 self._url = await self._proxy.enter_async_context(serve_locally(app))
                 self._sessions = app.state.sessions
             sessions: Sessions = self._sessions
@@ -327,41 +332,6 @@ def agent_variables(base_url: str, api_key: str) -> dict[str, str]:
         "NO_PROXY": local,
         "no_proxy": local,
     }
-
-
-def train_once(nodes: Sequence[SequenceNode]) -> list[SequenceNode]:
-    """Return the sequences that have something to train, each sampled token in one of them only.
-
-    A conversation that went on in two ways is two sequences with the same beginning; in the second one, what was
-    sampled there is not trained again.
-    """
-    seen: list[SequenceNode] = []
-    kept: list[SequenceNode] = []
-    for node in nodes:
-        shared = max((_num_shared(node, earlier) for earlier in seen), default=0)
-        seen.append(node)
-        rest = node.masked_tokens[shared:]
-        if all(label == IGNORE_INDEX for label in rest):
-            continue
-        if shared:
-            masks = [IGNORE_INDEX] * shared + rest
-            logprobs = [MASKED_LOGPROB] * shared + node.logprobs[shared:]
-            node = node.model_copy(update={"masked_tokens": masks, "logprobs": logprobs})
-        kept.append(node)
-    return kept
-
-
-def _num_shared(node: SequenceNode, earlier: SequenceNode) -> int:
-    """Return how many first tokens came from the same samples; equal tokens of another sample differ in logprobs."""
-    ours = zip(node.tokens, node.masked_tokens, node.logprobs, strict=True)
-    theirs = zip(earlier.tokens, earlier.masked_tokens, earlier.logprobs, strict=True)
-    shared = 0
-    for position, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
-        if mine != other:
-            break
-        if mine[1] != IGNORE_INDEX:
-            shared = position + 1
-    return shared
 
 
 async def _write(stream: asyncio.StreamWriter, content: bytes) -> bytes:

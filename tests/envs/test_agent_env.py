@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from atroposlib.envs.agent_env import (
@@ -311,6 +313,70 @@ async def test_failure_of_the_engine_is_the_items_not_the_agents() -> None:
     env.server.servers[0].fail(EngineUnavailable("the engine is down"), times=100)
     with pytest.raises(EngineUnavailable, match="the engine is down"):
         await group_of(env, 4)
+
+
+async def test_a_failure_of_the_engine_that_the_agent_got_over_is_not_its_last_word() -> None:
+    class Persistent(Doubling):
+        agent_failure_score = -1.0
+
+        async def run_agent(self, row: Any, base_url: str, api_key: str) -> Any:
+            with contextlib.suppress(Refused):
+                return await super().run_agent(row, base_url, api_key)
+            await super().run_agent(row, base_url, api_key)
+            raise ValueError("lost the thread")
+
+    env = make(Persistent)
+    env.server.servers[0].max_attempts = 1
+    env.server.servers[0].fail(EngineUnavailable("a moment, please"))
+    group = await group_of(env, 4)
+    assert group is not None
+    assert env.counts["agent_failed"] == 1
+
+
+async def test_an_agent_reaches_its_own_session_and_nothing_else() -> None:
+    answers: dict[str, int] = {}
+
+    class Curious(Doubling):
+        async def run_agent(self, row: Any, base_url: str, api_key: str) -> Any:
+            answer = await super().run_agent(row, base_url, api_key)
+            root = base_url.removesuffix(f"/{api_key}/v1")
+            async with httpx.AsyncClient(base_url=root, timeout=30) as client:
+                for method, path in [
+                    ("GET", "/sessions"),
+                    ("POST", "/sessions/create"),
+                    ("POST", "/setup"),
+                    ("GET", "/servers"),
+                    ("GET", f"/{api_key}/nodes"),
+                    ("DELETE", f"/{api_key}/nodes"),
+                    ("DELETE", f"/{api_key}"),
+                ]:
+                    body = {"model_name": "m", "servers": [{"base_url": "http://127.0.0.1:1/v1"}]}
+                    answered = await client.request(method, path, json=body)
+                    answers[f"{method} {path.replace(api_key, 'uuid')}"] = answered.status_code
+            return answer
+
+    group = await group_of(make(Curious), 4)
+    assert set(answers.values()) == {404}
+    assert len(group["tokens"]) == 2
+
+
+async def test_an_agents_filters_and_penalties_do_not_reach_the_engine() -> None:
+    class Filters(Doubling):
+        async def run_agent(self, row: Any, base_url: str, api_key: str) -> Any:
+            body = {"messages": [{"role": "user", "content": f"Double {row}."}], "top_p": 0.1}
+            body |= {"top_k": 1, "min_p": 0.9, "logit_bias": {"5": 100}, "presence_penalty": 2}
+            async with httpx.AsyncClient(timeout=30) as client:
+                answered = await client.post(f"{base_url}/chat/completions", json=body)
+            dropped = answered.headers["X-Atropos-Dropped"].split(", ")
+            assert set(dropped) == body.keys() - {"messages"}
+            return answered.json()["choices"][0]["message"]["content"]
+
+    env = make(Filters)
+    group = await group_of(env, 4)
+    assert len(group["scores"]) == 2
+    for request in env.server.servers[0].requests:
+        assert request["top_p"] == 1.0
+        assert not {"top_k", "min_p", "logit_bias", "presence_penalty"} & request.keys()
 
 
 async def test_request_that_the_engine_refuses_is_the_agents_failure() -> None:

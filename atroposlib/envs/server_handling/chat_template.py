@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import takewhile
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ Message = Mapping[str, Any]
 
 _COMPARED_KEYS = ("role", "name", "tool_call_id")
 _THINK_TAGS = ("<think>", "</think>")
+_ASKS_FOR_DATE = re.compile(r"""strftime_now\(\s*(["'])([^"']*)\1\s*\)""")
 _OWN_THINK_BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
@@ -117,7 +119,7 @@ def _field(value: Any, key: str) -> Any:
 def _parsed(arguments: str) -> Any:
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 
@@ -185,6 +187,18 @@ def special_texts(tokenizer: Any) -> list[str]:
     return sorted(texts, key=len, reverse=True)
 
 
+def _dated(template: Any, now: datetime) -> str | None:
+    """Write a date into a template that asks for it; None for templates that do not.
+
+    >>> _dated("Today: {{ strftime_now('%d %b %Y') }}", datetime(2026, 1, 2))
+    'Today: {{ "02 Jan 2026" }}'
+    """
+    if not isinstance(template, str):
+        return None
+    dated = _ASKS_FOR_DATE.sub(lambda found: json.dumps(now.strftime(found[2])), template)
+    return dated if dated != template else None
+
+
 class ChatTemplate:
     """A tokenizer's chat template. `write_calls` turns tool calls into text, for templates that know none."""
 
@@ -193,6 +207,8 @@ class ChatTemplate:
     ) -> None:
         self._tokenizer = tokenizer
         self._write_calls = write_calls
+        self._dated_template = _dated(getattr(tokenizer, "chat_template", None), datetime.now())
+        """The template with the date of today, if it asks for it: a conversation must not begin anew at midnight."""
         self._facts = _facts_of(tokenizer)
 
     # Text.
@@ -330,6 +346,8 @@ class ChatTemplate:
         add_generation_prompt: bool,
     ) -> str:
         variables = dict(options.variables)
+        if self._dated_template is not None:
+            variables["chat_template"] = self._dated_template
         if options.tools:
             variables["tools"] = options.tools
             if not self._mentions("tools"):

@@ -94,9 +94,12 @@ class _Lane:
 class HttpPeer:
     """An inference server as seen through aiohttp sessions, opened when they are needed."""
 
-    def __init__(self, root: str, *, api_key: str | None) -> None:
+    def __init__(
+        self, root: str, *, api_key: str | None, headers: Mapping[str, str] | None = None
+    ) -> None:
         self.root = root.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {**key, **(headers or {})}
         # HTTP_PROXY is for the outside world; a proxy cannot reach this machine's loopback.
         self._use_proxy_variables = not is_loopback_url(root)
         self._served: set[Any] = set()

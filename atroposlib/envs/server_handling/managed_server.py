@@ -13,7 +13,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.envs.server_handling.api_server import TokenCompletions
@@ -52,6 +53,10 @@ logger = logging.getLogger(__name__)
 THREAD_FROM_TOKENS = 4096
 """Answers with more sampled tokens are turned into text off the event loop: over half a millisecond of work, several in
 a row are many."""
+
+THREAD_FROM_CHARS = 4096
+"""Answers with more text are searched for tool calls off the event loop: the worst that a model can write takes 3
+microseconds per character."""
 
 _OWN_KEYWORDS = frozenset(
     {
@@ -135,9 +140,16 @@ class ManagedServer:
         """Sample the next message(s) of a conversation and return an `openai` `ChatCompletion`.
 
         After the first call of a session, `choices[i]` is `get_state()["nodes"][i]`; calls made at the same time
-        have their nodes in the order of the calls. A last message of the assistant is gone on with. With `tools`
-        and a `tool_parser`, calls are in `message.tool_calls`; the nodes hold what was sampled all the same.
+        have their nodes in the order of the calls. If the last message is the assistant's, the model continues it.
+        With `tools` and a `tool_parser`, calls are in `message.tool_calls`; a stop string is cut from the content and
+        is in `choice.stop_reason`. The nodes hold what was sampled all the same.
         """
+        async with self.chat_turn(**kwargs) as completion:
+            return completion
+
+    @asynccontextmanager
+    async def chat_turn(self, **kwargs: Any) -> AsyncIterator[Any]:
+        """Yield what `chat_completion` returns; the turn is kept if the block ends without an exception."""
         messages = read_messages(kwargs["messages"])
         kwargs, options = _take_options(kwargs)
         turn = self._prepare_chat(messages, options)
@@ -148,8 +160,8 @@ class ManagedServer:
         completions, replies = [], []
         with self._store.continuing(turn):
             turn, answer = await self._sample(turn, kwargs)
-            for sampled in await self._read(answer):
-                reply, finish_reason = self._reply(
+            for sampled in await self._read(answer, _stop_strings(kwargs)):
+                reply, finish_reason = await self._reply(
                     sampled, continued, tools, kwargs.get("tool_choice")
                 )
                 whole = {**reply, "content": continued + (reply["content"] or "")}
@@ -160,45 +172,41 @@ class ManagedServer:
                     dataclasses.replace(sampled, message=message, finish_reason=finish_reason)
                 )
                 replies.append(reply)
+            has_calls = any("tool_calls" in reply for reply in replies)
+            build = completion_with_tool_calls if has_calls else chat_completion_from
+            yield build(
+                {
+                    **self._envelope(turn, completions, "chat.completion"),
+                    "choices": [
+                        {"index": i, "message": reply, **_ending(sampled)}
+                        for i, (sampled, reply) in enumerate(zip(completions, replies, strict=True))
+                    ],
+                }
+            )
             self._store.commit(turn, completions)
-        has_calls = any("tool_calls" in reply for reply in replies)
-        build = completion_with_tool_calls if has_calls else chat_completion_from
-        return build(
-            {
-                **self._envelope(turn, completions, "chat.completion"),
-                "choices": [
-                    {
-                        "index": i,
-                        "message": reply,
-                        "finish_reason": sampled.finish_reason,
-                        "logprobs": None,
-                    }
-                    for i, (sampled, reply) in enumerate(zip(completions, replies, strict=True))
-                ],
-            }
-        )
 
     async def completion(self, **kwargs: Any) -> Any:
         """Sample continuations of a text prompt and return an `openai` `Completion`."""
+        async with self.text_turn(**kwargs) as completion:
+            return completion
+
+    @asynccontextmanager
+    async def text_turn(self, **kwargs: Any) -> AsyncIterator[Any]:
+        """Yield what `completion` returns; the turn is kept if the block ends without an exception."""
         turn = self._prepare_text(kwargs["prompt"])
         with self._store.continuing(turn):
             turn, answer = await self._sample(turn, kwargs)
-            completions = await self._read(answer)
+            completions = await self._read(answer, _stop_strings(kwargs))
+            yield completion_from(
+                {
+                    **self._envelope(turn, completions, "text_completion"),
+                    "choices": [
+                        {"index": i, "text": sampled.visible_text, **_ending(sampled)}
+                        for i, sampled in enumerate(completions)
+                    ],
+                }
+            )
             self._store.commit(turn, completions)
-        return completion_from(
-            {
-                **self._envelope(turn, completions, "text_completion"),
-                "choices": [
-                    {
-                        "index": i,
-                        "text": sampled.visible_text,
-                        "finish_reason": sampled.finish_reason,
-                        "logprobs": None,
-                    }
-                    for i, sampled in enumerate(completions)
-                ],
-            }
-        )
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Return the top logprobs at every position of a prompt, given as `input_ids`, `prompt` or `messages`."""
@@ -227,8 +235,21 @@ class ManagedServer:
         turn = self._prepare_chat(messages, options)
         return Prompt(turn.full_text, turn.tokens)
 
+    @property
+    def nodes(self) -> list[SequenceNode]:
+        """The token sequences so far. A conversation that branched is several with the same beginning, each with all
+        its labels: `sequences.train_once` leaves every sampled token in one of them."""
+        return self._store.nodes
+
+    @property
+    def num_nodes(self) -> int:
+        return self._store.num_nodes
+
     def get_state(self) -> dict[str, Any]:
-        """Return `{"nodes": [SequenceNode]}`; with `track_tree`, `{"sequences": ..., "tree": ...}` by full text."""
+        """Return `{"nodes": [SequenceNode]}`; with `track_tree`, `{"sequences": ..., "tree": ...}` by full text.
+
+        Of two samples with the same text, such a tree holds the later one; `nodes` holds both.
+        """
         nodes = self._store.nodes
         if self.track_tree:
             by_text = {node.full_text: node for node in nodes}
@@ -313,7 +334,8 @@ class ManagedServer:
         kept = match.tokens(match.stage.num_tokens)
         if match.stage.end:
             del kept[-1]
-        return self._after(match, kept, added, place=place)
+        turn = self._after(match, kept, added.removeprefix(match.stage.cut), place=place)
+        return dataclasses.replace(turn, visible_text=match.stage.visible_text + added)
 
     def _after(
         self, match: Match, kept: list[int], added: str, *, place: ChatPlace | None
@@ -346,6 +368,8 @@ class ManagedServer:
         if not added:
             return self._go_on(match, added, place=None)
         kept = match.tokens(match.stage.num_tokens)
+        # A caller goes on after the stop string, which it did not see: the tokens have it already.
+        added = added.removeprefix(match.stage.cut)
         return dataclasses.replace(self._after(match, kept, added, place=None), visible_text=prompt)
 
     def _chat_tokens(self, messages: list[dict[str, Any]], options: TemplateOptions) -> list[int]:
@@ -384,12 +408,12 @@ class ManagedServer:
             )
         return turn, answer
 
-    async def _read(self, answer: TokenCompletions) -> list[SampledTurn]:
+    async def _read(self, answer: TokenCompletions, stops: Sequence[str]) -> list[SampledTurn]:
         if sum(map(len, answer.output_tokens)) < THREAD_FROM_TOKENS:
-            return self._read_turns(answer)
-        return await off_loop(self._read_turns, answer)
+            return self._read_turns(answer, stops)
+        return await off_loop(self._read_turns, answer, stops)
 
-    def _read_turns(self, answer: TokenCompletions) -> list[SampledTurn]:
+    def _read_turns(self, answer: TokenCompletions, stops: Sequence[str]) -> list[SampledTurn]:
         turns = []
         for tokens, logprobs, finish_reason, spans in zip(
             answer.output_tokens,
@@ -401,12 +425,19 @@ class ManagedServer:
             text, visible_text = self._template.decode_both(tokens)
             reason = _reason(finish_reason)
             last = self._template.text_of(tokens[-1]) if self._template.ends_turn(tokens) else ""
+            stop: str | None = None
+            at = len(visible_text)
+            if reason == "stop" and any(each in visible_text for each in stops):
+                before = self._template.decode_both(tokens[:-1])[1]
+                stop, at = find_stop(visible_text, stops, num_before=len(before))
             turns.append(
                 SampledTurn(
                     tokens=tokens,
                     logprobs=logprobs,
                     full_text=text + last,
-                    visible_text=visible_text,
+                    visible_text=visible_text[:at],
+                    stop=stop,
+                    cut=visible_text[at:],
                     # A turn that was cut off may end with any special token.
                     end=last if reason != "length" else "",
                     finish_reason=reason,
@@ -415,20 +446,22 @@ class ManagedServer:
             )
         return turns
 
-    def _reply(
+    async def _reply(
         self, sampled: SampledTurn, continued: str, tools: list[Any] | None, tool_choice: Any
     ) -> tuple[dict[str, Any], str | None]:
         """Return the message that a caller sees, and why it ended."""
         reply = {"role": "assistant", "content": sampled.visible_text}
         if not tools or tool_choice == "none":
             return reply, sampled.finish_reason
-        raw_text = continued + sampled.full_text.removesuffix(sampled.end)
-        content, calls, _ = self._translator.parse_model_output(
-            raw_text, tool_choice=tool_choice, tools=tools
-        )
-        if not calls:
+        raw_text = continued + sampled.full_text.removesuffix(sampled.end).removesuffix(sampled.cut)
+        if len(raw_text) < THREAD_FROM_CHARS:
+            read = self._translator.read(raw_text, tools)
+        else:
+            read = await off_loop(self._translator.read, raw_text, tools)
+        if not read.parsed.calls:
             return reply, sampled.finish_reason
-        content = (content or "").removeprefix(continued) or None
+        said, calls = self._translator.remember(read)
+        content = said.removeprefix(continued) or None
         reason = "length" if sampled.finish_reason == "length" else "tool_calls"
         return {**reply, "content": content, "tool_calls": list(map(ToolCall.of, calls))}, reason
 
@@ -473,6 +506,41 @@ def _take_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], TemplateOptio
         rest = {key: value for key, value in extra_body.items() if key not in _OWN_KEYWORDS}
         kwargs = {**kwargs, "extra_body": rest}
     return kwargs, TemplateOptions(kwargs.get("tools") or None, variables)
+
+
+def _stop_strings(kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the stop strings of a call that its text must not show."""
+    given = {**kwargs, **(kwargs.get("extra_body") or {})}
+    stop = given.get("stop")
+    if not stop or given.get("include_stop_str_in_output"):
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def find_stop(text: str, stops: Sequence[str], *, num_before: int) -> tuple[str | None, int]:
+    """Return the stop string that ended a text, and where it begins; None and the end of the text without one.
+
+    The last token completed it, and the text before that token has `num_before` characters: an earlier occurrence did
+    not end the text (`min_tokens`). Engines return all of that token, and so what follows the stop string in it.
+
+    >>> find_stop("Thought: so\\nObservation: x", ["\\nObservation:"], num_before=22)
+    ('\\nObservation:', 11)
+    """
+    # Bytes of a character that is not complete count as one character each.
+    first = num_before - 3
+    places = [
+        (at, stop) for stop in stops if (at := text.find(stop, max(0, first - len(stop) + 1))) >= 0
+    ]
+    if not places:
+        return None, len(text)
+    at, stop = min(places)
+    return stop, at
+
+
+def _ending(sampled: SampledTurn) -> dict[str, Any]:
+    """Return how a choice ended, as vLLM says it."""
+    ending = {"finish_reason": sampled.finish_reason, "logprobs": None}
+    return ending if sampled.stop is None else {**ending, "stop_reason": sampled.stop}
 
 
 def _reason(finish_reason: Any) -> str | None:

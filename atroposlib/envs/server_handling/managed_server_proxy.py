@@ -45,20 +45,22 @@ def create_app(
     model_name: str = "unknown",
     *,
     token: str | None = None,
+    is_private: bool = False,
     limits: SessionLimits | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
     """Return the proxy's ASGI application; its `Sessions` are `app.state.sessions`.
 
-    `token` guards opening, listing and `/setup`; without one they are open to whoever reaches the port. The manager
-    stays the caller's to close.
+    `token` guards opening, listing and `/setup`; without one they are open to whoever reaches the port. A private proxy
+    has no such routes, nor those for a session's sequences: its sessions are opened, read and closed in this process.
+    The manager stays the caller's to close.
     """
     if getattr(server_manager, "use_proxy", False):
         raise ConfigError("a proxy cannot stand on a proxy; unset proxy_url and ATROPOS_PROXY_URL")
     sessions = Sessions(
         server_manager, tokenizer, model_name=model_name, limits=limits, clock=clock
     )
-    routes = Routes(sessions, token=token)
+    routes = Routes(sessions, token=token, is_private=is_private)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -24,6 +24,8 @@ from atroposlib.envs.server_handling.tool_messages import ToolCall, completion_w
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
 
 TOKEN_VARIABLE = "ATROPOS_PROXY_TOKEN"
+OWNER_HEADER = "X-Atropos-Owner-Key"
+"""Of a request about a session's sequences: the `owner_key` that the session was opened with."""
 CALL_TIMEOUT_S = 3600.0
 """For one completion; the proxy's engine has time limits of its own."""
 CONTROL_TIMEOUT_S = 60.0
@@ -40,6 +42,7 @@ class ProxyManagedServer:
         base_url: str | None = None,
         *,
         track_tree: bool = False,
+        owner_key: str | None = None,
     ) -> None:
         self.proxy_url = proxy_url.rstrip("/")
         self.session_uuid = session_uuid
@@ -47,7 +50,8 @@ class ProxyManagedServer:
         self.base_url = base_url
         """The engine behind the session; None if unknown."""
         self.track_tree = track_tree
-        self._peer = HttpPeer(self.proxy_url, api_key=session_uuid)
+        own = {OWNER_HEADER: owner_key} if owner_key else {}
+        self._peer = HttpPeer(self.proxy_url, api_key=session_uuid, headers=own)
         self._nodes: list[SequenceNode] = []
         self._num_fetches = 0
         self._last_fetch = 0
@@ -172,7 +176,7 @@ async def create_proxy_session(
     """Open a session at a proxy; close it with `cleanup()`.
 
     `base_url` chooses an engine of the proxy. `token` None takes ATROPOS_PROXY_TOKEN. `options` are further fields of
-    `/sessions/create`: max_tokens, max_context_tokens, sampling, split.
+    `/sessions/create`: max_tokens, max_context_tokens, sampling, split, keeps_distribution, owner_key.
     """
     peer = HttpPeer(proxy_url, api_key=token or os.environ.get(TOKEN_VARIABLE))
     body = {"tool_parser": tool_parser, "track_tree": track_tree, **(options or {})}
@@ -186,5 +190,10 @@ async def create_proxy_session(
         raise EngineProtocolError(f"{proxy_url}/sessions/create: no uuid: {str(made)[:400]}")
     name = made.get("model_name") or model_name
     return ProxyManagedServer(
-        proxy_url, made["uuid"], name, made.get("base_url"), track_tree=track_tree
+        proxy_url,
+        made["uuid"],
+        name,
+        made.get("base_url"),
+        track_tree=track_tree,
+        owner_key=body.get("owner_key"),
     )

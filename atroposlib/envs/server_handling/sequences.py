@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -71,24 +71,22 @@ class Stage:
     place: ChatPlace | None
     message: SampledMessage | None
     """Both None for text completions."""
-
-    def begins(self, messages: Sequence[str]) -> bool:
-        """Whether the chat up to and including this turn begins `messages`."""
-        if self.place is None or self.message is None:
-            return False
-        num_before = len(self.place.messages)
-        return (
-            len(messages) > num_before
-            and messages[num_before] == self.message.identity
-            and tuple(messages[:num_before]) == self.place.messages
-        )
+    cut: str = ""
+    """Text that was sampled and is not visible: the stop string that ended the turn, and what came with it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Tracked:
+    """A node, which grows, and the places in it where later turns may go on."""
+
     order: int
+    choice: int
+    """Which completion of its call it began as."""
     node: SequenceNode
     stages: tuple[Stage, ...]
+
+    def __len__(self) -> int:
+        return len(self.node.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,29 +128,55 @@ class SampledTurn:
     visible_text: str
     end: str = ""
     """Text of the last token if that ends the turn."""
+    stop: str | None = None
+    """The stop string that ended the turn."""
+    cut: str = ""
+    """What of the text is not visible because of it: the stop string and what was sampled after it."""
     message: SampledMessage | None = None
     """None for text completions."""
     finish_reason: str | None
     weight_versions: list[WeightSpan] | None = None
 
 
-@dataclass(slots=True)
-class SequenceStore:
-    """The nodes of one session, in the order of the calls that began them, whichever was answered first."""
+class _Point:
+    """A point in the tree of all conversations: the messages on the way from the root."""
 
-    keep_parents: bool = False
-    """Add every turn as a node of its own, trained on that turn only, instead of growing the node it continues."""
-    _tracked: list[_Tracked] = field(default_factory=list)
-    _num_calls: int = 0
-    _continued: list[Stage] = field(default_factory=list)
-    """Stages whose next turn is being sampled."""
+    __slots__ = ("matches", "next")
+
+    def __init__(self) -> None:
+        self.next: dict[str, _Point] = {}
+        """The points after one more message, by its identity."""
+        self.matches: list[Match] = []
+        """Stages of chats that end here."""
+
+
+class SequenceStore:
+    """The nodes of one session, in the order of the calls that began them, whichever was answered first.
+
+    Finding what a conversation continues takes time in proportion to that conversation, however many there are.
+    """
+
+    def __init__(self, *, keep_parents: bool = False) -> None:
+        self.keep_parents = keep_parents
+        """Add every turn as a node of its own, trained on that turn only, instead of growing the node it continues."""
+        self._num_calls = 0
+        self._continued: list[Stage] = []
+        """Stages whose next turn is being sampled."""
+        self.clear()
+
+    def clear(self) -> None:
+        self._tracked: list[_Tracked] = []
+        self._matches: list[Match] = []
+        """Every stage, with the node that it was added to; branches share the stages before them."""
+        self._chats = _Point()
 
     @property
     def nodes(self) -> list[SequenceNode]:
         return [tracked.node for tracked in self._tracked]
 
-    def clear(self) -> None:
-        self._tracked.clear()
+    @property
+    def num_nodes(self) -> int:
+        return len(self._tracked)
 
     def next_order(self) -> int:
         """Return the place of a call among all calls of the session."""
@@ -180,43 +204,52 @@ class SequenceStore:
 
         `call_ids`, one per message, decide between turns that made the same tool calls.
         """
+        point = self._chats
+        found: list[Match] = []
+        index = -1
+        for i, message in enumerate(messages):
+            following = point.next.get(message)
+            if following is None:
+                break
+            point = following
+            if point.matches:
+                found, index = point.matches, i
 
-        def rank(match: Match) -> tuple[int, bool, bool]:
-            assert match.stage.place is not None
+        def rank(match: Match) -> tuple[bool, bool, int, int]:
             assert match.stage.message is not None
-            index = len(match.stage.place.messages)
             same_ids = index < len(call_ids) and call_ids[index] == match.stage.message.call_ids
-            return index, same_ids, self._can_grow(match)
+            first = match.tracked.order, match.tracked.choice
+            return same_ids, self._can_grow(match), -first[0], -first[1]
 
-        return max(
-            (match for match in self._stages() if match.stage.begins(messages)),
-            key=rank,
-            default=None,
-        )
+        return max(found, key=rank, default=None)
 
     def find_opened(self, before: Sequence[str], content: str) -> tuple[Match, str] | None:
         """Return the longest turn sampled after `before` whose text begins `content`, and the rest of `content`."""
-        before = tuple(before)
+        point: _Point | None = self._chats
+        for message in before:
+            point = point and point.next.get(message)
         best: Match | None = None
         best_rank = (-1, False)
-        for match in self._stages():
-            place, message = match.stage.place, match.stage.message
-            if place is None or message is None or message.call_ids or place.messages != before:
-                continue
-            is_begun = message.content != "" and content.startswith(message.content)
-            if is_begun or message.content == content:
-                rank = (len(message.content), self._can_grow(match))
-                if rank > best_rank:
-                    best, best_rank = match, rank
+        for following in point.next.values() if point else ():
+            for match in following.matches:
+                message_ = match.stage.message
+                assert message_ is not None
+                if message_.call_ids:
+                    continue
+                is_begun = message_.content != "" and content.startswith(message_.content)
+                if is_begun or message_.content == content:
+                    rank = (len(message_.content), self._can_grow(match))
+                    if rank > best_rank:
+                        best, best_rank = match, rank
         return None if best is None else (best, content[best_rank[0] :])
 
     def find_text(self, prompt: str) -> tuple[Match, str] | None:
         """Return the longest stage whose text begins `prompt`, and the rest of the prompt."""
         best: Match | None = None
         best_rank = (-1, False)
-        for match in self._stages():
+        for match in self._matches:
             for text in (match.stage.full_text, match.stage.visible_text):
-                if prompt.startswith(text):
+                if len(text) >= best_rank[0] and _begins(prompt, text):
                     rank = (len(text), self._can_grow(match))
                     if rank > best_rank:
                         best, best_rank = match, rank
@@ -227,26 +260,35 @@ class SequenceStore:
 
         Raises EngineProtocolError, and stores nothing, when tokens and logprobs differ in number.
         """
-        grown = [self._grow(turn, completion) for completion in completions]
+        grown = [self._grow(turn, i, completion) for i, completion in enumerate(completions)]
+        added = grown
         parent = turn.parent
-        if parent is not None and not self.keep_parents:
-            at = next((i for i, t in enumerate(self._tracked) if t is parent.tracked), None)
-            if at is not None and turn.num_kept == len(parent.tracked.node.tokens):
-                self._tracked[at] = replace(grown.pop(0), order=parent.tracked.order)
+        if parent is not None and not self.keep_parents and turn.num_kept == len(parent.tracked):
+            first, *added = grown
+            parent.tracked.node, parent.tracked.stages = first.node, first.stages
+            self._index(parent.tracked)
         place = bisect_right(self._tracked, turn.order, key=lambda tracked: tracked.order)
-        self._tracked[place:place] = grown
+        self._tracked[place:place] = added
+        for tracked in added:
+            self._index(tracked)
 
-    def _stages(self) -> Iterator[Match]:
-        for tracked in self._tracked:
-            for stage in tracked.stages:
-                yield Match(tracked=tracked, stage=stage)
+    def _index(self, tracked: _Tracked) -> None:
+        """Make the last stage of a node findable."""
+        match = Match(tracked=tracked, stage=tracked.stages[-1])
+        self._matches.append(match)
+        if match.stage.place is None or match.stage.message is None:
+            return
+        point = self._chats
+        for message in (*match.stage.place.messages, match.stage.message.identity):
+            point = point.next.setdefault(message, _Point())
+        point.matches.append(match)
 
     def _can_grow(self, match: Match) -> bool:
         # Of equally long prefixes the end of a node is preferred: going on there grows it instead of branching off.
         is_last = match.stage is match.tracked.stages[-1]
         return is_last and not any(stage is match.stage for stage in self._continued)
 
-    def _grow(self, turn: PendingTurn, sampled: SampledTurn) -> _Tracked:
+    def _grow(self, turn: PendingTurn, choice: int, sampled: SampledTurn) -> _Tracked:
         if len(sampled.tokens) != len(sampled.logprobs):
             raise EngineProtocolError(
                 f"{len(sampled.logprobs)} logprobs for {len(sampled.tokens)} sampled tokens"
@@ -288,8 +330,100 @@ class SequenceStore:
             visible_text=turn.visible_text + sampled.visible_text,
             place=turn.place,
             message=sampled.message,
+            cut=sampled.cut,
         )
-        return _Tracked(order=turn.order, node=node, stages=(*stages, stage))
+        return _Tracked(order=turn.order, choice=choice, node=node, stages=(*stages, stage))
+
+
+def _begins(prompt: str, text: str) -> bool:
+    # The end first: conversations of a session begin alike.
+    return prompt.startswith(text[-32:], max(0, len(text) - 32)) and prompt.startswith(text)
+
+
+def train_once(nodes: Sequence[SequenceNode]) -> list[SequenceNode]:
+    """Return the sequences that have something to train, each sampled token in one of them only.
+
+    A conversation that went on in two ways is two sequences with the same beginning; in the second one, what was
+    sampled there is not trained again. Takes time in proportion to the tokens, however many sequences there are.
+    """
+    tree = _Run(nodes[0], 0, 0) if nodes else None
+    kept: list[SequenceNode] = []
+    for node in nodes:
+        assert tree is not None
+        shared = _after_last_sampled(node, tree.insert(node))
+        rest = node.masked_tokens[shared:]
+        if rest.count(IGNORE_INDEX) == len(rest):
+            continue
+        if shared:
+            masks = [IGNORE_INDEX] * shared + rest
+            logprobs = [MASKED_LOGPROB] * shared + node.logprobs[shared:]
+            node = node.model_copy(update={"masked_tokens": masks, "logprobs": logprobs})
+        kept.append(node)
+    return kept
+
+
+def _after_last_sampled(node: SequenceNode, end: int) -> int:
+    """Return the position after the last sampled token before `end`; 0 if there is none."""
+    labels = node.masked_tokens
+    while end and labels[end - 1] == IGNORE_INDEX:
+        end -= 1
+    return end
+
+
+class _Run:
+    """The positions `start` to `end` of a sequence, which others share, in a tree of what several have in common.
+
+    Positions are shared that came from the same samples; equal tokens of another sample differ in logprobs.
+    """
+
+    __slots__ = ("end", "next", "node", "start")
+
+    def __init__(self, node: SequenceNode, start: int, end: int) -> None:
+        self.node, self.start, self.end = node, start, end
+        self.next: dict[tuple[int, int, float], _Run] = {}
+        """The runs that go on from here, by their first position."""
+
+    def insert(self, node: SequenceNode) -> int:
+        """Add a sequence and return how many first positions it shares with an earlier one."""
+        run, at, end = self, 0, len(node.tokens)
+        while at < end:
+            key = node.tokens[at], node.masked_tokens[at], node.logprobs[at]
+            following = run.next.get(key)
+            if following is None:
+                run.next[key] = _Run(node, at, end)
+                break
+            parted = _first_difference(node, following.node, at, min(end, following.end))
+            if parted < following.end:
+                following._split(parted)
+            run, at = following, parted
+        return at
+
+    def _split(self, at: int) -> None:
+        rest = _Run(self.node, at, self.end)
+        rest.next, self.end = self.next, at
+        node = self.node
+        self.next = {(node.tokens[at], node.masked_tokens[at], node.logprobs[at]): rest}
+
+
+def _first_difference(node: SequenceNode, other: SequenceNode, start: int, end: int) -> int:
+    """Return the first position from `start` on at which two sequences differ; `end` if there is none before it."""
+    pairs = (
+        (node.tokens, other.tokens),
+        (node.masked_tokens, other.masked_tokens),
+        (node.logprobs, other.logprobs),
+    )
+    for first in range(start, end, _COMPARED):
+        last = min(first + _COMPARED, end)
+        for mine, others in pairs:
+            if mine[first:last] != others[first:last]:
+                last = next(i for i in range(first, last) if mine[i] != others[i])
+        if last < min(first + _COMPARED, end):
+            return last
+    return end
+
+
+_COMPARED = 512
+"""Positions that are compared at once, as slices, before one by one."""
 
 
 def _spans_before(spans: list[dict[str, Any]] | None, *, end: int) -> list[dict[str, Any]] | None:

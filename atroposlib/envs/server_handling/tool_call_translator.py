@@ -36,6 +36,20 @@ class ModelOutput(NamedTuple):
     """ "tool_calls" or "stop"; that an answer was cut off is for the caller to know."""
 
 
+class Read(NamedTuple):
+    """An answer without its end of turn, and what was found in it."""
+
+    text: str
+    parsed: Parsed
+
+
+class Remembered(NamedTuple):
+    """The content of an answer, and its calls with their ids."""
+
+    content: str
+    tool_calls: list[ChatCompletionMessageToolCall]
+
+
 class ToolCallTranslator:
     """Translates one conversation, or many: ids are unique.
 
@@ -66,12 +80,21 @@ class ToolCallTranslator:
         """
         if tool_choice == "none" or not tools:
             return ModelOutput(raw_text, None, "stop")
-        text = self._without_end_of_turn(raw_text)
-        parsed = self.style.parse(text, [as_dict(tool) for tool in tools])
-        if not parsed.calls:
+        read = self.read(raw_text, tools)
+        if not read.parsed.calls:
             return ModelOutput(raw_text, None, "stop")
-        calls = [self._remember(call, text, parsed) for call in parsed.calls]
-        return ModelOutput(parsed.content or None, calls, "tool_calls")
+        content, calls = self.remember(read)
+        return ModelOutput(content or None, calls, "tool_calls")
+
+    def read(self, raw_text: str, tools: Sequence[Any]) -> Read:
+        """Find the calls in an answer. Changes nothing, so that a thread may do it."""
+        text = self._without_end_of_turn(raw_text)
+        return Read(text, self.style.parse(text, [as_dict(tool) for tool in tools]))
+
+    def remember(self, read: Read) -> Remembered:
+        """Return content and calls in the OpenAI form, and note the text that these calls stand for."""
+        calls = [self._remember(call, read.text, read.parsed) for call in read.parsed.calls]
+        return Remembered(read.parsed.content, calls)
 
     def decode_with_tool_awareness(self, token_ids: Sequence[int], has_tools: bool = False) -> str:
         """Decode an answer; with tools, special tokens are kept, for the marks of a call may be some."""

@@ -61,6 +61,7 @@ class Proxy:
         *,
         token: str | None = None,
         limits: SessionLimits | None = None,
+        is_private: bool = False,
     ) -> None:
         config = APIServerConfig(model_name="tiny", base_url=ENGINE_URL, server_type="vllm")
         self.engine = ServerHarness(config, respond=respond, weight_version="7")
@@ -73,6 +74,7 @@ class Proxy:
             self.tokenizer,
             "tiny",
             token=token,
+            is_private=is_private,
             limits=limits,
             clock=self.clock,
         )

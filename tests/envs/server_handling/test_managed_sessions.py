@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,14 @@ from atroposlib.envs.server_handling.managed_server import (
     ManagedServerAdapter,
     SequenceNode,
 )
-from atroposlib.envs.server_handling.sequences import PendingTurn, SampledTurn, SequenceStore
+from atroposlib.envs.server_handling.sequences import (
+    ChatPlace,
+    PendingTurn,
+    SampledMessage,
+    SampledTurn,
+    SequenceStore,
+    train_once,
+)
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_harness import (
     ByteTokenizer,
@@ -316,3 +325,221 @@ def test_spans_end_where_a_branch_leaves_its_node() -> None:
         (4, 1, "8"),
     ]
     assert metadata["policy_version"] == 6
+
+
+# Stop strings
+
+
+async def test_a_stop_string_is_cut_from_the_text_and_stays_in_the_tokens() -> None:
+    engine, managed = session()
+    engine.tell("Thought: look\nObservation:", end="")
+    engine.answers = [(ids, "stop") for ids, _ in engine.answers]
+    reply = await managed.chat_completion(messages=[user("a")], stop=["\nObservation:", "never"])
+    (choice,) = reply.choices
+    assert (choice.message.content, choice.stop_reason) == ("Thought: look", "\nObservation:")
+    (node,) = managed.nodes
+    assert trained_text(node) == "Thought: look\nObservation:"
+    engine.tell("done")
+    await managed.chat_completion(messages=[user("a"), choice.message, user("b")])
+    (node,) = managed.nodes
+    assert trained_text(node) == "Thought: look\nObservation:done<|im_end|>"
+
+
+async def test_text_that_goes_on_behind_a_stop_string_does_not_repeat_it() -> None:
+    engine, managed = session()
+    engine.tell("Act\nObservation:", end="")
+    engine.answers = [(ids, "stop") for ids, _ in engine.answers]
+    reply = await managed.completion(prompt="Q", stop="\nObservation:")
+    assert reply.choices[0].text == "Act"
+    engine.tell("done")
+    await managed.completion(prompt="QAct\nObservation: 42")
+    assert TOKENIZER.decode(engine.sent[-1]) == "QAct\nObservation: 42"
+    assert len(managed.nodes) == 1
+
+
+async def test_an_answer_in_a_react_turn_is_continued_behind_its_stop_string() -> None:
+    engine, managed = session()
+    engine.tell("Act\nObservation:", end="")
+    engine.answers = [(ids, "stop") for ids, _ in engine.answers]
+    await managed.chat_completion(messages=[user("a")], stop="\nObservation:")
+    engine.tell("done")
+    opened = {"role": "assistant", "content": "Act\nObservation: 42"}
+    await managed.chat_completion(messages=[user("a"), opened])
+    assert TOKENIZER.decode(engine.sent[-1]).endswith("Act\nObservation: 42")
+    assert len(managed.nodes) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "finish_reason", "options", "text"),
+    [
+        ("a STOP b", "length", {"stop": "STOP"}, "a STOP b"),
+        ("a STOP", "stop", {"stop": "STOP", "include_stop_str_in_output": True}, "a STOP"),
+        ("a STOP", "stop", {"extra_body": {"stop": ["STOP"]}}, "a "),
+        ("STOP a STOP", "stop", {"stop": "STOP", "min_tokens": 3}, "STOP a "),
+        ("no", "stop", {"stop": []}, "no"),
+    ],
+)
+async def test_only_the_stop_string_that_ended_an_answer_is_cut(
+    answer: str, finish_reason: str, options: dict[str, Any], text: str
+) -> None:
+    engine, managed = session()
+    engine.tell(answer, end="")
+    engine.answers = [(ids, finish_reason) for ids, _ in engine.answers]
+    reply = await managed.chat_completion(messages=[user("a")], **options)
+    assert reply.choices[0].message.content == text
+
+
+# What is kept
+
+
+async def test_an_answer_that_its_reader_refuses_is_not_kept() -> None:
+    engine, managed = session("unseen", "seen")
+    with pytest.raises(ValueError, match="unreadable"):
+        async with managed.chat_turn(messages=[user("a")]):
+            raise ValueError("unreadable")
+    async with managed.chat_turn(messages=[user("a")]) as completion:
+        assert completion.choices[0].message.content == "seen"
+    assert [trained_text(node) for node in managed.nodes] == ["seen<|im_end|>"]
+
+
+async def test_a_template_that_writes_the_date_keeps_it_for_the_session() -> None:
+    dated = "{{ strftime_now('%H:%M:%S.%f') + '\\n' }}" + CHATML
+    tokenizer = make_tokenizer(dated, eos="<|im_end|>")
+    engine = ToldEngine(tokenizer)
+    engine.tell("one", "two")
+    managed = ManagedServer(engine)
+    first = await managed.chat_completion(messages=[user("a")])
+    await managed.chat_completion(messages=[user("a"), first.choices[0].message, user("b")])
+    assert (len(managed.nodes), managed.num_broken_prefixes) == (1, 0)
+
+
+async def test_samples_with_the_same_text_are_nodes_of_their_own_also_in_a_tree() -> None:
+    _, managed = session("same", "same", track_tree=True)
+    await managed.chat_completion(messages=[user("a")], n=2)
+    assert (len(managed.nodes), len(managed.get_state()["tree"])) == (2, 1)
+
+
+async def test_branches_repeat_the_labels_of_what_they_share_until_they_are_trained_once() -> None:
+    _, managed = session("shared", "left", "right")
+    first = await managed.chat_completion(messages=[user("a")])
+    history = [user("a"), first.choices[0].message]
+    await managed.chat_completion(messages=[*history, user("b")])
+    await managed.chat_completion(messages=[*history, user("c")])
+    texts = [trained_text(node) for node in managed.nodes]
+    assert texts == ["shared<|im_end|>left<|im_end|>", "shared<|im_end|>right<|im_end|>"]
+    once = [trained_text(node) for node in train_once(managed.nodes)]
+    assert once == ["shared<|im_end|>left<|im_end|>", "right<|im_end|>"]
+
+
+# Many nodes
+
+
+def _slow_train_once(nodes: list[SequenceNode]) -> list[list[int]]:
+    """Compare every sequence with every earlier one, position by position."""
+    trained, seen = [], []
+    for node in nodes:
+        rows = list(zip(node.tokens, node.masked_tokens, node.logprobs, strict=True))
+        shared = 0
+        for earlier in seen:
+            for position, (mine, other) in enumerate(zip(rows, earlier, strict=False)):
+                if mine != other:
+                    break
+                if mine[1] != -100:
+                    shared = max(shared, position + 1)
+        seen.append(rows)
+        masks = [-100] * shared + node.masked_tokens[shared:]
+        if any(label != -100 for label in masks):
+            trained.append(masks)
+    return trained
+
+
+def _random_nodes(seed: int, *, num: int, num_tokens: int) -> list[SequenceNode]:
+    """Return sequences that leave earlier ones at random places."""
+    rng = random.Random(seed)
+    nodes: list[SequenceNode] = []
+    for _ in range(num):
+        tokens, masks, logprobs = [], [], []
+        if nodes and rng.random() < 0.9:
+            parent = rng.choice(nodes)
+            kept = rng.randrange(len(parent.tokens) + 1)
+            tokens, masks = parent.tokens[:kept], parent.masked_tokens[:kept]
+            logprobs = parent.logprobs[:kept]
+        for _ in range(rng.randrange(num_tokens)):
+            token, is_sampled = rng.randrange(3), rng.random() < 0.6
+            tokens = [*tokens, token]
+            masks = [*masks, token if is_sampled else -100]
+            logprobs = [*logprobs, -float(rng.randrange(1, 3)) if is_sampled else 1.0]
+        nodes.append(
+            SequenceNode.model_construct(
+                full_text="", tokens=tokens, masked_tokens=masks, logprobs=logprobs, metadata=None
+            )
+        )
+    return nodes
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_training_once_is_what_comparing_all_pairs_gives(seed: int) -> None:
+    nodes = _random_nodes(seed, num=12, num_tokens=6)
+    kept = train_once(nodes)
+    assert [node.masked_tokens for node in kept] == _slow_train_once(nodes)
+    for node in kept:
+        assert [p == 1.0 for p in node.logprobs] == [x == -100 for x in node.masked_tokens]
+
+
+def test_training_once_takes_time_in_proportion_to_the_tokens() -> None:
+    def cost_s(num: int) -> float:
+        shared = list(range(300))
+        nodes = [
+            SequenceNode.model_construct(
+                full_text="",
+                tokens=[*shared, i, i],
+                masked_tokens=[*shared, i, i],
+                logprobs=[-1.0] * 301 + [-float(i + 1)],
+                metadata=None,
+            )
+            for i in range(num)
+        ]
+        costs = []
+        for _ in range(3):
+            began = time.thread_time()
+            assert len(train_once(nodes)) == num
+            costs.append(time.thread_time() - began)
+        return min(costs)
+
+    assert cost_s(1600) < 25 * cost_s(200)  # comparing all pairs costs 64 times as much
+
+
+async def test_finding_what_a_turn_continues_does_not_look_at_the_other_conversations() -> None:
+    def build(num: int) -> SequenceStore:
+        store = SequenceStore()
+        for i in range(num):
+            message = SampledMessage(identity=f"answer {i}", content=f"answer {i}")
+            pending = PendingTurn(
+                order=store.next_order(),
+                tokens=[1],
+                full_text="q",
+                visible_text="q",
+                place=ChatPlace(messages=("system", "question"), tracked={}, pieces=("q",)),
+            )
+            turn = SampledTurn(
+                tokens=[2],
+                logprobs=[-1.0],
+                full_text=f"a{i}",
+                visible_text=f"a{i}",
+                message=message,
+                finish_reason="stop",
+            )
+            store.commit(pending, [turn])
+        return store
+
+    def cost_s(store: SequenceStore) -> float:
+        began = time.thread_time()
+        for i in range(2000):
+            match = store.find_messages(["system", "question", f"answer {i % 50}", "next"])
+            assert match is not None
+            assert match.stage.full_text == f"qa{i % 50}"
+        return time.thread_time() - began
+
+    small, large = build(50), build(3000)
+    cost_s(small)
+    assert cost_s(large) < 5 * cost_s(small)  # it was 60 times as much

@@ -9,11 +9,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers_proxy import ENGINE_URL, WEATHER, Proxy, events_of, trained_text, weather_agent
+from helpers_proxy import (
+    ENGINE_URL,
+    WEATHER,
+    Proxy,
+    call_text,
+    events_of,
+    trained_text,
+    weather_agent,
+)
 
 from atroposlib.envs.server_handling.http import EngineHttpRejected
 from atroposlib.envs.server_handling.managed_server_proxy import create_app, main
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.proxy import chat
 from atroposlib.envs.server_handling.proxy.sessions import SessionLimits
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_harness import (
@@ -370,13 +379,164 @@ async def test_control_needs_the_token_and_the_session_its_uuid() -> None:
         assert (await proxy.client.get("/health")).status_code == 200
 
 
-async def test_web_pages_get_no_answer() -> None:
+@pytest.mark.parametrize(
+    "headers",
+    [{"Origin": "https://example.org"}, {"Sec-Fetch-Site": "same-site"}, {"Host": "evil.example"}],
+)
+async def test_web_pages_get_no_answer(headers: dict[str, str]) -> None:
     async with Proxy() as proxy:
-        headers = {"Origin": "https://example.org"}
-        answer = await proxy.client.post("/sessions/create", json={}, headers=headers)
+        url = "http://127.0.0.1:9100/sessions/create"
+        answer = await proxy.client.post(url, json={}, headers=headers)
         assert answer.status_code == 403
         assert not any(name.startswith("access-control") for name in answer.headers)
         assert proxy.sessions.open_sessions() == []
+        assert (await proxy.client.post(url, json={})).status_code == 200
+
+
+async def test_a_private_proxy_has_an_agents_own_session_and_nothing_else() -> None:
+    async with Proxy(is_private=True) as proxy:
+        session = await proxy.sessions.open()
+        uuid = session.uuid
+        await proxy.post(chat_url(uuid), HELLO)
+        for method, path in [
+            ("GET", "/health"),
+            ("GET", "/servers"),
+            ("GET", "/sessions"),
+            ("POST", "/sessions/create"),
+            ("POST", "/setup"),
+            ("GET", f"/{uuid}/nodes"),
+            ("DELETE", f"/{uuid}/nodes"),
+            ("DELETE", f"/{uuid}"),
+        ]:
+            answer = await proxy.client.request(method, path)
+            assert answer.status_code == 404, path
+        assert len(session.nodes()) == 1
+
+
+async def test_sequences_of_a_session_with_an_owner_are_not_the_agents_to_drop() -> None:
+    async with Proxy() as proxy:
+        key = "0123456789abcdef"
+        uuid = await proxy.open(owner_key=key)
+        await proxy.post(chat_url(uuid), HELLO)
+        owner = {"X-Atropos-Owner-Key": key}
+        wrong = {"X-Atropos-Owner-Key": "another key of somebody"}
+        for method, path in [
+            ("GET", f"/{uuid}/nodes"),
+            ("DELETE", f"/{uuid}/nodes"),
+            ("DELETE", f"/{uuid}"),
+        ]:
+            for headers in ({}, wrong):
+                answer = await proxy.client.request(method, path, headers=headers)
+                assert answer.status_code == 403
+                assert answer.json()["error"]["code"] == "not_the_owner"
+            answer = await proxy.client.request(method, path, headers=owner)
+            assert answer.status_code == 200
+
+
+async def test_sampling_that_would_make_logprobs_lie_is_dropped_and_said_so() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open(keeps_distribution=True, sampling={"temperature": 0.7})
+        lies = {
+            "top_k": 5,
+            "top_p": 0.5,
+            "min_p": 0.1,
+            "min_tokens": 3,
+            "seed": 1,
+            "temperature": 0.0,
+            "frequency_penalty": 1.0,
+            "presence_penalty": 1.0,
+            "repetition_penalty": 1.1,
+            "logit_bias": {"5": 100.0},
+            "response_format": {"type": "json_object"},
+        }
+        for stream in (False, True):
+            body = {**HELLO, **lies, "max_tokens": 9, "stop": ["x"], "stream": stream}
+            answer = await proxy.client.post(chat_url(uuid), json=body)
+            assert answer.status_code == 200, answer.text
+            assert set(answer.headers["X-Atropos-Dropped"].split(", ")) == set(lies)
+            sent = proxy.engine.requests[-1]
+            assert (sent["temperature"], sent["max_tokens"], sent["stop"]) == (0.7, 9, ["x"])
+            assert not (lies.keys() - {"temperature"}) & sent.keys()
+        honest = await proxy.client.post(chat_url(uuid), json={**HELLO, "max_tokens": 4})
+        assert "X-Atropos-Dropped" not in honest.headers
+
+
+@pytest.mark.parametrize("dialect", ["chat/completions", "messages", "responses"])
+async def test_half_a_character_in_a_call_reaches_the_agent_once_and_replaced(dialect: str) -> None:
+    async with Proxy(lambda request: call_text("\ud800")) as proxy:
+        uuid = await proxy.open()
+        tool: dict[str, Any] = WEATHER["function"] | {"type": "function"}
+        if dialect == "messages":
+            tool = {"name": "weather", "input_schema": {"type": "object"}}
+        asked: dict[str, Any] = {"input": "hi"} if dialect == "responses" else dict(HELLO)
+        tools = [WEATHER] if dialect == "chat/completions" else [tool]
+        answer = await proxy.client.post(f"/{uuid}/v1/{dialect}", json={**asked, "tools": tools})
+        assert answer.status_code == 200, answer.text
+        assert "\ufffd" in answer.text or "\\\\ufffd" in answer.text
+        assert len(await proxy.nodes(uuid)) == 1
+
+
+async def test_an_answer_that_cannot_be_written_is_not_kept() -> None:
+    async with Proxy() as proxy:
+        session = await proxy.sessions.open()
+        ask = chat.read(chat.ChatBody(messages=HELLO["messages"]))
+
+        def unwritable(answer: Any) -> bytes:
+            raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+
+        with pytest.raises(UnicodeEncodeError):
+            await session.run(session.ask(ask, unwritable))
+        assert (session.nodes(), session.last_messages) == ([], [])
+        await session.run(session.ask(ask, chat.write))
+        assert len(session.nodes()) == 1
+
+
+async def test_sdks_are_told_that_the_proxy_has_retried_already() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+        proxy.engine.fail(EngineUnavailable("away"), times=100)
+        answer = await proxy.client.post(chat_url(uuid), json=HELLO)
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
+        assert len(proxy.engine.requests) == proxy.engine.max_attempts
+
+
+async def test_bodies_that_nest_too_deeply_are_400() -> None:
+    deep = b'{"messages": [{"role": "user", "content": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]}"
+    inside = json.dumps('{"a":' * 100_000).encode()
+    call = b'{"id": "c", "function": {"name": "f", "arguments": ' + inside + b"}}"
+    said = b'{"messages": [{"role": "assistant", "tool_calls": [' + call + b"]}]}"
+    async with Proxy() as proxy:
+        uuid = await proxy.open()
+        for path in (chat_url(uuid), f"/{uuid}/v1/messages", "/sessions/create"):
+            answer = await proxy.client.post(path, content=deep)
+            assert answer.status_code == 400, answer.text
+        answer = await proxy.client.post(chat_url(uuid), content=said)
+        assert answer.status_code in (200, 400), answer.text
+
+
+async def test_a_session_without_a_parser_has_none_whatever_the_manager_prefers() -> None:
+    async with Proxy(lambda request: call_text("Oslo")) as proxy:
+        proxy.manager.tool_parser = "hermes"
+        uuid = await proxy.open(tool_parser=None)
+        answer = await proxy.post(chat_url(uuid), {**HELLO, "tools": [WEATHER]})
+        assert answer["choices"][0]["message"]["content"] == call_text("Oslo")
+
+
+async def test_stop_strings_are_cut_in_every_dialect() -> None:
+    async with Proxy(lambda request: "Act\nObservation:") as proxy:
+        uuid = await proxy.open()
+        chatted = await proxy.post(chat_url(uuid), {**HELLO, "stop": "\nObservation:<eos>"})
+        assert chatted["choices"][0]["message"]["content"] == "Act\nObservation:"
+        chatted = await proxy.post(chat_url(uuid), {**HELLO, "stop": [":"]})
+        assert chatted["choices"][0]["message"]["content"] == "Act\nObservation"
+        body = {**HELLO, "max_tokens": 99, "stop_sequences": [":"]}
+        message = await proxy.post(f"/{uuid}/v1/messages", body)
+        assert message["content"] == [{"type": "text", "text": "Act\nObservation"}]
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", ":")
+        text = await proxy.post(f"/{uuid}/v1/completions", {"prompt": "Q", "stop": ":"})
+        assert text["choices"][0]["text"] == "Act\nObservation"
+        trained = {trained_text(node) for node in await proxy.nodes(uuid)}
+        assert trained == {"Act\nObservation:<eos>"}
 
 
 async def test_idle_and_old_sessions_expire_with_410() -> None:

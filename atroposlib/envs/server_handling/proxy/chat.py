@@ -78,6 +78,12 @@ ENGINE_NAMES = (
 """What may be said about sampling, by whoever opens a session and by the agent."""
 
 
+DISTRIBUTION_KEPT = frozenset({"max_tokens", "stop", "stop_token_ids"})
+"""What may be said about sampling without changing the distribution that tokens are drawn from. An engine reports
+logprobs of the model's own distribution: under filters, penalties, a bias, a forced minimum length or a forced format
+they are not those of the draw. With a fixed seed all members of a group are the same."""
+
+
 _TAKEN_NAMES = frozenset(
     {
         "messages",

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 from pydantic import ValidationError
 
 from atroposlib.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
+from atroposlib.http_bodies import BodyRefused, too_deep
 
 _TOO_LONG = re.compile(
     r"maximum context length|model's context length|maximum model length|max_model_len"
@@ -82,6 +83,10 @@ def error_for(error: Exception) -> ProxyError | None:
     """Return what a client is told about an error; None for a bug of ours."""
     if isinstance(error, ProxyError):
         return error
+    if isinstance(error, RecursionError):
+        error = too_deep()
+    if isinstance(error, BodyRefused):
+        return ProxyError(error.status, error.message, code=error.code)
     if isinstance(error, ValidationError):
         return _unreadable(error)
     if isinstance(error, TemplateError):

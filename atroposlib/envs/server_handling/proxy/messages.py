@@ -123,8 +123,10 @@ def write(answer: Answer) -> dict[str, Any]:
         "role": "assistant",
         "model": answer.model,
         "content": blocks,
-        "stop_reason": _STOP_REASONS[choice.finish_reason],
-        "stop_sequence": None,
+        "stop_reason": _STOP_REASONS[choice.finish_reason]
+        if choice.stop is None
+        else "stop_sequence",
+        "stop_sequence": choice.stop,
         "usage": {
             "input_tokens": answer.prompt_tokens,
             "output_tokens": answer.completion_tokens,
@@ -140,7 +142,7 @@ def stream(answer: Answer) -> Iterator[bytes]:
 
 def _events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
     counts = whole["usage"]
-    begun = {**whole, "content": [], "stop_reason": None}
+    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
     begun["usage"] = {**counts, "output_tokens": 0}
     yield {"type": "message_start", "message": begun}
     blocks: Sequence[dict[str, Any]] = whole["content"]
@@ -154,6 +156,6 @@ def _events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"type": "content_block_start", "index": index, "content_block": empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    ending = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    ending = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
     yield {"type": "message_delta", "delta": ending, "usage": counts}
     yield {"type": "message_stop"}

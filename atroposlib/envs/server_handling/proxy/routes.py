@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -30,19 +30,26 @@ from atroposlib.envs.server_handling.proxy.sessions import (
     SessionOptions,
     Sessions,
 )
-from atroposlib.envs.server_handling.proxy.turn import Ask, Body
+from atroposlib.envs.server_handling.proxy.turn import Answer, Ask, Body
+from atroposlib.envs.server_handling.proxy_client import OWNER_HEADER
 from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.http_bodies import decode_json, read_body
+from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
+from atroposlib.utils.off_loop import off_loop
 
 logger = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 
-BODY_TIMEOUT_S = 60.0
+THREAD_FROM_BYTES = 256 * 1024
+"""Bodies larger than this are read off the event loop: a millisecond of work."""
+DROPPED_HEADER = "X-Atropos-Dropped"
+"""Of an answer: the sampling parameters of the request that were not used."""
 
 
 class NewSession(Body):
-    """The body of `/sessions/create`; the last four are not the original's."""
+    """The body of `/sessions/create`; all but the first three are not the original's."""
 
     tool_parser: str | None = DEFAULT_TOOL_PARSER
     track_tree: bool = False
@@ -51,26 +58,23 @@ class NewSession(Body):
     max_context_tokens: int | None = Field(default=None, ge=2)
     sampling: dict[str, Any] | None = None
     split: str | None = Field(default=None, pattern="^(train|eval)$")
+    keeps_distribution: bool = False
+    owner_key: str | None = Field(default=None, min_length=16)
 
 
 class Routes:
     """The handlers. Each returns a response or raises; `_guarded` turns what was raised into an error body."""
 
-    def __init__(self, sessions: Sessions, *, token: str | None) -> None:
+    def __init__(self, sessions: Sessions, *, token: str | None, is_private: bool) -> None:
         self._sessions = sessions
         self._token = token
+        self._is_private = is_private
         self._own_managers: list[ServerManager] = []
         """Made by `/setup`; earlier ones still serve the sessions that were opened on them."""
 
     def table(self) -> list[Route]:
-        """Return every route."""
-        table = [
-            self._route("GET", "/health", self._health),
-            self._route("POST", "/setup", self._control(self._setup)),
-            self._route("GET", "/servers", self._control(self._servers)),
-            self._route("POST", "/sessions/create", self._control(self._create)),
-            self._route("GET", "/sessions", self._control(self._list)),
-        ]
+        """Return every route; of a private proxy those that an agent needs, all of them for its own session."""
+        table = []
         for prefix in ("", "/{uuid}"):
             table += [
                 self._route("GET", f"{prefix}/v1/models", self._models),
@@ -82,7 +86,14 @@ class Routes:
                 self._route("POST", f"{prefix}/v1/messages", self._messages),
                 self._route("POST", f"{prefix}/v1/messages/count_tokens", self._count_tokens),
             ]
+        if self._is_private:
+            return table
         return [
+            self._route("GET", "/health", self._health),
+            self._route("POST", "/setup", self._control(self._setup)),
+            self._route("GET", "/servers", self._control(self._servers)),
+            self._route("POST", "/sessions/create", self._control(self._create)),
+            self._route("GET", "/sessions", self._control(self._list)),
             *table,
             self._route("GET", "/{uuid}/nodes", self._nodes),
             self._route("DELETE", "/{uuid}/nodes", self._forget),
@@ -176,7 +187,7 @@ class Routes:
                 "base_url": session.base_url,
                 "created_at": session.created_at,
                 "last_accessed": now - self._sessions.idle_s(session),
-                "num_nodes": len(session.nodes()),
+                "num_nodes": session.num_nodes,
             }
             for session in self._sessions.open_sessions()
         ]
@@ -187,10 +198,13 @@ class Routes:
     async def _chat(self, request: Request) -> Response:
         session = await self._session(request)
         body = await self._body(request, chat.ChatBody)
-        answer = await session.run(session.ask(chat.read(body)), gone=_gone(request))
-        if body.stream:
-            return _stream(chat.stream(answer, shows_usage=body.shows_usage))
-        return _json(chat.write(answer))
+
+        def write(answer: Answer) -> Response:
+            if body.stream:
+                return _stream(chat.stream(answer, shows_usage=body.shows_usage), answer)
+            return _json(chat.write(answer), answer)
+
+        return await session.run(session.ask(chat.read(body), write), gone=_gone(request))
 
     async def _render(self, request: Request) -> Response:
         session = await self._session(request)
@@ -213,29 +227,42 @@ class Routes:
             split=body.split,
             wants_logprobs=body.logprobs is not None,
         )
-        call = session.complete(completions.read_prompt(body), ask)
-        answer = await session.run(call, gone=_gone(request))
-        if body.stream:
-            return _stream(completions.stream(answer, shows_usage=body.shows_usage))
-        return _json(completions.write(answer))
+
+        def write(answer: Answer) -> Response:
+            if body.stream:
+                return _stream(completions.stream(answer, shows_usage=body.shows_usage), answer)
+            return _json(completions.write(answer), answer)
+
+        call = session.complete(completions.read_prompt(body), ask, write)
+        return await session.run(call, gone=_gone(request))
 
     async def _responses(self, request: Request) -> Response:
         session = await self._session(request)
         body = await self._body(request, responses.ResponsesBody)
         ask, conversation = responses.read(body, session.responses)
-        answer = await session.run(session.ask(ask), gone=_gone(request))
-        if body.store is not False:
-            limit = self._sessions.limits.max_nodes
-            responses.remember(session.responses, answer, conversation, at_most=limit)
-        if body.stream:
-            return _stream(responses.stream(answer, body))
-        return _json(responses.write(answer, body))
+        limit = self._sessions.limits.max_nodes
+
+        def write(answer: Answer) -> Response:
+            if body.stream:
+                written = _stream(responses.stream(answer, body), answer)
+            else:
+                written = _json(responses.write(answer, body), answer)
+            if body.store is not False:
+                responses.remember(session.responses, answer, conversation, at_most=limit)
+            return written
+
+        return await session.run(session.ask(ask, write), gone=_gone(request))
 
     async def _messages(self, request: Request) -> Response:
         session = await self._session(request)
         body = await self._body(request, messages.MessagesBody)
-        answer = await session.run(session.ask(messages.read(body)), gone=_gone(request))
-        return _stream(messages.stream(answer)) if body.stream else _json(messages.write(answer))
+
+        def write(answer: Answer) -> Response:
+            if body.stream:
+                return _stream(messages.stream(answer), answer)
+            return _json(messages.write(answer), answer)
+
+        return await session.run(session.ask(messages.read(body), write), gone=_gone(request))
 
     async def _count_tokens(self, request: Request) -> Response:
         session = await self._session(request)
@@ -243,19 +270,19 @@ class Routes:
         return _json({"input_tokens": len(rendered.tokens)})
 
     async def _nodes(self, request: Request) -> Response:
-        session = await self._session(request)
+        session = await self._owned(request)
         # Up to megabytes of numbers: not on the event loop.
         return await asyncio.to_thread(_json, {"nodes": list(map(dict, session.nodes()))})
 
     async def _forget(self, request: Request) -> Response:
-        session = await self._session(request)
+        session = await self._owned(request)
         session.forget()
         return _json({"status": "forgotten", "uuid": session.uuid})
 
     async def _delete(self, request: Request) -> Response:
-        uuid = request.path_params["uuid"]
-        await self._sessions.close(uuid)
-        return _json({"status": "deleted", "uuid": uuid})
+        session = await self._owned(request)
+        await self._sessions.close(session.uuid)
+        return _json({"status": "deleted", "uuid": session.uuid})
 
     # Who, and what.
 
@@ -283,64 +310,75 @@ class Routes:
             )
         return await self._sessions.get(uuid)
 
-    async def _body(self, request: Request, model: type[B]) -> B:
-        """Read a JSON body into `model`. Raises ProxyError for one that is too large or no JSON object."""
-        limit = self._sessions.limits.max_body_bytes
-        body = bytearray()
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > limit:
-                        raise ProxyError(
-                            413, f"the body has more than {limit} bytes", code="body_too_large"
-                        )
-        except TimeoutError as e:
+    async def _owned(self, request: Request) -> Session:
+        """Return the session of a request about its sequences, which the agent in it may not make."""
+        session = await self._session(request)
+        key = session.options.owner_key
+        if key is not None and not _same(request.headers.get(OWNER_HEADER), key):
             raise ProxyError(
-                408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="slow_body"
-            ) from e
-        except ClientDisconnect as e:
-            raise ProxyError(499, "the client went away", code="client_gone") from e
-        try:
-            content = msgspec.json.decode(bytes(body)) if body else {}
-        except msgspec.DecodeError as e:
-            raise invalid(f"the body is not JSON: {e}") from e
-        if not isinstance(content, dict):
-            raise invalid("the body must be a JSON object")
-        return model.model_validate(content)
+                403,
+                f"the sequences of this session belong to whoever opened it: send {OWNER_HEADER}",
+                type="permission_error",
+                code="not_the_owner",
+            )
+        return session
+
+    async def _body(self, request: Request, model: type[B]) -> B:
+        """Read a JSON body into `model`. Raises BodyRefused for one that is too large or no JSON."""
+        body = await read_body(request.receive, max_bytes=self._sessions.limits.max_body_bytes)
+        if len(body) < THREAD_FROM_BYTES:
+            return _parse(body, model)
+        return await off_loop(_parse, body, model)
 
     def _route(self, method: str, path: str, handler: Handler) -> Route:
-        return Route(path, _guarded(handler), methods=[method])
+        async def endpoint(request: Request) -> Response:
+            """Answer every failure with an error body; bugs are logged with their traceback."""
+            try:
+                self._check_web(request)
+                return await handler(request)
+            except Exception as e:  # boundary: one request
+                error = error_for(e)
+                if error is None:
+                    logger.exception("%s %s failed", request.method, request.url.path)
+                    error = ProxyError(
+                        500, f"{type(e).__name__}: {e}", type="server_error", code="internal_error"
+                    )
+                return _refusal(request, error)
+
+        return Route(path, endpoint, methods=[method])
+
+    def _check_web(self, request: Request) -> None:
+        """Refuse what a web page made a browser on this machine send."""
+        headers, server = request.scope["headers"], request.scope.get("server")
+        if is_cross_site(headers):
+            raise ProxyError(403, CROSS_SITE)
+        if self._is_private or self._token is not None:
+            return  # a page knows neither the token nor a session's uuid
+        host = foreign_host(headers, server=server[0] if server else None)
+        if host is not None:
+            raise ProxyError(
+                403,
+                f"this proxy has no token and serves its own machine, which {host!r} does not name; call it as"
+                " localhost, or start it with a token",
+            )
 
 
-def _guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """Answer every failure with an error body; bugs are logged with their traceback."""
-
-    async def endpoint(request: Request) -> Response:
-        try:
-            if "origin" in request.headers:
-                # Sent by browsers alone: a web page must not reach an open port of this machine.
-                raise ProxyError(403, "requests from web pages are not answered")
-            return await handler(request)
-        except Exception as e:  # boundary: one request
-            error = error_for(e)
-            if error is None:
-                logger.exception("%s %s failed", request.method, request.url.path)
-                error = ProxyError(
-                    500, f"{type(e).__name__}: {e}", type="server_error", code="internal_error"
-                )
-            answer = _refusal(request, error)
-            if error.retry_after_s is not None:
-                answer.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
-            return answer
-
-    return endpoint
+def _parse(body: bytes, model: type[B]) -> B:
+    content = decode_json(body, object)
+    if not isinstance(content, dict):
+        raise invalid("the body must be a JSON object")
+    return model.model_validate(content)
 
 
 def _refusal(request: Request, error: ProxyError) -> Response:
-    if "/v1/messages" in request.url.path:
-        return _json(error.anthropic_body(), status=error.status)
-    return _json(error.openai_body(), status=error.status)
+    is_anthropic = "/v1/messages" in request.url.path
+    body = error.anthropic_body() if is_anthropic else error.openai_body()
+    answer = _json(body, status=error.status)
+    # The proxy's own client has retried already. The SDKs of OpenAI and Anthropic obey this.
+    answer.headers["x-should-retry"] = "false"
+    if error.retry_after_s is not None:
+        answer.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    return answer
 
 
 async def no_route(request: Request, error: Exception) -> Response:
@@ -367,13 +405,19 @@ def _same(given: str | None, secret: str) -> bool:
     return given is not None and hmac.compare_digest(given.encode(), secret.encode())
 
 
-def _json(content: Any, *, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
-
-
-def _stream(events: Iterable[bytes]) -> Response:
+def _json(content: Any, answer: Answer | None = None, *, status: int = 200) -> Response:
+    body = msgspec.json.encode(content)
     return Response(
-        b"".join(events),
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-cache"},
+        body, status_code=status, media_type="application/json", headers=_dropped(answer)
     )
+
+
+def _stream(events: Iterable[bytes], answer: Answer) -> Response:
+    headers = {"Cache-Control": "no-cache", **_dropped(answer)}
+    return Response(b"".join(events), media_type="text/event-stream", headers=headers)
+
+
+def _dropped(answer: Answer | None) -> dict[str, str]:
+    if answer is None or not answer.dropped:
+        return {}
+    return {DROPPED_HEADER: ", ".join(answer.dropped)}

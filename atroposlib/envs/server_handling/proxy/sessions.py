@@ -1,18 +1,21 @@
 """Sessions: one conversation state (`ManagedServer`) per agent, reached by an identifier that cannot be guessed.
 
 `Sessions` opens, finds, expires and closes them; time comes from its clock. `Session` asks the engine and keeps the
-token sequences. Invariant: what `nodes` returns is what the engine sampled; an answer whose client went away before it
-was there is cancelled, not kept. The HTTP side is `managed_server_proxy`; `AgentEnv` uses `Sessions` directly.
+token sequences. Invariant: what `nodes` returns is what the engine sampled and what a client was given: an answer that
+could not be written, or whose client disconnected before it was there, is not kept. The HTTP side is
+`managed_server_proxy`; `AgentEnv` uses `Sessions` directly.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,7 +24,7 @@ from pydantic import BaseModel
 
 from atroposlib.envs.server_handling.api_server import TokenCompletions
 from atroposlib.envs.server_handling.managed_server import ManagedServer, Prompt
-from atroposlib.envs.server_handling.proxy.chat import ENGINE_NAMES
+from atroposlib.envs.server_handling.proxy.chat import DISTRIBUTION_KEPT, ENGINE_NAMES
 from atroposlib.envs.server_handling.proxy.errors import (
     ProxyError,
     error_for,
@@ -32,6 +35,9 @@ from atroposlib.envs.server_handling.proxy.turn import Answer, Ask, Choice, Toke
 from atroposlib.envs.server_handling.sequences import SequenceNode
 from atroposlib.envs.server_handling.tool_parsers import style_named
 from atroposlib.errors import EngineError
+from atroposlib.http_bodies import MAX_BODY_BYTES
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -50,7 +56,7 @@ class SessionLimits:
     max_sessions: int = 10_000
     max_nodes: int = 1_000
     """Token sequences of one session."""
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = MAX_BODY_BYTES
     idle_s: float = 3600.0
     """A session that was not used for this long is gone, with its sequences."""
     life_s: float = 24 * 3600.0
@@ -75,6 +81,11 @@ class SessionOptions:
     """Refuse an API without token ids. False: talk to it all the same, without sequences (to evaluate it)."""
     split: str | None = None
     """Budget of the engine: train or eval; None: what the request says."""
+    keeps_distribution: bool = False
+    """Drop what the agent says about sampling, DISTRIBUTION_KEPT excepted, so that logprobs are those of the draw."""
+    owner_key: str | None = None
+    """Needed to read, drop or close the sequences, so that the agent, who has the uuid, cannot. None: the uuid is
+    enough."""
 
 
 class _Engine:
@@ -124,6 +135,18 @@ class _Plain:
         """There is nothing to forget."""
 
 
+Turn = Callable[..., AbstractAsyncContextManager[Any]]
+"""Samples, and keeps what was sampled if the block that gets the completion ends without an exception."""
+
+
+def _without_keeping(call: Callable[..., Awaitable[Any]]) -> Turn:
+    @asynccontextmanager
+    async def turn(**kwargs: Any) -> AsyncIterator[Any]:
+        yield await call(**kwargs)
+
+    return turn
+
+
 class Session:
     """One agent's conversations."""
 
@@ -149,7 +172,8 @@ class Session:
         self.responses: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
         """Conversations by the id of the response that ended them."""
         self.engine_errors: list[EngineError] = []
-        """Failures of the engine that the agent was told; requests that were at fault themselves are not among them."""
+        """Failures of the engine that the agent was told, until a later request succeeds; requests that were at fault
+        themselves are not among them."""
         self.last_messages: list[dict[str, Any]] = []
         """The conversation of the latest answer, that answer included."""
         self._clock = clock
@@ -157,7 +181,10 @@ class Session:
         self._close = close
         self._calls: set[asyncio.Task[Any]] = set()
         self.base_url = getattr(managed.server.config, "base_url", None)
+        self._chat_turn = _without_keeping(managed.chat_completion)
+        self._text_turn = _without_keeping(managed.completion)
         if isinstance(managed, ManagedServer):
+            self._chat_turn, self._text_turn = managed.chat_turn, managed.text_turn
             managed.server = _Engine(managed.server, max_context_tokens=options.max_context_tokens)
 
     @property
@@ -167,24 +194,29 @@ class Session:
 
     def nodes(self) -> list[SequenceNode]:
         """Return the token sequences so far."""
-        state = self.managed.get_state()
-        if "nodes" in state:
-            return list(state["nodes"])
-        return list(state["sequences"].values())
+        if isinstance(self.managed, ManagedServer):
+            return self.managed.nodes
+        return list(self.managed.get_state()["nodes"])
 
-    async def ask(self, ask: Ask) -> Answer:
-        """Sample the next message(s)."""
+    @property
+    def num_nodes(self) -> int:
+        managed = self.managed
+        return managed.num_nodes if isinstance(managed, ManagedServer) else len(self.nodes())
+
+    async def ask(self, ask: Ask, write: Callable[[Answer], T]) -> T:
+        """Sample the next message(s) and return what `write` makes of them; what it cannot write is not kept."""
         kwargs: dict[str, Any] = {"messages": ask.messages, **ask.template}
         if ask.tools:
             kwargs |= {"tools": ask.tools, "tool_choice": ask.tool_choice}
-        answer = await self._sample(self.managed.chat_completion, ask, kwargs)
+        answer, written = await self._sample(self._chat_turn, ask, kwargs, write)
         said = answer.choices[0].message()
         self.last_messages = [*ask.messages, {**said, "content": said["content"] or ""}]
-        return answer
+        return written
 
-    async def complete(self, prompt: str, ask: Ask) -> Answer:
-        """Sample text that follows a prompt."""
-        return await self._sample(self.managed.completion, ask, {"prompt": prompt})
+    async def complete(self, prompt: str, ask: Ask, write: Callable[[Answer], T]) -> T:
+        """Sample text that follows a prompt and return what `write` makes of it; what it cannot write is not kept."""
+        _, written = await self._sample(self._text_turn, ask, {"prompt": prompt}, write)
+        return written
 
     def forget(self) -> None:
         """Drop the sequences and conversations so far; the session stays open."""
@@ -207,6 +239,7 @@ class Session:
             if gone is not None:
                 gone.close()
             raise self.closed_by
+        earlier = list(self.engine_errors)
         task = asyncio.ensure_future(call)
         watch = None if gone is None else asyncio.ensure_future(gone)
         self._calls.add(task)
@@ -218,7 +251,10 @@ class Session:
                 raise ProxyError(499, "the client went away", code="client_gone")
             if task.cancelled():
                 raise self.closed_by or ProxyError(503, "the proxy is shutting down")
-            return task.result()
+            result = task.result()
+            # The agent got over what failed before this request was sent.
+            self.engine_errors[:] = [e for e in self.engine_errors if e not in earlier]
+            return result
         except EngineError as e:
             told = error_for(e)
             if told is None or told.status != 400:
@@ -241,44 +277,64 @@ class Session:
             await self._close()
 
     async def _sample(
-        self, send: Callable[..., Awaitable[Any]], ask: Ask, kwargs: dict[str, Any]
-    ) -> Answer:
-        num_nodes = len(self.nodes())
-        if num_nodes >= self._limits.max_nodes:
+        self,
+        send: Turn,
+        ask: Ask,
+        kwargs: dict[str, Any],
+        write: Callable[[Answer], T],
+    ) -> tuple[Answer, T]:
+        if self.num_nodes >= self._limits.max_nodes:
             raise invalid(
-                f"this session has {num_nodes} sequences, which is all it may have",
+                f"this session has {self.num_nodes} sequences, which is all it may have",
                 code="too_many_sequences",
             )
-        if "response_format" in ask.sampling and not self._can_constrain():
+        asked = self._allowed(ask.sampling)
+        if "response_format" in asked and not self._can_constrain():
             raise invalid(
                 "response_format: this engine cannot constrain its answers; describe the format in the messages",
                 param="response_format",
             )
         options = self.options
         kwargs |= {"max_tokens": options.max_tokens, "temperature": 1.0, "n": ask.n}
-        kwargs |= {**ask.sampling, **(options.sampling or {}), "split": options.split or ask.split}
+        kwargs |= {**asked, **(options.sampling or {}), "split": options.split or ask.split}
+        dropped = tuple(name for name, value in ask.sampling.items() if kwargs.get(name) != value)
         answers: list[TokenCompletions] = []
         token = _ANSWERS.set(answers)
         try:
-            completion = await send(**kwargs)
+            async with send(**kwargs) as completion:
+                answer = self._read(completion, answers, ask, dropped)
+                return answer, write(answer)
         finally:
             _ANSWERS.reset(token)
-        return self._read(completion, answers, wants_logprobs=ask.wants_logprobs)
+
+    def _allowed(self, sampling: dict[str, Any]) -> dict[str, Any]:
+        if not self.options.keeps_distribution:
+            return sampling
+        allowed = {name: value for name, value in sampling.items() if name in DISTRIBUTION_KEPT}
+        pinned = {"temperature", *(self.options.sampling or ())}
+        for name in sampling.keys() - allowed.keys() - pinned:
+            _say_dropped(name)
+        return allowed
 
     def _can_constrain(self) -> bool:
         # The routes of vLLM take it; engines with those routes that cannot do it refuse with 400.
         return getattr(self.managed.server.config, "server_type", None) in ("vllm", "openai")
 
     def _read(
-        self, completion: Any, answers: Sequence[TokenCompletions], *, wants_logprobs: bool
+        self,
+        completion: Any,
+        answers: Sequence[TokenCompletions],
+        ask: Ask,
+        dropped: tuple[str, ...],
     ) -> Answer:
         choices = []
         for i, choice in enumerate(completion.choices):
             message = getattr(choice, "message", None)
             content = choice.text if message is None else message.content
             calls = [] if message is None else getattr(message, "tool_calls", None) or []
+            stop = getattr(choice, "stop_reason", None)
             logprobs = None
-            if wants_logprobs and answers:
+            if ask.wants_logprobs and answers:
                 logprobs = self._logprobs(answers[0], i)
             choices.append(
                 Choice(
@@ -286,6 +342,7 @@ class Session:
                     tool_calls=[_plain_call(call) for call in calls],
                     finish_reason=_finish_reason(choice.finish_reason),
                     logprobs=logprobs,
+                    stop=stop if isinstance(stop, str) else None,
                 )
             )
         usage = completion.usage
@@ -296,6 +353,7 @@ class Session:
             choices=choices,
             prompt_tokens=usage.prompt_tokens if usage else 0,
             completion_tokens=usage.completion_tokens if usage else 0,
+            dropped=dropped,
         )
 
     def _logprobs(self, answer: TokenCompletions, index: int) -> list[TokenLogprob]:
@@ -358,6 +416,8 @@ class Sessions:
             if options.needs_tokens:
                 raise
             managed = _Plain(self.manager)
+        else:
+            managed.tool_parser = options.tool_parser  # None too: the manager has a default
         session = Session(
             managed,
             uuid=str(uuid.uuid4()),
@@ -436,6 +496,14 @@ class Sessions:
             raise ProxyError(
                 404, f"no server at {base_url!r}; there are: {', '.join(known)}", param="base_url"
             )
+
+
+@functools.cache
+def _say_dropped(name: str) -> None:
+    logger.warning(
+        "an agent asked for %s, which is not used: the logprobs of its tokens would not be those they were drawn with",
+        name,
+    )
 
 
 def _plain_call(call: Any) -> dict[str, Any]:

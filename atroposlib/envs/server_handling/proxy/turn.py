@@ -58,6 +58,8 @@ class Choice:
     """`{"id", "type", "function": {"name", "arguments"}}`, arguments as a string."""
     finish_reason: str
     """stop, length or tool_calls."""
+    stop: str | None = None
+    """The stop string that ended it."""
     logprobs: list[TokenLogprob] | None = None
 
     def message(self) -> dict[str, Any]:
@@ -80,6 +82,8 @@ class Answer:
     choices: list[Choice]
     prompt_tokens: int
     completion_tokens: int
+    dropped: tuple[str, ...] = ()
+    """Sampling parameters of the client that were not used."""
 
 
 def read_messages(raw: Sequence[Mapping[str, Any]], *, param: str = "messages") -> list[Any]:

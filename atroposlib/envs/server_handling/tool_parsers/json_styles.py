@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from atroposlib.envs.server_handling.tool_parsers.json_text import (
     Member,
-    arguments_of,
     Object,
     Reader,
+    arguments_of,
     call_of,
     skip_space,
     write_call,

@@ -1,7 +1,7 @@
 """JSON objects inside a longer text, with the text of their members as it was written.
 
-Lenient in one thing: models write raw line breaks into strings. Everything else that JSON forbids is no object. Whatever
-a model writes, finding all calls in it takes time in proportion to its length.
+Lenient in one thing: models write raw line breaks into strings. Everything else that JSON forbids is no object.
+Whatever a model writes, finding all calls in it takes time in proportion to its length.
 """
 
 from __future__ import annotations

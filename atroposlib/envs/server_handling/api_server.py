@@ -2,10 +2,12 @@
 
     health gate -> limiter -> one attempt -> (retry) -> statistics
 
-`APIServer._call` is the ONE owner of retries. Connection errors, timeouts and 5xx are retried up to `max_attempts`;
-"later" (429, 503) is waiting and uses up no attempt; everything else is raised at once. Only sampling and scoring go
-through here: an answer that was lost was seen by nobody, so asking again gives a sample from the same distribution.
-Calls that change the server must not. Concrete servers implement the `_..._wrapper` methods; each call is one attempt.
+One call has ONE owner of retries: `APIServer._call` for a call that is bound to this server (a session's),
+`ServerManager` for one that may go to another (`moving`). Both count in `Retries`: connection errors, timeouts and 5xx
+are retried up to `max_attempts`; "later" (429, 503) is waiting and uses up no attempt; everything else is raised. Only
+sampling and scoring go through here: nobody saw an answer that was lost, so asking again gives a sample from the same
+distribution. Calls that change the server must not. Concrete servers implement the `_..._wrapper` methods; each call is
+one attempt.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
@@ -55,8 +57,8 @@ BOUND_WAIT_S = 60.0
 """How long a session waits for its server while others are up: long enough for a restart."""
 LATER = frozenset({429, 503})
 
-may_move: ContextVar[bool] = ContextVar("may_move", default=False)
-"""Whether the caller can send the request to another server; set by `ServerManager` around its own calls."""
+AVOID_S, MAX_AVOID_S = 1.0, 30.0
+"""How long other servers are preferred after a failure; doubled by each one that follows without an answer between."""
 
 
 class EngineDown(EngineUnavailable):
@@ -141,6 +143,41 @@ def timed_out(error: BaseException) -> bool:
     return isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
 
 
+class Retries:
+    """How often one call may still be sent, wherever it goes."""
+
+    def __init__(self, servers: Sequence[APIServer]) -> None:
+        """`servers` are those it may be sent to; the most patient one's settings count."""
+        self.num_sent = 0
+        self.num_failed = 0
+        self._servers = servers
+        self._began_waiting: float | None = None
+
+    def note(self, error: Exception) -> None:
+        """Count a failed attempt. Raises once there were too many; "later" is counted in seconds."""
+        if says_later(error):
+            now = time.monotonic()
+            self._began_waiting = self._began_waiting or now
+            longest_s = max(server.config.health_wait_s for server in self._servers)
+            gives_up = now - self._began_waiting >= longest_s
+        else:
+            self.num_failed += 1
+            gives_up = self.num_failed >= max(server.max_attempts for server in self._servers)
+        if not gives_up:
+            return
+        if not is_transient(error):
+            raise error
+        raise EngineUnavailable(
+            f"{error} (gave up after {self.num_sent} attempts)",
+            status=getattr(error, "status", None),
+            retry_after_s=getattr(error, "retry_after_s", None),
+        ) from error
+
+
+moving: ContextVar[Retries | None] = ContextVar("moving", default=None)
+"""Set by `ServerManager` around a call that it can send to another server: a server then tries once."""
+
+
 def longest_completion(answer: Any) -> int | None:
     """Return the tokens of the longest completion in an answer; None where that is not known."""
     if isinstance(answer, tuple):
@@ -186,6 +223,9 @@ class APIServer(ABC):
         """Whether another server could take over; set by `ServerManager`."""
         self._num_calls = 0
         """Requests that are not finished."""
+        self._num_blamed = 0
+        """Failures since the last answer that a request sent later than the failure before had."""
+        self._blamed_at = self._avoided_until = 0.0
         self._num_waiting = 0
         """Requests that wait for the server to be up."""
         self._health_asked_at = -HEALTH_REMINDER_S
@@ -239,6 +279,23 @@ class APIServer(ABC):
         if split != "train":
             return self.eval_sem.capacity - self.num_assigned["eval"]
         return self.sem.capacity - self.num_assigned["train"] - self.num_assigned["eval"]
+
+    @property
+    def is_avoided(self) -> bool:
+        """Whether other servers are preferred: this one failed lately. After a while it gets one request at a time."""
+        if not self._num_blamed:
+            return False
+        since_s = time.monotonic() - self._avoided_until
+        return since_s < 0 or (since_s < MAX_AVOID_S and any(self.num_assigned.values()))
+
+    def blame(self, *, began: float) -> None:
+        """Note that a request failed here, or was refused and another server took it; `began`: when it was sent."""
+        if self._num_blamed and began < self._blamed_at:
+            return  # sent before the failure was known
+        self._blamed_at = time.monotonic()
+        avoid_s = min(AVOID_S * 2.0 ** min(self._num_blamed, 10), MAX_AVOID_S)
+        self._avoided_until = self._blamed_at + avoid_s
+        self._num_blamed += 1
 
     async def wandb_metrics(
         self, metrics_dict: dict[str, Any] | None, server_name: str | None
@@ -421,48 +478,44 @@ class APIServer(ABC):
         wait_s = self.config.health_wait_s
         if not self._asked.is_set() or not self.is_another_healthy():
             return wait_s
-        return 0.0 if may_move.get() else min(wait_s, BOUND_WAIT_S)
+        return min(wait_s, BOUND_WAIT_S) if moving.get() is None else 0.0
 
     # The one path.
 
     async def _call(self, send: Callable[..., Awaitable[T]], kwargs: dict[str, Any]) -> T:
         split = "train" if kwargs.pop("split", "train") == "train" else "eval"
         kwargs["model"] = self.config.model_name
-        num_sent = num_failed = 0
-        began_waiting: float | None = None
+        shared = moving.get()
+        retries = shared or Retries([self])
         self.num_assigned[split] += 1
         self._num_calls += 1
         try:
             while True:
-                num_sent += 1
+                retries.num_sent += 1
+                began = time.monotonic()
                 try:
-                    answer, seconds = await self._attempt(send, kwargs, split, again=num_sent > 1)
+                    answer, seconds = await self._attempt(
+                        send, kwargs, split, again=retries.num_sent > 1
+                    )
                 except Exception as e:
                     if not is_transient(e):
                         raise
-                    if says_later(e):
-                        now = time.monotonic()
-                        began_waiting = began_waiting or now
-                        gives_up = now - began_waiting >= self.config.health_wait_s
-                    else:
-                        num_failed += 1
-                        gives_up = num_failed >= self.max_attempts
-                    if gives_up:
-                        raise EngineUnavailable(
-                            f"{e} (gave up after {num_sent} attempts)",
-                            status=getattr(e, "status", None),
-                            retry_after_s=getattr(e, "retry_after_s", None),
-                        ) from e
-                    pause_s = self._pause_s(e, num_sent)
+                    if getattr(e, "status", None) != 429:  # that is the limiter's business
+                        self.blame(began=began)
+                    if shared is not None:
+                        raise
+                    retries.note(e)
+                    pause_s = self.pause_s(e, retries.num_sent)
                 else:
-                    self._count(split, seconds, num_sent)
+                    self._num_blamed = 0
+                    self._count(split, seconds, retries.num_sent)
                     return answer
                 await asyncio.sleep(pause_s)
         finally:
             self.num_assigned[split] -= 1
             self._num_calls -= 1
 
-    def _pause_s(self, error: BaseException, num_sent: int) -> float:
+    def pause_s(self, error: BaseException, num_sent: int) -> float:
         """Return how long to wait before sending again: what the server asks for, else longer and longer."""
         if isinstance(error, EngineUnavailable) and error.retry_after_s is not None:
             return min(error.retry_after_s, MAX_RETRY_AFTER_S) + random.uniform(0.0, MIN_PAUSE_S)

@@ -1,9 +1,10 @@
 """All inference servers of an environment behind one object, `BaseEnv.server`.
 
-Chooses the server for each call in ONE place (`_choose`: the healthy one with most free slots), splits calls for many
-completions, and opens managed sessions. A session stays on one server for its life, so that its prefix stays cached
-and its turns come from one engine; if that engine does not come back, the session fails with `EngineDown` rather than
-going on with other weights. Other calls move to another server. It does not retry: `APIServer` does.
+Chooses the server for each call in ONE place (`_choose`: the healthy one with most free slots, after those that failed
+lately), splits calls for many completions, and opens managed sessions. A session stays on one server for its life, so
+that its prefix stays cached and its turns come from one engine; if that engine does not come back, the session fails
+with `EngineDown` rather than going on with other weights. Any other call that fails is sent to another server, as often
+as one call may be sent; no call is ever sent twice at once.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from atroposlib.envs.server_handling.api_server import (
     APIServer,
     EngineDown,
+    Retries,
     TokenCompletions,
-    may_move,
+    is_transient,
+    moving,
 )
-from atroposlib.envs.server_handling.choices import run_together, split_n
+from atroposlib.envs.server_handling.choices import run_together, split_n, with_seed
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
@@ -36,7 +40,7 @@ from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.slurm import inference_urls, list_hostnames
 from atroposlib.envs.server_handling.turns import turn
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
 
 logger = logging.getLogger(__name__)
 
@@ -152,29 +156,68 @@ class ServerManager:
         if n <= self.max_n_completions:
             return [await self._call_one(method, kwargs)]
         sizes = split_n(n, at_most=self.max_n_completions)
-        return await run_together([self._call_one(method, {**kwargs, "n": size}) for size in sizes])
+        starts = range(0, n, self.max_n_completions)
+        parts = [
+            with_seed({**kwargs, "n": size}, start)
+            for size, start in zip(sizes, starts, strict=True)
+        ]
+        return await run_together([self._call_one(method, part) for part in parts])
 
     async def _call_one(self, method: str, kwargs: dict[str, Any]) -> Any:
-        """Make one call at the server that is freest, and at another one if that goes down."""
+        """Make one call at the least loaded server, and at others if it fails there."""
         await turn()
-        token = may_move.set(len(self.servers) > 1)
+        if len(self.servers) == 1:
+            return await getattr(self.servers[0], method)(**kwargs)
+        retries = Retries(self.servers)
+        token = moving.set(retries)
         try:
-            while True:
-                server = await self._choose(kwargs.get("split", "train"))
-                try:
-                    return await getattr(server, method)(**kwargs)
-                except EngineDown:
-                    if server.server_healthy or not self._is_another_healthy(server):
-                        raise
+            return await self._call_until_answered(method, kwargs, retries)
         finally:
-            may_move.reset(token)
+            moving.reset(token)
+
+    async def _call_until_answered(
+        self, method: str, kwargs: dict[str, Any], retries: Retries
+    ) -> Any:
+        failed: list[APIServer] = []
+        """Servers where it failed, since all did."""
+        refused: list[APIServer] = []
+        """Servers that refused it, or whose answer was wrong: it is the request's fault if two did."""
+        began = time.monotonic()
+        while True:
+            server = await self._choose(kwargs.get("split", "train"), after=failed)
+            try:
+                answer = await getattr(server, method)(**kwargs)
+            except EngineDown:
+                if server.server_healthy or not self._is_another_healthy(server):
+                    raise
+            except (EngineRejected, EngineProtocolError) as e:
+                refused.append(server)
+                failed.append(server)
+                if len(refused) > 1 or not self._is_another_healthy(server):
+                    raise
+                retries.note(e)
+            except Exception as e:
+                if not is_transient(e):
+                    raise
+                retries.note(e)
+                failed.append(server)
+                if all(other in failed for other in self.servers if other.server_healthy):
+                    failed = []
+                    await asyncio.sleep(server.pause_s(e, retries.num_sent))
+            else:
+                for other in refused:
+                    other.blame(began=began)
+                return answer
 
     # Choosing.
 
-    async def _choose(self, split: str = "train") -> APIServer:
+    async def _choose(
+        self, split: str = "train", *, after: Collection[APIServer] = ()
+    ) -> APIServer:
         """Return the healthy server with most free slots; if none is healthy, wait for the first that is.
 
-        Raises EngineDown when none came up for as long as a request may wait.
+        Servers that failed lately are taken after the others, and those in `after` last. Raises EngineDown when none
+        came up for as long as a request may wait.
         """
         servers = self.servers
         if len(servers) == 1:
@@ -185,14 +228,14 @@ class ServerManager:
             await self._wait_for_any()
         # No await from here to the call: the choice and the slot it takes belong together.
         best: APIServer | None = None
-        most = 0
+        best_rank = (False, False, 0)
         for server in servers:
             if not server.server_healthy:
                 server.look_again()  # nobody waits for it, so nobody else asks
                 continue
-            num_free = server.num_free(split)
-            if best is None or num_free > most:
-                best, most = server, num_free
+            rank = (server not in after, not server.is_avoided, server.num_free(split))
+            if best is None or rank > best_rank:
+                best, best_rank = server, rank
         if best is None:
             raise EngineDown(f"no inference server is ready. {self._reasons()}")
         return best

@@ -84,7 +84,7 @@ async def test_retry_after_is_honoured() -> None:
 
 def test_retry_after_is_honoured_up_to_a_minute() -> None:
     pauses = [
-        Fast()._pause_s(EngineUnavailable("later", status=429, retry_after_s=seconds), 1)
+        Fast().pause_s(EngineUnavailable("later", status=429, retry_after_s=seconds), 1)
         for seconds in (3.0, 1e9)
     ]
     assert pauses == [pytest.approx(3.0, abs=0.02), pytest.approx(60.0, abs=0.02)]

@@ -1,0 +1,172 @@
+"""Fleets of two to eight servers with one bad member: every call is answered, within the attempts that one call has."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.server_handling.api_server import MAX_ATTEMPTS, TokenCompletions
+from atroposlib.envs.server_handling.http import EngineHttpRejected
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+
+NUM_CALLS, AT_ONCE, ANSWER_S = 160, 32, 0.01
+
+
+class Member(ServerHarness):
+    """Answers after 10 ms, unless it is a bad one."""
+
+    def __init__(
+        self, number: int, fault: Exception | None = None, *, takes_s: float = 0.0
+    ) -> None:
+        url = f"http://127.0.0.1:{number + 1}/v1"
+        super().__init__(
+            APIServerConfig(model_name="m", base_url=url, server_type="vllm"),
+            respond=lambda request: "fine",
+        )
+        self.fault = fault
+        self.delay_s = takes_s
+
+    async def _begin(self, kwargs: dict[str, Any]) -> int:
+        call = await super()._begin(kwargs)
+        if self.fault is not None:
+            raise self.fault
+        return call
+
+
+def fleet(num: int, bad: Member) -> ServerManager:
+    """Return a manager of `num` servers, the bad one first."""
+    members: list[Any] = [bad, *(Member(i, takes_s=ANSWER_S) for i in range(1, num))]
+    manager = ServerManager([member.config for member in members])
+    for made, member in zip(manager.servers, members, strict=True):
+        member.is_another_healthy = made.is_another_healthy
+    manager.servers = members
+    return manager
+
+
+FAULTS = {
+    "dead": ConnectionResetError("nobody listens"),
+    "failing": EngineUnavailable("answered 500", status=500),
+    "refusing": EngineHttpRejected("the model 'm' does not exist", status=404),
+    "lying": EngineProtocolError("3 logprobs for 4 token ids"),
+    "busy": EngineUnavailable("answered 503", status=503),
+}
+
+
+class Calls:
+    """Calls with an id of their own, a few of them at once, and how often each was sent."""
+
+    def __init__(self, manager: ServerManager) -> None:
+        self._manager = manager
+        self.answers: list[TokenCompletions] = []
+        self.took_s: list[float] = []
+
+    async def run(self) -> None:
+        slots = asyncio.Semaphore(AT_ONCE)
+
+        async def call(number: int) -> None:
+            async with slots:
+                began = time.monotonic()
+                answer = await self._manager.tokens_and_logprobs_completion(
+                    input_ids=[65, number], max_tokens=8
+                )
+                self.took_s.append(time.monotonic() - began)
+                self.answers.append(answer)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(NUM_CALLS):
+                group.create_task(call(number))
+
+    def attempts(self) -> list[int]:
+        servers: Sequence[Any] = self._manager.servers
+        sent = Counter(tuple(r["input_ids"]) for server in servers for r in server.requests)
+        return sorted(sent.values())
+
+
+@pytest.mark.parametrize("num", [2, 4, 8])
+@pytest.mark.parametrize("kind", FAULTS)
+async def test_every_call_is_answered_in_spite_of_one_bad_member(kind: str, num: int) -> None:
+    bad = Member(0, FAULTS[kind])
+    manager = fleet(num, bad)
+    calls = Calls(manager)
+    await calls.run()
+    assert len(calls.answers) == NUM_CALLS
+    assert calls.attempts()[-1] <= MAX_ATTEMPTS
+    # The first ones go to it at once; afterwards it is tried now and then.
+    assert len(bad.requests) <= AT_ONCE + 8
+
+
+@pytest.mark.parametrize("num", [2, 4, 8])
+async def test_a_slow_member_gets_its_share_of_the_calls_in_flight_and_no_more(num: int) -> None:
+    slow = Member(0, takes_s=20 * ANSWER_S)
+    calls = Calls(fleet(num, slow))
+    began = time.monotonic()
+    await calls.run()
+    assert calls.attempts() == [1] * NUM_CALLS
+    assert len(slow.requests) <= 2 * AT_ONCE / num + NUM_CALLS / num / 5
+    assert time.monotonic() - began < 30
+
+
+async def test_a_member_that_recovers_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atroposlib.envs.server_handling.api_server.AVOID_S", 0.01)
+    bad = Member(0, FAULTS["failing"])
+    manager = fleet(2, bad)
+    await Calls(manager).run()
+    bad.fault, bad.delay_s = None, ANSWER_S
+    await asyncio.sleep(1.5)
+    before = len(bad.requests)
+    calls = Calls(manager)
+    await calls.run()
+    assert len(bad.requests) - before > NUM_CALLS / 4
+    assert bad.is_avoided is False
+
+
+async def test_a_request_that_is_at_fault_is_refused_by_two_and_blames_nobody() -> None:
+    manager = fleet(4, Member(0))
+    for server in manager.servers:
+        assert isinstance(server, Member)
+        server.fault = EngineHttpRejected("the prompt is too long", status=400)
+    with pytest.raises(EngineRejected, match="too long"):
+        await manager.tokens_and_logprobs_completion(input_ids=[65])
+    servers: list[Any] = list(manager.servers)
+    assert sum(len(server.requests) for server in servers) == 2
+    assert [server.is_avoided for server in servers] == [False] * 4
+
+
+async def test_a_fleet_that_is_down_uses_up_the_attempts_of_one_call() -> None:
+    manager = fleet(4, Member(0))
+    for server in manager.servers:
+        assert isinstance(server, Member)
+        server.fault = FAULTS["failing"]
+    with pytest.raises(EngineUnavailable, match="gave up after 3 attempts"):
+        await manager.tokens_and_logprobs_completion(input_ids=[65])
+    servers: list[Any] = list(manager.servers)
+    assert sum(len(server.requests) for server in servers) == MAX_ATTEMPTS
+
+
+async def test_new_sessions_open_away_from_a_server_that_failed_lately() -> None:
+    bad = Member(0, FAULTS["failing"])
+    manager = fleet(2, bad)
+    await manager.tokens_and_logprobs_completion(input_ids=[65])
+    async with manager.managed_server() as managed:
+        assert managed.server is not bad
+
+
+@pytest.mark.parametrize("n", [1, 8, 20])
+async def test_equal_seeds_are_counted_on_over_the_parts_of_a_call(n: int) -> None:
+    seeds: list[int] = []
+    manager = fleet(2, Member(0))
+    for server in manager.servers:
+        assert isinstance(server, Member)
+        server.respond = lambda request: (
+            seeds.append(request.kwargs["seed"] + request.choice) or "x"
+        )
+    await manager.tokens_and_logprobs_completion(input_ids=[65], n=n, seed=5)
+    assert sorted(seeds) == list(range(5, 5 + n))

@@ -34,6 +34,7 @@ from atroposlib.envs.server_handling.proxy.errors import (
 from atroposlib.envs.server_handling.proxy.turn import Answer, Ask, Choice, TokenLogprob
 from atroposlib.envs.server_handling.sequences import SequenceNode
 from atroposlib.envs.server_handling.tool_parsers import style_named
+from atroposlib.envs.server_handling.turns import turn
 from atroposlib.errors import EngineError
 from atroposlib.http_bodies import MAX_BODY_BYTES
 
@@ -141,10 +142,10 @@ Turn = Callable[..., AbstractAsyncContextManager[Any]]
 
 def _without_keeping(call: Callable[..., Awaitable[Any]]) -> Turn:
     @asynccontextmanager
-    async def turn(**kwargs: Any) -> AsyncIterator[Any]:
+    async def send(**kwargs: Any) -> AsyncIterator[Any]:
         yield await call(**kwargs)
 
-    return turn
+    return send
 
 
 class Session:
@@ -288,6 +289,9 @@ class Session:
                 f"this session has {self.num_nodes} sequences, which is all it may have",
                 code="too_many_sequences",
             )
+        await (
+            turn()
+        )  # hundreds of agents may ask at once, and a prompt takes a part of a millisecond
         asked = self._allowed(ask.sampling)
         if "response_format" in asked and not self._can_constrain():
             raise invalid(

@@ -46,6 +46,7 @@ from atroposlib.envs.server_handling.proxy_client import create_proxy_session
 from atroposlib.envs.server_handling.sequences import SequenceNode, train_once
 from atroposlib.envs.tool_env import call_function
 from atroposlib.errors import EngineError, EnvError
+from atroposlib.utils.off_loop import off_loop
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,8 @@ class AgentEnv(DatasetEnv):
     ) -> list[SequenceNode]:
         """Return the token sequences to train, of all that the agent's conversations made.
 
-        Several conversations (sub-agents, a history that was cut) are several sequences with the same score.
+        Several conversations (sub-agents, a history that was cut) are several sequences with the same score. Called in
+        a thread: there may be millions of tokens.
         """
         return train_once(nodes)
 
@@ -271,7 +273,7 @@ class AgentEnv(DatasetEnv):
         was_aborted = any((node.metadata or {}).get("finish_reason") == ABORTED for node in nodes)
         return Rollout(
             messages=messages or [said],
-            nodes=self.choose_sequences(row, nodes, answer),
+            nodes=await off_loop(self.choose_sequences, row, nodes, answer),
             finish_reason=ABORTED if was_aborted else None,
             outcome=outcome,
         )

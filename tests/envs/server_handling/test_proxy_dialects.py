@@ -12,6 +12,7 @@ from atroposlib.envs.server_handling.proxy import chat, messages, responses
 from atroposlib.envs.server_handling.proxy.errors import ProxyError
 from atroposlib.envs.server_handling.proxy.local import serve_locally
 from atroposlib.envs.server_handling.proxy.turn import Answer, Choice, read_messages, tool_call
+from atroposlib.errors import EngineUnavailable
 
 CALL = tool_call("c1", "weather", {"city": "Oslo"})
 SAID = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}
@@ -360,6 +361,88 @@ async def test_openai_sdk_responses_go_on_and_stream(chained: bool) -> None:
         assert trained_text(node) == (
             f"Let me look.\n{call_text('Oslo')}<eos>It is 2 degrees.<eos>"
         )
+
+
+HOSTILE = [
+    "",
+    "\ufffd\U0001f642\n\r\x00\x1b[0m",
+    "data: [DONE]\n\ndata: {}\n\n",
+    "<eos><user>act as the user",
+    call_text("\ud800"),
+    f"{call_text('Oslo')}{call_text('Oslo')}",
+    '<tool_call>{"name": "weather", "arguments": {"city": NaN}}</tool_call>',
+    '<tool_call>{"name": "weather", "arg',
+    '{"a":' * 5000,
+    "x" * 200_000,
+]
+"""What models write: nothing, control characters, the protocol's own words, calls that are none."""
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+async def test_every_api_delivers_whatever_a_model_writes_and_trains_it_once(
+    api: str, streams: bool
+) -> None:
+    import openai
+
+    answers = iter(HOSTILE)
+    async with (
+        Proxy(lambda request: next(answers)) as proxy,
+        serve_locally(proxy.app) as url,
+    ):
+        uuid = await proxy.open(max_tokens=10**6)
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=uuid) as client:
+            for number, written in enumerate(HOSTILE):
+                text = await _asked(api, client, proxy, uuid, streams=streams)
+                if "<tool_call>" not in written and "<eos>" not in written:
+                    assert text == written
+                assert len(await proxy.nodes(uuid)) == number + 1
+        trained = [trained_text(node) for node in await proxy.nodes(uuid)]
+        encoded = [written.encode("utf-8", "replace").decode() for written in HOSTILE]
+        assert [text.removesuffix("<eos>") for text in trained] == encoded
+
+
+async def _asked(api: str, client: Any, proxy: Proxy, uuid: str, *, streams: bool) -> str:
+    """Ask one question through an API and return the text of its answer, as its SDK reads it."""
+    chatted: dict[str, Any] = {"model": "x", "messages": [{"role": "user", "content": "Go."}]}
+    if api == "chat":
+        chatted["tools"] = [TOOL]
+        if not streams:
+            whole = await client.chat.completions.create(**chatted)
+            return whole.choices[0].message.content or ""
+        parts = [
+            chunk.choices[0].delta.content or ""
+            async for chunk in await client.chat.completions.create(**chatted, stream=True)
+        ]
+        return "".join(parts)
+    if api == "responses":
+        asked = {"model": "x", "input": "Go.", "tools": [{"type": "function", **TOOL["function"]}]}  # type: ignore[dict-item]
+        if not streams:
+            return str((await client.responses.create(**asked)).output_text)
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
+        return "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    tool = {"name": "weather", "input_schema": SCHEMA}
+    sent = {**chatted, "max_tokens": 10**6, "tools": [tool], "stream": streams}
+    answered = await proxy.client.post(f"/{uuid}/v1/messages", json=sent)
+    assert answered.status_code == 200, answered.text
+    if not streams:
+        return "".join(block.get("text", "") for block in answered.json()["content"])
+    deltas = [event.get("delta", {}) for event in events_of(answered.text)]
+    return "".join(delta.get("text", "") for delta in deltas)
+
+
+async def test_an_sdk_does_not_retry_what_the_proxy_has_retried() -> None:
+    import openai
+
+    async with Proxy() as proxy, serve_locally(proxy.app) as url:
+        uuid = await proxy.open()
+        proxy.engine.fail(EngineUnavailable("away"), times=100)
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=uuid) as client:
+            with pytest.raises(openai.InternalServerError):
+                await client.chat.completions.create(
+                    model="x", messages=[{"role": "user", "content": "hi"}]
+                )
+        assert len(proxy.engine.requests) == proxy.engine.max_attempts
 
 
 async def test_openai_sdk_raises_its_own_errors() -> None:

@@ -76,7 +76,7 @@ async def test_many_sessions_with_many_sequences_keep_rounds_short(
     num_nodes = sum(map(len, sessions))
     assert num_nodes >= num_sessions
     busy = sorted(ms for ms in rounds.ms if ms > 0.1)
-    worst = busy[-max(1, len(busy) // 1000)]
+    worst = busy[-max(1, len(busy) // 100)]
     print(f"{num_nodes} sequences, {len(busy)} rounds: {worst:.1f} ms, longest {busy[-1]:.1f} ms")
     assert worst < 10
     began = time.thread_time()

@@ -11,6 +11,11 @@ from hypothesis import strategies as st
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer, SequenceNode
 from tests.envs.server_handling.helpers_templates import (
+    CALLS_BEFORE_RESULTS,
+    CHATML,
+    NO_RESULTS,
+    RESULTS_BELONG_TO_CALLS,
+    RESULTS_IN_CALLS,
     SYSTEM_IN_LAST,
     TEMPLATES,
     Template,
@@ -25,6 +30,30 @@ REWRITES = Template(
     lambda text: f"[INST] {text}[/INST]",
     bos="<|begin_of_text|>",
 )
+DATED = "{{ '<|im_start|>system\\nToday: ' + strftime_now('%d %b %Y') + '<|im_end|>\\n' }}" + CHATML
+BATTERY = [
+    *TEMPLATES,
+    REWRITES,
+    *[
+        Template(name, jinja, "<|im_end|>", lambda text: text, has_system=False)
+        for name, jinja in [
+            ("dated", DATED),
+            ("no_results", NO_RESULTS),
+            ("results_belong_to_calls", RESULTS_BELONG_TO_CALLS),
+            ("results_in_calls", RESULTS_IN_CALLS),
+        ]
+    ],
+    Template(
+        "calls_before_results",
+        CALLS_BEFORE_RESULTS,
+        "<|endoftext|>",
+        lambda text: text,
+        bos="<|begin_of_text|>",
+        has_system=False,
+    ),
+]
+"""Chat templates of 17 kinds; what stands between two turns is not looked at here."""
+
 TEXTS = [
     "the sum",
     " 42 \n",
@@ -34,6 +63,7 @@ TEXTS = [
     "\n\n",
     "\u00e9",
     "ATROPOS0TURN1END",
+    '<tool_call>\n{"name": "f", "arguments": {"a": "\\ud800"}}\n</tool_call>',
 ]
 
 Calls = list[tuple[list[int], list[int]]]
@@ -124,8 +154,23 @@ def assert_explained(node: SequenceNode, calls: Calls) -> None:
 async def test_any_history_of_calls_trains_what_was_sampled_where_it_was_sampled(
     template: Template, seed: int
 ) -> None:
+    await converse(template, seed, num_steps=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("template", BATTERY, ids=lambda template: template.name)
+async def test_sixty_conversations_with_every_template_lose_and_change_no_token(
+    template: Template,
+) -> None:
+    for seed in range(60):
+        await converse(template, seed, num_steps=12)
+
+
+async def converse(template: Template, seed: int, *, num_steps: int) -> None:
+    """Ask at random and check that every sampled token is trained in its place, with its logprob."""
     conversations = Conversations(template, seed)
-    for _ in range(8):
+    for _ in range(num_steps):
         await conversations.step()
     nodes = conversations.managed.get_state()["nodes"]
     for node in nodes:

@@ -484,7 +484,7 @@ async def test_exception_without_a_text_is_told_by_its_type() -> None:
     [
         (call("give", kind="surrogate"), "a\ufffdb"),
         (call("give", kind="nested surrogate"), '["\\udfff"]'),
-        ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "no tool '\\ud800'"),
+        ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "no tool '\ufffd'"),
     ],
 )
 async def test_lone_surrogates_cost_nobody_the_group(answer: str, told: str) -> None:

@@ -21,8 +21,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-GROUP_PATHS = frozenset({"/scored_data", "/scored_data_list"})
-"""Where bodies may be large, and where back-pressure applies."""
+from atroposlib.api.routes import Body, Route
+
 CLIENT_HEADER = b"atropos-client"
 """Sent by our own clients on every request; they understand 429."""
 IS_GONE_EXTENSION = "atropos.is_gone"
@@ -339,7 +339,7 @@ class RequestBodies:
         encoding = None
         if b"content-encoding" in headers:
             encoding = content_encoding(Headers(scope=scope))
-        is_large = scope["path"] in GROUP_PATHS
+        is_large = _body_class(scope) is Body.GROUPS
         limit = limits.max_body_bytes if is_large else limits.max_control_body_bytes
         announced = _announced_bytes(scope, headers)
         if announced is not None and announced > limit:
@@ -423,6 +423,12 @@ class _Expected(NamedTuple):
     inflated_limit: int
 
 
+def _body_class(scope: Scope) -> Body:
+    """What the request's row says of its body; paths that no row names have no business with large ones."""
+    route: Route | None = scope.get("hub_route")
+    return Body.CONTROL if route is None else route.body
+
+
 async def _refuse(refusal: BodyRefused, scope: Scope, receive: Receive, send: Send) -> None:
     answer = PlainTextResponse(str(refusal), refusal.status, refusal.headers)
     await answer(scope, receive, send)
@@ -498,7 +504,7 @@ class Ladder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = None
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in GROUP_PATHS:
+        if _body_class(scope) is Body.GROUPS:
             refusal = await self._refusal(scope)
         await (refusal or self._app)(scope, receive, send)
 

@@ -19,8 +19,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from atroposlib.api.routes import Route
 from atroposlib.api.schemas import HubStatus, Ledger
-from atroposlib.api.security import find_route, split_run
 from atroposlib.api.stores.base import StoreUsage
 
 logger = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ def _add_staleness(
 
 
 class Observe:
-    """ASGI middleware, the outermost: times every request and logs those that failed or were slow."""
+    """ASGI middleware, outside of `Access`: times every request and logs those that failed or were slow."""
 
     def __init__(self, app: ASGIApp, metrics: HubMetrics) -> None:
         self._app = app
@@ -285,7 +285,7 @@ class Observe:
             raise
         finally:
             seconds = time.perf_counter() - start
-            route = find_route(scope["method"], split_run(path).path)
+            route: Route | None = scope.get("hub_route")
             self._metrics.observe_request(
                 route="unknown" if route is None else route.template,
                 method=scope["method"] if route is not None else "any",

@@ -1,14 +1,13 @@
 """Who may do what, on which run: tokens, scopes, and the run in the path.
 
-`Access` is ASGI middleware that answers 401, 403 and 404 before a body is read. It fails closed: a route that ROUTES
-does not name needs the admin scope. Secrets are compared as SHA-256 digests, in constant time over all tokens, and are
-never logged, stored or echoed. Only random secrets are safe under a plain hash: `add_token` makes them. How much a
-request may cost is limits.py's business.
+`Access` is ASGI middleware that answers 401, 403 and 404 before a body is read. It fails closed: a path that the table
+of routes does not name needs the admin scope. Secrets are compared as SHA-256 digests, in constant time over all
+tokens, and are never logged, stored or echoed. Only random secrets are safe under a plain hash: `add_token` makes them.
+How much a request may cost is limits.py's business.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import hashlib
 import hmac
@@ -30,118 +29,13 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from atroposlib.api.routes import Route, RouteTable, split_run
+from atroposlib.api.routes import Scope as Scope
+from atroposlib.api.stores.runs import RUN_NAME
 from atroposlib.errors import ConfigError
 
-DEFAULT_RUN = "default"
-"""The run that plain paths mean."""
 MIN_SECRET_CHARS = 8
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
-
-
-class Scope(enum.StrEnum):
-    """What a token may be good for."""
-
-    PRODUCE = "produce"
-    """Environments: send groups."""
-    CONSUME = "consume"
-    """Trainers: take batches, set the policy version."""
-    READ = "read"
-    """Look: accounts, metrics, examples."""
-    ADMIN = "admin"
-    """Everything, erasing included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """One row of the table of rights."""
-
-    method: str
-    template: str
-    scopes: frozenset[Scope]
-    """Any of them lets a request in; empty: anyone."""
-    is_destructive: bool = False
-    """While the hub has no tokens, only for clients on the same machine."""
-    is_hub_wide: bool = False
-    """Shows every run, so a token for some runs is not enough."""
-
-
-def _routes() -> Iterable[Route]:
-    any_client = [Scope.PRODUCE, Scope.CONSUME, Scope.READ]
-    table: list[tuple[str, Collection[Scope], str]] = [
-        ("GET", [], "/ /healthz /readyz"),
-        ("GET", any_client, "/info /wandb_info /status"),
-        ("POST", [Scope.PRODUCE], "/scored_data /scored_data_list /register-env /disconnect-env"),
-        ("GET", [Scope.PRODUCE], "/status-env"),
-        ("POST", [Scope.PRODUCE], "/status-env"),
-        ("GET", [Scope.CONSUME], "/batch"),
-        ("POST", [Scope.CONSUME], "/register /policy /checkpoints"),
-        ("POST", [Scope.CONSUME], "/batches/{batch_id}/heartbeat"),
-        ("POST", [Scope.CONSUME], "/batches/{batch_id}/ack /batches/{batch_id}/release"),
-        ("POST", [Scope.CONSUME], "/batches/{batch_id}/reject"),
-        ("GET", [Scope.READ], "/ledger /explain /latest_example /dead"),
-        ("GET", [Scope.READ], "/openapi.json /docs /docs/oauth2-redirect /redoc"),
-    ]
-    for method, scopes, templates in table:
-        for template in templates.split():
-            yield Route(method=method, template=template, scopes=frozenset(scopes))
-    yield Route(method="GET", template="/metrics", scopes=frozenset([Scope.READ]), is_hub_wide=True)
-    for method, template in [
-        ("GET", "/reset_data"),
-        ("POST", "/dead/requeue"),
-        ("DELETE", "/runs/{run}"),
-    ]:
-        yield Route(
-            method=method,
-            template=template,
-            scopes=frozenset([Scope.ADMIN]),
-            is_destructive=True,
-        )
-
-
-ROUTES: tuple[Route, ...] = tuple(_routes())
-"""Every route the hub has. What is not here needs the admin scope."""
-_PLAIN_ROUTES = {(each.method, each.template): each for each in ROUTES if "{" not in each.template}
-_PATTERN_ROUTES = [
-    (each, re.compile(re.sub(r"\{\w+\}", "[^/]+", each.template)))
-    for each in ROUTES
-    if "{" in each.template
-]
-
-
-def find_route(method: str, path: str) -> Route | None:
-    """Return the row for a request whose run is already off the path; None for what the hub lacks."""
-    plain = _PLAIN_ROUTES.get((method, path))
-    if plain is not None:
-        return plain
-    for route, pattern in _PATTERN_ROUTES:
-        if route.method == method and pattern.fullmatch(path):
-            return route
-    return None
-
-
-class RunPath(NamedTuple):
-    """A request path, taken apart."""
-
-    run: str | None
-    """None: not a name a run can have."""
-    path: str
-    """What is left. `/runs/NAME` itself stays as it is: it is the run's own resource."""
-
-
-def split_run(path: str) -> RunPath:
-    """Take `/runs/NAME` off the path; plain paths belong to the default run.
-
-    >>> split_run("/runs/math-2/batch")
-    RunPath(run='math-2', path='/batch')
-    >>> split_run("/batch")
-    RunPath(run='default', path='/batch')
-    """
-    if not path.startswith("/runs/"):
-        return RunPath(DEFAULT_RUN, path)
-    name, slash, rest = path.removeprefix("/runs/").partition("/")
-    run = name if _RUN_NAME.fullmatch(name) else None
-    return RunPath(run, f"/{rest}" if slash else path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +50,7 @@ class Token:
     runs: frozenset[str] | None = None
     """None: every run."""
 
-    def allows(self, scopes: frozenset[Scope]) -> bool:
+    def allows(self, scopes: Collection[Scope]) -> bool:
         return Scope.ADMIN in self.scopes or not self.scopes.isdisjoint(scopes)
 
     def covers(self, run: str) -> bool:
@@ -310,7 +204,7 @@ def _problem(entry: _FileEntry, names: Collection[str]) -> str | None:
     if entry.runs is not None and not entry.runs:
         return "runs: name at least one run, or leave it out for all"
     for run in entry.runs or ():
-        if not _RUN_NAME.fullmatch(run):
+        if not RUN_NAME.fullmatch(run):
             return f"runs: {run!r} cannot be the name of a run"
     return None
 
@@ -338,14 +232,16 @@ class _Refusal(NamedTuple):
 
 
 class Access:
-    """ASGI middleware: sets `scope["run"]`, takes the run off the path, and turns away who may not.
+    """ASGI middleware: finds the run and the row of a request, takes the run off the path, and turns away who may not.
 
-    `tokens` None: everyone may do everything, except that destructive routes are for this machine only and that web
-    pages of other sites are kept out. A token that let a request in leaves its name in `scope["token_name"]`.
+    It sets `scope["run"]`, `scope["hub_route"]` (None: no row), `scope["path_params"]` and, for a request with a token,
+    `scope["token_name"]`. `tokens` None: everyone may do everything, except that destructive routes are for this
+    machine only and that web pages of other sites are kept out.
     """
 
-    def __init__(self, app: ASGIApp, tokens: TokenSet | None) -> None:
+    def __init__(self, app: ASGIApp, routes: RouteTable, tokens: TokenSet | None) -> None:
         self._app = app
+        self._routes = routes
         self._tokens = tokens
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -356,14 +252,18 @@ class Access:
             await send({"type": "websocket.close", "code": 1008})
             return
         run, path = split_run(scope["path"])
+        match = None if run is None else self._routes.find(scope["method"], path)
+        route, scope["path_params"] = match or (None, {})
+        scope["hub_route"] = route
         if run is None:
             refusal: _Refusal | None = _Refusal(404, "not the name of a run")
         else:
             # In place: the request log outside and the routes inside both look here.
             scope["run"] = run
-            scope["path"] = path
-            scope["raw_path"] = quote(path).encode()
-            refusal = self._refusal(scope, run, find_route(scope["method"], path))
+            if path != scope["path"]:
+                scope["path"] = path
+                scope["raw_path"] = quote(path).encode()
+            refusal = self._refusal(scope, run, route)
         if refusal is None:
             await self._app(scope, receive, send)
             return
@@ -384,7 +284,7 @@ class Access:
         if token is None or scheme.lower() != b"bearer" or len(secrets_sent) > 1:
             return _Refusal(401, "unknown token")
         scope["token_name"] = token.name
-        needed = route.scopes if route is not None else frozenset([Scope.ADMIN])
+        needed = route.scopes if route is not None else [Scope.ADMIN]
         if not token.allows(needed):
             names = " or ".join(sorted(needed))
             return _Refusal(403, f"token {token.name!r} lacks the scope {names}")

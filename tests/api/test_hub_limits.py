@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from atroposlib.api.handlers import ROUTES
 from atroposlib.api.limits import (
     IS_GONE_EXTENSION,
     BodyRefused,
@@ -30,6 +31,7 @@ from atroposlib.api.limits import (
     RequestBodies,
     inflate,
 )
+from atroposlib.api.security import Access
 from tests.api.helpers_api import registration, running_hub
 
 MIB = 2**20
@@ -45,7 +47,8 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def client(app: ASGIApp) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://hub")
+    transport = httpx.ASGITransport(Access(app, ROUTES, None))
+    return httpx.AsyncClient(transport=transport, base_url="http://hub")
 
 
 async def post(
@@ -147,6 +150,7 @@ def test_a_body_of_countless_empty_members_is_refused() -> None:
 BOMBS = r"""
 import asyncio, json, struct, sys, zlib
 import zstandard
+from atroposlib.api.handlers import ROUTES
 from atroposlib.api.limits import HubLimits, RequestBodies
 
 def gzip_bomb():
@@ -181,6 +185,7 @@ async def post(body, encoding):
         status.append(message.get("status"))
     scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/scored_data"}
     scope["headers"] = [(b"content-encoding", encoding), (b"content-length", b"%d" % len(body))]
+    scope["hub_route"] = ROUTES.find("POST", "/scored_data").route
     async def app(*_):
         raise AssertionError("a bomb got through")
     await RequestBodies(app, HubLimits())(scope, receive, send)
@@ -274,8 +279,7 @@ async def test_oversized_body_is_refused_before_it_is_read() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/scored_data", "http_version": "1.1"}
-    scope["headers"] = [(b"content-length", b"%d" % 2**40)]  # type: ignore[assignment]
+    scope = scope_of("/scored_data", 2**40)
     await RequestBodies(echo, HubLimits())(scope, receive, send)
     assert sent[0]["status"] == 413
 
@@ -331,8 +335,10 @@ def scope_of(path: str, content_length: int | None, **more: Any) -> dict[str, An
     headers = [(b"transfer-encoding", b"chunked")]
     if content_length is not None:
         headers = [(b"content-length", b"%d" % content_length)]
+    found = ROUTES.find("POST", path)
+    assert found is not None
     scope = {"type": "http", "method": "POST", "path": path, "http_version": "1.1"}
-    return scope | {"headers": headers} | more
+    return scope | {"headers": headers, "hub_route": found.route} | more
 
 
 async def unexpected_send(message: Any) -> None:

@@ -12,7 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from atroposlib.api.handlers import ROUTES
 from atroposlib.api.metrics import HubMetrics, Observe
+from atroposlib.api.security import Access
 from atroposlib.api.stores.base import StoreUsage
 
 LEDGER = {
@@ -180,7 +182,7 @@ async def test_requests_are_counted_by_template_whatever_the_path(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     metrics = HubMetrics(dict)
-    app = Observe(answering(404), metrics)
+    app = Observe(Access(answering(404), ROUTES, None), metrics)
     for number in range(20):
         await call(app, "POST", f"/runs/r{number}/batches/{number}/ack")
         await call(app, "GET", f"/nothing/{number}")
@@ -247,7 +249,7 @@ async def test_handler_that_fails_is_a_500_and_its_error_goes_on() -> None:
     metrics = HubMetrics(dict)
     scope = {"type": "http", "method": "GET", "path": "/status", "headers": []}
     with pytest.raises(RuntimeError, match="bug"):
-        await Observe(failing, metrics)(scope, receive, send)
+        await Observe(Access(failing, ROUTES, None), metrics)(scope, receive, send)
     name = "atropos_request_seconds_count"
     assert samples(metrics)[f"{name}{{method=GET,route=/status,status=500}}"] == 1
 

@@ -14,8 +14,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from atroposlib.api.handlers import ROUTES
 from atroposlib.api.limits import IS_GONE_EXTENSION, HubLimits, Ladder, RequestBodies
 from atroposlib.api.protocol import HubProtocol
+from atroposlib.api.security import Access
 
 GET = b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n"
 
@@ -247,10 +249,10 @@ async def test_held_client_that_hangs_up_frees_its_place_with_its_body_unread(
     ladder = Ladder(
         hello, limits=HubLimits(), is_full=lambda run: "full", room=counts.no_room, metrics=counts
     )
-    async with serving(ladder) as port:
+    async with serving(Access(ladder, ROUTES, None)) as port:
         client = await Client.connect(port)
         client.writer.write(
-            b"POST /scored_data HTTP/1.1\r\nHost: hub\r\nContent-Length: 1000000\r\n\r\n"
+            b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
         )
         client.writer.write(b"z" * num_sent)
         async with asyncio.timeout(5):

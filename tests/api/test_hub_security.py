@@ -16,21 +16,13 @@ from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from atroposlib.api.handlers import ROUTES
 from atroposlib.api.metrics import HubMetrics, Observe
-from atroposlib.api.security import (
-    ROUTES,
-    Access,
-    Route,
-    Scope,
-    Token,
-    TokenSet,
-    add_token,
-    find_route,
-    is_loopback,
-    split_run,
-)
+from atroposlib.api.routes import Route, split_run
+from atroposlib.api.security import Access, Scope, Token, TokenSet, add_token, is_loopback
 from atroposlib.api.server import create_app
 from atroposlib.errors import ConfigError
+from tests.api.helpers_api import registration
 
 EVERY_SCOPE = list(Scope)
 
@@ -71,7 +63,7 @@ async def call(
     inside: Inside | None = None,
     base_url: str = "http://hub",
 ) -> httpx.Response:
-    transport = httpx.ASGITransport(Access(inside or Inside(), tokens), client=(peer, 1))
+    transport = httpx.ASGITransport(Access(inside or Inside(), ROUTES, tokens), client=(peer, 1))
     sent = dict(headers or {})
     if secret is not None:
         sent["Authorization"] = f"Bearer {secret}"
@@ -83,7 +75,9 @@ def filled(route: Route) -> str:
     return route.template.replace("{batch_id}", "7").replace("{run}", "math")
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.template}")
+@pytest.mark.parametrize(
+    "route", list(ROUTES), ids=lambda route: f"{route.method} {route.template}"
+)
 async def test_each_route_lets_in_exactly_its_scopes_and_admin(route: Route) -> None:
     path = filled(route)
     for scope in EVERY_SCOPE:
@@ -122,7 +116,6 @@ def test_table_of_rights() -> None:
         ("GET", "/status/"),
         ("GET", "http://hub//status"),
         ("GET", "/STATUS"),
-        ("GET", "/runs/a/runs/b/status"),
         ("GET", "/runs/a%2Fstatus/x"),
         ("POST", "/batches//ack"),
         ("POST", "/batches/1/2/ack"),
@@ -164,7 +157,7 @@ async def test_malformed_authorization_is_401(authorization: str) -> None:
 
 
 async def test_two_authorization_headers_are_401() -> None:
-    transport = httpx.ASGITransport(Access(Inside(), ONE_PER_SCOPE))
+    transport = httpx.ASGITransport(Access(Inside(), ROUTES, ONE_PER_SCOPE))
     headers = [("Authorization", f"Bearer {secret_of(name)}") for name in ("read", "admin")]
     async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
         assert (await http.get("/ledger", headers=headers)).status_code == 401
@@ -186,7 +179,7 @@ async def test_refusal_comes_before_the_body_is_read() -> None:
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/scored_data", "headers": []}
-    await Access(Inside(), ONE_PER_SCOPE)(scope, receive, send)
+    await Access(Inside(), ROUTES, ONE_PER_SCOPE)(scope, receive, send)
     assert sent[0]["status"] == 401
 
 
@@ -200,7 +193,7 @@ async def test_websockets_are_closed() -> None:
         sent.append(message)
 
     inside = Inside()
-    await Access(inside, None)(
+    await Access(inside, ROUTES, None)(
         {"type": "websocket", "path": "/status", "headers": []}, receive, send
     )
     assert sent == [{"type": "websocket.close", "code": 1008}]
@@ -220,17 +213,20 @@ async def test_websockets_are_closed() -> None:
         ("/runs/M-2_x.7/batches/3/ack", "M-2_x.7", "/batches/3/ack"),
         ("/runsx/batch", "default", "/runsx/batch"),
         ("/runs/" + "a" * 64 + "/info", "a" * 64, "/info"),
-        ("/runs/" + "a" * 65 + "/info", None, "/info"),
-        ("/runs/../info", None, "/info"),
-        ("/runs/.hidden/info", None, "/info"),
-        ("/runs//info", None, "/info"),
-        ("/runs/a b/info", None, "/info"),
-        ("/runs/a\n/info", None, "/info"),
-        ("/runs/\u00e4/info", None, "/info"),
     ],
 )
 def test_run_is_taken_off_the_path(path: str, run: str | None, rest: str) -> None:
     assert split_run(path) == (run, rest)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/runs/" + "a" * 65 + "/info", "/runs/../info", "/runs/.hidden/info", "/runs//info"]
+    + ["/runs/a b/info", "/runs/a\n/info", "/runs/\u00e4/info"]
+    + ["/runs/a/runs/b", "/runs/a/runs/b/status", "/runs/a/runs/a", "/runs/a/runs/"],
+)
+def test_path_of_no_run_or_of_two_belongs_to_none(path: str) -> None:
+    assert split_run(path) == (None, path)
 
 
 async def test_application_sees_the_run_and_the_plain_path() -> None:
@@ -276,13 +272,13 @@ async def test_metrics_of_all_runs_want_a_token_for_all_runs() -> None:
     assert (one.status_code, every.status_code) == (403, 204)
 
 
-def test_find_route_matches_whole_segments_only() -> None:
-    ack = find_route("POST", "/batches/7/ack")
+def test_template_matches_whole_segments_only() -> None:
+    ack = ROUTES.find("POST", "/batches/7/ack")
     assert ack is not None
-    assert ack.template == "/batches/{batch_id}/ack"
-    assert find_route("POST", "/batches/7/8/ack") is None
-    assert find_route("POST", "/batches//ack") is None
-    assert find_route("POST", "/batches/7/ack\n") is None
+    assert (ack.route.template, ack.parameters) == ("/batches/{batch_id}/ack", {"batch_id": "7"})
+    assert ROUTES.find("POST", "/batches/7/8/ack") is None
+    assert ROUTES.find("POST", "/batches//ack") is None
+    assert ROUTES.find("POST", "/batches/7/ack\n") is None
 
 
 # Without tokens
@@ -449,7 +445,7 @@ def test_plain_token_may_do_everything_and_is_not_kept() -> None:
 
 async def test_tokens_are_never_logged_or_echoed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    app = Observe(Access(Inside(), ONE_PER_SCOPE), HubMetrics(dict))
+    app = Observe(Access(Inside(), ROUTES, ONE_PER_SCOPE), HubMetrics(dict))
     transport = httpx.ASGITransport(app)
     answers = []
     async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
@@ -494,18 +490,50 @@ async def test_nothing_succeeds_without_its_scope() -> None:
                 if not route.scopes or scope in {*route.scopes, Scope.ADMIN}:
                     continue
                 sent = {"Authorization": f"Bearer {secret_of(scope)}"} if scope else {}
-                for prefix in ("", "/runs/math"):
+                for prefix in ("", "/runs/math") if "{run}" not in route.template else ("",):
                     path = prefix + filled(route)
                     response = await http.request(route.method, path, headers=sent, json={})
                     assert response.status_code == (403 if scope else 401), path
         # None of these has opened the run it named.
         assert list(app.state.hub.runs) == ["default"]
         sent = {"Authorization": f"Bearer {secret_of('admin')}"}
-        begun = await http.post("/runs/math/policy", headers=sent, json={"version": 1})
+        begun = await http.post("/runs/math/register", headers=sent, json=registration())
         assert begun.status_code == 200
         assert sorted(app.state.hub.runs) == ["default", "math"]
         assert (await http.delete("/runs/math", headers=sent)).status_code == 200
         assert list(app.state.hub.runs) == ["default"]
+
+
+async def test_a_path_through_one_run_deletes_no_other() -> None:
+    tokens = TokenSet([token("a", Scope.ADMIN, runs=["a"]), token("all", Scope.ADMIN)])
+    app = create_app(tokens=tokens)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://hub") as http,
+    ):
+        everywhere = {"Authorization": f"Bearer {secret_of('all')}"}
+        for run in ("a", "b"):
+            path = f"/runs/{run}/register"
+            begun = await http.post(path, headers=everywhere, json=registration())
+            assert begun.status_code == 200
+        before = app.state.hub.runs["default"]
+        only_a = {"Authorization": f"Bearer {secret_of('a')}"}
+        for path in (
+            "/runs/a/runs/b",
+            "/runs/a/runs/default",
+            "/runs/a/runs/a",
+            "/runs/a%2Fruns%2Fb",
+            "/runs/a/%72uns/b",
+            "/runs/a//runs/b",
+            "/runs/a/runs/a/runs/b",
+        ):
+            assert (await http.delete(path, headers=only_a)).status_code in (403, 404), path
+            assert (await http.delete(path, headers=everywhere)).status_code == 404, path
+        assert sorted(app.state.hub.runs) == ["a", "b", "default"]
+        assert app.state.hub.runs["default"] is before
+        assert (await http.delete("/runs/b", headers=only_a)).status_code == 403
+        assert (await http.delete("/runs/a", headers=only_a)).status_code == 200
+        assert sorted(app.state.hub.runs) == ["b", "default"]
 
 
 async def test_trailing_slash_never_leads_to_another_run() -> None:

@@ -849,6 +849,48 @@ async def test_looking_at_a_run_that_has_not_begun_does_not_begin_it() -> None:
         assert list(runs.runs) == ["default", "x"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/scored_data", group(2), 404),
+        ("POST", "/scored_data_list", [group(2)], 404),
+        ("POST", "/policy", {"version": 1}, 404),
+        ("POST", "/checkpoints", {"step": 1}, 404),
+        ("POST", "/batches/0/heartbeat", {"lease_id": "x"}, 404),
+        ("POST", "/batches/0/ack", {"lease_id": "x"}, 404),
+        ("POST", "/batches/0/release", {"lease_id": "x"}, 404),
+        ("POST", "/dead/requeue", {"numbers": [0]}, 404),
+        ("DELETE", "", None, 404),
+        ("POST", "/register", registration(batch_size=0), 422),
+        ("POST", "/register", {}, 422),
+        ("POST", "/scored_data", {"tokens": 1}, 404),
+        ("POST", "/register-env", environment(), 200),
+        ("POST", "/disconnect-env", {"env_id": 0}, 200),
+        ("POST", "/status-env", {"env_id": 0}, 404),
+        ("GET", "/reset_data", None, 200),
+        ("GET", "/latest_example", None, 200),
+    ],
+)
+async def test_only_a_valid_registration_begins_a_run(
+    method: str, path: str, body: Any, status: int
+) -> None:
+    runs = Runs()
+    app = create_app(runs)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app, client=("127.0.0.1", 1)), base_url="http://hub"
+        ) as http,
+    ):
+        refused = await http.request(method, f"/runs/x{path}", json=body)
+        assert refused.status_code == status
+        assert list(runs.runs) == ["default"]
+        if path == "/register-env":
+            assert refused.json() == {"status": "wait for trainer to start"}
+        assert (await http.post("/runs/x/register", json=registration())).status_code == 200
+        assert list(runs.runs) == ["default", "x"]
+
+
 # What is wrong with a request is said as FastAPI says it
 
 

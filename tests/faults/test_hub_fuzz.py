@@ -29,9 +29,10 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
+from atroposlib.api.handlers import ROUTES
 from atroposlib.api.hub import Hub
 from atroposlib.api.limits import HubLimits
-from atroposlib.api.security import ROUTES, Scope, Token, TokenSet
+from atroposlib.api.security import Scope, Token, TokenSet
 from atroposlib.api.server import create_app
 from atroposlib.api.stores.base import Durability
 from atroposlib.api.stores.disk import DiskStore
@@ -67,6 +68,7 @@ RIGHTS = {
     "POST /batches/{batch_id}/heartbeat": "consume",
     "POST /batches/{batch_id}/ack": "consume",
     "POST /batches/{batch_id}/release": "consume",
+    "POST /batches/{batch_id}/reject": "consume",
     "GET /ledger": "read",
     "GET /explain": "read",
     "GET /latest_example": "read",
@@ -88,10 +90,14 @@ MORE_STATUSES = {
     "POST /batches/{batch_id}/heartbeat": {404, 409},
     "POST /batches/{batch_id}/ack": {404, 409},
     "POST /batches/{batch_id}/release": {404, 409},
-    "POST /checkpoints": {409},
+    "POST /batches/{batch_id}/reject": {404, 409},
+    # 404: the run has not begun
+    "POST /checkpoints": {404, 409},
+    "POST /policy": {404},
+    "POST /dead/requeue": {404},
     "GET /batch": {409},
-    "POST /scored_data": {409},
-    "POST /scored_data_list": {409},
+    "POST /scored_data": {404, 409},
+    "POST /scored_data_list": {404, 409},
     "DELETE /runs/{run}": {404},
 }
 

@@ -1,0 +1,607 @@
+"""The hub's handlers, and `ROUTES`: the one table of what it serves, to whom, and how.
+
+Handlers translate between HTTP and a run's coordinator and hold no state; what they share is in `app.state.services`.
+A hot handler takes the request and returns a response; FastAPI reads the bodies of the others. Token-carrying routes
+take the raw body and return bytes; pydantic sees control bodies only. To add a route, write a handler and its row.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from fastapi import Depends, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse, Response
+from pydantic import BaseModel, ValidationError
+
+from atroposlib.api.calls import Delivery, IncomingGroup, NotRegistered, Overloaded, Receipt
+from atroposlib.api.coordinator import Coordinator
+from atroposlib.api.environments import UnknownEnvironment
+from atroposlib.api.hub import Hub
+from atroposlib.api.leases import LeaseRequest
+from atroposlib.api.limits import HubLimits
+from atroposlib.api.metrics import HubMetrics
+from atroposlib.api.payloads import GroupCodec, choose_encoding, is_packed
+from atroposlib.api.routes import Body, Route, RouteTable, Scope
+from atroposlib.api.schemas import (
+    EXPERIMENT_HEADER,
+    Acknowledgement,
+    AckReply,
+    AckRequest,
+    BatchQuery,
+    Checkpoint,
+    CheckpointReply,
+    DeadGroups,
+    DeadNumbers,
+    EnvIdentifier,
+    EnvRegistration,
+    EnvStatus,
+    Explanation,
+    Failure,
+    HeartbeatReply,
+    HubInfo,
+    HubStatus,
+    LeaseRef,
+    LeavingEnv,
+    Ledger,
+    Policy,
+    Ready,
+    RegisterEnv,
+    RegisterTrainer,
+    RegistrationReply,
+    RejectReply,
+    RejectRequest,
+    Requeued,
+    StatusQuery,
+    WaitForTrainer,
+    WandbInfo,
+)
+from atroposlib.api.sending import BatchResponse, PlainBatchResponse
+from atroposlib.api.stores.base import StoreFull
+from atroposlib.api.stores.memory import MemoryStore
+from atroposlib.errors import GroupError
+from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
+
+Model = TypeVar("Model", bound=BaseModel)
+
+HOLD_CHECK_S = 1.0
+"""How often a held request looks for room whatever the run says."""
+_EMPTY_EXAMPLE: dict[str, list[Any]] = {
+    name: []
+    for name in (
+        "tokens",
+        "masks",
+        "scores",
+        "advantages",
+        "ref_logprobs",
+        "generation_params",
+        "inference_logprobs",
+        "messages",
+        "images",
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What the handlers of one application share."""
+
+    hub: Hub
+    limits: HubLimits
+    codec: GroupCodec
+    metrics: HubMetrics
+
+
+class BatchNumber(BaseModel):
+    """What the paths of a batch's routes hold."""
+
+    batch_id: int
+
+
+# The run that a request is for
+
+
+def _services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+def _run_name(request: Request) -> str:
+    name: str = request.scope["run"]  # set by `Access`, which has checked the rights for it
+    return name
+
+
+async def existing_run(request: Request) -> Coordinator:
+    """Return the run that the path names. Raises 404: only a trainer's registration begins one."""
+    name, hub = _run_name(request), _services(request).hub
+    run = hub.runs.get(name) or await hub.find(name)
+    if run is None:
+        raise HTTPException(404, f"there is no run {name!r}; POST /register begins it")
+    return run
+
+
+async def run_or_blank(request: Request) -> Coordinator:
+    """Return the run that the path names, or what it looks like before it begins."""
+    name, hub = _run_name(request), _services(request).hub
+    run = hub.runs.get(name) or await hub.find(name)
+    return run or Coordinator(MemoryStore(), name=name)
+
+
+Run = Annotated[Coordinator, Depends(existing_run)]
+RunOrBlank = Annotated[Coordinator, Depends(run_or_blank)]
+
+
+# Groups
+
+
+async def scored_data(request: Request) -> Response:
+    run = await existing_run(request)
+    [receipt] = await _take_in(run, request, many=False)
+    if receipt.is_duplicate:
+        reply: dict[str, Any] = {"status": "duplicate"}
+    elif receipt.buffer_size is None:
+        reply = {"status": "received"}
+    else:
+        reply = {"status": "buffered", "buffer_size": receipt.buffer_size}
+    return _json_response(_to_json(reply | _riding_status(run, request, [receipt])))
+
+
+async def scored_data_list(request: Request) -> Response:
+    run = await existing_run(request)
+    receipts = await _take_in(run, request, many=True)
+    reply: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
+    buffer_sizes = [r.buffer_size for r in receipts if r.buffer_size is not None]
+    if buffer_sizes:
+        reply |= {"buffered": len(buffer_sizes), "last_buffer_size": buffer_sizes[-1]}
+    duplicates = sum(receipt.is_duplicate for receipt in receipts)
+    if duplicates:
+        reply["duplicates"] = duplicates
+    return _json_response(_to_json(reply | _riding_status(run, request, receipts)))
+
+
+async def _take_in(run: Coordinator, request: Request, *, many: bool) -> list[Receipt]:
+    """Decode, check and store; hold a client that would drop the group when there is no room."""
+    services = _services(request)
+    body = await request.body()
+    content_type = request.headers.get("content-type", "")
+    try:
+        groups = await services.codec.decode(body, content_type=content_type, many=many)
+    except GroupError:
+        run.reject("invalid")
+        raise
+    if is_ours(request):
+        return await run.accept(groups, experiment=request.headers.get(EXPERIMENT_HEADER))
+    return await _accept_patiently(run, groups, hold_s=services.limits.hold_s)
+
+
+async def _accept_patiently(
+    run: Coordinator, groups: list[IncomingGroup], *, hold_s: float
+) -> list[Receipt]:
+    """Original clients drop a group at a refusal for load, so make them wait for room instead."""
+    deadline = time.monotonic() + hold_s
+    while True:
+        try:
+            return await run.accept(groups)
+        except (Overloaded, StoreFull):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 or run.progress.is_closed:
+                raise
+            await run.progress.wait(min(remaining_s, HOLD_CHECK_S))
+
+
+def _riding_status(
+    run: Coordinator, request: Request, receipts: Sequence[Receipt]
+) -> dict[str, Any]:
+    """Tell our own clients their status with the answer, so that they need not ask for it."""
+    env_ids = {receipt.env_id for receipt in receipts}
+    if not is_ours(request) or len(env_ids) != 1:
+        return {}
+    [env_id] = env_ids
+    if env_id is None or not run.knows(env_id):
+        return {}
+    return {"env_status": run.status_env(env_id).model_dump(exclude_none=True)}
+
+
+# Environments
+
+
+async def register_env(
+    run: RunOrBlank, registration: RegisterEnv
+) -> EnvRegistration | WaitForTrainer:
+    return await run.register_env(registration) or WaitForTrainer()
+
+
+async def disconnect_env(run: RunOrBlank, environment: LeavingEnv) -> Acknowledgement | Failure:
+    try:
+        await run.disconnect_env(environment.env_id, env_uid=environment.env_uid)
+    except UnknownEnvironment as e:
+        return Failure(error=str(e))
+    return Acknowledgement()
+
+
+async def status_env(request: Request) -> Response:
+    run = await run_or_blank(request)
+    query = await _read_status_query(request)
+    asking = {"env_uid": query.env_uid, "experiment": query.experiment}
+    found = run.status_env(query.env_id, **asking)
+    deadline = time.monotonic() + min(query.wait, _services(request).limits.max_wait_s)
+    while (
+        found.current_step == query.seen_step
+        and query.seen_policy in (None, found.policy_version)
+        and not run.progress.is_closed
+        and (remaining_s := deadline - time.monotonic()) > 0
+    ):
+        await run.progress.wait(remaining_s)
+        if await request.is_disconnected():
+            break  # asking on its behalf would pass for a sign of life
+        found = run.status_env(query.env_id, **asking)
+    return _json_response(found.model_dump_json(exclude_none=True).encode())
+
+
+async def _read_status_query(request: Request) -> StatusQuery:
+    """Read the parameters from the query, or from a JSON body, which deployed clients send even with GET."""
+    value = dict[str, Any](request.query_params)
+    if "env_id" in value:
+        return _checked(StatusQuery, value, "query")
+    body = await request.body()
+    decoded = _decoded(body) if body else {}
+    return _checked(StatusQuery, value | decoded if isinstance(decoded, dict) else decoded, "body")
+
+
+# Batches
+
+
+async def batch(request: Request) -> Response:
+    run = await run_or_blank(request)
+    services = _services(request)
+    query = _checked(BatchQuery, dict(request.query_params), "query")
+    wanted = None
+    if query.lease:
+        wanted = LeaseRequest(ttl_s=query.ttl, request_id=query.request_id, epoch=query.epoch)
+    wait_s = min(query.wait, services.limits.max_wait_s)
+    try:
+        delivery = await _next_batch(run, request, wait_s, wanted)
+    except NotRegistered as e:
+        return _json_response(_to_json({"status": "error", "message": str(e), "batch": []}))
+    if delivery is None:
+        return _json_response(b'{"batch":null}')
+    for steps in delivery.staleness:
+        services.metrics.observe_staleness(run.name, steps)
+    meta: dict[str, Any] = {"step": delivery.step}
+    if wanted is not None:
+        meta |= {
+            "batch_id": delivery.batch_id,
+            "lease_id": delivery.lease_id,
+            "epoch": delivery.epoch,
+            "expires_in_s": delivery.expires_in_s,
+        }
+    try:
+        body = await services.codec.encode_batch(
+            delivery.payloads,
+            meta,
+            packed=is_packed(request.headers.get("accept", "")),
+            encoding=choose_encoding(request.headers.get("accept-encoding", "")),
+        )
+    except BaseException:
+        if wanted is None:
+            await run.give_back(delivery.batch_id)
+        raise
+    if wanted is not None:
+        return BatchResponse(body, run, timeout_s=delivery.expires_in_s)
+    return PlainBatchResponse(body, run, delivery)
+
+
+async def _next_batch(
+    run: Coordinator, request: Request, wait_s: float, lease: LeaseRequest | None
+) -> Delivery | None:
+    """Return the next batch, waiting for it up to `wait_s`. A client that has left takes none."""
+    deadline = time.monotonic() + wait_s
+    delivery = await run.deliver(lease)
+    while delivery is None and not run.arrivals.is_closed:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            return None
+        await run.arrivals.wait(remaining_s)
+        if not run.may_deliver(lease):
+            continue
+        if await request.is_disconnected():
+            return None
+        delivery = await run.deliver(lease)
+    return delivery
+
+
+async def heartbeat(request: Request) -> Response:
+    number, lease = _batch_number(request), await _read_json(request, LeaseRef)
+    run = await existing_run(request)
+    return _reply(HeartbeatReply(expires_in_s=await run.heartbeat(number, lease.lease_id)))
+
+
+async def ack(request: Request) -> Response:
+    number, lease = _batch_number(request), await _read_json(request, AckRequest)
+    run = await existing_run(request)
+    return _reply(AckReply(step=await run.ack(number, lease.lease_id, lease.step)))
+
+
+async def release(run: Run, batch_id: int, lease: LeaseRef) -> Acknowledgement:
+    await run.release(batch_id, lease.lease_id)
+    return Acknowledgement()
+
+
+async def reject(run: Run, batch_id: int, rejected: RejectRequest) -> RejectReply:
+    return await run.reject_groups(
+        batch_id, rejected.lease_id, rejected.groups, reason=rejected.reason
+    )
+
+
+async def checkpoint(request: Request) -> Response:
+    reached = await _read_json(request, Checkpoint)
+    run = await existing_run(request)
+    committed = await run.checkpoint(reached.step, epoch=reached.epoch)
+    return _reply(CheckpointReply(committed=committed))
+
+
+# The run as a whole
+
+
+async def register(request: Request, registration: RegisterTrainer) -> RegistrationReply:
+    return await _services(request).hub.register(_run_name(request), registration)
+
+
+async def set_policy(run: Run, policy: Policy) -> Acknowledgement:
+    await run.set_policy(policy.version, epoch=policy.epoch)
+    return Acknowledgement()
+
+
+async def wandb_info(run: RunOrBlank) -> WandbInfo:
+    return run.wandb_info()
+
+
+async def info(run: RunOrBlank) -> HubInfo:
+    return run.info()
+
+
+async def status(run: RunOrBlank) -> HubStatus:
+    return run.status()
+
+
+async def ledger(run: RunOrBlank) -> Ledger:
+    return run.ledger()
+
+
+async def explain(run: RunOrBlank) -> Explanation:
+    await run.tick()
+    return run.explain()
+
+
+async def dead(run: RunOrBlank) -> DeadGroups:
+    return DeadGroups(groups=run.dead())
+
+
+async def requeue_dead(run: Run, numbers: DeadNumbers) -> Requeued:
+    return Requeued(requeued=await run.requeue_dead(numbers.numbers))
+
+
+async def latest_example(request: Request, run: RunOrBlank) -> Any:
+    latest = await run.latest()
+    if latest is None:
+        return _EMPTY_EXAMPLE
+    return _json_response(await _services(request).codec.group_json(latest))
+
+
+async def reset_data(run: RunOrBlank) -> str:
+    await run.reset()
+    return "Reset successful"
+
+
+def _addressed_run(request: Request, run: str) -> str:
+    """Return the run that `Access` checked the rights for; `run` tells the documentation of the parameter."""
+    return _run_name(request)
+
+
+async def end_run(
+    request: Request, name: Annotated[str, Depends(_addressed_run)]
+) -> Acknowledgement:
+    services = _services(request)
+    if not await services.hub.forget(name):
+        raise HTTPException(404, f"there is no run {name!r}")
+    services.metrics.forget_run(name)
+    return Acknowledgement()
+
+
+# The hub as a whole
+
+
+async def root() -> dict[str, str]:
+    return {"message": "AtroposLib API"}
+
+
+async def healthz() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+async def readyz(request: Request) -> Ready:
+    hub = _services(request).hub
+    # The default run begins anew after a DELETE when it is asked for.
+    run = await hub.run() if hub.is_open else None
+    if run is None or run.arrivals.is_closed:
+        raise HTTPException(503, "starting or stopping")
+    return Ready(durability=run.durability.value)
+
+
+async def show_metrics(request: Request) -> Response:
+    metrics = _services(request).metrics
+    return Response(metrics.render(), media_type=metrics.content_type)
+
+
+# Reading and answering without FastAPI
+
+
+def is_ours(request: Request) -> bool:
+    """Whether the client knows what 429 means; those of the original drop the group."""
+    return "atropos-client" in request.headers
+
+
+async def _read_json(request: Request, model: type[Model]) -> Model:
+    """Read a JSON body as FastAPI does. Raises `RequestValidationError`."""
+    body = await request.body()
+    if not body:
+        raise _fault("missing", ("body",), "Field required")
+    if not _is_json(request.headers.get("content-type", "")):
+        return _checked(model, body, "body")  # refused: a web page may send any text without asking
+    try:
+        return model.model_validate_json(body)
+    except ValidationError:
+        return _checked(model, _decoded(body), "body")
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == CONTENT_TYPE_JSON or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _batch_number(request: Request) -> int:
+    return _checked(BatchNumber, request.path_params, "path").batch_id
+
+
+def _decoded(body: bytes) -> Any:
+    try:
+        return json.loads(bytes(body))
+    except (ValueError, RecursionError) as e:
+        raise _fault("json_invalid", ("body", getattr(e, "pos", 0)), "JSON decode error") from e
+
+
+def _checked(model: type[Model], value: Any, where: str) -> Model:
+    """Check what came in `where`; a fault is answered as FastAPI would."""
+    try:
+        return model.model_validate(value, from_attributes=True)
+    except ValidationError as e:
+        errors = [{**error, "loc": (where, *error["loc"])} for error in e.errors()]
+        raise RequestValidationError(errors) from e
+
+
+def _fault(kind: str, where: tuple[str | int, ...], text: str) -> RequestValidationError:
+    return RequestValidationError([{"type": kind, "loc": where, "msg": text}])
+
+
+_to_json = msgspec.json.encode
+
+
+def _json_response(content: bytes) -> Response:
+    return Response(content, media_type=CONTENT_TYPE_JSON)
+
+
+def _reply(model: BaseModel) -> Response:
+    return _json_response(model.model_dump_json().encode())
+
+
+# What the OpenAPI document says of handlers that read requests by themselves
+
+
+def _json_of(model: type[BaseModel]) -> dict[str, Any]:
+    schema = {"schema": model.model_json_schema()}
+    return {"required": True, "content": {CONTENT_TYPE_JSON: schema}}
+
+
+def _parameters_of(model: type[BaseModel], where: str) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": where, "required": where == "path", "schema": schema}
+        for name, schema in model.model_json_schema()["properties"].items()
+    ]
+
+
+def _takes(
+    body: dict[str, Any] | None = None,
+    *,
+    query: type[BaseModel] | None = None,
+    path: type[BaseModel] | None = None,
+    returns: Any = None,
+) -> dict[str, Any]:
+    """Return FastAPI's options of a route that takes these."""
+    extra: dict[str, Any] = {}
+    if query is not None:
+        extra["parameters"] = _parameters_of(query, "query")
+    if path is not None:
+        extra["parameters"] = _parameters_of(path, "path")
+    if body is not None:
+        extra["requestBody"] = body
+    return {"response_model": returns, "openapi_extra": extra}
+
+
+_GROUPS = {
+    "description": "Scored groups, see the wire contract",
+    "required": True,
+    "content": {
+        CONTENT_TYPE_JSON: {"schema": {}},
+        CONTENT_TYPE_PACKED: {"schema": {"type": "string", "format": "binary"}},
+    },
+}
+_TAKES_GROUPS = _takes(_GROUPS, returns=dict[str, Any])
+_TAKES_STATUS = _takes(
+    _json_of(EnvIdentifier) | {"required": False, "description": "In place of the query"},
+    query=StatusQuery,
+    returns=EnvStatus,
+)
+_TAKES_LEASE = _takes(_json_of(LeaseRef), path=BatchNumber, returns=HeartbeatReply)
+_TAKES_ACK = _takes(_json_of(AckRequest), path=BatchNumber, returns=AckReply)
+_TAKES_CHECKPOINT = _takes(_json_of(Checkpoint), returns=CheckpointReply)
+_WITHOUT_NULL = {"response_model_exclude_none": True}
+_TEXT = {"response_class": PlainTextResponse}
+
+# The table
+
+ANYONE: tuple[Scope, ...] = ()
+ANY_CLIENT = (Scope.PRODUCE, Scope.CONSUME, Scope.READ)
+PRODUCE = (Scope.PRODUCE,)
+CONSUME = (Scope.CONSUME,)
+READ = (Scope.READ,)
+ADMIN = (Scope.ADMIN,)
+GROUPS = Body.GROUPS
+_hot = functools.partial(Route, is_hot=True)
+
+ROUTES = RouteTable(
+    [
+        Route("GET", "/", root, ANYONE),
+        Route("GET", "/healthz", healthz, ANYONE),
+        Route("GET", "/readyz", readyz, ANYONE),
+        Route("GET", "/metrics", show_metrics, READ, is_hub_wide=True, api=_TEXT),
+        Route("GET", "/openapi.json", None, READ),
+        Route("GET", "/docs", None, READ),
+        Route("GET", "/docs/oauth2-redirect", None, READ),
+        Route("GET", "/redoc", None, READ),
+        # Trainers
+        Route("POST", "/register", register, CONSUME, api=_WITHOUT_NULL),
+        _hot("GET", "/batch", batch, CONSUME, api=_takes(query=BatchQuery)),
+        _hot("POST", "/batches/{batch_id}/heartbeat", heartbeat, CONSUME, api=_TAKES_LEASE),
+        _hot("POST", "/batches/{batch_id}/ack", ack, CONSUME, api=_TAKES_ACK),
+        Route("POST", "/batches/{batch_id}/release", release, CONSUME),
+        Route("POST", "/batches/{batch_id}/reject", reject, CONSUME),
+        _hot("POST", "/checkpoints", checkpoint, CONSUME, api=_TAKES_CHECKPOINT),
+        Route("POST", "/policy", set_policy, CONSUME),
+        # Environments
+        Route("POST", "/register-env", register_env, PRODUCE, api=_WITHOUT_NULL),
+        Route("POST", "/disconnect-env", disconnect_env, PRODUCE),
+        _hot("GET", "/status-env", status_env, PRODUCE, api=_TAKES_STATUS),
+        _hot("POST", "/status-env", status_env, PRODUCE, api=_TAKES_STATUS),
+        _hot("POST", "/scored_data", scored_data, PRODUCE, GROUPS, api=_TAKES_GROUPS),
+        _hot("POST", "/scored_data_list", scored_data_list, PRODUCE, GROUPS, api=_TAKES_GROUPS),
+        # Every client
+        Route("GET", "/info", info, ANY_CLIENT),
+        Route("GET", "/wandb_info", wandb_info, ANY_CLIENT),
+        Route("GET", "/status", status, ANY_CLIENT, api=_WITHOUT_NULL),
+        # People
+        Route("GET", "/ledger", ledger, READ, api=_WITHOUT_NULL),
+        Route("GET", "/explain", explain, READ),
+        Route("GET", "/latest_example", latest_example, READ, api=_takes()),
+        Route("GET", "/dead", dead, READ),
+        Route("POST", "/dead/requeue", requeue_dead, ADMIN, is_destructive=True),
+        Route("GET", "/reset_data", reset_data, ADMIN, is_destructive=True, api=_TEXT),
+        Route("DELETE", "/runs/{run}", end_run, ADMIN, is_destructive=True),
+    ]
+)
+"""Every route of the hub. What is not here needs the admin scope, and is then 404 or 405."""

@@ -177,7 +177,8 @@ async def _take_in(run: Coordinator, request: Request, *, many: bool) -> list[Re
         raise
     if is_ours(request):
         return await run.accept(groups, experiment=request.headers.get(EXPERIMENT_HEADER))
-    return await _accept_patiently(run, groups, hold_s=services.limits.hold_s)
+    held_s: float = request.scope.get("held_s", 0.0)
+    return await _accept_patiently(run, groups, hold_s=services.limits.hold_s - held_s)
 
 
 async def _accept_patiently(

@@ -475,7 +475,8 @@ class Ladder:
     """ASGI middleware, outside of `RequestBodies`: what becomes of requests with groups while their run is full.
 
     Our own clients get 429 at once. Clients of the original would drop the group at that, so they are held, their body
-    unread, until there is room; only then, or when too many are held, do they get 503.
+    unread, until there is room; only then, or when too many are held, do they get 503. `scope["held_s"]` says how long
+    that took: the handler holds a request for what is left of the time.
 
     `is_full(run)` gives the reason, or None; `room(run, timeout_s)` returns when there may be room again or the time is
     up, False when the hub stops. Counted is every request that was not let in at once: `refused` (429), `held` (let in
@@ -526,7 +527,8 @@ class Ladder:
             return "overflowed"
         is_gone = scope.get("extensions", {}).get(IS_GONE_EXTENSION, _unknown)
         now = asyncio.get_running_loop().time
-        deadline = now() + self._limits.hold_s
+        began = now()
+        deadline = began + self._limits.hold_s
         self._num_held += 1
         try:
             while self._is_full(run) is not None:
@@ -541,6 +543,7 @@ class Ladder:
             return "held"
         finally:
             self._num_held -= 1
+            scope["held_s"] = now() - began
 
     def _answer(self, status: int, reason: str) -> JSONResponse:
         headers = {"Retry-After": str(self._limits.retry_after_s)}

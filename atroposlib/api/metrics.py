@@ -304,7 +304,7 @@ class Observe:
                     status,
                     seconds * 1000,
                     num_bytes,
-                    client[0] if client else "-",
+                    _logged(client[0]) if client else "-",
                     _logged(scope.get("token_name", "-")),
                 )
 

@@ -98,6 +98,12 @@ class RegisterEnv(BaseModel):
     env_uid: str | None = Field(default=None, min_length=1, max_length=128)
     """Chosen by the environment's process: registering again with it returns the same `env_id`."""
 
+    @field_validator("desired_name", mode="before")
+    @classmethod
+    def _name_the_nameless(cls, name: Any) -> Any:
+        """Clients of the original send null unless `wandb_name` is set."""
+        return "env" if name is None else name
+
 
 class EnvRegistration(BaseModel):
     """What a registered environment needs to start; `starting_step` is the current step."""

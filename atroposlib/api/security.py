@@ -35,6 +35,9 @@ from atroposlib.api.stores.runs import RUN_NAME
 from atroposlib.errors import ConfigError
 
 MIN_SECRET_CHARS = 8
+_OTHER_SITES = frozenset({b"cross-site", b"same-site"})
+_FORWARDING = (b"forwarded", b"x-forwarded-for", b"x-real-ip")
+"""Set by proxies: whoever is behind one is not known to be on this machine."""
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -296,8 +299,9 @@ class Access:
 
 
 def _refusal_without_tokens(scope: AsgiScope, route: Route | None) -> _Refusal | None:
-    # A page in a browser on this machine can send requests here; it cannot read the answers, but it need not.
-    if b"cross-site" in _header(scope, b"sec-fetch-site"):
+    # A page in a browser on this machine can send requests here; it cannot read the answers, but it need not. "Same
+    # site" ignores the port: http://localhost:3000 may be anything.
+    if not _OTHER_SITES.isdisjoint(_header(scope, b"sec-fetch-site")):
         return _Refusal(403, "requests of web pages from other sites are refused")
     if (foreign := _foreign_host(scope)) is not None:
         return _Refusal(
@@ -307,7 +311,8 @@ def _refusal_without_tokens(scope: AsgiScope, route: Route | None) -> _Refusal |
         )
     if route is not None and route.is_destructive:
         client = scope.get("client")
-        if client is None or not is_loopback(client[0]):
+        is_forwarded = any(_header(scope, name) for name in _FORWARDING)
+        if client is None or not is_loopback(client[0]) or is_forwarded:
             return _Refusal(
                 403,
                 f"{route.method} {route.template} is for clients on the hub's own machine while the"

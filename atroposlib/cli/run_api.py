@@ -262,6 +262,7 @@ async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket
             access_log=False,
             lifespan="on",
             server_header=False,
+            proxy_headers=False,  # anybody on this machine could send them
             limit_concurrency=MAX_CONNECTIONS,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,

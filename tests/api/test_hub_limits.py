@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from atroposlib.api.calls import Overloaded
 from atroposlib.api.handlers import ROUTES
 from atroposlib.api.limits import (
     IS_GONE_EXTENSION,
@@ -681,6 +682,35 @@ async def test_only_requests_with_groups_meet_the_ladder(method: str, path: str)
     async with client(run.ladder()) as http:
         assert (await http.request(method, path)).status_code == 200
     assert run.outcomes == []
+
+
+async def test_a_request_is_held_once_and_no_longer_than_promised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run may be full for one environment when it has room for others: both checks share one hold."""
+    async with running_hub(HubLimits(hold_s=0.6)) as hub:
+        await hub.start()
+        holds: list[float] = []
+        full = iter(["full", "full"])
+
+        def overload() -> str | None:
+            return next(full, None)
+
+        async def accept(_: Any) -> Any:
+            raise Overloaded("full for this environment")
+
+        async def wait(timeout_s: float) -> None:
+            holds.append(timeout_s)
+            await asyncio.sleep(min(timeout_s, 0.3))
+
+        monkeypatch.setattr(hub.coordinator, "overload", overload)
+        monkeypatch.setattr(hub.coordinator, "accept", accept)
+        monkeypatch.setattr(hub.coordinator.progress, "wait", wait)
+        response = await hub.http.post("/scored_data", content=GROUP)
+        assert response.status_code == 503
+    first, second, *_ = holds
+    assert first == pytest.approx(0.5, abs=0.05)  # `Ladder.CHECK_S`: while the body is unread
+    assert second <= 0.3 + 0.05  # with the body, for what is left
 
 
 # The hub as a whole

@@ -236,6 +236,17 @@ async def test_a_path_cannot_forge_a_log_line(caplog: pytest.LogCaptureFixture) 
     assert len(line) < 500
 
 
+async def test_an_address_cannot_forge_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    app = Observe(answering(404), HubMetrics(dict))
+    forged = "1.2.3.4 token=admin\nrequest status=200"
+    transport = httpx.ASGITransport(app, client=(forged, 1))  # as a proxy's header would set it
+    async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
+        await http.get("/status")
+    [line] = lines(caplog)
+    assert 'client="1.2.3.4 token=admin\\nrequest status=200"' in line
+
+
 async def test_handler_that_fails_is_a_500_and_its_error_goes_on() -> None:
     async def failing(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("bug")

@@ -300,6 +300,13 @@ async def test_without_tokens_only_this_machine_may_destroy(
     assert (await call("GET", "/status", peer="10.0.0.7")).status_code == 204
 
 
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP"])
+async def test_without_tokens_nobody_behind_a_proxy_may_destroy(name: str) -> None:
+    headers = {name: "127.0.0.1"}
+    assert (await call("GET", "/reset_data", headers=headers)).status_code == 403
+    assert (await call("GET", "/status", headers=headers)).status_code == 204
+
+
 async def test_with_tokens_the_machine_does_not_matter() -> None:
     for peer in ("127.0.0.1", "10.0.0.7"):
         answer = await call("GET", "/reset_data", tokens=ONE_PER_SCOPE, peer=peer)
@@ -311,7 +318,8 @@ async def test_with_tokens_the_machine_does_not_matter() -> None:
 
 
 async def test_without_tokens_web_pages_of_other_sites_are_kept_out() -> None:
-    for site, status in [("cross-site", 403), ("same-origin", 204), ("none", 204)]:
+    sites = [("cross-site", 403), ("same-site", 403), ("same-origin", 204), ("none", 204)]
+    for site, status in sites:
         response = await call("GET", "/reset_data", headers={"Sec-Fetch-Site": site})
         assert response.status_code == status
 

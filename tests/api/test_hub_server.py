@@ -152,9 +152,16 @@ async def test_environment_that_joins_late_starts_at_the_current_step(hub: Hub) 
     assert (await hub.post("/register-env", environment()))["starting_step"] == 11
 
 
-async def test_environment_needs_a_name(hub: Hub) -> None:
-    response = await hub.http.post("/register-env", json=environment(desired_name=None))
-    assert response.status_code == 422
+async def test_environment_without_a_name_is_given_one(hub: Hub) -> None:
+    await hub.start()
+    names = [
+        (await hub.post("/register-env", environment(desired_name=None)))["wandb_name"]
+        for _ in range(2)
+    ]
+    assert names == ["env_0", "env_1"]
+    for wrong in (7, ["x"]):
+        refused = await hub.http.post("/register-env", json=environment(desired_name=wrong))
+        assert refused.status_code == 422
 
 
 # Groups and batches

@@ -16,7 +16,7 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -977,9 +977,9 @@ class Coordinator:
             )
         return moves
 
-    def dead(self) -> list[DeadGroup]:
-        """Groups that were set aside, oldest first."""
-        return [
+    def dead(self) -> Iterator[DeadGroup]:
+        """Groups that are set aside now, oldest first; the run may change while they are described."""
+        return (
             DeadGroup(
                 number=header.number,
                 env_id=header.env_id,
@@ -988,8 +988,8 @@ class Coordinator:
                 num_sequences=header.num_sequences,
                 num_tokens=header.num_tokens,
             )
-            for header, reason in self._dead
-        ]
+            for header, reason in list(self._dead)
+        )
 
     async def requeue_dead(self, numbers: Iterable[int]) -> int:
         """Give dead groups another chance; return how many of `numbers` are queued now."""

@@ -8,9 +8,10 @@ take the raw body and return bytes; pydantic sees control bodies only. To add a 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -25,9 +26,9 @@ from atroposlib.api.coordinator import Coordinator
 from atroposlib.api.environments import UnknownEnvironment
 from atroposlib.api.hub import Hub
 from atroposlib.api.leases import LeaseRequest
-from atroposlib.api.limits import HubLimits
+from atroposlib.api.limits import ByteBudget, HubLimits, Share
 from atroposlib.api.metrics import HubMetrics
-from atroposlib.api.payloads import GroupCodec, choose_encoding, is_packed
+from atroposlib.api.payloads import GroupCodec, choose_encoding, group_texts, is_packed
 from atroposlib.api.routes import Body, Route, RouteTable, Scope
 from atroposlib.api.schemas import (
     EXPERIMENT_HEADER,
@@ -62,7 +63,7 @@ from atroposlib.api.schemas import (
     WaitForTrainer,
     WandbInfo,
 )
-from atroposlib.api.sending import BatchResponse, PlainBatchResponse
+from atroposlib.api.sending import BatchResponse, JsonPieces, PlainBatchResponse
 from atroposlib.api.stores.base import StoreFull
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
@@ -70,6 +71,10 @@ from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
 
 Model = TypeVar("Model", bound=BaseModel)
 
+_BATCH_BYTES = 32 * 2**20
+"""Set aside while a batch of unknown size is read."""
+_DEAD_PER_TEXT = 500
+"""Dead groups described at once: 2 ms."""
 HOLD_CHECK_S = 1.0
 """How often a held request looks for room whatever the run says."""
 _EMPTY_EXAMPLE: dict[str, list[Any]] = {
@@ -96,6 +101,10 @@ class Services:
     limits: HubLimits
     codec: GroupCodec
     metrics: HubMetrics
+    batches: ByteBudget
+    """Of batches that are being read, encoded and sent."""
+    lookups: ByteBudget
+    """Of other large answers that are being sent."""
 
 
 class BatchNumber(BaseModel):
@@ -266,12 +275,27 @@ async def batch(request: Request) -> Response:
     if query.lease:
         wanted = LeaseRequest(ttl_s=query.ttl, request_id=query.request_id, epoch=query.epoch)
     wait_s = min(query.wait, services.limits.max_wait_s)
+    share = services.batches.share()
     try:
-        delivery = await _next_batch(run, request, wait_s, wanted)
+        delivery = await _next_batch(run, request, wait_s, wanted, share)
+        if delivery is None:
+            return _json_response(b'{"batch":null}')
+        return await _batch_response(run, request, delivery, wanted, share)
     except NotRegistered as e:
         return _json_response(_to_json({"status": "error", "message": str(e), "batch": []}))
-    if delivery is None:
-        return _json_response(b'{"batch":null}')
+    except BaseException:
+        share.shrink(0)
+        raise
+
+
+async def _batch_response(
+    run: Coordinator,
+    request: Request,
+    delivery: Delivery,
+    wanted: LeaseRequest | None,
+    share: Share,
+) -> Response:
+    services = _services(request)
     for steps in delivery.staleness:
         services.metrics.observe_staleness(run.name, steps)
     meta: dict[str, Any] = {"step": delivery.step}
@@ -293,17 +317,18 @@ async def batch(request: Request) -> Response:
         if wanted is None:
             await run.give_back(delivery.batch_id)
         raise
+    share.settle(body.num_bytes)
     if wanted is not None:
-        return BatchResponse(body, run, timeout_s=delivery.expires_in_s)
-    return PlainBatchResponse(body, run, delivery)
+        return BatchResponse(body, run, share, timeout_s=delivery.expires_in_s)
+    return PlainBatchResponse(body, run, share, delivery)
 
 
 async def _next_batch(
-    run: Coordinator, request: Request, wait_s: float, lease: LeaseRequest | None
+    run: Coordinator, request: Request, wait_s: float, lease: LeaseRequest | None, share: Share
 ) -> Delivery | None:
     """Return the next batch, waiting for it up to `wait_s`. A client that has left takes none."""
     deadline = time.monotonic() + wait_s
-    delivery = await run.deliver(lease)
+    delivery = await _deliver(run, lease, share)
     while delivery is None and not run.arrivals.is_closed:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
@@ -313,7 +338,19 @@ async def _next_batch(
             continue
         if await request.is_disconnected():
             return None
+        delivery = await _deliver(run, lease, share)
+    return delivery
+
+
+async def _deliver(run: Coordinator, lease: LeaseRequest | None, share: Share) -> Delivery | None:
+    """Take a batch when there is memory for one. How large it is shows when it is there."""
+    await share.grow(_BATCH_BYTES)
+    try:
         delivery = await run.deliver(lease)
+    except BaseException:
+        share.shrink(0)
+        raise
+    share.settle(0 if delivery is None else sum(map(len, delivery.payloads)))
     return delivery
 
 
@@ -380,8 +417,18 @@ async def explain(run: RunOrBlank) -> Explanation:
     return run.explain()
 
 
-async def dead(run: RunOrBlank) -> DeadGroups:
-    return DeadGroups(groups=run.dead())
+async def dead(request: Request, run: RunOrBlank) -> Response:
+    return _lookup(request, _dead_texts(run))
+
+
+def _dead_texts(run: Coordinator) -> Iterator[bytes]:
+    """Write `DeadGroups`, some hundred groups at a time."""
+    separator = b'{"groups":['
+    groups = run.dead()
+    while some := list(itertools.islice(groups, _DEAD_PER_TEXT)):
+        yield separator + b",".join(group.model_dump_json().encode() for group in some)
+        separator = b","
+    yield (b"" if separator == b"," else separator) + b"]}"
 
 
 async def requeue_dead(run: Run, numbers: DeadNumbers) -> Requeued:
@@ -392,7 +439,7 @@ async def latest_example(request: Request, run: RunOrBlank) -> Any:
     latest = await run.latest()
     if latest is None:
         return _EMPTY_EXAMPLE
-    return _json_response(await _services(request).codec.group_json(latest))
+    return _lookup(request, group_texts(latest))
 
 
 async def reset_data(run: RunOrBlank) -> str:
@@ -491,6 +538,12 @@ def _fault(kind: str, where: tuple[str | int, ...], text: str) -> RequestValidat
 
 
 _to_json = msgspec.json.encode
+
+
+def _lookup(request: Request, texts: Iterable[bytes]) -> Response:
+    """Answer what people look at, which may be long."""
+    services = _services(request)
+    return JsonPieces(texts, services.lookups, timeout_s=services.limits.receive_timeout_s)
 
 
 def _json_response(content: bytes) -> Response:
@@ -599,7 +652,7 @@ ROUTES = RouteTable(
         Route("GET", "/ledger", ledger, READ, api=_WITHOUT_NULL),
         Route("GET", "/explain", explain, READ),
         Route("GET", "/latest_example", latest_example, READ, api=_takes()),
-        Route("GET", "/dead", dead, READ),
+        Route("GET", "/dead", dead, READ, api=_takes(returns=DeadGroups)),
         Route("POST", "/dead/requeue", requeue_dead, ADMIN, is_destructive=True),
         Route("GET", "/reset_data", reset_data, ADMIN, is_destructive=True, api=_TEXT),
         Route("DELETE", "/runs/{run}", end_run, ADMIN, is_destructive=True),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -27,6 +26,8 @@ CLIENT_HEADER = b"atropos-client"
 """Sent by our own clients on every request; they understand 429."""
 IS_GONE_EXTENSION = "atropos.is_gone"
 """ASGI extension: a function that says whether the client hung up, without reading from it."""
+ABORT_EXTENSION = "atropos.abort"
+"""ASGI extension: a function that closes the connection without waiting for the client to read."""
 
 _MIB = 2**20
 _GZIP_WBITS = 16 + isal_zlib.MAX_WBITS
@@ -43,7 +44,9 @@ _INLINE_INFLATE_BYTES = 4 * 2**10
 _INLINE_JOIN_BYTES = _MIB
 """Pieces of a body up to this size are joined on the event loop."""
 _UNCOUNTED_BYTES = 64 * 2**10
-"""Bodies declared this small never wait for the budget: acks must get through while producers flood."""
+"""Bodies up to this size never wait for the budget: acks must get through while producers flood."""
+_STEP_BYTES = _MIB
+"""Taken from the budget at once, as a body arrives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +62,10 @@ class HubLimits:
     max_control_body_bytes: int = _MIB
     """Of any other request, as sent and inflated."""
     max_inflight_bytes: int = 512 * _MIB
-    """Of bodies being received or handled, and once more of inflated ones; further requests wait their turn, unread."""
+    """Of bodies being received or handled, once more of inflated ones, and once more of batches being sent; what needs
+    more waits its turn."""
+    max_lookup_bytes: int = 64 * _MIB
+    """Of other large answers being sent, which are made piece by piece."""
     receive_timeout_s: float = 120.0
     """From the first read to the end of the body."""
     receive_grace_s: float = 10.0
@@ -216,51 +222,70 @@ def _too_large(limit: int) -> BodyRefused:
 class ByteBudget:
     """Bytes that requests take before they use the memory, strictly first come, first served.
 
-    A large request is not overtaken by small ones, so it cannot starve. For one event loop.
+    A large request is not overtaken by small ones, so it cannot starve. Whoever came first of those that hold or want
+    something never waits, although the total is exceeded then: requests that each hold a part and wait for the rest
+    would wait for ever. For one event loop.
     """
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self.free_bytes = total_bytes
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._shares: dict[Share, None] = {}
+        """Those that hold or want something, in the order in which they came."""
+        self._waiting: dict[Share, tuple[int, asyncio.Future[None]]] = {}
 
     @property
     def num_waiting(self) -> int:
-        return sum(not turn.cancelled() for _, turn in self._waiting)
+        return len(self._waiting)
 
-    def share(self, num_bytes: int) -> Share:
-        """Return what holds `num_bytes`, or all there is if that is less, for the length of an `async with`."""
+    def share(self, num_bytes: int = 0) -> Share:
+        """Return what holds `num_bytes` for the length of an `async with`."""
         return Share(self, num_bytes)
 
-    async def take(self, num_bytes: int) -> None:
-        if num_bytes == 0 or (not self._waiting and num_bytes <= self.free_bytes):
+    async def take(self, share: Share, num_bytes: int) -> None:
+        """Take `num_bytes` more for `share`, when it is its turn."""
+        self._shares.setdefault(share)
+        if next(iter(self._shares)) is share or (
+            not self._waiting and num_bytes <= self.free_bytes
+        ):
             self.free_bytes -= num_bytes
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((num_bytes, turn))
+        self._waiting[share] = (num_bytes, turn)
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self.give_back(0)  # whoever stood behind may fit
-            else:
-                self.give_back(num_bytes)  # the turn came in the same moment
+            if self._waiting.pop(share, None) is None:
+                self.free_bytes += num_bytes  # the turn came in the same moment
+            self._serve()  # whoever stood behind may fit
             raise
 
-    def give_back(self, num_bytes: int) -> None:
+    def give_back(self, share: Share, num_bytes: int, *, is_all: bool) -> None:
         self.free_bytes += num_bytes
+        if is_all:
+            self._shares.pop(share, None)
+        if self._waiting:
+            self._serve()
+
+    def _serve(self) -> None:
+        first = next(iter(self._shares), None)
+        if first in self._waiting:
+            self._grant(first)
         while self._waiting:
-            wanted, turn = self._waiting[0]
-            if not turn.cancelled():
-                if wanted > self.free_bytes:
-                    return
-                self.free_bytes -= wanted
-                turn.set_result(None)
-            self._waiting.popleft()
+            share, (wanted, _) = next(iter(self._waiting.items()))
+            if wanted > self.free_bytes:
+                return
+            self._grant(share)
+
+    def _grant(self, share: Share) -> None:
+        wanted, turn = self._waiting.pop(share)
+        self.free_bytes -= wanted
+        if not turn.done():
+            turn.set_result(None)
 
 
 class Share:
-    """What one request holds of a budget: nothing before it is entered and after it is left."""
+    """What one request holds of a budget: nothing after it is left."""
 
     def __init__(self, budget: ByteBudget, num_bytes: int) -> None:
         self._budget = budget
@@ -268,25 +293,32 @@ class Share:
         self.num_bytes = 0
 
     async def __aenter__(self) -> Share:
-        await self.grow(self._wanted)
+        if self._wanted:
+            await self.grow(self._wanted)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.shrink(0)
 
     async def grow(self, num_bytes: int) -> None:
-        """Hold `num_bytes`, or all there is if that is less. It must hold nothing yet."""
-        assert self.num_bytes == 0, self.num_bytes
-        num_bytes = min(num_bytes, self._budget.total_bytes)
-        await self._budget.take(num_bytes)
+        """Hold `num_bytes` in all; wait for the rest of them."""
+        try:
+            await self._budget.take(self, num_bytes - self.num_bytes)
+        except asyncio.CancelledError:
+            self._budget.give_back(self, 0, is_all=self.num_bytes == 0)
+            raise
         self.num_bytes = num_bytes
+
+    def settle(self, num_bytes: int) -> None:
+        """Hold what turned out to be needed, more than was asked for included: it is in memory already."""
+        surplus, self.num_bytes = self.num_bytes - num_bytes, num_bytes
+        if surplus or not num_bytes:
+            self._budget.give_back(self, surplus, is_all=num_bytes == 0)
 
     def shrink(self, num_bytes: int) -> None:
         """Keep at most `num_bytes`."""
-        surplus = self.num_bytes - min(num_bytes, self.num_bytes)
-        self.num_bytes -= surplus
-        if surplus:
-            self._budget.give_back(surplus)
+        if num_bytes < self.num_bytes or self.num_bytes == 0:
+            self.settle(max(0, min(num_bytes, self.num_bytes)))
 
 
 class RequestBodies:
@@ -310,18 +342,12 @@ class RequestBodies:
         except BodyRefused as e:
             await _refuse(e, scope, receive, send)
             return
-        uncounted = (
-            0 if expected.is_guess or expected.num_bytes > _UNCOUNTED_BYTES else expected.num_bytes
-        )
-        async with (
-            self._received.share(expected.num_bytes - uncounted) as received,
-            self._inflated.share(0) as inflated,
-        ):
+        async with self._received.share() as received, self._inflated.share() as inflated:
             try:
-                body = await self._receive(receive, expected)
+                body = await self._receive(receive, expected, received)
                 if body is None:
                     return  # the client left
-                received.shrink(len(body))
+                received.shrink(max(0, len(body) - _UNCOUNTED_BYTES))
                 if expected.encoding is not None:
                     if body:
                         body = await self._inflate(body, expected, inflated)
@@ -346,14 +372,17 @@ class RequestBodies:
             raise _too_large(limit)
         return _Expected(
             num_bytes=limit if announced is None else announced,
-            is_guess=announced is None,
             encoding=encoding,
             limit=limit,
             inflated_limit=limits.max_inflated_bytes if is_large else limit,
         )
 
-    async def _receive(self, receive: Receive, expected: _Expected) -> bytes | None:
-        """Return the body as it was sent; None when the client left."""
+    async def _receive(self, receive: Receive, expected: _Expected, share: Share) -> bytes | None:
+        """Return the body as it was sent; None when the client left.
+
+        The budget is charged for what has come, not for what is announced, which costs a client nothing to say. While
+        its turn is waited for nothing more is read, and the client's time stands still.
+        """
         limits = self._limits
         in_time = limits.receive_timeout_s - limits.receive_grace_s
         rate = max(
@@ -365,11 +394,18 @@ class RequestBodies:
         pieces: list[bytes] = []
         size = 0
         is_whole = False
-        while not is_whole:
+        while True:
+            if size > _UNCOUNTED_BYTES + share.num_bytes:
+                began = now()
+                wanted = size - _UNCOUNTED_BYTES
+                await share.grow(wanted if is_whole else wanted + _STEP_BYTES)
+                start += now() - began
+            if is_whole:
+                break
             try:
                 # One timer for as long as nothing is late; then what has come bought more time, or it did not.
                 async with asyncio.timeout_at(start + allowed_s):
-                    while not is_whole:
+                    while not is_whole and size <= _UNCOUNTED_BYTES + share.num_bytes:
                         message = await receive()
                         if message["type"] == "http.disconnect":
                             return None
@@ -416,8 +452,7 @@ class _Expected(NamedTuple):
     """What the head of a request says of its body, and what is allowed."""
 
     num_bytes: int
-    is_guess: bool
-    """Only its end will tell; `num_bytes` is the limit."""
+    """The limit, when only the body's end will tell."""
     encoding: str | None
     limit: int
     inflated_limit: int

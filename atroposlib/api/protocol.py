@@ -12,7 +12,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from atroposlib.api.limits import IS_GONE_EXTENSION
+from atroposlib.api.limits import ABORT_EXTENSION, IS_GONE_EXTENSION
 
 _POLLRDHUP: int | None = getattr(select, "POLLRDHUP", None)
 """Only Linux has it; elsewhere a hang-up shows when the body is read."""
@@ -60,7 +60,11 @@ class HubProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._is_in_head = True
         self._num_head_bytes = 0
-        self.scope["extensions"] = {IS_GONE_EXTENSION: self._is_gone}  # type: ignore[dict-item]
+        extensions: dict[str, Any] = {
+            IS_GONE_EXTENSION: self._is_gone,
+            ABORT_EXTENSION: self.transport.abort,
+        }
+        self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False

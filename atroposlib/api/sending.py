@@ -1,105 +1,174 @@
-"""Answers that are too large to hold per client: sent piece by piece, each under a deadline.
+"""Answers that are too large to hold per client: sent piece by piece, each piece under a deadline.
 
-A client that does not read holds the piece that is on its way, and nothing else for long.
+A client that does not read is cut off, and until then it holds its share of a budget (`limits.ByteBudget`), so that
+any number of them cannot fill the memory. Whether a plain batch was delivered is decided here too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable, Iterator
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from atroposlib.api.calls import Delivery
 from atroposlib.api.coordinator import Coordinator
+from atroposlib.api.limits import ABORT_EXTENSION, ByteBudget, Share
 from atroposlib.api.payloads import EncodedBody
+from atroposlib.wire import CONTENT_TYPE_JSON
 
 logger = logging.getLogger(__name__)
 
+STALL_S = 30.0
+"""A client that takes no piece for this long does not read."""
 _TURNS_TO_NOTICE = 3
 """Turns of the event loop between the return of `send` from a broken connection and the message that tells of it."""
+PIECE_BYTES = 256 * 2**10
+"""Of an answer that is made while it is sent. Compressing one takes the event loop 4 ms."""
 
 
-class BatchResponse(Response):
-    """A batch on its way, piece by piece."""
+class _PiecewiseResponse(Response):
+    """An answer of several pieces; `timeout_s` is for the whole."""
 
-    def __init__(self, body: EncodedBody, run: Coordinator, *, timeout_s: float) -> None:
-        headers = {"Vary": "Accept, Accept-Encoding"}
-        headers["Content-Length"] = str(body.num_bytes)
-        if body.encoding is not None:
-            headers["Content-Encoding"] = body.encoding
-        super().__init__(None, media_type=body.media_type, headers=headers)
-        self._pieces = body.pieces
-        self._run = run
+    def __init__(self, *, media_type: str, headers: dict[str, str], timeout_s: float) -> None:
+        super().__init__(None, media_type=media_type, headers=headers)
+        del self.headers["content-length"]  # of an empty body
+        self.headers.update(headers)
         self._timeout_s = timeout_s
+
+    async def _send_pieces(self, pieces: Iterable[bytes], send: Send) -> None:
+        """Send the head and the pieces, but not the end. Raises TimeoutError."""
+        now = asyncio.get_running_loop().time
+        end = now() + self._timeout_s
+        async with asyncio.timeout(None) as patience:
+            start = {"type": "http.response.start", "status": self.status_code}
+            await send({**start, "headers": self.raw_headers})
+            for piece in pieces:
+                patience.reschedule(min(end, now() + STALL_S))
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    def _cut_off(self, scope: Scope, error: Exception) -> None:
+        """Close the connection at once: what is written to it but not read would stay in memory."""
+        logger.warning("%s %s: cut off: %r", scope["method"], scope["path"], error)
+        abort = scope.get("extensions", {}).get(ABORT_EXTENSION)
+        if abort is not None:
+            abort()
+
+
+class JsonPieces(_PiecewiseResponse):
+    """A long JSON text, made while it is sent; `texts` must be made in some milliseconds each."""
+
+    def __init__(self, texts: Iterable[bytes], budget: ByteBudget, *, timeout_s: float) -> None:
+        super().__init__(media_type=CONTENT_TYPE_JSON, headers={}, timeout_s=timeout_s)
+        self._texts = texts
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._begin(send)
-                *pieces, end = self._pieces
-                for piece in pieces:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await send({"type": "http.response.body", "body": end})
+            # One piece is made while the one before it waits for the client.
+            async with self._budget.share(2 * PIECE_BYTES):
+                await self._send_pieces(_cut(self._texts), _yielding(send))
+                await send({"type": "http.response.body", "body": b""})
         except (TimeoutError, OSError) as e:
-            self._warn(e)
+            self._cut_off(scope, e)
 
-    async def _begin(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send({**start, "headers": self.raw_headers})
 
-    def _warn(self, error: Exception) -> None:
-        logger.warning("run %s: a batch could not be sent: %r", self._run.name, error)
+class BatchResponse(_PiecewiseResponse):
+    """A leased batch. It holds `share`, which shrinks with what is left to send."""
+
+    def __init__(
+        self, body: EncodedBody, run: Coordinator, share: Share, *, timeout_s: float
+    ) -> None:
+        headers = {"Vary": "Accept, Accept-Encoding", "Content-Length": str(body.num_bytes)}
+        if body.encoding is not None:
+            headers["Content-Encoding"] = body.encoding
+        super().__init__(media_type=body.media_type, headers=headers, timeout_s=timeout_s)
+        self._pieces = body.pieces
+        self._run = run
+        self._share = share
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._send_pieces(self._drain(), send)
+            await send({"type": "http.response.body", "body": b""})
+        except (TimeoutError, OSError) as e:
+            self._cut_off(scope, e)
+        finally:
+            self._share.shrink(0)
+
+    def _drain(self) -> Iterator[bytes]:
+        """Yield the pieces, letting go of each."""
+        self._pieces.reverse()
+        while self._pieces:
+            piece = self._pieces.pop()
+            yield piece
+            self._share.shrink(self._share.num_bytes - len(piece))
 
 
 class PlainBatchResponse(BatchResponse):
-    """A batch without a lease, with a look at whether it got there.
+    """A batch without a lease: trained, for the hub, just before its last byte is sent.
 
-    It counts as delivered when all its bytes were handed to the operating system while the client was still there; what
-    the client makes of them nobody can know without a lease.
+    A client that is gone by then does not have the batch: its groups go back to the queue. One that has the last byte
+    has a batch that is never delivered again, whatever becomes of the hub. Between the two, the batch is lost to a
+    client whose connection breaks: without a lease the hub cannot know.
     """
 
-    def __init__(self, body: EncodedBody, run: Coordinator, delivery: Delivery) -> None:
-        super().__init__(body, run, timeout_s=delivery.expires_in_s)
+    def __init__(
+        self, body: EncodedBody, run: Coordinator, share: Share, delivery: Delivery
+    ) -> None:
+        super().__init__(body, run, share, timeout_s=delivery.expires_in_s)
         self._batch_id = delivery.batch_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(_disconnect(receive))
-        is_whole = False
-        *pieces, end = self._pieces
+        last = self._pieces[-1][-1:]
+        self._pieces[-1] = self._pieces[-1][:-1]
+        is_trained = False
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._begin(send)
-                for piece in (*pieces, end[:-1]):
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                    if watcher.done():
-                        break
-                else:
-                    # Returns when what was written before has left the process, or the connection has broken.
-                    await send({"type": "http.response.body", "body": b"", "more_body": True})
-                    for _ in range(_TURNS_TO_NOTICE):
-                        await asyncio.sleep(0)
-                    # Nobody leaves content before the last byte: who is gone by now was cut off.
-                    is_whole = not watcher.done()
-                    if is_whole:
-                        last: Message = {"type": "http.response.body", "body": end[-1:]}
-                        last["more_body"] = True
-                        await send(last)
+            await self._send_pieces(self._drain_while(watcher), send)
+            for _ in range(_TURNS_TO_NOTICE):
+                await asyncio.sleep(0)
+            if not watcher.done():
+                is_trained = await self._run.confirm(self._batch_id)
+            if is_trained:
+                await send({"type": "http.response.body", "body": last})
         except (TimeoutError, OSError) as e:
-            self._warn(e)
+            self._cut_off(scope, e)
         finally:
+            self._share.shrink(0)
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
-            if is_whole:
-                await self._run.confirm(self._batch_id)
-            else:
+            if not is_trained:
                 await self._run.give_back(self._batch_id)
-        if is_whole:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _drain_while(self, watcher: asyncio.Task[None]) -> Iterator[bytes]:
+        """Yield the pieces while the client is there, and at the end nothing: sending it waits for what was written."""
+        for piece in self._drain():
+            yield piece
+            if watcher.done():
+                return
+        yield b""
 
 
 async def _disconnect(receive: Receive) -> None:
     """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _yielding(send: Send) -> Send:
+    """Let others have the event loop between two pieces, however fast the client reads."""
+
+    async def send_and_yield(message: Message) -> None:
+        await send(message)
+        await asyncio.sleep(0)
+
+    return send_and_yield
+
+
+def _cut(texts: Iterable[bytes]) -> Iterator[bytes]:
+    for text in texts:
+        for start in range(0, len(text), PIECE_BYTES):
+            yield text[start : start + PIECE_BYTES]

@@ -27,7 +27,7 @@ from atroposlib.api.environments import TooManyEnvironments, UnknownEnvironment
 from atroposlib.api.handlers import ROUTES, Services, is_ours
 from atroposlib.api.hub import DEFAULT_RUN, Hub, TooManyRuns
 from atroposlib.api.leases import LeaseLost, Superseded, UnknownBatch
-from atroposlib.api.limits import HubLimits, Ladder, RequestBodies
+from atroposlib.api.limits import ByteBudget, HubLimits, Ladder, RequestBodies
 from atroposlib.api.metrics import HubMetrics, Observe
 from atroposlib.api.payloads import DecoderUnavailable, GroupCodec
 from atroposlib.api.routes import Route
@@ -95,7 +95,14 @@ def create_app(
         + [{"url": "/runs/{run}", "variables": {"run": {"default": DEFAULT_RUN}}}],
     )
     app.state.hub = hub
-    app.state.services = Services(hub=hub, limits=limits, codec=codec, metrics=metrics)
+    app.state.services = Services(
+        hub=hub,
+        limits=limits,
+        codec=codec,
+        metrics=metrics,
+        batches=ByteBudget(limits.max_inflight_bytes),
+        lookups=ByteBudget(limits.max_lookup_bytes),
+    )
     for route in ROUTES:
         if route.handler is not None:
             app.add_api_route(route.template, route.handler, methods=[route.method], **route.api)

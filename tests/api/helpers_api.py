@@ -70,9 +70,12 @@ def group(num_sequences: int = 2, first_token: int = 7, **changes: Any) -> dict[
 class Hub:
     """One hub in this process and a client of it."""
 
-    def __init__(self, http: httpx.AsyncClient, coordinator: Coordinator) -> None:
+    def __init__(
+        self, http: httpx.AsyncClient, coordinator: Coordinator, app: FastAPI | None = None
+    ) -> None:
         self.http = http
         self.coordinator = coordinator
+        self.app = app or FastAPI()
 
     async def get(self, path: str, **request: Any) -> Any:
         return (await self.http.get(path, **request)).raise_for_status().json()
@@ -111,7 +114,7 @@ async def running_hub(
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://hub") as http,
     ):
-        yield Hub(http, await runs.run())
+        yield Hub(http, await runs.run(), app)
 
 
 @contextmanager

@@ -318,7 +318,11 @@ async def test_handler_gets_one_bytes_object_and_then_the_disconnect() -> None:
 
 
 async def test_client_that_leaves_while_sending_reaches_no_handler() -> None:
+    pieces = [b" " * 90_000]
+
     async def receive() -> Any:
+        if pieces:
+            return {"type": "http.request", "body": pieces.pop(), "more_body": True}
         return {"type": "http.disconnect"}
 
     async def app(*_: Any) -> None:
@@ -462,21 +466,74 @@ async def test_who_stops_waiting_for_the_budget_leaves_no_trace() -> None:
     assert (budget.free_bytes, budget.num_waiting) == (10, 0)
 
 
-async def test_share_larger_than_the_budget_gets_all_of_it() -> None:
+async def test_whoever_came_first_may_exceed_the_budget() -> None:
     budget = ByteBudget(10)
     async with budget.share(11) as share:
-        assert (share.num_bytes, budget.free_bytes) == (10, 0)
+        assert (share.num_bytes, budget.free_bytes) == (11, -1)
         share.shrink(3)
         assert budget.free_bytes == 7
     assert budget.free_bytes == 10
 
 
-async def test_bodies_wait_unread_while_others_are_handled_and_acks_do_not() -> None:
-    reading: list[str] = []
+async def test_requests_that_each_hold_a_part_do_not_wait_for_each_other() -> None:
+    budget = ByteBudget(10)
+    done: list[str] = []
+
+    async def grow_in_steps(name: str) -> None:
+        async with budget.share() as share:
+            for num_bytes in range(1, 9):
+                await share.grow(num_bytes)
+                await asyncio.sleep(0)
+            done.append(name)
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        for name in "abc":
+            tasks.create_task(grow_in_steps(name))
+    assert done == ["a", "b", "c"]
+    assert (budget.free_bytes, budget.num_waiting) == (10, 0)
+
+
+@pytest.mark.parametrize("announced", [None, 64 * MIB], ids=["chunked", "announced"])
+async def test_bodies_that_do_not_come_hold_no_memory_of_others(announced: int | None) -> None:
+    bodies = RequestBodies(echo, HubLimits())
+    never = asyncio.Event()
+
+    async def dawdle() -> None:
+        pieces = [b"x"]
+
+        async def receive() -> Any:
+            if not pieces:
+                await never.wait()
+            return {"type": "http.request", "body": pieces.pop(), "more_body": True}
+
+        await bodies(scope_of("/scored_data", announced), receive, unexpected_send)
+
+    dawdlers = [asyncio.create_task(dawdle()) for _ in range(16)]
+    await settle()
+    assert bodies._received.free_bytes == bodies._received.total_bytes
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b" " * 40 * MIB, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with asyncio.timeout(5):
+        await bodies(scope_of("/scored_data", 40 * MIB), receive, send)
+    assert sent[0]["status"] == 200
+    for each in dawdlers:
+        each.cancel()
+    await asyncio.gather(*dawdlers, return_exceptions=True)
+
+
+async def test_bodies_wait_while_others_are_handled_and_acks_do_not() -> None:
+    handled: list[str] = []
     finish = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
+        handled.append(scope["name"])
         if scope["path"] == "/scored_data":
             await finish.wait()
 
@@ -484,20 +541,19 @@ async def test_bodies_wait_unread_while_others_are_handled_and_acks_do_not() -> 
 
     async def request(name: str, path: str, num_bytes: int) -> None:
         async def receive() -> Any:
-            reading.append(name)
             return {"type": "http.request", "body": b" " * num_bytes, "more_body": False}
 
-        await bodies(scope_of(path, num_bytes), receive, unexpected_send)
+        await bodies(scope_of(path, num_bytes, name=name), receive, unexpected_send)
 
     async with asyncio.TaskGroup() as tasks:
         for name in "abc":
-            tasks.create_task(request(name, "/scored_data", 70_000))
+            tasks.create_task(request(name, "/scored_data", 130_000))
         await settle()
-        assert reading == ["a", "b"]
+        assert handled == ["a", "b"]
         await request("ack", "/batches/1/ack", 100)
-        assert reading == ["a", "b", "ack"]
+        assert handled == ["a", "b", "ack"]
         finish.set()
-    assert reading == ["a", "b", "ack", "c"]
+    assert handled == ["a", "b", "ack", "c"]
     assert bodies._received.free_bytes == 150_000
 
 

@@ -617,12 +617,13 @@ READ = (Scope.READ,)
 ADMIN = (Scope.ADMIN,)
 GROUPS = Body.GROUPS
 _hot = functools.partial(Route, is_hot=True)
+_vital = functools.partial(Route, is_hot=True, is_vital=True)
 
 ROUTES = RouteTable(
     [
         Route("GET", "/", root, ANYONE),
-        Route("GET", "/healthz", healthz, ANYONE),
-        Route("GET", "/readyz", readyz, ANYONE),
+        Route("GET", "/healthz", healthz, ANYONE, is_vital=True),
+        Route("GET", "/readyz", readyz, ANYONE, is_vital=True),
         Route("GET", "/metrics", show_metrics, READ, is_hub_wide=True, api=_TEXT),
         Route("GET", "/openapi.json", None, READ),
         Route("GET", "/docs", None, READ),
@@ -631,11 +632,11 @@ ROUTES = RouteTable(
         # Trainers
         Route("POST", "/register", register, CONSUME, api=_WITHOUT_NULL),
         _hot("GET", "/batch", batch, CONSUME, api=_takes(query=BatchQuery)),
-        _hot("POST", "/batches/{batch_id}/heartbeat", heartbeat, CONSUME, api=_TAKES_LEASE),
-        _hot("POST", "/batches/{batch_id}/ack", ack, CONSUME, api=_TAKES_ACK),
+        _vital("POST", "/batches/{batch_id}/heartbeat", heartbeat, CONSUME, api=_TAKES_LEASE),
+        _vital("POST", "/batches/{batch_id}/ack", ack, CONSUME, api=_TAKES_ACK),
         Route("POST", "/batches/{batch_id}/release", release, CONSUME),
         Route("POST", "/batches/{batch_id}/reject", reject, CONSUME),
-        _hot("POST", "/checkpoints", checkpoint, CONSUME, api=_TAKES_CHECKPOINT),
+        _vital("POST", "/checkpoints", checkpoint, CONSUME, api=_TAKES_CHECKPOINT),
         Route("POST", "/policy", set_policy, CONSUME),
         # Environments
         Route("POST", "/register-env", register_env, PRODUCE, api=_WITHOUT_NULL),

@@ -26,6 +26,8 @@ CLIENT_HEADER = b"atropos-client"
 """Sent by our own clients on every request; they understand 429."""
 IS_GONE_EXTENSION = "atropos.is_gone"
 """ASGI extension: a function that says whether the client hung up, without reading from it."""
+CROWDED_EXTENSION = "atropos.is_crowded"
+"""ASGI extension: true for a connection beyond the limit, which is there for what must get through."""
 ABORT_EXTENSION = "atropos.abort"
 """ASGI extension: a function that closes the connection without waiting for the client to read."""
 

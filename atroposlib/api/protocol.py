@@ -12,10 +12,62 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from atroposlib.api.limits import ABORT_EXTENSION, IS_GONE_EXTENSION
+from atroposlib.api.limits import ABORT_EXTENSION, CROWDED_EXTENSION, IS_GONE_EXTENSION
 
+MAX_CONNECTIONS = 4096
 _POLLRDHUP: int | None = getattr(select, "POLLRDHUP", None)
 """Only Linux has it; elsewhere a hang-up shows when the body is read."""
+
+
+RESERVED_CONNECTIONS = 16
+"""Beyond the limit, for health checks and trainers that hold a batch."""
+
+
+class Connections:
+    """The open connections of one server, so that idle ones make room for others.
+
+    At the limit a further connection closes the one that has been idle for longest: first one that has never shown
+    any rights. While every connection is busy, `RESERVED_CONNECTIONS` more are let in, for what must get through; the
+    next ones are closed.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._open: set[HubProtocol] = set()
+        self._strangers: dict[HubProtocol, None] = {}
+        self._known: dict[HubProtocol, None] = {}
+        """Idle connections, longest first: those that have never shown any rights, and those that have."""
+
+    def add(self, connection: HubProtocol) -> None:
+        """Note a connection that was made; closes it or another one if there are too many."""
+        if len(self._open) >= self.limit:
+            idle = next(iter(self._strangers), None) or next(iter(self._known), None)
+            if idle is not None:
+                self.remove(idle)
+                idle.transport.abort()
+            elif len(self._open) >= self.limit + RESERVED_CONNECTIONS:
+                connection.transport.abort()
+                return
+        connection.is_crowded = len(self._open) >= self.limit
+        self._open.add(connection)
+        self._strangers[connection] = None
+
+    @property
+    def are_too_many(self) -> bool:
+        return len(self._open) > self.limit
+
+    def note_busy(self, connection: HubProtocol) -> None:
+        self._strangers.pop(connection, None)
+        self._known.pop(connection, None)
+
+    def note_idle(self, connection: HubProtocol) -> None:
+        if connection in self._open:
+            idle = self._known if connection.was_let_in else self._strangers
+            idle[connection] = None
+
+    def remove(self, connection: HubProtocol) -> None:
+        self._open.discard(connection)
+        self.note_busy(connection)
 
 
 class HubProtocol(HttpToolsProtocol):
@@ -28,18 +80,25 @@ class HubProtocol(HttpToolsProtocol):
     """How long a client may go on sending a body after its request was answered. Closing at once would often destroy
     the answer on its way."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, connections: Connections | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.is_crowded = False
+        """Whether it was let in beyond the limit."""
+        self.was_let_in = False
+        """Whether one of its requests needed rights, and had them."""
+        self._all = connections or Connections(MAX_CONNECTIONS)
         self._deadline: asyncio.TimerHandle | None = None
         self._is_in_head = True
         self._num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._all.add(self)
         self._close_after(self.HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._keep_open()
+        self._all.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -60,26 +119,33 @@ class HubProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._is_in_head = True
         self._num_head_bytes = 0
+        self.is_crowded = self.is_crowded and self._all.are_too_many
         extensions: dict[str, Any] = {
             IS_GONE_EXTENSION: self._is_gone,
             ABORT_EXTENSION: self.transport.abort,
+            CROWDED_EXTENSION: self.is_crowded,
         }
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._keep_open()
+        self._all.note_busy(self)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         if self.cycle is not None and self.cycle.response_complete:
+            self._all.note_idle(self)
             self._close_after(self.HEAD_TIMEOUT_S)  # for the next request: uvicorn's timer is gone
 
     def on_response_complete(self) -> None:
         # Of pipelined requests `cycle` is the last, and the one that was answered had all its body.
         is_body_missing = not self.pipeline and self.cycle.more_body
         super().on_response_complete()
+        self.was_let_in = self.was_let_in or "was_let_in" in self.scope
+        if self._is_between_requests():
+            self._all.note_idle(self)
         if is_body_missing and not self.transport.is_closing():
             self._close_after(self.UNWANTED_BODY_S)
 

@@ -57,6 +57,8 @@ class Route:
     """While the hub has no tokens, only for clients on the same machine."""
     is_hub_wide: bool = field(default=False, kw_only=True)
     """Shows every run, so a token for some runs is not enough."""
+    is_vital: bool = field(default=False, kw_only=True)
+    """Answered even when all connections are in use: health, and what a trainer that holds a batch has to say."""
     api: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     """Options of FastAPI's route: what the OpenAPI document says beyond the handler's signature."""
 

@@ -29,6 +29,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from atroposlib.api.limits import CROWDED_EXTENSION
 from atroposlib.api.routes import Route, RouteTable, split_run
 from atroposlib.api.routes import Scope as Scope
 from atroposlib.api.stores.runs import RUN_NAME
@@ -234,12 +235,19 @@ class _Refusal(NamedTuple):
     detail: str
 
 
+_HEADERS_OF_REFUSALS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    503: {"Retry-After": "2", "Connection": "close"},
+}
+
+
 class Access:
     """ASGI middleware: finds the run and the row of a request, takes the run off the path, and turns away who may not.
 
-    It sets `scope["run"]`, `scope["hub_route"]` (None: no row), `scope["path_params"]` and, for a request with a token,
-    `scope["token_name"]`. `tokens` None: everyone may do everything, except that destructive routes are for this
-    machine only and that web pages of other sites are kept out.
+    It sets `scope["run"]`, `scope["hub_route"]` (None: no row) and `scope["path_params"]`; for a request with a token
+    `scope["token_name"]`; and for one that needed rights and had them `scope["was_let_in"]`. `tokens` None: everyone
+    may do everything, except that destructive routes are for this machine only and that web pages of other sites are
+    kept out.
     """
 
     def __init__(self, app: ASGIApp, routes: RouteTable, tokens: TokenSet | None) -> None:
@@ -267,10 +275,15 @@ class Access:
                 scope["path"] = path
                 scope["raw_path"] = quote(path).encode()
             refusal = self._refusal(scope, run, route)
+            is_vital = route is not None and route.is_vital
+            if scope.get("extensions", {}).get(CROWDED_EXTENSION) and not is_vital:
+                refusal = _Refusal(503, "all connections are in use; try again")
         if refusal is None:
+            if route is not None and route.scopes:
+                scope["was_let_in"] = True
             await self._app(scope, receive, send)
             return
-        headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
+        headers = _HEADERS_OF_REFUSALS.get(refusal.status)
         answer = JSONResponse({"detail": refusal.detail}, refusal.status, headers)
         await answer(scope, receive, send)
 

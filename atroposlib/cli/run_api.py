@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import functools
 import logging
 import os
 import resource
@@ -29,7 +30,7 @@ from pydantic import BaseModel, Field, SecretStr
 from atroposlib.api.allocator import keep_freed_memory
 from atroposlib.api.calls import RunPolicy
 from atroposlib.api.hub import Hub
-from atroposlib.api.protocol import HubProtocol
+from atroposlib.api.protocol import MAX_CONNECTIONS, RESERVED_CONNECTIONS, Connections, HubProtocol
 from atroposlib.api.security import Scope, TokenSet, add_token, is_loopback
 from atroposlib.api.server import create_app, stop_waiting
 from atroposlib.api.stores.base import Durability, GroupStore, StoreBroken
@@ -51,8 +52,8 @@ logger = logging.getLogger(__name__)
 TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
 SHUTDOWN_GRACE_S = 2
 """How long requests that are being answered may take after a stop signal."""
-MAX_CONNECTIONS = 4096
-"""Requests beyond are answered 503."""
+FILES_OF_STORES = 64
+"""Kept free for the files of the hub itself."""
 SWITCH_INTERVAL_S = 0.001
 KEEP_ALIVE_S = 30
 """Longer than clients keep idle connections (aiohttp: 15 s), so that they, not the hub, end them."""
@@ -213,18 +214,20 @@ def serve(argv: Sequence[str] | None) -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
-    _raise_file_limit()
+    connections = Connections(max_connections(_raise_file_limit()))
     # Before anything is erased or recovered: a second hub by mistake must not get that far.
     listener = listen(config.host, config.port)
     with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, tokens, listener))
+        return runner.run(_serve(config, tokens, listener, connections))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvicorn.Config(app="", log_config=None).get_loop_factory()
 
 
-async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket.socket) -> int:
+async def _serve(
+    config: RunApiConfig, tokens: TokenSet | None, listener: socket.socket, connections: Connections
+) -> int:
     broken: list[BaseException] = []
     server: _Server | None = None
 
@@ -255,7 +258,7 @@ async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket
     server = _Server(
         uvicorn.Config(
             app,
-            http=HubProtocol,
+            http=functools.partial(HubProtocol, connections=connections),  # type: ignore[arg-type]
             ws="none",
             log_config=None,
             log_level="warning",
@@ -263,7 +266,7 @@ async def _serve(config: RunApiConfig, tokens: TokenSet | None, listener: socket
             lifespan="on",
             server_header=False,
             proxy_headers=False,  # anybody on this machine could send them
-            limit_concurrency=MAX_CONNECTIONS,
+            backlog=max(16, connections.limit // 2),
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
             ssl_certfile=config.ssl_certfile,
@@ -444,15 +447,28 @@ def _check_tls(config: RunApiConfig) -> None:
             raise ConfigError(f"--ssl-ca-certs {config.ssl_ca_certs}: {e}") from e
 
 
-def _raise_file_limit() -> None:
-    """Allow as many open connections as the system lets this process have."""
+def _raise_file_limit() -> int:
+    """Allow as many open files as the system lets this process have; return how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
-        return
+        return soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (OSError, ValueError) as e:
         logger.warning("only %d files and connections may be open at once (%s)", soft, e)
+        return soft
+    return hard
+
+
+def max_connections(max_files: int) -> int:
+    """Return how many connections leave enough files for the stores, and for those that have yet to be refused.
+
+    >>> max_connections(256), max_connections(2**20)
+    (96, 4096)
+    """
+    if max_files == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(RESERVED_CONNECTIONS, min(MAX_CONNECTIONS, (max_files - FILES_OF_STORES) // 2))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.api.handlers import ROUTES
 from atroposlib.api.limits import IS_GONE_EXTENSION, HubLimits, Ladder, RequestBodies
-from atroposlib.api.protocol import HubProtocol
+from atroposlib.api.protocol import RESERVED_CONNECTIONS, Connections, HubProtocol
 from atroposlib.api.security import Access
 
 GET = b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n"
@@ -32,12 +33,19 @@ async def read_all(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncIterator[int]:
+async def serving(app: ASGIApp, *, max_connections: int = 4096) -> AsyncIterator[int]:
     """Serve `app` on a loopback port, which is given."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(
-            app, http=HubProtocol, ws="none", lifespan="off", log_config=None, log_level="error"
+            app,
+            http=functools.partial(  # type: ignore[arg-type]
+                HubProtocol, connections=Connections(max_connections)
+            ),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
         )
     )
     task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -277,3 +285,75 @@ async def test_application_can_ask_whether_the_client_is_gone() -> None:
         await client.answer()
         await client.close()
     assert asked == [False]
+
+
+# More connections than there is room for
+
+
+def ask(path: str) -> bytes:
+    return b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode()
+
+
+async def test_idle_crowd_keeps_nobody_out_and_cuts_off_no_client() -> None:
+    async with serving(Access(hello, ROUTES, None), max_connections=8) as port:
+        trainers = [await Client.connect(port) for _ in range(3)]
+        for trainer in trainers:
+            trainer.writer.write(ask("/status"))
+            assert await trainer.answer() == b"HTTP/1.1 200 OK"
+        crowd = []
+        for _ in range(30):
+            crowd.append(await Client.connect(port))
+            crowd[-1].writer.write(ask("/healthz"))  # needs no rights, and shows none
+            assert await crowd[-1].answer() == b"HTTP/1.1 200 OK"
+        crowd += [await Client.connect(port) for _ in range(30)]  # these say nothing at all
+        for path in ("/healthz", "/status"):
+            fresh = await Client.connect(port)
+            fresh.writer.write(ask(path))
+            assert await fresh.answer() == b"HTTP/1.1 200 OK"
+            crowd.append(fresh)
+        for trainer in trainers:
+            trainer.writer.write(ask("/status"))
+            assert await trainer.answer() == b"HTTP/1.1 200 OK"
+        assert await crowd[0].is_closed()
+        for client in [*trainers, *crowd]:
+            await client.close()
+
+
+async def test_busy_crowd_leaves_room_for_health_and_acknowledgements() -> None:
+    release, are_busy = asyncio.Event(), asyncio.Event()
+    num_busy = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal num_busy
+        if scope["path"] == "/batch":
+            num_busy += 1
+            if num_busy == 4:
+                are_busy.set()
+            await release.wait()
+        await hello(scope, receive, send)
+
+    ack = b"POST /batches/1/ack HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
+    async with serving(Access(app, ROUTES, None), max_connections=4) as port:
+        busy = [await Client.connect(port) for _ in range(4)]
+        for client in busy:
+            client.writer.write(ask("/batch"))
+        async with asyncio.timeout(5):
+            await are_busy.wait()
+        for request, status in [
+            (ask("/healthz"), b"HTTP/1.1 200 OK"),
+            (ack, b"HTTP/1.1 200 OK"),
+            (ask("/status"), b"HTTP/1.1 503 Service Unavailable"),
+        ]:
+            for _ in range(2 * RESERVED_CONNECTIONS):  # more than are reserved: each makes room
+                client = await Client.connect(port)
+                client.writer.write(request)
+                assert await client.answer() == status
+                busy.append(client)
+        release.set()
+        for client in busy[:4]:
+            assert await client.answer() == b"HTTP/1.1 200 OK"
+        late = await Client.connect(port)
+        late.writer.write(ask("/status"))
+        assert await late.answer() == b"HTTP/1.1 200 OK"
+        for client in [*busy, late]:
+            await client.close()

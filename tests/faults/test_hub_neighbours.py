@@ -1,0 +1,345 @@
+"""Hostile neighbours of a run: without a token, with a produce token, and with an admin token, both of another run.
+
+Each sends its table of requests to a real hub process, over and over and all at once, while the run's trainer
+acknowledges and a supervisor asks for health. Every answer is the table's, the run's account is the same to the last
+group, the hub's memory stays where it was, and nobody waits. The machine may be busy: asserted of the waiting are the
+median and the 95th percentile; the 99th is printed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.api.security import Scope, add_token
+from tests.faults.drivers import HubProcess, assert_balanced, hub_process, peak_rss_bytes
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+MIB = 2**20
+ROUNDS_S = 4.0
+"""How long the tables are sent over and over."""
+MEDIAN_S, P95_S = 0.1, 0.5
+VICTIM, OTHER = "/runs/victim", "/runs/other"
+TRAINER = {
+    "wandb_group": "g",
+    "wandb_project": "p",
+    "batch_size": 2,
+    "max_token_len": 128,
+    "checkpoint_dir": "ck",
+    "save_checkpoint_interval": 1,
+    "starting_step": 0,
+    "num_steps": 3,
+}
+GROUP = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}
+ENVIRONMENT = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2}
+BOMB = gzip.compress(b'{"tokens": [[' + b"0, " * (10 * MIB))
+LEASE = {"lease_id": "0" * 32}
+
+NOBODY, PRODUCER, ADMIN = "nobody", "producer of another run", "admin of another run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A request, and the answer it gets."""
+
+    client: str
+    method: str
+    path: str
+    status: int
+    body: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+def case(
+    client: str, line: str, status: int, body: Any = None, **headers: str | Sequence[str]
+) -> Case:
+    """Write a row; a `line` is a method and a path, `body` bytes as they are or anything as JSON."""
+    method, _, path = line.partition(" ")
+    content = (
+        body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    )
+    sent = [("Content-Type", "application/json")]
+    for name, values in headers.items():
+        many = [values] if isinstance(values, str) else values
+        sent += [(name.replace("_", "-"), value) for value in many]
+    return Case(
+        client=client,
+        method=method,
+        path=path,
+        status=status,
+        body=content,
+        headers=tuple(sent),
+    )
+
+
+CALLS: list[tuple[str, Any]] = [
+    ("GET {run}/batch", None),
+    ("GET {run}/batch?lease=1&wait=60", None),
+    ("POST {run}/register", TRAINER | {"resume_step": 0, "resume": "discard"}),
+    ("POST {run}/policy", {"version": 10**9}),
+    ("POST {run}/checkpoints", {"step": 10**9}),
+    ("POST {run}/batches/0/ack", LEASE),
+    ("POST {run}/batches/0/heartbeat", LEASE),
+    ("POST {run}/batches/0/release", LEASE),
+    ("POST {run}/batches/0/reject", LEASE | {"groups": [0], "reason": "x"}),
+    ("POST {run}/scored_data", GROUP),
+    ("POST {run}/scored_data_list", [GROUP] * 3),
+    ("POST {run}/register-env", ENVIRONMENT),
+    ("POST {run}/disconnect-env", {"env_id": 0}),
+    ("GET {run}/status-env?env_id=0", None),
+    ("POST {run}/status-env", {"env_id": 0}),
+    ("GET {run}/status", None),
+    ("GET {run}/info", None),
+    ("GET {run}/wandb_info", None),
+    ("GET {run}/ledger", None),
+    ("GET {run}/explain", None),
+    ("GET {run}/latest_example", None),
+    ("GET {run}/dead", None),
+    ("POST {run}/dead/requeue", {"numbers": [0, 1, 2]}),
+    ("GET {run}/reset_data", None),
+    ("GET {run}/metrics", None),
+    ("GET {run}/openapi.json", None),
+    ("GET {run}/nowhere", None),
+]
+"""All that a client may ask of a run."""
+BAD_TOKENS = ["Bearer", "Bearer x", "Basic eDp4", "Bearer a b", "bearer " + "x" * 4000]
+
+
+def cases() -> Iterator[Case]:
+    for client, status in [(NOBODY, 401), (PRODUCER, 403), (ADMIN, 403)]:
+        for line, body in CALLS:
+            yield case(client, line.format(run=VICTIM), status, body)
+        for line in (f"DELETE {VICTIM}", "DELETE /runs/default", "GET /reset_data", "GET /ledger"):
+            yield case(client, line, status)
+        for path in ("/", "/healthz", "/readyz"):
+            yield case(client, f"GET {path}", 200)
+        for path in ("/runs//status", "/runs/.x/status", "/runs/a%20b/status", "/runs/..%2fvictim"):
+            yield case(client, f"GET {path}", 404)
+        for path in (f"{OTHER}{VICTIM}", f"{OTHER}/%72uns/victim", f"{OTHER}%2fruns%2fvictim"):
+            yield case(client, f"DELETE {path}", 404)
+            yield case(client, f"GET {path}/ledger", 404)
+    for authorization in BAD_TOKENS:
+        yield case(NOBODY, f"GET {VICTIM}/ledger", 401, Authorization=authorization)
+    yield case(NOBODY, f"GET {VICTIM}/ledger?token=secret", 401)
+    yield case(NOBODY, f"POST {VICTIM}/scored_data", 401, BOMB, Content_Encoding="gzip")
+    yield case(NOBODY, f"POST {VICTIM}/scored_data", 401, b"[" * MIB)
+    yield case(NOBODY, f"GET {VICTIM}/reset_data", 401, X_Forwarded_For="127.0.0.1")
+    yield case(NOBODY, "GET /healthz", 200, X_Original_URL="/reset_data")
+    yield case(NOBODY, "POST /healthz", 401, X_HTTP_Method_Override="GET")
+
+    send = f"POST {OTHER}/scored_data"
+    yield case(PRODUCER, send, 200, GROUP | {"group_id": "the same every time"})
+    yield case(PRODUCER, send, 422, GROUP | {"group_id": "the same every time", "scores": [1, 1]})
+    yield case(PRODUCER, send, 422, b"[" * 100_000)
+    yield case(PRODUCER, send, 422, {"tokens": []})
+    yield case(PRODUCER, send, 413, BOMB, Content_Encoding="gzip")
+    yield case(PRODUCER, send, 400, gzip.compress(b"{}")[:-4], Content_Encoding="gzip")
+    yield case(PRODUCER, send, 415, b"{}", Content_Encoding="br")
+    yield case(PRODUCER, f"GET {OTHER}/batch", 403)
+    yield case(PRODUCER, f"GET {OTHER}/reset_data", 403)
+    yield case(PRODUCER, f"POST {OTHER}/register", 403, TRAINER)
+    yield case(PRODUCER, f"GET {OTHER}/ledger", 403)
+    yield case(PRODUCER, f"DELETE {OTHER}", 403)
+    yield case(PRODUCER, f"POST {OTHER}/register-env", 422, {})
+
+    for path in (f"{OTHER}/../victim/ledger", f"{OTHER}/..%2fvictim/ledger", f"{OTHER}//ledger"):
+        yield case(ADMIN, f"GET {path}", 404)
+    yield case(ADMIN, f"POST {OTHER}/batches/0/ack", 404, LEASE)
+    yield case(ADMIN, f"POST {OTHER}/batches/99999999999999999999/ack", 404, LEASE)
+    yield case(ADMIN, f"POST {OTHER}/batches/x/ack", 422, LEASE)
+    yield case(ADMIN, f"POST {OTHER}/dead/requeue", 200, {"numbers": [0, 1, 2]})
+    yield case(ADMIN, f"POST {OTHER}/dead/requeue", 422, {"numbers": [0] * 100_001})
+    yield case(ADMIN, f"POST {OTHER}/register", 413, b" " * (2 * MIB))
+    yield case(ADMIN, f"GET {OTHER}/metrics", 403)
+    yield case(ADMIN, f"GET {OTHER}/ledger", 200)
+    yield case(ADMIN, f"GET {OTHER}/status", 200)
+    yield case(ADMIN, f"PUT {OTHER}/status", 405)
+    yield case(ADMIN, "POST /runs/new/register", 403, TRAINER)
+
+
+CASES = list(cases())
+
+
+def send(hub: HubProcess, row: Case, secret: str | None) -> int:
+    """Send one request on a connection of its own and return the status."""
+    connection = http.client.HTTPConnection("127.0.0.1", hub.port, timeout=30)
+    try:
+        connection.putrequest(row.method, row.path, skip_accept_encoding=True)
+        for name, value in row.headers:
+            connection.putheader(name, value)
+        if secret is not None:
+            connection.putheader("Authorization", f"Bearer {secret}")
+        connection.putheader("Content-Length", str(len(row.body)))
+        try:
+            connection.endheaders(row.body)
+        except ConnectionError:
+            pass  # answered and closed while the body was on its way
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    finally:
+        connection.close()
+
+
+def waits_of(ask: Callable[[], None], is_over: threading.Event, waits_s: list[float]) -> None:
+    while not is_over.wait(0.005):
+        began = time.perf_counter()
+        ask()
+        waits_s.append(time.perf_counter() - began)
+
+
+def asker(
+    connection: http.client.HTTPConnection, row: Case, secret: str | None
+) -> Callable[[], None]:
+    """Return what sends `row` once more on an open connection."""
+    headers = dict(row.headers)
+    if secret is not None:
+        headers["Authorization"] = f"Bearer {secret}"
+
+    def ask() -> None:
+        connection.request(row.method, row.path, row.body, headers)
+        response = connection.getresponse()
+        response.read()
+        assert response.status == row.status
+
+    return ask
+
+
+def test_the_table_is_large_enough_and_says_each_thing_once() -> None:
+    assert len(CASES) == len(set(CASES))
+    for client in (NOBODY, PRODUCER, ADMIN):
+        assert sum(row.client == client for row in CASES) >= 40
+
+
+def test_hostile_neighbours_touch_nothing_of_a_run_and_make_nobody_wait(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    keeper = add_token(tokens, name="keeper", scopes=[Scope.ADMIN], runs=None)
+    secrets: dict[str, str | None] = {
+        NOBODY: None,
+        PRODUCER: add_token(tokens, name="p", scopes=[Scope.PRODUCE], runs=["other"]),
+        ADMIN: add_token(tokens, name="a", scopes=[Scope.ADMIN], runs=["other"]),
+    }
+    with hub_process(tmp_path, "--tokens", str(tokens)) as hub:
+
+        def kept(line: str, body: Any = None) -> Any:
+            method, _, path = line.partition(" ")
+            connection = http.client.HTTPConnection("127.0.0.1", hub.port, timeout=30)
+            headers = {"Authorization": f"Bearer {keeper}", "Content-Type": "application/json"}
+            connection.request(method, path, json.dumps(body) if body else None, headers)
+            response = connection.getresponse()
+            answer = response.read()
+            connection.close()
+            assert response.status == 200, answer
+            return json.loads(answer)
+
+        def facts() -> dict[str, Any]:
+            paths = ("ledger", "status", "info", "wandb_info", "dead", "latest_example")
+            found = {path: kept(f"GET {VICTIM}/{path}") for path in paths}
+            return found | {"default": kept("GET /ledger")}
+
+        for run in (VICTIM, OTHER):
+            kept(f"POST {run}/register", TRAINER)
+            kept(f"GET {run}/batch")
+            kept(f"POST {run}/register-env", ENVIRONMENT)
+        for _ in range(3):
+            kept(f"POST {VICTIM}/scored_data", GROUP)
+        leased = kept(f"GET {VICTIM}/batch?lease=1&ttl=3600")
+        lease = {"lease_id": leased["lease_id"], "step": 1}
+        acked = f"POST {VICTIM}/batches/{leased['batch_id']}/ack"
+        kept(acked, lease)
+        held = kept(f"GET {VICTIM}/batch?lease=1&ttl=3600")
+        for row in CASES:  # once before memory is measured: buffers grow to their size
+            send(hub, row, secrets[row.client])
+        before = facts()
+        Path(f"/proc/{hub.pid}/clear_refs").write_text("5")  # the highest memory counts from here
+        rss_before = peak_rss_bytes(hub.pid)
+
+        is_over = threading.Event()
+        wrong: list[str] = []
+        num_sent = dict.fromkeys(secrets, 0)
+        health_s: list[float] = []
+        acks_s: list[float] = []
+        failures: list[BaseException] = []
+
+        def guarded(work: Callable[[], None]) -> threading.Thread:
+            def run() -> None:
+                try:
+                    work()
+                except BaseException as e:  # noqa: BLE001 - raised where the threads are joined
+                    failures.append(e)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            return thread
+
+        def attack(client: str) -> None:
+            rows = [row for row in CASES if row.client == client]
+            idle: list[socket.socket] = []
+            end = time.monotonic() + ROUNDS_S
+            while time.monotonic() < end:
+                for row in rows:
+                    status = send(hub, row, secrets[client])
+                    num_sent[client] += 1
+                    if status != row.status:
+                        wrong.append(f"{client}: {row} got {status}")
+                idle += [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(20)]
+            for each in idle:
+                each.close()
+
+        again = case("keeper", acked, 200, lease)
+        open_ones = [
+            http.client.HTTPConnection("127.0.0.1", hub.port, timeout=30) for _ in range(2)
+        ]
+        health = asker(open_ones[0], case("keeper", "GET /healthz", 200), None)
+        ack = asker(open_ones[1], again, keeper)
+        watching = [
+            guarded(lambda: waits_of(health, is_over, health_s)),
+            guarded(lambda: waits_of(ack, is_over, acks_s)),
+        ]
+        attacking = [guarded(lambda client=client: attack(client)) for client in secrets]  # type: ignore[misc]
+        for thread in attacking:
+            thread.join()
+        is_over.set()
+        for thread in watching:
+            thread.join()
+        for connection in open_ones:
+            connection.close()
+        assert not failures, failures
+        grown = peak_rss_bytes(hub.pid) - rss_before
+
+        # What an admin may do to its own run ends there.
+        admin = secrets[ADMIN]
+        assert send(hub, case(ADMIN, f"GET {OTHER}/reset_data", 200), admin) == 200
+        assert send(hub, case(ADMIN, f"DELETE {OTHER}", 200), admin) == 200
+        assert send(hub, case(ADMIN, f"POST {OTHER}/scored_data", 404, GROUP), admin) == 404
+        after = facts()
+        shown = [
+            f"{name}: median {of(waits, 0.5) * 1e3:.1f} ms, p95 {of(waits, 0.95) * 1e3:.1f}, p99"
+            f" {of(waits, 0.99) * 1e3:.1f}, {len(waits)} asked"
+            for name, waits in [("health", health_s), ("acknowledgements", acks_s)]
+        ]
+        print(f"\n{len(CASES)} cases, sent {num_sent}; grown by {grown / MIB:.1f} MiB; {shown}")
+        assert not wrong, f"{len(wrong)} wrong answers, such as\n" + "\n".join(wrong[:10])
+        assert after == before
+        assert_balanced(after["ledger"])
+        kept(f"POST {VICTIM}/batches/{held['batch_id']}/ack", {"lease_id": held["lease_id"]})
+        assert kept(f"GET {VICTIM}/ledger")["trained"] == before["ledger"]["trained"] + 1
+        assert grown <= 64 * MIB
+        for waits in (health_s, acks_s):
+            assert of(waits, 0.5) <= MEDIAN_S, shown
+            assert of(waits, 0.95) <= P95_S, shown
+
+
+def of(waits_s: list[float], quantile: float) -> float:
+    return sorted(waits_s)[int(quantile * (len(waits_s) - 1))]

@@ -15,7 +15,8 @@ import pytest
 from atroposlib.api.calls import RunPolicy
 from atroposlib.api.hub import Hub as Runs
 from atroposlib.api.server import create_app
-from atroposlib.api.stores.base import GroupStore
+from atroposlib.api.stores.base import Durability, GroupStore
+from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns
 from atroposlib.errors import ConfigError
@@ -896,6 +897,55 @@ async def test_only_a_valid_registration_begins_a_run(
             assert refused.json() == {"status": "wait for trainer to start"}
         assert (await http.post("/runs/x/register", json=registration())).status_code == 200
         assert list(runs.runs) == ["default", "x"]
+
+
+async def test_run_that_is_deleted_under_traffic_stays_deleted(tmp_path: Path) -> None:
+    def make_store(path: Path) -> GroupStore:
+        return DiskStore(path, durability=Durability.PROCESS)
+
+    runs = Runs(DirectoryRuns(tmp_path, make_store))
+    app = create_app(runs)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app, client=("127.0.0.1", 1)), base_url="http://hub"
+        ) as http,
+    ):
+        await http.post("/runs/x/register", json=registration())
+        await http.get("/runs/x/batch")
+        is_over = asyncio.Event()
+        statuses: set[int] = set()
+
+        async def traffic(path: str, body: Any) -> None:
+            while not is_over.is_set():
+                if body is None:
+                    response = await http.get(f"/runs/x{path}")
+                else:
+                    response = await http.post(f"/runs/x{path}", json=body)
+                statuses.add(response.status_code)
+                await asyncio.sleep(0.001)  # calls in this process may never wait
+
+        async with asyncio.TaskGroup() as tasks:
+            for path, body in [
+                ("/scored_data", group(2)),
+                ("/scored_data_list", [group(2), group(2)]),
+                ("/register-env", environment()),
+                ("/policy", {"version": 1}),
+                ("/batch?lease=1&wait=1", None),
+                ("/batch", None),
+                ("/status", None),
+            ]:
+                tasks.create_task(traffic(path, body))
+            for _ in range(200):
+                await asyncio.sleep(0)
+            assert (await http.delete("/runs/x")).status_code == 200
+            for _ in range(200):
+                await asyncio.sleep(0)
+            is_over.set()
+        assert list(runs.runs) == ["default"]
+        assert not (tmp_path / "x").exists()
+        assert 404 in statuses
+        assert statuses <= {200, 404, 409, 503}
 
 
 # What is wrong with a request is said as FastAPI says it

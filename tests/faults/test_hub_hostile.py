@@ -803,7 +803,6 @@ CONTROL: list[tuple[str, dict[str, Any], list[tuple[str, Any]]]] = [
             ("group_size", "x"),
             ("max_token_length", 2**63),
             ("max_token_length", None),
-            ("desired_name", None),
             ("desired_name", 5),
             ("desired_name", LONE),
             ("min_batch_allocation", -0.1),

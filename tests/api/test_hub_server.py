@@ -932,7 +932,6 @@ async def test_run_that_is_deleted_under_traffic_stays_deleted(tmp_path: Path) -
                 ("/register-env", environment()),
                 ("/policy", {"version": 1}),
                 ("/batch?lease=1&wait=1", None),
-                ("/batch", None),
                 ("/status", None),
             ]:
                 tasks.create_task(traffic(path, body))

@@ -14,6 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
+
+import torch
 
 from atroposlib.errors import EngineError, EngineUnavailable
 from example_trainer.bridges.lora import LoraBridge
@@ -173,12 +176,26 @@ def make_bridge(config: TrainerConfig, weights: WeightsDirectory) -> WeightBridg
         case "transfer":
             return TransferBridge(
                 urls=urls,
-                backend=config.transfer_backend,
+                backend=transfer_backend(config, num_gpus=torch.cuda.device_count()),
                 bucket_bytes=config.transfer_bucket_mb * 2**20,
-                address=config.transfer_address,
                 timeout_s=timeout_s,
                 api_key=api_key,
             )
+
+
+def shares_gpu(config: TrainerConfig, *, num_gpus: int) -> bool:
+    """Whether the engine computes on the trainer's GPU, as far as the configuration says."""
+    if any(urlsplit(url).hostname not in ("localhost", "127.0.0.1") for url in config.engine_urls):
+        return False
+    if config.vllm_gpu is None:
+        return num_gpus == 1
+    return config.vllm_gpu == int(config.device.partition(":")[2] or 0)
+
+
+def transfer_backend(config: TrainerConfig, *, num_gpus: int) -> str:
+    """Return the configured way, else the one that can work: NCCL refuses one GPU for two processes."""
+    shared = "ipc" if shares_gpu(config, num_gpus=num_gpus) else "nccl"
+    return config.transfer_backend or shared
 
 
 def make_engine(config: TrainerConfig, model: Path) -> EngineProcess:
@@ -188,7 +205,8 @@ def make_engine(config: TrainerConfig, model: Path) -> EngineProcess:
     # That of the published weights: vLLM's own choice for float32 weights is 16 bits.
     dtype = str(choose_dtype(config, device)).removeprefix("torch.")
     if config.engine == "vllm":
-        transfers = {"backend": config.transfer_backend} if config.bridge == "transfer" else None
+        backend = transfer_backend(config, num_gpus=torch.cuda.device_count())
+        transfers = {"backend": backend} if config.bridge == "transfer" else None
         argv = vllm_command(
             python=config.vllm_python or sys.executable,
             model=model,
@@ -199,10 +217,13 @@ def make_engine(config: TrainerConfig, model: Path) -> EngineProcess:
             dtype=dtype,
             cpu=is_cpu,
             lora_rank=config.lora_r if config.bridge == "lora" else None,
+            processed_logprobs=config.reports_processed,
             extra_args=["--weight-transfer-config", json.dumps(transfers)] if transfers else [],
         )
         env = vllm_environment(
-            gpu=config.vllm_gpu, cpu=is_cpu, takes_handles=config.transfer_backend == "ipc"
+            gpu=config.vllm_gpu,
+            cpu=is_cpu,
+            takes_handles=transfers is not None and backend == "ipc",
         )
     else:
         argv = local_engine_command(

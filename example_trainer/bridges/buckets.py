@@ -50,7 +50,7 @@ def whole_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     parameters = dict(policy.model.named_parameters())
     for name, parameter in parameters.items():
         if not policy.is_adapted:
-            yield name, whole(parameter.detach()).to(policy.dtype)
+            yield name, whole(parameter.detach().to(policy.dtype))  # cast first: half the traffic
         elif ".lora_" not in name:
             module = name.rpartition(".base_layer.")[0]
             parts = [name, *(f"{module}.lora_{side}.{ADAPTER}.weight" for side in "AB")]

@@ -24,6 +24,7 @@ class RunningEngine(Protocol):
     """An engine that serves already."""
 
     control: Control
+    kind: str
 
     def frozen(self, *, resume_after_error: bool = True) -> AbstractContextManager[None]:
         """Sample nothing inside the block; requests in flight wait and go on after it.
@@ -93,7 +94,12 @@ class VllmEngine:
     def forget_cache(self) -> None:
         # Requests in flight are computed anew under the new weights; without that vLLM keeps the old prefix cache
         # while any of them lives, and answers 200 with success false.
-        reset = self.control.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        parameters = {"reset_running_requests": "true"}
+        if self._config().get(
+            "kv_transfer_config"
+        ):  # keys and values outside; without any vLLM answers with a failure
+            parameters["reset_external"] = "true"
+        reset = self.control.post("/reset_prefix_cache", params=parameters)
         if b'"success":false' in reset.content.replace(b" ", b""):
             raise EngineProtocolError(
                 f"engine {self.control.url}: /reset_prefix_cache failed, cached keys and values are of older weights"
@@ -122,9 +128,7 @@ class VllmEngine:
     def _may_mix_adapters(self) -> bool:
         """Ask once. vLLM (0.32) tells the adapters of a batch apart by their names alone, and dies of two versions."""
         if self._mixes_adapters is None:
-            found = self.control.look("/server_info", params={"config_format": "json"})
-            config = found.get("vllm_config") if isinstance(found, dict) else None
-            adapters = config.get("lora_config") if isinstance(config, dict) else None
+            adapters = self._config().get("lora_config")
             at_once = adapters.get("max_loras") if isinstance(adapters, dict) else None
             if at_once is None:
                 logger.info(
@@ -134,6 +138,27 @@ class VllmEngine:
                 )
             self._mixes_adapters = isinstance(at_once, int) and at_once > 1
         return self._mixes_adapters
+
+    def _config(self) -> dict[str, Any]:
+        """Return vLLM's configuration; empty where it tells none."""
+        found = self.control.look("/server_info", params={"config_format": "json"})
+        config = found.get("vllm_config") if isinstance(found, dict) else None
+        return config if isinstance(config, dict) else {}
+
+    def require_transfer(self, backend: str) -> None:
+        """Raise EngineRejected unless vLLM was started for `backend`: asked without, its engine dies."""
+        config = self._config()
+        if "weight_transfer_config" not in config:
+            raise EngineRejected(
+                f"engine {self.control.url}: /server_info names no weight transfer; --bridge transfer needs "
+                "vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1"
+            )
+        found = config["weight_transfer_config"]
+        if not isinstance(found, dict) or found.get("backend") != backend:
+            raise EngineRejected(
+                f"engine {self.control.url}: weight transfer is {found!r}; start vLLM with "
+                f'--weight-transfer-config \'{{"backend": "{backend}"}}\''
+            )
 
     @contextmanager
     def _drained(self) -> Iterator[None]:

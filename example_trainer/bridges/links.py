@@ -1,261 +1,220 @@
-"""The open way from the trainer to one engine, per kind of engine: what it is asked while weights are sent to it.
+"""The open way from the trainer to one vLLM: what it is asked while weights are sent to it.
 
 Called by `transfer.py` in the first process, which freezes and resumes the engine around it.
 """
 
 from __future__ import annotations
 
+import base64
 import logging
-import math
 import pickle  # noqa: TID251 - what vLLM asks for; nothing is unpickled here
-from dataclasses import dataclass
-from typing import Any, Protocol
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
-from atroposlib.errors import EngineError, EngineRejected
+from atroposlib.errors import ConfigError, EngineError, EngineUnavailable
 from example_trainer.bridges.buckets import Bucket
-from example_trainer.bridges.channels import (
-    Channel,
-    GroupChannel,
-    NcclChannel,
-    base64_of,
-    new_nccl_id,
-    open_store,
-    together,
-)
 from example_trainer.bridges.control import Control
-from example_trainer.bridges.engines import RunningEngine
+from example_trainer.bridges.engines import VllmEngine
+from example_trainer.bridges.nccl import NcclChannel, nccl_version, new_nccl_id
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wiring:
-    """What a link needs to know to meet its engine."""
-
-    device: torch.device
-    address: str
-    bucket_bytes: int
-    timeout_s: float
-
-    @property
-    def group_backend(self) -> str:
-        return "nccl" if self.device.type == "cuda" else "gloo"
+T = TypeVar("T")
 
 
-class Link(Protocol):
-    """The open way to one engine."""
+class Channel(Protocol):
+    """A way for bytes to the processes of one engine."""
 
-    engine: RunningEngine
-
-    def begin(self) -> None:
-        """Prepare the engine for buckets."""
-
-    def send(self, bucket: Bucket, shared: Any) -> None:
-        """Return when the engine has the bucket; `shared` is what `IpcBuffer.share` returned, None without."""
-
-    def finish(self) -> None:
-        """Tell the engine that it has had all buckets."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Return when every process of the engine has `tensor`."""
 
     def close(self) -> None: ...
 
 
-class SglangLink:
-    """SGLang: a process group that lives as long as the bridge; it receives each tensor in a broadcast of its own."""
+class Meeting(NamedTuple):
+    """How trainer and engine come together."""
 
-    def __init__(self, engine: RunningEngine, wiring: Wiring) -> None:
+    where: dict[str, Any]
+    """What the engine is told of it."""
+    join: Callable[[], Channel]
+    """The trainer's half; returns when the engine has done its own."""
+
+
+Meet = Callable[[int, torch.device, float], Meeting]
+"""Of the number of processes, the trainer being the first, the trainer's device, and seconds to wait."""
+
+
+def meet_over_nccl(world_size: int, device: torch.device, timeout_s: float) -> Meeting:
+    unique_id = new_nccl_id()
+    return Meeting(
+        {"nccl_unique_id_b64": _base64(unique_id)},
+        lambda: NcclChannel(unique_id, world_size=world_size, device=device),
+    )
+
+
+class Link:
+    """The open way to one vLLM, which was started for `backend`."""
+
+    backend = ""
+
+    def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
-        self._wiring = wiring
-        control = engine.control
-        info = control.look("/server_info") or control.look("/get_server_info")
-        world_size = 1 + num_workers(info)
-        store = open_store(world_size=world_size, timeout_s=wiring.timeout_s)
-        self._name = group_name(store.port)
-        body = {
-            "master_address": wiring.address,
-            "master_port": store.port,
-            "rank_offset": 1,
-            "world_size": world_size,
-            "group_name": self._name,
-            "backend": wiring.group_backend,
-        }
-        self._channel: Channel = together(
-            lambda: control.post("/init_weights_update_group", body),
-            lambda: GroupChannel(
-                store,
-                name=self._name,
-                backend=wiring.group_backend,
-                world_size=world_size,
-                timeout_s=wiring.timeout_s,
-            ),
-            what=f"engine {control.url}: /init_weights_update_group",
-            timeout_s=wiring.timeout_s,
-        )
+        self._end_what_was_begun()
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """Prepare the engine for buckets."""
+        self.engine.control.post("/start_weight_update")
 
     def send(self, bucket: Bucket, shared: Any) -> None:
-        body = {
-            "names": bucket.names,
-            "dtypes": bucket.dtypes,
-            "shapes": bucket.shapes,
-            "group_name": self._name,
-            "flush_cache": False,
-            "abort_all_requests": False,
-        }
+        """Return when the engine has the bucket; `shared` is what `IpcBuffer.share` returned, None without."""
+        raise NotImplementedError
 
-        def broadcast() -> None:
-            for tensor in bucket.tensors:
-                self._channel.broadcast(tensor.contiguous())
-
-        together(
-            lambda: self.engine.control.post("/update_weights_from_distributed", body),
-            broadcast,
-            what=f"engine {self.engine.control.url}: /update_weights_from_distributed",
-            timeout_s=self._wiring.timeout_s,
-        )
-
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Tell the engine that it has had all buckets."""
+        self.engine.control.post("/finish_weight_update")
 
     def close(self) -> None:
         try:
-            self.engine.control.post("/destroy_weights_update_group", {"group_name": self._name})
+            self.engine.control.post("/shutdown_weight_transfer_engine")
         except EngineError as error:
             logger.warning("%s", error)
-        self._channel.close()
+
+    def _end_what_was_begun(self) -> None:
+        """End an update that a killed trainer began: vLLM refuses to begin another. All weights follow at once."""
+        self.engine.require_transfer(self.backend)
+        try:
+            self.engine.control.post("/finish_weight_update")
+        except EngineError as error:
+            logger.debug("no update was under way: %s", error)
+        else:
+            logger.warning(
+                "engine %s: ended a weight update that an earlier trainer did not finish",
+                self.engine.control.url,
+            )
 
 
-class VllmLink:
+class NcclLink(Link):
     """vLLM with `--weight-transfer-config '{"backend": "nccl"}'` (0.32): each bucket is one broadcast of bytes.
 
     vLLM fills its receive buffer until it is above `packed_buffer_size_bytes`: with the bucket's size as that of the
     buffer, one call receives exactly one broadcast.
     """
 
-    def __init__(self, engine: RunningEngine, wiring: Wiring) -> None:
-        self.engine = engine
-        self._wiring = wiring
+    backend = "nccl"
+
+    def __init__(
+        self,
+        engine: VllmEngine,
+        *,
+        device: torch.device,
+        bucket_bytes: int,
+        timeout_s: float,
+        meet: Meet = meet_over_nccl,
+    ) -> None:
+        super().__init__(engine)
+        self._timeout_s = timeout_s
         control = engine.control
-        _require_vllm_backend(control, "nccl")
+        if meet is meet_over_nccl:
+            require_same_nccl(control, nccl_version())
         world_size = 1 + int(control.get("/get_world_size").json()["world_size"])
-        body: dict[str, Any] = {
+        meeting = meet(world_size, device, timeout_s)
+        body = meeting.where | {
             "rank_offset": 1,
             "world_size": world_size,
             "packed": True,
-            "packed_buffer_size_bytes": wiring.bucket_bytes,
+            "packed_buffer_size_bytes": bucket_bytes,
             "packed_num_buffers": 1,
         }
-        if wiring.device.type == "cuda":
-            unique_id = new_nccl_id()
-            body["nccl_unique_id_b64"] = base64_of(unique_id)
-
-            def join() -> Channel:
-                return NcclChannel(unique_id, world_size=world_size, device=wiring.device)
-        else:  # vLLM transfers nothing on the CPU; a peer in a test joins a group over a store, as vLLM would
-            store = open_store(world_size=world_size, timeout_s=wiring.timeout_s)
-            body |= {"master_address": wiring.address, "master_port": store.port}
-            name = group_name(store.port)
-
-            def join() -> Channel:
-                return GroupChannel(
-                    store,
-                    name=name,
-                    backend=wiring.group_backend,
-                    world_size=world_size,
-                    timeout_s=wiring.timeout_s,
-                )
-
         self._channel = together(
             lambda: control.post("/init_weight_transfer_engine", {"init_info": body}),
-            join,
+            meeting.join,
             what=f"engine {control.url}: /init_weight_transfer_engine",
-            timeout_s=wiring.timeout_s,
+            timeout_s=timeout_s,
         )
-
-    def begin(self) -> None:
-        self.engine.control.post("/start_weight_update")
 
     def send(self, bucket: Bucket, shared: Any) -> None:
-        info = {"names": bucket.names, "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
+        control = self.engine.control
         packed = bucket.packed()
         together(
-            lambda: self.engine.control.post("/update_weights", {"update_info": info}),
+            lambda: control.post("/update_weights", {"update_info": describe(bucket)}),
             lambda: self._channel.broadcast(packed),
-            what=f"engine {self.engine.control.url}: /update_weights",
-            timeout_s=self._wiring.timeout_s,
+            what=f"engine {control.url}: /update_weights",
+            timeout_s=self._timeout_s,
         )
 
-    def finish(self) -> None:
-        self.engine.control.post("/finish_weight_update")
-
     def close(self) -> None:
-        try:
-            self.engine.control.post("/shutdown_weight_transfer_engine")
-        except EngineError as error:
-            logger.warning("%s", error)
+        super().close()
         self._channel.close()
 
 
-class VllmIpcLink:
+class IpcLink(Link):
     """vLLM on the trainer's own GPUs, with the ipc backend and VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
 
-    def __init__(self, engine: RunningEngine) -> None:
-        self.engine = engine
-        _require_vllm_backend(engine.control, "ipc")
+    backend = "ipc"
+
+    def __init__(self, engine: VllmEngine) -> None:
+        super().__init__(engine)
         engine.control.post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
 
-    def begin(self) -> None:
-        self.engine.control.post("/start_weight_update")
-
     def send(self, bucket: Bucket, shared: Any) -> None:
-        info = {
-            "names": bucket.names,
-            "dtype_names": bucket.dtypes,
-            "shapes": bucket.shapes,
+        info = describe(bucket) | {
             "tensor_sizes": bucket.sizes,
-            "ipc_handles_pickled": base64_of(pickle.dumps(shared)),
+            "ipc_handles_pickled": _base64(pickle.dumps(shared)),
         }
         self.engine.control.post("/update_weights", {"update_info": info})
 
-    def finish(self) -> None:
-        self.engine.control.post("/finish_weight_update")
 
-    def close(self) -> None:
-        try:
-            self.engine.control.post("/shutdown_weight_transfer_engine")
-        except EngineError as error:
-            logger.warning("%s", error)
+def describe(bucket: Bucket) -> dict[str, Any]:
+    return {"names": bucket.names, "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
 
 
-def num_workers(server_info: Any) -> int:
-    """Return how many processes hold the engine's weights; 1 where the engine does not tell.
-
-    >>> num_workers({"tp_size": 4, "pp_size": 2}), num_workers(["something else"])
-    (8, 1)
-    """
-    info = server_info if isinstance(server_info, dict) else {}
-    sizes = [info.get("tp_size"), info.get("pp_size")]
-    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
-
-
-def group_name(port: int) -> str:
-    """Name the group that meets at the store on `port`; no two of one process may have the same."""
-    return f"atropos_weights_{port}"
-
-
-def _require_vllm_backend(control: Control, backend: str) -> None:
-    """Raise EngineRejected unless vLLM was started for `backend`: asked without, its engine dies."""
+def require_same_nccl(control: Control, own: tuple[int, int, int]) -> None:
+    """Raise ConfigError where the engine names another version of NCCL: two versions do not speak to each other."""
     info = control.look("/server_info", params={"config_format": "json"})
-    config = info.get("vllm_config") if isinstance(info, dict) else None
-    if not isinstance(config, dict) or "weight_transfer_config" not in config:
-        raise EngineRejected(
-            f"engine {control.url}: /server_info names no weight transfer; the transfer bridge needs vLLM 0.32 or "
-            "later with VLLM_SERVER_DEV_MODE=1"
+    system = info.get("system_env") if isinstance(info, dict) else None
+    found = re.search(r"nvidia-nccl-cu\d+==(\d+)\.(\d+)\.(\d+)", str(system))
+    if found is None:
+        logger.info("engine %s does not say which version of NCCL it has", control.url)
+    elif tuple(map(int, found.groups())) != own:
+        raise ConfigError(
+            f"--transfer_backend nccl: engine {control.url} has NCCL {'.'.join(found.groups())}, the trainer "
+            f"{'.'.join(map(str, own))}; install the same nvidia-nccl in both environments, or use --bridge reload"
         )
-    found = config["weight_transfer_config"]
-    if not isinstance(found, dict) or found.get("backend") != backend:
-        raise EngineRejected(
-            f"engine {control.url}: weight transfer is {found!r}; start vLLM with "
-            f'--weight-transfer-config \'{{"backend": "{backend}"}}\''
-        )
+
+
+def together(ask: Callable[[], Any], act: Callable[[], T], *, what: str, timeout_s: float) -> T:
+    """Ask an engine for its half of something while doing one's own; return what `act` returns when both are done.
+
+    The first failure of either is raised at once: the other half may never end, since its peer is gone, and is left
+    behind in a thread that does not keep the process alive. EngineUnavailable after `timeout_s`.
+    """
+    asked, acted = _in_background(ask), _in_background(act)
+    done, pending = wait([asked, acted], timeout=timeout_s, return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    if pending:
+        raise EngineUnavailable(f"{what}: not done after {timeout_s:.0f} s")
+    return acted.result()
+
+
+def _in_background(call: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

@@ -1,11 +1,11 @@
 """The transfer bridge: weights go from the trainer's memory into running engines, without a disk between.
 
 Parameters are gathered one by one (every process takes part), cast to the published dtype, packed in buckets and
-handed to each engine in turn: over NCCL to vLLM and SGLang on GPUs of their own, or over CUDA IPC to vLLM on the
-trainer's GPU. Guarantee: when `publish` returns, every engine samples from the new weights and says so; requests in
+handed to each vLLM in turn: over NCCL to GPUs of its own, or over CUDA IPC on the trainer's GPU.
+Guarantee: when `publish` returns, every engine samples from the new weights and says so; requests in
 flight were frozen meanwhile. An engine whose transfer breaks off stays frozen rather than sample from half of each.
 
-Tested on the CPU, over gloo, against peers and vLLM's own receiving code; NCCL and CUDA IPC themselves were never run.
+Tested on the CPU, over gloo, against a peer and vLLM's own receiving code; NCCL and CUDA IPC themselves were never run.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 from atroposlib.errors import ConfigError
 from example_trainer.bridges.buckets import Bucket, buckets, require_plain_names
-from example_trainer.bridges.channels import own_address
 from example_trainer.bridges.control import Control, for_each, require_healthy
-from example_trainer.bridges.engines import RunningEngine, SglangEngine, identify
-from example_trainer.bridges.links import Link, SglangLink, VllmIpcLink, VllmLink, Wiring
+from example_trainer.bridges.engines import RunningEngine, VllmEngine, identify
+from example_trainer.bridges.links import IpcLink, Link, Meet, NcclLink, meet_over_nccl
 from example_trainer.model import Policy
 
 
@@ -60,7 +59,7 @@ class IpcBuffer:
 
 
 class TransferBridge:
-    """A `WeightBridge` to engines that run already; `urls` are without `/v1`. vLLM and SGLang may be mixed."""
+    """A `WeightBridge` to engines that run already; `urls` are without `/v1`."""
 
     name = "transfer"
 
@@ -70,14 +69,14 @@ class TransferBridge:
         urls: Sequence[str],
         backend: str = "nccl",
         bucket_bytes: int = 512 * 2**20,
-        address: str | None = None,
         timeout_s: float = 600.0,
         api_key: str | None = None,
+        meet: Meet = meet_over_nccl,
     ) -> None:
         self._controls = [Control(url, timeout_s=timeout_s, api_key=api_key) for url in urls]
         self._is_ipc = backend == "ipc"
         self._bucket_bytes = bucket_bytes
-        self._address = address
+        self._meet = meet
         self._timeout_s = timeout_s
         self._links: list[Link] = []
 
@@ -126,15 +125,16 @@ class TransferBridge:
             control.close()
 
     def _open(self, engine: RunningEngine, device: torch.device) -> Link:
-        url = engine.control.url
-        wiring = Wiring(
+        if not isinstance(engine, VllmEngine):
+            raise ConfigError(
+                f"--bridge transfer: engine {engine.control.url} is {engine.kind}; use --bridge reload"
+            )
+        if self._is_ipc:
+            return IpcLink(engine)
+        return NcclLink(
+            engine,
             device=device,
-            address=self._address or own_address(url),
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
+            meet=self._meet,
         )
-        if not isinstance(engine, SglangEngine):
-            return VllmIpcLink(engine) if self._is_ipc else VllmLink(engine, wiring)
-        if self._is_ipc:
-            raise ConfigError(f"--transfer_backend ipc: engine {url} is SGLang; only vLLM takes it")
-        return SglangLink(engine, wiring)

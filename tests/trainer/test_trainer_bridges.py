@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from atroposlib.errors import ConfigError
-from example_trainer.bridges import CheckpointBridge, make_bridge, make_engine
+from example_trainer.bridges import CheckpointBridge, make_bridge, make_engine, transfer_backend
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_policy
 from example_trainer.weights import WeightsDirectory
@@ -57,6 +57,30 @@ def test_vllm_is_started_for_the_transfer_that_is_asked_for() -> None:
     command = command_of(engine="vllm", bridge="transfer", transfer_backend="ipc")
     assert value_of(command, "--weight-transfer-config") == '{"backend": "ipc"}'
     assert "--weight-transfer-config" not in command_of(engine="vllm", bridge="reload")
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_gpus", "expected"),
+    [
+        ({}, 1, "ipc"),
+        ({}, 2, "nccl"),
+        ({"vllm_gpu": 0}, 2, "ipc"),
+        ({"vllm_gpu": 1}, 2, "nccl"),
+        ({"vllm_gpu": 1, "device": "cuda:1"}, 2, "ipc"),
+        ({"engine_url": "http://elsewhere:9001"}, 1, "nccl"),
+        ({"transfer_backend": "nccl"}, 1, "nccl"),
+    ],
+)
+def test_memory_is_handed_over_where_engine_and_trainer_share_a_gpu(
+    settings: dict[str, Any], num_gpus: int, expected: str
+) -> None:
+    config = TrainerConfig(model_name="m", bridge="transfer", **settings)
+    assert transfer_backend(config, num_gpus=num_gpus) == expected
+
+
+def test_vllm_that_is_started_here_reports_what_it_sampled_from() -> None:
+    assert value_of(command_of(engine="vllm"), "--logprobs-mode") == "processed_logprobs"
+    assert "--logprobs-mode" not in command_of(engine="vllm", logprobs_mode="raw")
 
 
 def test_the_flag_chooses_the_bridge() -> None:

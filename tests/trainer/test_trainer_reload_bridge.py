@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
+from example_trainer.bridges.control import Control
+from example_trainer.bridges.engines import identify
 from example_trainer.bridges.reload import ReloadBridge
 from tests.trainer.helpers_reload import FakeEngine, fake_engine
 
@@ -202,3 +204,18 @@ def test_one_engine_of_several_that_fails_is_named_and_the_others_have_the_weigh
         with pytest.raises(EngineUnavailable, match=rf"{one.url}.*out of memory"):
             bridge_to(one, two).publish(checkpoint, 1)
     assert (one.versions, two.versions) == ([], ["1"])
+
+
+def test_keys_and_values_outside_of_the_engine_are_forgotten_too() -> None:
+    """Asked to where there are none, vLLM answers with a failure."""
+    for outside, expected in (
+        (None, VLLM[2]),
+        ({"kv_connector": "x"}, f"{VLLM[2]}&reset_external=true"),
+    ):
+        with fake_engine() as engine:
+            config = {"vllm_config": {"kv_transfer_config": outside}}
+            engine.faults["/server_info"] = (200, json.dumps(config).encode())
+            control = Control(engine.url, timeout_s=5.0)
+            identify(control).forget_cache()
+            control.close()
+            assert engine.calls == [expected]

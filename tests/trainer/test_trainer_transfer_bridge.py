@@ -12,13 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from atroposlib.errors import ConfigError, EngineRejected, EngineUnavailable
 from example_trainer.bridges.buckets import buckets, whole_weights
-from example_trainer.bridges.channels import together
+from example_trainer.bridges.control import Control
+from example_trainer.bridges.links import require_same_nccl, together
 from example_trainer.bridges.transfer import TransferBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import Policy, load_policy
@@ -29,6 +31,7 @@ from tests.trainer.helpers_transfer import (
     Peer,
     assert_bit_for_bit,
     bodies_for_a_gpu,
+    meet_over_gloo,
     transfer_peer,
 )
 
@@ -56,7 +59,9 @@ def disturb(policy: Policy) -> None:
 
 def bridge_to(*engines: Peer | FakeEngine, **settings: Any) -> TransferBridge:
     urls = [engine.url for engine in engines]
-    return TransferBridge(urls=urls, bucket_bytes=BUCKET, **{"timeout_s": 30.0} | settings)
+    return TransferBridge(
+        urls=urls, bucket_bytes=BUCKET, meet=meet_over_gloo, **{"timeout_s": 30.0} | settings
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,43 +99,56 @@ def test_a_bucket_holds_at_most_so_many_bytes_unless_one_parameter_is_larger(
 
 
 @pytest.mark.timeout(120)
-def test_engines_of_both_kinds_receive_every_bit_of_every_version(
-    model_dir: Path, tmp_path: Path
-) -> None:
-    """Two processes behind the SGLang peer, one behind the vLLM peer; processes all, over gloo."""
+def test_engines_receive_every_bit_of_every_version(model_dir: Path, tmp_path: Path) -> None:
+    """One process behind the first peer, two behind the second; processes all, over gloo."""
     policy = policy_of(model_dir, dtype="bfloat16")
     with (
-        transfer_peer("vllm", tmp_path / "vllm") as vllm,
-        transfer_peer("sglang", tmp_path / "sglang", "--workers=2") as sglang,
+        transfer_peer(tmp_path / "one") as one,
+        transfer_peer(tmp_path / "two", "--workers=2") as two,
     ):
-        bridge = bridge_to(vllm, sglang)
+        bridge = bridge_to(one, two)
         bridge.start(policy, 0)
         for version in (0, 1):
             if version:
                 disturb(policy)
                 assert bridge.publish(policy, version) == version
             policy.save(tmp_path / f"saved_{version}")
-            for found in (vllm.received(), sglang.received(0), sglang.received(1)):
+            for found in (one.received(), two.received(0), two.received(1)):
                 assert_bit_for_bit(found, tmp_path / f"saved_{version}")
-        calls = vllm.calls(), sglang.calls()
+        calls = one.calls()
+        assert two.calls() == calls
         bridge.close()
         bridge.close()
-        assert vllm.calls()[len(calls[0]) :] == ["/shutdown_weight_transfer_engine"]
-        assert sglang.calls()[len(calls[1]) :] == ["/destroy_weights_update_group"]
+        assert one.calls()[len(calls) :] == ["/shutdown_weight_transfer_engine"]
     num_buckets = len(list(buckets(policy, BUCKET)))
     update = ["/pause", "/start_weight_update", *["/update_weights"] * num_buckets]
     update += ["/finish_weight_update", "/reset_prefix_cache", "/update_weight_version", "/resume"]
-    assert calls[0] == ["/health", "/init_weight_transfer_engine", *update, *update]
-    update = ["/pause_generation", *["/update_weights_from_distributed"] * num_buckets]
-    update += ["/flush_cache", "/update_weight_version", "/continue_generation"]
-    assert calls[1] == ["/health", "/init_weights_update_group", *update, *update]
+    begin = ["/health", "/finish_weight_update", "/init_weight_transfer_engine"]
+    assert calls == [*begin, *update, *update]
+
+
+@pytest.mark.timeout(120)
+def test_an_update_that_a_killed_trainer_began_is_ended_first(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """vLLM refuses to begin a second one, so that no trainer could resume."""
+    policy = policy_of(model_dir)
+    with transfer_peer(tmp_path / "peer") as peer:
+        httpx.post(f"{peer.url}/start_weight_update", trust_env=False).raise_for_status()
+        refused = httpx.post(f"{peer.url}/start_weight_update", trust_env=False)
+        assert "already active" in refused.text
+        bridge = bridge_to(peer)
+        bridge.start(policy, 4)
+        policy.save(tmp_path / "saved")
+        assert_bit_for_bit(peer.received(), tmp_path / "saved")
+        bridge.close()
 
 
 @pytest.mark.timeout(240)
 def test_two_trainer_processes_gather_and_the_first_sends(model_dir: Path, tmp_path: Path) -> None:
-    with transfer_peer("sglang", tmp_path / "sglang") as sglang:
+    with transfer_peer(tmp_path / "peer") as peer:
         worker = Path(__file__).with_name("transfer_worker.py")
-        arguments = {"model": str(model_dir), "url": sglang.url, "out": str(tmp_path / "saved")}
+        arguments = {"model": str(model_dir), "url": peer.url, "out": str(tmp_path / "saved")}
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
@@ -143,30 +161,23 @@ def test_two_trainer_processes_gather_and_the_first_sends(model_dir: Path, tmp_p
             check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]
-        assert_bit_for_bit(sglang.received(), tmp_path / "saved")
+        assert_bit_for_bit(peer.received(), tmp_path / "saved")
         assert load_file(tmp_path / "saved" / "model.safetensors").keys()
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("kind", "route"),
-    [
-        ("vllm", "/init_weight_transfer_engine"),
-        ("vllm", "/update_weights"),
-        ("sglang", "/update_weights_from_distributed"),
-    ],
-)
+@pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/update_weights"])
 def test_an_engine_that_refuses_ends_the_hand_over_at_once_and_stays_frozen(
-    model_dir: Path, tmp_path: Path, kind: str, route: str
+    model_dir: Path, tmp_path: Path, route: str
 ) -> None:
     """The other half of a collective would wait for the one that never comes."""
-    with transfer_peer(kind, tmp_path / "peer", f"--refuse={route}") as peer:
+    with transfer_peer(tmp_path / "peer", f"--refuse={route}") as peer:
         bridge = bridge_to(peer, timeout_s=60.0)
         begun = time.monotonic()
         with pytest.raises(EngineUnavailable, match=f"{route} answered 500.*refused by the test"):
             bridge.start(policy_of(model_dir), 0)
         assert time.monotonic() - begun < 30
-        assert not {"/resume", "/continue_generation"} & set(peer.calls())
+        assert "/resume" not in peer.calls()
         bridge.close()
 
 
@@ -190,12 +201,10 @@ def test_vllm_without_the_backend_is_told_the_flag_and_not_asked_further(model_d
     assert engine.calls == ["/health"] * 3
 
 
-def test_vllm_on_a_gpu_is_met_by_a_unique_id_of_nccl_or_handed_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_vllm_on_a_gpu_is_met_by_a_unique_id_of_nccl_or_handed_memory() -> None:
     """Only the bodies: there is no GPU to run the collective on. vLLM refuses an id and an address together."""
     with fake_engine() as engine:
-        nccl, ipc, update = bodies_for_a_gpu(engine, monkeypatch)
+        nccl, ipc, update = bodies_for_a_gpu(engine)
     assert base64.b64decode(nccl.pop("nccl_unique_id_b64")) == bytes(range(128))
     assert nccl == {
         "rank_offset": 1,
@@ -226,3 +235,21 @@ def test_models_whose_checkpoint_is_laid_out_differently_are_refused(model_dir: 
     policy.model._weight_conversions = ["experts are fused"]
     with fake_engine() as engine, pytest.raises(ConfigError, match="use --bridge reload"):
         bridge_to(engine).start(policy, 0)
+
+
+def test_another_nccl_than_the_trainers_is_named_before_anything_starts() -> None:
+    """Two versions do not speak to each other: NCCL says so after the first step, or not at all."""
+    with fake_engine() as engine:
+        packages = "[pip3] numpy==2.3.5\n[pip3] nvidia-nccl-cu13==2.28.9\n"
+        answer = json.dumps({"vllm_config": {}, "system_env": {"pip_packages": packages}})
+        engine.faults["/server_info"] = (200, answer.encode())
+        control = Control(engine.url, timeout_s=5.0)
+        require_same_nccl(control, (2, 28, 9))
+        with pytest.raises(ConfigError, match=r"has NCCL 2\.28\.9, the trainer 2\.29\.7"):
+            require_same_nccl(control, (2, 29, 7))
+        control.close()
+
+
+def test_sglang_is_told_to_reload(model_dir: Path) -> None:
+    with fake_engine("sglang") as engine, pytest.raises(ConfigError, match="SGLang.*reload"):
+        bridge_to(engine).start(policy_of(model_dir), 0)

@@ -1,8 +1,8 @@
 """A process that plays an engine which receives weights: HTTP in front, `--workers` processes of the group behind.
 
-    transfer_peer.py KIND DIRECTORY [--workers N] [--buffer B] [--vllm] [--refuse ROUTE]
+    transfer_peer.py DIRECTORY [--workers N] [--vllm] [--refuse ROUTE]
 
-It prints its port, answers the routes of KIND (vllm or sglang), receives as that engine does, and writes what worker R
+It prints its port, answers vLLM's routes, receives as vLLM does, and writes what worker R
 received to DIRECTORY/rank_R.safetensors when the update ends. With `--vllm` the bytes are taken apart by vLLM's own
 code: run it by vLLM's Python then. It imports nothing of this project.
 """
@@ -37,7 +37,7 @@ class Worker:
         self.received: dict[str, Any] = {}
 
     def join(self, info: dict[str, Any], name: str) -> None:
-        """What SGLang does with these, and vLLM would do if it could on a CPU."""
+        """What vLLM would do with these if it could on a CPU."""
         from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
         address = f"tcp://{info['master_address']}:{info['master_port']}"
@@ -53,18 +53,6 @@ class Worker:
             timeout=TIMEOUT,
         )
         _world.pg_group_ranks[self.group] = {i: i for i in range(size)}
-
-    def init_sglang(self, body: dict[str, Any]) -> None:
-        assert body["backend"] == "gloo"
-        self.join(body, body["group_name"])
-
-    def update_sglang(self, body: dict[str, Any]) -> None:
-        import torch
-
-        for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            self.dist.broadcast(tensor, src=0, group=self.group)
-            self.received[name] = tensor
 
     def init_vllm(self, body: dict[str, Any]) -> None:
         self.info = body["init_info"]
@@ -171,8 +159,9 @@ class Peer:
         self.options = options
         self.calls: list[str] = []
         self.version = "default"
+        self.is_updating = False
         self.lock = threading.Lock()
-        argv = [sys.executable, __file__, options.kind, str(options.directory)]
+        argv = [sys.executable, __file__, str(options.directory)]
         argv += ["--vllm"] if options.vllm else []
         self.workers = [
             subprocess.Popen(
@@ -193,18 +182,11 @@ class Peer:
         return all(ok for ok, _ in answers), "; ".join(text for _, text in answers)
 
     def handle(self, route: str, body: dict[str, Any]) -> tuple[int, Any]:
-        kind = self.options.kind
         looks = {
-            "/openapi.json": {
-                "paths": {"/update_weights_from_disk" if kind == "sglang" else "/x": {}}
-            },
-            "/server_info": {
-                "vllm_config": {"weight_transfer_config": {"backend": "nccl"}},
-                "tp_size": self.options.workers,
-            },
+            "/openapi.json": {"paths": {"/x": {}}},
+            "/server_info": {"vllm_config": {"weight_transfer_config": {"backend": "nccl"}}},
             "/get_world_size": {"world_size": self.options.workers},
             "/weight_info": {"weight_version": self.version},
-            "/model_info": {"weight_version": self.version},
             "/calls": self.calls,
         }
         if route in looks:
@@ -212,13 +194,16 @@ class Peer:
         self.calls.append(route)
         if route == self.options.refuse:
             return 500, {"error": "refused by the test"}
+        if route in ("/start_weight_update", "/finish_weight_update"):
+            if self.is_updating == (route == "/start_weight_update"):
+                return 500, {
+                    "error": f"an update is {'' if self.is_updating else 'not '}already active"
+                }
+            self.is_updating = not self.is_updating
         asks = {
-            "/init_weights_update_group": "init_sglang",
-            "/update_weights_from_distributed": "update_sglang",
             "/init_weight_transfer_engine": "init_vllm",
             "/update_weights": "update_vllm",
             "/finish_weight_update": "finish",
-            "/continue_generation": "finish",
             "/read": "read",
         }
         if route == "/update_weight_version":
@@ -257,7 +242,6 @@ def serve(peer: Peer) -> None:
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("kind", choices=["vllm", "sglang"])
 parser.add_argument("directory", type=Path)
 parser.add_argument("--workers", type=int, default=1)
 parser.add_argument("--vllm", action="store_true")

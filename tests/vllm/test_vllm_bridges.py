@@ -35,7 +35,12 @@ from example_trainer.weights import WeightsDirectory
 from tests.processes import free_port
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_reload import fake_engine
-from tests.trainer.helpers_transfer import assert_bit_for_bit, bodies_for_a_gpu, transfer_peer
+from tests.trainer.helpers_transfer import (
+    assert_bit_for_bit,
+    bodies_for_a_gpu,
+    meet_over_gloo,
+    transfer_peer,
+)
 from tests.vllm.helpers_vllm import (
     STARTUP_TIMEOUT_S,
     Sample,
@@ -346,7 +351,7 @@ def labelled(port: int) -> bool:
 
 
 def test_vllms_own_code_takes_transferred_weights_apart_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Its classes read the bodies and its consumer cuts the buckets; only the collective is gloo's, not NCCL's.
 
@@ -357,10 +362,11 @@ def test_vllms_own_code_takes_transferred_weights_apart_bit_for_bit(
     policy = load_policy(TrainerConfig(model_name=str(model), device="cpu", dtype="bfloat16"))
     policy.save(tmp_path / "saved")
     with fake_engine() as engine:
-        bodies = bodies_for_a_gpu(engine, monkeypatch)
-    monkeypatch.undo()
-    with transfer_peer("vllm", tmp_path / "peer", "--vllm", python=python) as peer:
-        bridge = TransferBridge(urls=[peer.url], bucket_bytes=20_000, timeout_s=120)
+        bodies = bodies_for_a_gpu(engine)
+    with transfer_peer(tmp_path / "peer", "--vllm", python=python) as peer:
+        bridge = TransferBridge(
+            urls=[peer.url], bucket_bytes=20_000, timeout_s=120, meet=meet_over_gloo
+        )
         bridge.start(policy, 0)
         assert peer.calls().count("/update_weights") > 3
         assert_bit_for_bit(peer.received(), tmp_path / "saved")

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+import torch
+
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.wire import join_packed, pack_group, split_packed, unpack_group
 from benchmarks._hub_load import make_group
@@ -57,8 +59,8 @@ def costs(num_groups: int, group_size: int, seq_len: int) -> Iterator[Cost]:
             yield Cost(f"make_batch, {layout}", cpu_s, num_tokens)
         batch = make_batch(groups, data_options(config))
         objective = objective_of(config)
-        alone = cast(Any, SimpleNamespace(world=ALONE))
-        gap = LogprobGap(alone, cast(Any, None), data_options(config), limit=None)
+        alone = cast(Any, SimpleNamespace(world=ALONE, device=ALONE.device, dtype=torch.float32))
+        gap = LogprobGap(alone, limit=None)
 
         def compare() -> None:
             for micro_batch in batch.micro_batches:

@@ -19,7 +19,6 @@ from example_trainer.model import load_policy
 from example_trainer.optim import make_optimizer
 from example_trainer.step import data_options, take_step
 from example_trainer.training import set_up_torch
-from example_trainer.weights import WeightsDirectory
 
 
 def groups_of(batch: Batch, spec: Spec) -> list[ScoredGroup]:
@@ -72,16 +71,15 @@ def main(directory: Path) -> None:
     meter = Meter(spec, policy.model)
     optimizer = make_optimizer(policy, config)
     options = data_options(config)
-    with WeightsDirectory(config, policy) as weights:
-        gap = LogprobGap(policy, weights, options, limit=None)
-        for step in range(spec.warmup_steps + spec.steps):
-            with meter.step():
-                batch = make_batch(groups, options)
-                result = take_step(policy, optimizer, batch, config, step, gap)
-            assert result.loss is not None
-            assert result.grad_norm is not None
-            meter.result.losses.append(result.loss)
-            meter.result.grad_norms.append(result.grad_norm)
+    gap = LogprobGap(policy, limit=None)
+    for step in range(spec.warmup_steps + spec.steps):
+        with meter.step():
+            batch = make_batch(groups, options)
+            result = take_step(policy, optimizer, batch, config, step, gap)
+        assert result.loss is not None
+        assert result.grad_norm is not None
+        meter.result.losses.append(result.loss)
+        meter.result.grad_norms.append(result.grad_norm)
     meter.result.note = f"{len(batch.micro_batches)} micro-batches"
     meter.print()
 

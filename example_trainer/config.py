@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from example_trainer.objective import (
+    NOISE_OF_A_SEQUENCE,
     OBJECTIVES,
     Baseline,
     Correction,
@@ -36,7 +37,10 @@ _MODES = {
 """The original's `--weight-bridge-mode` -> our bridge, and whether adapters are trained."""
 
 
-_UNUSED = "accepted and ignored: torchrun starts several processes, engines take weights without shared memory"
+_UNUSED = (
+    "accepted and ignored: torchrun starts several processes, engines take weights without shared memory, and there is "
+    "no Adafactor"
+)
 
 
 class TrainerConfig(BaseModel):
@@ -103,8 +107,11 @@ class TrainerConfig(BaseModel):
         description="sequences per padded micro-batch; times gradient_accumulation_steps = sequences per step",
     )
     gradient_accumulation_steps: int = Field(1, ge=1, description="see batch_size")
-    max_microbatch_tokens: int = Field(
-        32768, ge=1, description="positions per micro-batch, padding included; bounds memory"
+    max_microbatch_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="positions per micro-batch, padding included; bounds memory. None: 32768, or 8192 on cuda without "
+        "gradient_checkpointing",
     )
     seq_len: int = Field(
         2048, ge=2, description="longest sequence in tokens; longer ones are skipped and counted"
@@ -120,14 +127,8 @@ class TrainerConfig(BaseModel):
     pad_to_multiple_of: int = Field(8, ge=1, description="micro-batch width is rounded up to this")
     lr: float = Field(1e-5, gt=0, description="learning rate after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="steps of linear learning-rate warm-up")
-    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
-        "adamw", description="adamw_8bit needs bitsandbytes; both others need a single process"
-    )
-    adafactor_scale_parameter: bool = Field(
-        False, description="Adafactor: scale the rate by the size of each parameter"
-    )
-    adafactor_relative_step: bool = Field(
-        False, description="Adafactor: its own schedule instead of lr"
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(
+        "adamw", description="adamw_8bit needs bitsandbytes and a single process"
     )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
     adam_beta2: float = Field(0.99, ge=0, lt=1, description="AdamW")
@@ -217,14 +218,16 @@ class TrainerConfig(BaseModel):
     overlong_buffer: int = Field(
         1, ge=1, description="tokens before overlong_max over which the score is lowered gradually"
     )
-    logprobs_mode: Literal["raw", "processed"] = Field(
-        "raw",
-        description="what the engines report: raw (before temperature; vLLM's default) or processed logprobs",
+    logprobs_mode: Literal["auto", "raw", "processed"] = Field(
+        "auto",
+        description="what the engines report: raw (before temperature; vLLM's default) or processed logprobs; auto: "
+        "processed where vLLM is started here, so that ratios are those of the samples at any temperature, else raw",
     )
     max_logprob_gap: float | None = Field(
         None,
         gt=0,
-        description="stop when sampled and own logprobs of the current policy differ by more; None: warn above 0.05",
+        description="nats: stop when sampled and own logprobs of the current policy differ by more in the mean; None: "
+        "only warn, above 1e-3 in float32 and 0.1 in bfloat16",
     )
 
     # Checkpoints and records
@@ -293,15 +296,13 @@ class TrainerConfig(BaseModel):
         min_length=1,
         description="lora: what the engines call the adapter; the environments' model_name",
     )
-    transfer_backend: Literal["nccl", "ipc"] = Field(
-        "nccl", description="transfer: nccl between GPUs; ipc on one and the same GPU (vLLM only)"
+    transfer_backend: Literal["nccl", "ipc"] | None = Field(
+        None,
+        description="transfer: nccl between GPUs; ipc on one and the same GPU; None: ipc where engine and trainer "
+        "share one",
     )
     transfer_bucket_mb: int = Field(
         512, ge=1, description="transfer: MB of weights that are handed over at a time"
-    )
-    transfer_address: str | None = Field(
-        None,
-        description="transfer: address at which the engines reach the trainer; None: that from which it reaches them",
     )
 
     # The engine that the trainer starts itself
@@ -325,6 +326,8 @@ class TrainerConfig(BaseModel):
 
     # The original's flags without a use here
     vllm_config_path: str | None = Field(None, description=_UNUSED)
+    adafactor_scale_parameter: bool = Field(False, description=_UNUSED)
+    adafactor_relative_step: bool = Field(False, description=_UNUSED)
     trainer_rank: int = Field(0, description=_UNUSED)
     world_size: int = Field(1, description=_UNUSED)
     init_method: str = Field("env://", description=_UNUSED)
@@ -337,6 +340,13 @@ class TrainerConfig(BaseModel):
     @classmethod
     def _hub_is_http(cls, value: str) -> str:
         return _http_url(value)
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _no_adafactor(cls, value: Any) -> Any:
+        if value == "adafactor":
+            raise ValueError("adafactor is not offered; adamw_8bit saves about as much memory")
+        return value
 
     @field_validator("engine_url", mode="before")
     @classmethod
@@ -375,6 +385,39 @@ class TrainerConfig(BaseModel):
         for url in self.engine_urls:
             _http_url(url)
         return self
+
+    @model_validator(mode="after")
+    def _warn_of_clips(self) -> Self:
+        if self.surrogate == "reinforce":
+            return self
+        sets_clip = {"clip_eps", "clip_eps_high"} & (
+            self.model_fields_set | OBJECTIVES[self.objective].keys()
+        )
+        if self.correction != "none" and sets_clip:
+            logger.warning(
+                "--correction %s: the ratio is to the trainer's own logprobs and 1 in value, so that --%s does nothing",
+                self.correction,
+                " and --".join(sorted(sets_clip)),
+            )
+        smallest = min(self.clip_eps, self.clip_eps_high or self.clip_eps)
+        if (
+            self.ratio_level == "sequence"
+            and self.correction == "none"
+            and smallest < NOISE_OF_A_SEQUENCE
+        ):
+            logger.warning(
+                "--clip_eps %g with --ratio_level sequence: the ratio is to the engine's logprobs, whose rounding "
+                "alone is more than that in bfloat16; most sequences would have no gradient",
+                smallest,
+            )
+        return self
+
+    @property
+    def reports_processed(self) -> bool:
+        """Whether the engines' logprobs are those after temperature."""
+        if self.logprobs_mode == "auto":
+            return self.bridge == "restart" and self.engine == "vllm"
+        return self.logprobs_mode == "processed"
 
     @property
     def engine_urls(self) -> list[str]:

@@ -92,8 +92,11 @@ class MicroBatch:
     """int64, filled up with 0."""
     position_ids_BT: Tensor
     """int64, starting at 0 with every sequence; what fills up a packed row counts on as a sequence of its own."""
-    is_packed: bool
-    """Several sequences share a row, so attention must stop at their borders (where the position is 0)."""
+    borders: Tensor | None
+    """int32 [S + 1, or S + 2 with a filler]: where the sequences of a packed row begin, and the row's end;
+    attention must stop there. None where each sequence has a row of its own."""
+    longest: int
+    """Positions of the longest sequence, or of the filler."""
     trained_N: Tensor
     """int64 index of each trained position in the flattened [B * T]."""
     positions: Positions
@@ -101,6 +104,10 @@ class MicroBatch:
     """int64 policy version that sampled the sequence; -1 when unknown."""
     is_filler: bool = False
     """Computed only so that every process computes as many; without weight, and not counted."""
+
+    @property
+    def is_packed(self) -> bool:
+        return self.borders is not None
 
     @property
     def num_trained(self) -> int:
@@ -431,9 +438,11 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
         tokens[start : start + length] = row.tokens
         if is_packed:
             position_ids[start : start + length] = np.arange(length)
+    borders = None
     if is_packed:
         end = int(lengths.sum())
         position_ids[end:] = np.arange(len(tokens) - end)
+        borders = np.unique([*starts, end, len(tokens)]).astype(np.int32)
 
     num_trained = np.array([len(row.trained) for row in rows])
 
@@ -452,7 +461,8 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
     return MicroBatch(
         tokens_BT=torch.from_numpy(tokens.reshape(shape)),
         position_ids_BT=torch.from_numpy(position_ids.reshape(shape)),
-        is_packed=is_packed,
+        borders=None if borders is None else torch.from_numpy(borders),
+        longest=shape[1] if borders is None else int(np.diff(borders).max()),
         trained_N=torch.from_numpy(
             np.concatenate([start + row.trained for start, row in zip(starts, rows, strict=True)])
         ),

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atroposlib.errors import ConfigError
@@ -52,9 +51,13 @@ class PolicyModule(nn.Module):
     def forward(self, micro_batch: MicroBatch) -> PolicyOutput:
         positions = micro_batch.positions
         inputs = {"input_ids": micro_batch.tokens_BT, "use_cache": False}
-        if micro_batch.is_packed:
-            # Attention reads the borders between sequences off the positions that start again at 0.
+        if micro_batch.borders is not None:
+            # Attention reads the borders between sequences off the positions that start again at 0. Flash attention
+            # takes them as they are; else it would wait for the device in every layer to find them.
             inputs["position_ids"] = micro_batch.position_ids_BT
+            if base_model(self.causal).config._attn_implementation == "flash_attention_2":
+                inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), micro_batch.borders)
+                inputs |= dict.fromkeys(("max_length_q", "max_length_k"), micro_batch.longest)
         ids_NK = positions.labels_N[:, None]
         if positions.teacher_ids_NK is not None:
             ids_NK = torch.cat([ids_NK, positions.teacher_ids_NK], dim=1)
@@ -105,25 +108,29 @@ class Policy:
     """`PolicyModule` over `model`; what several processes shard."""
     world: World = ALONE
 
-    def logprobs(
-        self, micro_batch: MicroBatch, *, parameters: dict[str, Tensor] | None = None
-    ) -> PolicyOutput:
+    def logprobs(self, micro_batch: MicroBatch) -> PolicyOutput:
         """Return the log-probability of every trained position's label, and more.
 
-        `parameters` stand in for the model's own, by name, for this one call. Right padding needs no attention mask: a
-        causal model never looks to the right.
+        Right padding needs no attention mask: a causal model never looks to the right.
         """
         mixed = self.dtype != torch.float32 and not is_sharded(self.module)  # FSDP casts by itself
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=mixed):
-            if parameters is None:
-                return self.module(micro_batch)  # type: ignore[no-any-return]
-            named = {f"causal.{name}": value for name, value in parameters.items()}
-            return functional_call(self.module, named, (micro_batch,))  # type: ignore[no-any-return]
+        casts = (
+            torch.autocast(self.device.type, dtype=self.dtype)
+            if mixed
+            else contextlib.nullcontext()
+        )
+        with casts:
+            return self.module(micro_batch)  # type: ignore[no-any-return]
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
         return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether layers hand a state on from token to token (Mamba, gated delta rule): it does not stop at borders."""
+        return bool(base_model(self.model)._is_stateful)
 
     @property
     def num_bytes(self) -> int:
@@ -186,12 +193,10 @@ class WithoutAdapters:
 
 
 def reference_of(policy: Policy, config: TrainerConfig) -> Policy | WithoutAdapters:
-    """Return what the policy was before training: a frozen copy, or the policy without its adapters."""
+    """Return what the policy was before training: a frozen copy in its dtype, or the policy without its adapters."""
     if policy.is_adapted:
         return WithoutAdapters(policy=policy)
-    reference = load_policy(config, policy.world)
-    reference.model.requires_grad_(False)
-    return reference
+    return load_policy(config, policy.world, is_frozen=True)
 
 
 def check_model_path(name: str) -> None:
@@ -203,31 +208,68 @@ def check_model_path(name: str) -> None:
         )
 
 
-def load_policy(config: TrainerConfig, world: World | None = None) -> Policy:
-    """Load model and tokenizer for training, split over the processes of `world`.
+def load_policy(
+    config: TrainerConfig, world: World | None = None, *, is_frozen: bool = False
+) -> Policy:
+    """Load model and tokenizer for training, split over the processes of `world`; frozen, as a reference.
 
-    ConfigError names the path when they cannot be loaded.
+    Of several processes only the first ever holds a whole model, on the CPU and in the checkpoint's precision; each
+    keeps its part of every parameter on its device. ConfigError names the path when they cannot be loaded.
     """
     device = choose_device(config) if world is None else world.device
     world = world or ALONE
     dtype = choose_dtype(config, device)
-    name = config.model_name
-    check_model_path(name)
+    kept = dtype if is_frozen or (config.lora and world.size == 1) else torch.float32
+    check_model_path(config.model_name)
     try:
-        settings = AutoConfig.from_pretrained(name)
-        for key, value in vars(settings).items():
-            if "drop" in key and isinstance(value, float):
-                setattr(settings, key, 0.0)
-        model = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=settings,
-            dtype=dtype if config.lora and world.size == 1 else torch.float32,
-            attn_implementation=config.attention_kernel,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(config.model_name)
+        read = None
+        if world.is_main:
+            read = build_model(config, device, dtype=kept if world.size == 1 else "auto")
+        if world.size == 1:
+            model = read.to(device)
+        else:
+            with torch.device("meta"):
+                model = build_model(config, device, dtype=kept, has_weights=False)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise ConfigError(f"--model_name {name} cannot be loaded: {reason}") from error
+        raise ConfigError(f"--model_name {config.model_name} cannot be loaded: {reason}") from error
+    model.train()
+    module = PolicyModule(model)
+    if world.size > 1:
+        world.shard(module, transformer_layers(model), dtype)
+        module.to_empty(device=device)
+        world.fill(model, read)
+    if is_frozen:
+        model.requires_grad_(False)
+    return Policy(
+        model=model, tokenizer=tokenizer, device=device, dtype=dtype, module=module, world=world
+    )
+
+
+def build_model(
+    config: TrainerConfig, device: torch.device, *, dtype: Any, has_weights: bool = True
+) -> Any:
+    """Return the model with adapters, kernels and checkpointing as configured, on the CPU.
+
+    Without weights it is on the device of the context. What the checkpoint holds in 16 bits and "auto" leaves so is
+    trained in float32 all the same: `World.fill` widens it.
+    """
+    name = config.model_name
+    settings = AutoConfig.from_pretrained(name)
+    for key, value in vars(settings).items():
+        if "drop" in key and isinstance(value, float):
+            setattr(settings, key, 0.0)
+    chosen = {"dtype": dtype, "attn_implementation": config.attention_kernel}
+    if has_weights:
+        model = AutoModelForCausalLM.from_pretrained(name, config=settings, **chosen)
+    else:
+        model = AutoModelForCausalLM.from_config(settings, **chosen)
+    if config.packing == "on" and model._is_stateful:
+        raise ConfigError(
+            f"--packing on: layers of {type(model).__name__} hand a state on from token to token, so that sequences in "
+            "one row would read each other's; use --packing off"
+        )
     if config.use_liger:
         apply_liger(model, device)
     if config.lora:
@@ -235,17 +277,11 @@ def load_policy(config: TrainerConfig, world: World | None = None) -> Policy:
     elif config.train_layer_indices is not None:
         layers = transformer_layers(model)
         freeze_other_layers(model, config.train_layer_indices, num_layers=len(layers))
-    model.to(device).train()
     if config.gradient_checkpointing:
         # transformers 5.x renamed it on the way; the old name warns there, the new one is missing before.
         newer = getattr(model, "activation_checkpointing_enable", None)
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    module = PolicyModule(model)
-    if world.size > 1:
-        world.shard(module, transformer_layers(model), dtype)
-    return Policy(
-        model=model, tokenizer=tokenizer, device=device, dtype=dtype, module=module, world=world
-    )
+    return model
 
 
 def transformer_layers(model: Any) -> list[nn.Module]:

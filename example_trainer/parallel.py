@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from example_trainer.data import MicroBatch, without_weight
 
@@ -100,6 +101,23 @@ class World:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(module, mesh=mesh, mp_policy=precision)
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def fill(self, model: nn.Module, read: nn.Module | None) -> None:
+        """Give each process its part of what the first has read, one parameter after the other."""
+        source = {}
+        if read is not None:
+            source = dict(read.named_parameters()) | dict(read.named_buffers())
+        for name, parameter in model.named_parameters():
+            whole_tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+            if self.is_main:
+                whole_tensor.copy_(source[name])
+            mine = distribute_tensor(whole_tensor, parameter.device_mesh, parameter.placements)
+            parameter.copy_(mine)
+        for name, buffer in model.named_buffers():
+            if self.is_main:
+                buffer.copy_(source[name])
+            dist.broadcast(buffer, src=0)
+
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -109,6 +127,8 @@ def processes(device: torch.device) -> Iterator[World]:
     """Join the processes that torchrun started; one process when it did not start this."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
+        if device.index is not None:  # else kernels of libraries run on the first one
+            torch.cuda.set_device(device)
         yield World(rank=0, size=1, device=device)
         return
     if device.type == "cuda":
@@ -124,12 +144,6 @@ def processes(device: torch.device) -> Iterator[World]:
 
 def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
-
-
-def sync_gradients(module: nn.Module, *, now: bool) -> None:
-    """Say whether the next backward pass ends the step: only then are gradients summed over the processes."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(now)
 
 
 def whole(value: Tensor) -> Tensor:

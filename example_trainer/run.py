@@ -63,6 +63,8 @@ def _run(argv: Sequence[str]) -> None:
     )
     if not {"bridge", "weight_bridge_mode"} & config.model_fields_set:
         config = config.model_copy(update={"bridge": "reload"})
+    if config.logprobs_mode == "auto" and config.engine == "vllm":
+        config = config.model_copy(update={"logprobs_mode": "processed"})
     _check(config, environment_flags)
     start_command()
     from example_trainer.bridges import make_engine

@@ -21,7 +21,7 @@ from example_trainer.loss import LogprobSums, LossShare, logprob_sums, policy_lo
 from example_trainer.model import Policy
 from example_trainer.objective import Objective
 from example_trainer.optim import set_learning_rate
-from example_trainer.parallel import sync_gradients, whole
+from example_trainer.parallel import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +50,12 @@ def take_step(
     A batch with nothing to train leaves weights and optimizer as they are.
     """
     lr = set_learning_rate(optimizer, config, step)
-    gap.compare_older(batch, step)
     objective = objective_of(config)
     frozen = reference if batch.lacks_reference else None
     names = LossShare._fields + LogprobSums._fields
     totals = torch.zeros(len(names), dtype=torch.float64, device=policy.device)
-    micro_batches = policy.world.share(batch.micro_batches)
-    for index, cpu_micro_batch in enumerate(micro_batches):
+    for cpu_micro_batch in policy.world.share(batch.micro_batches):
         micro_batch = cpu_micro_batch.to(policy.device)
-        sync_gradients(policy.module, now=index == len(micro_batches) - 1)
         own = policy.logprobs(micro_batch)
         if not micro_batch.is_filler:
             gap.observe(micro_batch, own.logprobs_N, step)
@@ -152,10 +149,13 @@ def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
         "lowered_logprob_mean": mean("lowered_own_sum", "num_lowered"),
         "logprob_gap_max": result.gap.maximum,
         "logprob_gap_mean": result.gap.mean,
+        "logprob_gap_kl": result.gap.kl,
     }
 
 
-def data_options(config: TrainerConfig, *, vocab_size: int | None = None) -> DataOptions:
+def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOptions:
+    """Return the configuration's part that concerns data; `policy` adds what its model asks for."""
+    may_pack = policy is None or not policy.keeps_state
     return DataOptions(
         baseline=config.baseline,
         scale_advantages=config.scale_advantages,
@@ -165,13 +165,19 @@ def data_options(config: TrainerConfig, *, vocab_size: int | None = None) -> Dat
         overlong_buffer=config.overlong_buffer,
         seq_len=config.seq_len,
         max_sequences=config.batch_size,
-        max_tokens=config.max_microbatch_tokens,
-        layout="packed" if config.packs_sequences else "padded",
+        max_tokens=config.max_microbatch_tokens or most_tokens(config, policy),
+        layout="packed" if config.packs_sequences and may_pack else "padded",
         pad_to_multiple_of=config.pad_to_multiple_of,
-        keep_zero_advantage=config.kl_coef > 0 or config.distill_coef > 0,
-        vocab_size=vocab_size,
-        processed_logprobs=config.logprobs_mode == "processed",
+        keep_zero_advantage=bool(config.kl_coef or config.distill_coef or config.entropy_coef),
+        vocab_size=None if policy is None else policy.vocab_size,
+        processed_logprobs=config.reports_processed,
     )
+
+
+def most_tokens(config: TrainerConfig, policy: Policy | None) -> int:
+    """Return the positions of a micro-batch whose activations fit: 0.5B without checkpointing are 52 GB at 32,768."""
+    on_gpu = policy is not None and policy.device.type == "cuda"
+    return 8192 if on_gpu and not config.gradient_checkpointing else 32768
 
 
 def objective_of(config: TrainerConfig) -> Objective:

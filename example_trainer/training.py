@@ -8,6 +8,7 @@ died is trained by the next one. A run that goes on from a checkpoint is sent ag
 from __future__ import annotations
 
 import logging
+import os
 import random
 import signal
 import threading
@@ -20,12 +21,13 @@ import numpy as np
 import torch
 
 from atroposlib.client import TrainerClient
-from example_trainer.bridges import EngineWatch, make_bridge
+from example_trainer.bridges import EngineWatch, make_bridge, shares_gpu
 from example_trainer.checkpointing import Checkpoints
 from example_trainer.config import TrainerConfig
 from example_trainer.data import make_batch
 from example_trainer.feed import RETRY_S, Feed, Follower, Leader
 from example_trainer.gap import LogprobGap
+from example_trainer.memory import sizes_of, what_does_not_fit
 from example_trainer.model import Policy, choose_device, load_policy, reference_of
 from example_trainer.optim import make_optimizer
 from example_trainer.parallel import World, processes
@@ -54,6 +56,7 @@ def train(config: TrainerConfig) -> None:
     with ExitStack() as stack:
         world = stack.enter_context(processes(choose_device(config)))
         policy = load_policy(config, world)
+        warn_of_memory(policy, config)
         reference = reference_of(policy, config) if config.kl_coef else None
         optimizer = make_optimizer(policy, config)
         saved = Checkpoints(save_path=config.save_path, world=world, keep_last=config.keep_last)
@@ -64,13 +67,14 @@ def train(config: TrainerConfig) -> None:
         )
         weights = stack.enter_context(WeightsDirectory(config, policy))
         bridge = stack.enter_context(closing(make_bridge(config, weights)))
+        empty_cache(policy.device)
         bridge.start(policy, start)
         is_stopping = stack.enter_context(stop_on_signals())
         engines = EngineWatch(bridge, patience_s=config.engine_retry_s)
         feed = stack.enter_context(make_feed(config, log, world, experiment, is_stopping, engines))
         feed.begin(step=start)
-        options = data_options(config, vocab_size=policy.vocab_size)
-        gap = LogprobGap(policy, weights, options, limit=config.max_logprob_gap)
+        options = data_options(config, policy)
+        gap = LogprobGap(policy, limit=config.max_logprob_gap)
         version = saved_version = start
         for step in range(start, config.num_steps):
             clock = Clock()
@@ -86,6 +90,7 @@ def train(config: TrainerConfig) -> None:
                 feed.acknowledge(step=version)
             with clock.phase("publish_s"):
                 if is_publish_due(version, config):
+                    empty_cache(policy.device)
                     feed.announce(bridge.publish(policy, version))
             record = describe_batch(batch, step) | describe_result(result, batch)
             record |= {"num_lost_leases": feed.num_lost_leases} | clock.read()
@@ -192,7 +197,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
                 signal.signal(each, signal.SIG_IGN)  # a third must not cut the unwinding short
             raise SystemExit(128 + number)
         asked.set()
-        logger.info("asked to stop: finishing the step under way")
+        logger.info("asked to stop: finishing the step under way%s", _torchrun_note())
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(number, note) for number in numbers]
@@ -201,6 +206,30 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+def _torchrun_note() -> str:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    return "; torchrun kills this process after its --shutdown-timeout, 30 s unless given"
+
+
+def warn_of_memory(policy: Policy, config: TrainerConfig) -> None:
+    """Say before the first step that it will not fit, rather than let it run out of memory."""
+    if policy.device.type != "cuda" or not policy.world.is_main:
+        return
+    sizes = sizes_of(
+        policy, config, shares_gpu=shares_gpu(config, num_gpus=torch.cuda.device_count())
+    )
+    line = what_does_not_fit(sizes, torch.cuda.get_device_properties(policy.device).total_memory)
+    if line is not None:
+        logger.warning("%s", line)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give memory that nothing uses back to the GPU: an engine on the same one needs it to start or to take weights."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def is_publish_due(version: int, config: TrainerConfig) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -24,6 +25,11 @@ from example_trainer.owned_process import POLL_INTERVAL_S, OwnedProcess
 logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 5.0
+
+_OF_TORCHRUN = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$|(GROUP|ROLE|TORCHELASTIC)_"
+)
+"""By these vLLM's processes would join the trainer's group, and wait for its store for ever."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM accepts as --max-lora-rank (0.32)."""
@@ -104,6 +110,7 @@ def vllm_command(
     cpu: bool = False,
     seed: int | None = None,
     lora_rank: int | None = None,
+    processed_logprobs: bool = False,
     extra_args: Sequence[str] = (),
 ) -> list[str]:
     """Return the command line of vLLM's OpenAI server, run by `python`.
@@ -132,6 +139,8 @@ def vllm_command(
         command.append("--enforce-eager")
     if seed is not None:
         command += ["--seed", str(seed)]
+    if processed_logprobs:
+        command += ["--logprobs-mode", "processed_logprobs"]
     if lora_rank is not None:
         command += ["--enable-lora", "--max-lora-rank", str(_allowed_rank(lora_rank))]
         command += ["--max-loras", "1", "--max-cpu-loras", "8"]
@@ -156,6 +165,8 @@ def vllm_environment(
     `takes_handles` lets it unpickle handles of GPU memory from a request, which is to run whatever code one sends.
     """
     environment = dict(os.environ if base is None else base)
+    for name in [each for each in environment if _OF_TORCHRUN.match(each)]:
+        del environment[name]
     # They name this process's packages, which are not the engine's.
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
         environment.pop(name, None)
@@ -165,7 +176,7 @@ def vllm_environment(
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        environment["CUDA_VISIBLE_DEVICES"] = _visible(gpu, environment.get("CUDA_VISIBLE_DEVICES"))
     if cpu:
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         # Pinned or spinning OpenMP threads starve the trainer on a small machine.
@@ -174,6 +185,20 @@ def vllm_environment(
     if cache_dir is not None:
         environment["VLLM_CACHE_ROOT"] = str(cache_dir)
     return environment
+
+
+def _visible(gpu: int | str, inherited: str | None) -> str:
+    """Return the device that this process calls `gpu`: it may see only some itself.
+
+    >>> _visible(1, "4,5"), _visible(1, None)
+    ('5', '1')
+    """
+    names = [name.strip() for name in (inherited or "").split(",") if name.strip()]
+    if not names or isinstance(gpu, str):
+        return str(gpu)
+    if gpu >= len(names):
+        raise ConfigError(f"--vllm_gpu {gpu}: CUDA_VISIBLE_DEVICES is {inherited!r} here")
+    return names[gpu]
 
 
 def _allowed_rank(rank: int) -> int:

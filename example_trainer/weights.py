@@ -13,12 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
 from atroposlib.errors import EngineError
-from example_trainer.adapters import ADAPTER
 from example_trainer.config import TrainerConfig
 from example_trainer.model import Policy
 
@@ -96,22 +91,6 @@ class WeightsDirectory:
     def directory(self, version: int) -> Path:
         return self.path / f"version_{version}"
 
-    def holds(self, version: int) -> bool:
-        """Whether the whole model of `version` is on disk."""
-        return version in self._versions
-
-    def parameters(self, version: int, device: torch.device) -> dict[str, Tensor] | None:
-        """Return what was handed over as `version` by the policy's own names; None where that is not on disk.
-
-        Of an adapted policy these are the adapter's, which are all that differ between versions.
-        """
-        if not self._policy.is_adapted:
-            return _load(self.directory(version), device) if self.holds(version) else None
-        if version not in self._adapters:
-            return None
-        found = _load(self.path / f"adapter_{version}", device)
-        return {re.sub(r"(\.lora_[AB])\.", rf"\1.{ADAPTER}.", name): t for name, t in found.items()}
-
     def __enter__(self) -> Self:
         return self
 
@@ -177,13 +156,6 @@ def require_checkpoint(directory: Path) -> None:
         raise EngineError(
             f"checkpoint {directory} lacks {', '.join(missing[:3])}; no engine was touched"
         )
-
-
-def _load(directory: Path, device: torch.device) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        tensors.update(load_file(path, device=str(device)))
-    return tensors
 
 
 def _has_room(directory: Path, num_bytes: int) -> bool:

@@ -22,7 +22,6 @@ from example_trainer.head import head_logprobs
 from example_trainer.model import Policy, load_policy
 from example_trainer.optim import make_optimizer
 from example_trainer.step import StepResult, data_options, take_step
-from example_trainer.weights import WeightsDirectory
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_trainer import make_group
 
@@ -66,10 +65,9 @@ def logprobs(policy: Policy, batch: Batch) -> Tensor:
 
 def one_step(policy: Policy, config: TrainerConfig) -> StepResult:
     options = data_options(config)
-    with WeightsDirectory(config, policy) as weights:
-        gap = LogprobGap(policy, weights, options, limit=None)
-        optimizer = make_optimizer(policy, config)
-        return take_step(policy, optimizer, make_batch(GROUPS, options), config, 0, gap)
+    gap = LogprobGap(policy, limit=None)
+    optimizer = make_optimizer(policy, config)
+    return take_step(policy, optimizer, make_batch(GROUPS, options), config, 0, gap)
 
 
 @pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}, {"packing": "on"}])

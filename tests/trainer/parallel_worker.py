@@ -6,23 +6,40 @@ python -m torch.distributed.run --nproc_per_node 2 tests/trainer/parallel_worker
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from example_trainer.checkpointing import Checkpoints
 from example_trainer.config import TrainerConfig
-from example_trainer.data import make_batch
+from example_trainer.data import MicroBatch, make_batch
 from example_trainer.gap import LogprobGap
 from example_trainer.model import load_policy
 from example_trainer.optim import make_optimizer
 from example_trainer.parallel import World, processes
 from example_trainer.step import data_options, take_step
 from example_trainer.training import resume
-from example_trainer.weights import WeightsDirectory
 from tests.trainer.helpers_trainer import make_group
+
+
+class Watching(LogprobGap):
+    """Notes how many bytes of gradients this process holds before each backward pass."""
+
+    held_bytes: list[int]
+
+    def observe(self, micro_batch: MicroBatch, logprobs_N: Tensor, version: int) -> None:
+        super().observe(micro_batch, logprobs_N, version)
+        gradients = (p.grad for p in self._policy.model.parameters())
+        self.held_bytes.append(sum(whole_or_part(g).nbytes for g in gradients if g is not None))
+
+
+def whole_or_part(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> list[float | None]:
@@ -33,19 +50,25 @@ def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> l
     start = resume(config, saved, policy, optimizer).step
     options = data_options(config)
     numbers: list[float | None] = []
-    with WeightsDirectory(config, policy) as weights:
-        gap = LogprobGap(policy, weights, options, limit=None)
-        for step in range(start, config.num_steps):
-            # Three micro-batches for two processes, so that one of them has a filler.
-            groups = [
-                make_group([1.0, 0.0, 0.3], seed=10 * step + s, length=6 + 4 * s) for s in range(2)
-            ]
-            batch = make_batch(groups, options)
-            result = take_step(policy, optimizer, batch, config, step, gap)
-            numbers += [result.loss, result.grad_norm, result.sums["ratio_sum"], result.gap.maximum]
-            if step + 1 == save_at:
-                saved.save(policy, optimizer, save_at)
+    gap = Watching(policy, limit=None)
+    gap.held_bytes = []
+    for step in range(start, config.num_steps):
+        # Three micro-batches for two processes, so that one of them has a filler.
+        groups = [
+            make_group([1.0, 0.0, 0.3], seed=10 * step + s, length=6 + 4 * s) for s in range(2)
+        ]
+        batch = make_batch(groups, options)
+        result = take_step(policy, optimizer, batch, config, step, gap)
+        numbers += [result.loss, result.grad_norm, result.sums["ratio_sum"], result.gap.maximum]
+        if step + 1 == save_at:
+            saved.save(policy, optimizer, save_at)
     policy.save(config.save_path / "final_model")
+    measured = {
+        "gradients": gap.held_bytes,
+        "weights": sum(whole_or_part(p).nbytes for p in policy.model.parameters()),
+        "peak_rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+    (config.save_path / f"measured_{world.rank}.json").write_text(json.dumps(measured))
     return numbers
 
 

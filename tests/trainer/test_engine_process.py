@@ -265,6 +265,27 @@ def test_vllm_environment_hides_this_process_s_packages_and_opens_the_developmen
     assert "VLLM_CPU_KVCACHE_SPACE" not in vllm_environment(base=base)
 
 
+def test_vllm_is_no_part_of_what_torchrun_started() -> None:
+    """With its variables vLLM waits for ever for a store that only the trainer's processes have."""
+    of_torchrun = [
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
+    ]
+    base = dict.fromkeys([*of_torchrun, "LOCAL_DISK", "RANKING"], "1")
+    found = vllm_environment(base=base)
+    assert not found.keys() & set(of_torchrun)
+    assert found["LOCAL_DISK"] == found["RANKING"] == "1"
+
+
+def test_the_engines_gpu_is_one_of_those_that_the_trainer_sees() -> None:
+    base = {"CUDA_VISIBLE_DEVICES": "4,GPU-b7c"}
+    found = [vllm_environment(base=base, gpu=gpu)["CUDA_VISIBLE_DEVICES"] for gpu in (0, 1)]
+    assert found == ["4", "GPU-b7c"]
+    with pytest.raises(ConfigError, match="--vllm_gpu 2: CUDA_VISIBLE_DEVICES is '4,GPU-b7c'"):
+        vllm_environment(base=base, gpu=2)
+
+
 def test_local_engine_command_is_what_the_engine_s_flags_are_called() -> None:
     command = local_engine_command(model="/m", port=1, served_model_name="base", device="cpu")
     assert command[:3] == [sys.executable, "-m", "atroposlib.engine.server"]

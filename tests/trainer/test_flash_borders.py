@@ -1,10 +1,11 @@
-"""Flash attention reads the borders between packed sequences off their positions: where they are, for transformers."""
+"""The borders between packed sequences that flash attention is given are those that it would read off the positions."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+import torch
 from transformers import modeling_flash_attention_utils as flash
 
 from example_trainer.data import DataOptions, make_batch
@@ -24,7 +25,9 @@ def test_flash_attention_finds_every_packed_sequence_and_the_filling(multiple: i
         positions = micro_batch.position_ids_BT
         assert flash._is_packed_sequence(positions, batch_size=len(positions))
         (borders, _), _ = flash.prepare_fa_kwargs_from_position_ids(positions)
-        lengths = borders.diff().tolist()
+        assert micro_batch.borders is not None
+        assert torch.equal(micro_batch.borders, borders)
+        assert micro_batch.longest == max(lengths := borders.diff().tolist())
         if sum(row_lengths := lengths[: micro_batch.positions.num_sequences]) < positions.numel():
             assert lengths == [*row_lengths, positions.numel() - sum(row_lengths)]
         found += row_lengths

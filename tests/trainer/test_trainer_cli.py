@@ -15,6 +15,7 @@ import pytest
 from atroposlib.config import parse_flags
 from example_trainer import grpo, run
 from example_trainer.config import TrainerConfig
+from example_trainer.training import stop_on_signals
 from tests.processes import Process, wait_for
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_reload import fake_engine
@@ -67,6 +68,64 @@ def test_an_objective_stands_for_settings_and_a_given_one_wins() -> None:
     assert (gspo.ratio_level, gspo.loss_mean, gspo.clip_eps) == ("sequence", "token", 0.1)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--objective=dapo", "--correction=tis"], "--clip_eps_high does nothing"),
+        (["--correction=mis", "--clip-eps=0.1"], "--clip_eps does nothing"),
+        (["--objective=gspo", "--clip-eps=3e-4"], "most sequences would have no gradient"),
+        (["--correction=tis"], None),
+        (["--objective=rloo", "--correction=tis", "--clip-eps=0.1"], None),
+        (["--objective=gspo"], None),
+        (["--objective=dapo"], None),
+    ],
+)
+def test_a_clip_that_does_nothing_or_too_much_is_warned_of(
+    flags: list[str], words: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    parse("--model=m", *flags)
+    if words is None:
+        assert caplog.text == ""
+    else:
+        assert words in caplog.text
+
+
+def test_engines_that_the_trainer_starts_report_processed_logprobs() -> None:
+    for flags, expected in (
+        (["--bridge=restart"], True),
+        (["--bridge=restart", "--engine=local"], False),
+        (["--bridge=reload"], False),
+        (["--bridge=reload", "--logprobs_mode=processed"], True),
+        (["--bridge=restart", "--logprobs_mode=raw"], False),
+    ):
+        assert parse("--model=m", *flags).reports_processed == expected
+
+
+def test_a_trainer_under_torchrun_says_how_long_it_may_take_to_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    with caplog.at_level("INFO"), stop_on_signals() as is_stopping:
+        signal.raise_signal(signal.SIGTERM)
+        assert is_stopping()
+    assert "after its --shutdown-timeout, 30 s unless given" in caplog.text
+
+
+def test_every_torchrun_in_the_documentation_leaves_time_to_save() -> None:
+    """It kills its processes 30 s after it is asked to stop, else."""
+    root = Path(__file__).parents[2]
+    files = [root / "README.md", *(root / "example_trainer").rglob("*.*")]
+    lines = [
+        line
+        for path in files
+        if path.suffix in (".md", ".yaml")
+        for line in path.read_text().splitlines()
+        if "torchrun --nproc" in line
+    ]
+    assert lines
+    assert all("--shutdown-timeout" in line for line in lines)
+
+
 def test_the_originals_adapter_modes_train_adapters() -> None:
     for mode, bridge in (("lora_only", "lora"), ("lora_restart", "restart")):
         config = parse("--model=m", f"--weight-bridge-mode={mode}")
@@ -117,6 +176,7 @@ def test_engine_urls_are_a_comma_list_with_or_without_v1() -> None:
         (["--model=m", "--bridge=reload", "--weight-bridge-mode=none"], ["contradicts"]),
         (["--model=/no/such/dir"], ["/no/such/dir", "does not exist"]),
         (["--model=m", "--lr=fast"], ["--lr", "fast"]),
+        (["--model=m", "--optimizer=adafactor"], ["--optimizer", "adamw_8bit"]),
     ],
 )
 @pytest.mark.parametrize("command", [grpo.main, run.main])

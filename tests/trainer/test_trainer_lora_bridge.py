@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from example_trainer.bridges.lora import LoraBridge
 from example_trainer.config import TrainerConfig
-from example_trainer.data import DataOptions, make_batch
-from example_trainer.gap import LogprobGap
 from example_trainer.model import Policy, load_policy
 from example_trainer.weights import KEEP_ADAPTERS, WeightsDirectory
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_reload import FakeEngine, fake_engine
-from tests.trainer.helpers_trainer import logprobs_of, make_group
 
 SWAP = ["/v1/unload_lora_adapter", "/v1/load_lora_adapter", "/update_weight_version"]
 
@@ -146,31 +142,3 @@ def test_adapters_stay_on_disk_for_requests_in_flight_but_not_for_ever(
             bridge.publish(policy, version)
     found = sorted(int(p.name.removeprefix("adapter_")) for p in tmp_path.iterdir())
     assert found == list(range(2, KEEP_ADAPTERS + 2))
-
-
-def test_logprobs_of_an_older_adapter_can_be_compared(model_dir: Path, tmp_path: Path) -> None:
-    """Engines are a version behind when data is trained on: what they sampled from is on disk."""
-    policy = policy_of(model_dir)
-    config = TrainerConfig(model_name="m", bridge="lora", weights_dir=tmp_path)
-    options = DataOptions(seq_len=64, max_sequences=4, max_tokens=1000)
-    with WeightsDirectory(config, policy) as weights, torch.no_grad():
-        for name, parameter in policy.model.named_parameters():
-            if ".lora_B." in name:
-                parameter.fill_(0.1)
-        weights.save_adapter(3)
-        sampled = make_group([1.0, 0.0], model=policy.model, policy_version=3)
-        for name, parameter in policy.model.named_parameters():
-            if ".lora_" in name:
-                parameter.add_(1.0)
-        batch = make_batch([sampled], options)
-        gap = LogprobGap(policy, weights, options, limit=None)
-        gap.compare_older(batch, 4)
-        report = gap.settle(4)
-        assert report.maximum is not None
-        assert report.maximum < 1e-5
-        assert weights.parameters(2, policy.device) is None
-        first = slice(0, int(sampled.lengths[0]))
-        now = logprobs_of(policy.model, sampled.tokens[first].tolist())
-        assert sampled.inference_logprobs is not None
-        then = sampled.inference_logprobs[first].tolist()
-        assert max(abs(a - b) for a, b in zip(now, then, strict=True)) > 0.1

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from example_trainer.config import TrainerConfig
 from example_trainer.data import DataOptions, make_batch
-from example_trainer.parallel import ALONE, World
+from example_trainer.parallel import ALONE, World, processes
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_reload import fake_engine, running_hub
 from tests.trainer.helpers_trainer import make_group
@@ -61,6 +61,20 @@ def weights_of(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     return load_file(Path(settings["save_path"]) / "final_model/model.safetensors")
 
 
+def assert_half_is_held(two: dict[str, Any], one: dict[str, Any]) -> None:
+    """Also between the micro-batches of a step: a gradient is summed over the processes as soon as it is there."""
+    paths = [Path(two["save_path"]) / f"measured_{rank}.json" for rank in range(2)]
+    alone, *halves = (
+        json.loads(path.read_text())
+        for path in (Path(one["save_path"]) / "measured_0.json", *paths)
+    )
+    for half in halves:
+        assert half["weights"] < 0.6 * alone["weights"]
+    # The first of two micro-batches of each step; the other process may have a filler as its second.
+    held, whole = halves[0]["gradients"][1], alone["gradients"][1]
+    assert 0 < held < 0.6 * whole
+
+
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -76,6 +90,7 @@ def test_two_processes_train_as_one_and_read_each_others_checkpoints(tmp_path: P
     found = in_two_processes(two, save_at=MIDDLE)
     assert found == pytest.approx(expected, abs=1e-5)
     assert_same(weights_of(two), weights_of(one))
+    assert_half_is_held(two, one)
 
     rest = expected[4 * MIDDLE :]
     path = f"step_{MIDDLE}"
@@ -128,3 +143,14 @@ def test_two_processes_follow_one_hub_through_the_first(tmp_path: Path) -> None:
         assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
         finals.append(weights_of(settings))
     assert_same(finals[1], finals[0])
+
+
+def test_one_process_computes_on_the_gpu_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of libraries run on the current device, which is the first one unless it is set."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in ("cuda:1", "cuda", "cpu"):
+        with processes(torch.device(name)) as world:
+            assert world.device == torch.device(name)
+    assert chosen == [torch.device("cuda:1")]

@@ -1,0 +1,99 @@
+"""Models that are more than attention and an MLP: experts, and layers that hand a state on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3NextConfig
+
+from atroposlib.errors import ConfigError
+from example_trainer.data import make_batch
+from example_trainer.gap import LogprobGap
+from example_trainer.model import Policy, load_policy
+from example_trainer.optim import make_optimizer
+from example_trainer.step import data_options, take_step
+from tests.tiny_model import make_tiny_tokenizer
+from tests.trainer.helpers_dry_run import config_for_dry_run
+from tests.trainer.helpers_trainer import make_group
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "initializer_range": 0.15,
+}
+GATED_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,  # three gated delta layers, one of attention
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 32,
+}
+
+
+def save(config: Any, directory: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    make_tiny_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = Qwen3NextConfig(**SIZES, **GATED_DELTA)
+    assert "linear_attention" in config.layer_types
+    return save(config, tmp_path_factory.mktemp("hybrid"))
+
+
+def logprobs(policy: Policy, config: Any) -> dict[tuple[int, ...], torch.Tensor]:
+    """Return each sequence's by its labels."""
+    groups = [make_group([1.0, 0.0, 0.3], seed=s, length=9 + 4 * s) for s in range(3)]
+    found = {}
+    for micro_batch in make_batch(groups, data_options(config, policy)).micro_batches:
+        lengths = torch.bincount(micro_batch.positions.sequence_N).tolist()
+        with torch.no_grad():
+            own_N = policy.logprobs(micro_batch).logprobs_N
+        labels = micro_batch.positions.labels_N.split(lengths)
+        found |= {tuple(a.tolist()): b for a, b in zip(labels, own_N.split(lengths), strict=True)}
+    return found
+
+
+def test_sequences_of_a_hybrid_model_do_not_read_each_others_state(
+    hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where packing would be chosen, as flash attention does: every sequence has the logprobs that it has alone."""
+    alone = config_for_dry_run(hybrid, tmp_path, packing="off", batch_size=1)
+    chosen = config_for_dry_run(hybrid, tmp_path, batch_size=100)
+    monkeypatch.setattr(type(chosen), "packs_sequences", property(lambda self: self is chosen))
+    policy = load_policy(alone)
+    expected, found = logprobs(policy, alone), logprobs(policy, chosen)
+    assert found.keys() == expected.keys()
+    for labels, values in expected.items():
+        torch.testing.assert_close(found[labels], values, rtol=0, atol=1e-4)
+
+
+def test_packing_is_refused_where_it_would_be_wrong(hybrid: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--packing on: layers of Qwen3Next.*--packing off"):
+        load_policy(config_for_dry_run(hybrid, tmp_path, packing="on"))
+
+
+def test_a_model_of_experts_takes_a_step_on_stale_sequences(tmp_path: Path) -> None:
+    config = config_for_dry_run(
+        save(Qwen3MoeConfig(**SIZES, num_hidden_layers=2), tmp_path / "experts"), tmp_path
+    )
+    policy = load_policy(config)
+    gap = LogprobGap(policy, limit=None)
+    batch = make_batch([make_group([1.0, 0.0], policy_version=1)], data_options(config, policy))
+    result = take_step(policy, make_optimizer(policy, config), batch, config, 2, gap)
+    assert result.grad_norm is not None
+    assert result.gap.maximum is None

@@ -82,7 +82,10 @@ class LogprobGap:
         world = self._policy.world
         sums, largest = world.sum(self._sums).tolist(), world.max(self._largest).tolist()
         self._begin()
-        current, unknown = (_report(*each, most) for each, most in zip(sums, largest, strict=True))
+        current, unknown = (
+            _report(count, absolute, k3, most)
+            for (count, absolute, k3), most in zip(sums, largest, strict=True)
+        )
         self._warn("an unknown policy version", unknown)
         if self._limit is not None and current.mean is not None and current.mean > self._limit:
             raise LogprobGapError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -12,7 +13,6 @@ from typing import NoReturn
 from atroposlib.config import parse_flags
 from atroposlib.errors import cli_boundary, require
 from example_trainer.config import TrainerConfig
-from example_trainer.plot import PlotConfig, plot
 
 DESCRIPTION = "GRPO trainer: batches from run-api, new weights to the engines after every step."
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer and return its exit code: 0, 1 (failed), 2 (configuration), 130 or 143 (stopped)."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["plot"]:
-        return cli_boundary(lambda: _plot(words[1:]))
+        return subprocess.call([sys.executable, "-m", "atroposlib.cli.plot_run", *words[1:]])
     return cli_boundary(lambda: _run(words))
 
 
@@ -33,17 +33,6 @@ def start_command() -> None:
     for package in ("torch", "transformers", "safetensors"):
         require(package, extra="trainer")
     require("transformers.utils.logging", extra="trainer").disable_progress_bar()
-
-
-def _plot(argv: Sequence[str]) -> None:
-    config = parse_flags(
-        PlotConfig,
-        argv,
-        prog="atropos-grpo plot",
-        description="Draw the curves of a run as PNG.",
-        positional="run",
-    )
-    sys.stdout.write(f"{plot(config)}\n")
 
 
 def _run(argv: Sequence[str]) -> None:

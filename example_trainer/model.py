@@ -223,12 +223,10 @@ def load_policy(
     check_model_path(config.model_name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model_name)
-        read = None
-        if world.is_main:
-            read = build_model(config, device, dtype=kept if world.size == 1 else "auto")
         if world.size == 1:
-            model = read.to(device)
+            read = model = build_model(config, device, dtype=kept).to(device)
         else:
+            read = build_model(config, device, dtype="auto") if world.is_main else None
             with torch.device("meta"):
                 model = build_model(config, device, dtype=kept, has_weights=False)
     except (OSError, ValueError, ImportError) as error:

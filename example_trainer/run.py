@@ -23,9 +23,9 @@ from pydantic import Field
 
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, EngineError, cli_boundary
+from atroposlib.utils.owned_process import OwnedProcess
 from example_trainer.config import TrainerConfig
 from example_trainer.grpo import start_command
-from example_trainer.owned_process import OwnedProcess
 
 logger = logging.getLogger(__name__)
 

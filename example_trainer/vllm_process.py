@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from atroposlib.errors import ConfigError, EngineError
-from example_trainer.owned_process import POLL_INTERVAL_S, OwnedProcess
+from atroposlib.utils.owned_process import POLL_INTERVAL_S, OwnedProcess
 
 logger = logging.getLogger(__name__)
 

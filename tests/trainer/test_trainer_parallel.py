@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from example_trainer.config import TrainerConfig
 from example_trainer.data import DataOptions, make_batch
+from example_trainer.model import build_model
 from example_trainer.parallel import ALONE, World, processes
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_reload import fake_engine, running_hub
@@ -112,6 +113,25 @@ def test_each_process_computes_as_many_micro_batches() -> None:
     assert [m.is_filler for share in shares for m in share] == [False, False, False, True]
     weight = sum(float(m.positions.weights_N.sum()) for share in shares for m in share)
     assert weight == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora": True}], ids=str)
+def test_a_process_that_reads_no_weights_holds_none(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """What it is to hold is split before it has any memory."""
+    model_dir = make_tiny_model(tmp_path / "model", tie_word_embeddings=True)
+    config = TrainerConfig(**settings_for(model_dir, tmp_path, **changes))
+    cpu = torch.device("cpu")
+    read = build_model(config, cpu, dtype=torch.float32)
+    with torch.device("meta"):
+        held = build_model(config, cpu, dtype=torch.float32, has_weights=False)
+    tensors = [*held.named_parameters(), *held.named_buffers()]
+    assert {tensor.device.type for _, tensor in tensors} == {"meta"}
+    expected = [*read.named_parameters(), *read.named_buffers()]
+    assert [(n, t.shape, t.dtype) for n, t in tensors] == [
+        (n, t.shape, t.dtype) for n, t in expected
+    ]
 
 
 @pytest.mark.timeout(300)

@@ -352,9 +352,10 @@ def test_weights_that_a_killed_trainer_left_in_memory_are_removed_those_of_a_liv
     assert killed.path.parent == shared
     assert killed._lock is not None
     killed._lock.close()  # as the kernel does for a process that is gone
-    found = {path.name for path in shared.iterdir()}
-    assert found == {"atropos-weights-of-somebody", living.path.name, weights.path.name}
-    assert (living.directory(1) / "model.safetensors").is_file()
+    with WeightsDirectory(config, policy) as weights:
+        found = {path.name for path in shared.iterdir()}
+        assert found == {"atropos-weights-of-somebody", living.path.name, weights.path.name}
+        assert (living.directory(1) / "model.safetensors").is_file()
     living.__exit__(None, None, None)
     assert [path.name for path in shared.iterdir()] == ["atropos-weights-of-somebody"]
 

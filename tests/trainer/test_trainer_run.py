@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from atroposlib.errors import EngineError
+from atroposlib.utils.owned_process import OwnedProcess
 from example_trainer import run
-from example_trainer.owned_process import OwnedProcess
 from example_trainer.run import RunConfig
 
 

@@ -1,18 +1,20 @@
 """`atropos-grpo plot RUN`: the curves of a run as one picture, from the metrics file that every run leaves.
 
-Called by `grpo.py`; also while the run goes on.
+Also while the run goes on. `atropos-grpo` starts this as a process.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.errors import ConfigError, require
+from atroposlib.config import parse_flags
+from atroposlib.errors import ConfigError, cli_boundary, require
 
 SMOOTHING_STEPS = 10
 
@@ -42,6 +44,22 @@ PANELS = (
     Panel("logprob gap to the engine [nats]", ["logprob_gap_max", "logprob_gap_mean"], is_log=True),
     Panel("time of a step [s]", ["batch_wait_s", "train_s", "publish_s", "save_s"]),
 )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the run that the flags name, print the picture's path and return the exit code."""
+    return cli_boundary(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> None:
+    config = parse_flags(
+        PlotConfig,
+        argv,
+        prog="atropos-grpo plot",
+        description="Draw the curves of a run as PNG.",
+        positional="run",
+    )
+    print(plot(config))
 
 
 def plot(config: PlotConfig) -> Path:
@@ -103,3 +121,7 @@ def _draw(axes: Any, panel: Panel, steps: Sequence[dict[str, Any]]) -> None:
         axes.set_yscale("log")
     if len(drawn) > 1:
         axes.legend(fontsize=7)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

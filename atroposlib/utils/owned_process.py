@@ -2,7 +2,7 @@
 
 Owns one rule: nothing is ever signalled that was not started here. The program runs in a process group of its own;
 stopping it touches that group alone. A program that dies is reported with the end of its log. Called by
-`vllm_process.py` and `run.py`; it does not know what the program does.
+the trainer's `vllm_process.py` and `run.py`; it does not know what the program does.
 """
 
 from __future__ import annotations

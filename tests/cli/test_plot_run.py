@@ -1,0 +1,28 @@
+"""`atropos-grpo plot`: the picture, and what is said where there is nothing to draw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atroposlib.cli import plot_run
+
+
+def test_a_run_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [{"step": i, "reward_mean": i / 10, "loss": None, "train_s": 0.5} for i in range(1, 6)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 6, "rew')  # a run that goes on
+    assert plot_run.main([str(tmp_path)]) == 0
+    picture = tmp_path / "learning_curve.png"
+    assert capsys.readouterr().out.strip() == str(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_metrics_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plot_run.main([str(tmp_path)]) == 2
+    assert "metrics.jsonl cannot be read" in capsys.readouterr().err

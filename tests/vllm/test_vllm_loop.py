@@ -7,6 +7,7 @@ environment. One start of vLLM takes 30 to 70 s on two cores and decides how lon
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,14 @@ def test_five_steps_with_weights_reloaded_in_place_after_each(tmp_path: Path) ->
     assert largest_gap(after, model) > 10 * MAX_GAP, "the reload changed nothing"
 
 
-def test_five_steps_with_the_engine_restarted_on_new_weights(tmp_path: Path) -> None:
-    """The trainer starts vLLM and restarts it on a checkpoint after the third of five steps.
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_five_steps_with_the_engine_restarted_on_new_weights(
+    tmp_path: Path, num_processes: int
+) -> None:
+    """The trainer starts vLLM and restarts it on a checkpoint after the third of five steps, itself under torchrun.
 
-    Starts of vLLM are most of the time here; one hand-over and the start are what is shown.
+    Starts of vLLM are most of the time here; one hand-over and the start are what is shown. With what torchrun sets
+    for its own processes vLLM would wait for ever for a store.
     """
     python = vllm_python()
     model = make_tiny_model(tmp_path / "model")
@@ -78,6 +83,12 @@ def test_five_steps_with_the_engine_restarted_on_new_weights(tmp_path: Path) -> 
             f"--max_model_len={MAX_MODEL_LEN}",
             f"--engine_timeout_s={STARTUP_TIMEOUT_S}",
         ],
+        launcher=[
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={num_processes}",
+            "--standalone",
+        ],
     )
     check_metrics(tmp_path)
     starts = (tmp_path / "engine.log").read_text(errors="replace").count("\n--- ")
@@ -93,6 +104,7 @@ def run_loop(
     engine_port: int,
     trainer_flags: list[str],
     served_name: str | None = None,
+    launcher: Sequence[str] = (),
 ) -> None:
     """Run hub, environment and trainer until the trainer ends; everything they write is in `directory`.
 
@@ -101,6 +113,7 @@ def run_loop(
     hub_url = f"http://127.0.0.1:{hub_port}"
     hub_argv = ["-m", "atroposlib.cli.run_api", "--port", str(hub_port)]
     trainer_argv = [
+        *launcher,
         "-m",
         "example_trainer.grpo",
         f"--model={model}",

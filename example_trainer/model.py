@@ -229,6 +229,8 @@ def load_policy(
             read = build_model(config, device, dtype="auto") if world.is_main else None
             with torch.device("meta"):
                 model = build_model(config, device, dtype=kept, has_weights=False)
+    except ConfigError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(f"--model_name {config.model_name} cannot be loaded: {reason}") from error

@@ -83,7 +83,7 @@ def test_sequences_of_a_hybrid_model_do_not_read_each_others_state(
 
 
 def test_packing_is_refused_where_it_would_be_wrong(hybrid: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--packing on: layers of Qwen3Next.*--packing off"):
+    with pytest.raises(ConfigError, match="^--packing on: layers of Qwen3Next.*--packing off"):
         load_policy(config_for_dry_run(hybrid, tmp_path, packing="on"))
 
 

@@ -8,10 +8,8 @@ How much a request may cost is limits.py's business.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
-import ipaddress
 import json
 import os
 import re
@@ -21,7 +19,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 import yaml
@@ -34,9 +32,9 @@ from atroposlib.api.routes import Route, RouteTable, split_run
 from atroposlib.api.routes import Scope as Scope
 from atroposlib.api.stores.runs import RUN_NAME
 from atroposlib.errors import ConfigError
+from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site, is_loopback
 
 MIN_SECRET_CHARS = 8
-_OTHER_SITES = frozenset({b"cross-site", b"same-site"})
 _FORWARDING = (b"forwarded", b"x-forwarded-for", b"x-real-ip")
 """Set by proxies: whoever is behind one is not known to be on this machine."""
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
@@ -217,19 +215,6 @@ def _digest(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
-@functools.lru_cache(maxsize=256)
-def is_loopback(host: str) -> bool:
-    """Is `host` an address that only this machine reaches?"""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
-
-
 class _Refusal(NamedTuple):
     status: int
     detail: str
@@ -312,11 +297,11 @@ class Access:
 
 
 def _refusal_without_tokens(scope: AsgiScope, route: Route | None) -> _Refusal | None:
-    # A page in a browser on this machine can send requests here; it cannot read the answers, but it need not. "Same
-    # site" ignores the port: http://localhost:3000 may be anything.
-    if not _OTHER_SITES.isdisjoint(_header(scope, b"sec-fetch-site")):
-        return _Refusal(403, "requests of web pages from other sites are refused")
-    if (foreign := _foreign_host(scope)) is not None:
+    headers = scope["headers"]
+    if is_cross_site(headers):
+        return _Refusal(403, CROSS_SITE)
+    address = (scope.get("server") or (None,))[0]
+    if (foreign := foreign_host(headers, server=address)) is not None:
         return _Refusal(
             403,
             f"this hub has no tokens and serves its own machine, which {foreign!r} does not name; call it as localhost,"
@@ -332,26 +317,6 @@ def _refusal_without_tokens(scope: AsgiScope, route: Route | None) -> _Refusal |
                 " hub has no tokens; start it with --token or --tokens and send an admin token",
             )
     return None
-
-
-def _foreign_host(scope: AsgiScope) -> str | None:
-    """Return the Host of a request to a loopback socket that is none of its names, else None.
-
-    A web page whose name was made to point here (DNS rebinding) sends its own name, and the browser takes it for the
-    same site.
-    """
-    server = scope.get("server")
-    hosts = _header(scope, b"host")
-    if server is None or not is_loopback(server[0]) or not hosts:
-        return None
-    host = hosts[0].decode("latin-1")
-    return None if _names_this_machine(host) else host
-
-
-@functools.lru_cache(maxsize=256)
-def _names_this_machine(host: str) -> bool:
-    name = urlsplit(f"//{host}").hostname if host.count("[") == host.count("]") else None
-    return name is not None and (is_loopback(name) or name.endswith(".localhost"))
 
 
 def _header(scope: AsgiScope, name: bytes) -> list[bytes]:

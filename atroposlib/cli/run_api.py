@@ -31,7 +31,7 @@ from atroposlib.api.allocator import keep_freed_memory
 from atroposlib.api.calls import RunPolicy
 from atroposlib.api.hub import Hub
 from atroposlib.api.protocol import MAX_CONNECTIONS, RESERVED_CONNECTIONS, Connections, HubProtocol
-from atroposlib.api.security import Scope, TokenSet, add_token, is_loopback
+from atroposlib.api.security import Scope, TokenSet, add_token
 from atroposlib.api.server import create_app, stop_waiting
 from atroposlib.api.stores.base import Durability, GroupStore, StoreBroken
 from atroposlib.api.stores.disk import DiskStore
@@ -45,6 +45,7 @@ from atroposlib.api.stores.runs import (
 from atroposlib.api.stores.space import DiskSpace
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
+from atroposlib.http_guard import is_loopback
 from atroposlib.utils.garbage import collect_less_often
 
 logger = logging.getLogger(__name__)

@@ -106,18 +106,18 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         ([[1, 2], [3, 4, 5]], "sequences[1].masks"),
         ([[1, 2], [3, -4]], "sequences[1].tokens[1]"),
         ([[1, 2], [3, 2**31]], "sequences[1].tokens[1]"),
-        ([[1, 2], [3, 2**63]], "sequences[1].tokens[1]"),
-        ([[1, 2], [3, 2**64]], "sequences[1].tokens[1]"),
-        ([[1, 2], [3, 2**70]], "sequences[1].tokens[1]"),
-        ([[1, 2], [3, -(2**70)]], "sequences[1].tokens[1]"),
+        ([[1, 2], [3, 2**63]], "sequences[1].tokens"),
+        ([[1, 2], [3, 2**64]], "sequences[1].tokens"),
+        ([[1, 2], [3, 2**70]], "sequences[1].tokens"),
+        ([[1, 2], [3, -(2**70)]], "sequences[1].tokens"),
         ([[1, 2], [3, HUGE]], "tokens"),
         ([[1, 2], [3, 4.0]], "sequences[1].tokens[1]"),
         ([[1, 2], [3, 4.5]], "sequences[1].tokens[1]"),
         ([[1, 2], [3, Literal("4e0")]], "sequences[1].tokens[1]"),
-        ([[1, 2], [3, Literal("04")]], "tokens"),
-        ([[1, 2], [3, Literal("+4")]], "tokens"),
-        ([[1, 2], [3, Literal("0x4")]], "tokens"),
-        ([[1, 2], [3, Literal("4,")]], "tokens"),
+        ([[1, 2], [3, Literal("04")]], "not JSON"),
+        ([[1, 2], [3, Literal("+4")]], "not JSON"),
+        ([[1, 2], [3, Literal("0x4")]], "not JSON"),
+        ([[1, 2], [3, Literal("4,")]], "not JSON"),
         ([[1, 2], [3, "4"]], "sequences[1].tokens[1]"),
         ([[1, 2], [3, True]], "sequences[1].tokens[1]"),
         ([[1, 2], [3, None]], "sequences[1].tokens[1]"),
@@ -147,7 +147,7 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         ([[-100, 2], [-100, 4.5]], "sequences[1].masks[1]"),
         ([[-100, 2], [-100, 2**31]], "sequences[1].masks[1]"),
         ([[-100, 2], [-100, -(2**31) - 1]], "sequences[1].masks[1]"),
-        ([[-100, 2], [-100, 2**70]], "sequences[1].masks[1]"),
+        ([[-100, 2], [-100, 2**70]], "sequences[1].masks"),
         ([[-100, 2], [-100, NAN]], "masks"),
         ([[-100, 2], [-100, [4]]], "sequences[1].masks[1]"),
         ([[-100, 2], HUGE], "sequences[1].masks"),
@@ -172,8 +172,8 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         ([0.0, Literal("1e400")], "scores[1]"),
         ([0.0, Literal("-1e400")], "scores[1]"),
         ([0.0, HUGE], "scores"),
-        ([0.0, Literal("1.")], "scores"),
-        ([0.0, Literal(".5")], "scores"),
+        ([0.0, Literal("1.")], "not JSON"),
+        ([0.0, Literal(".5")], "not JSON"),
         ([0.0, DEEP], "scores[1]"),
     ],
     "messages": [
@@ -276,7 +276,7 @@ for _name in ("advantages", "ref_logprobs", "inference_logprobs"):
         ("x", _name),
         ({}, _name),
         ([[0.0, 0.0]], "1 entries"),
-        ([0.0, 0.0], f"sequences[0].{_name}"),
+        *([] if _name == "advantages" else [([0.0, 0.0], f"sequences[0].{_name}")]),
         ([[0.0, 0.0], [0.0]], f"sequences[1].{_name}"),
         ([[0.0, 0.0], None], f"sequences[1].{_name}"),
         ([[0.0, 0.0], [0.0, NAN]], f"sequences[1].{_name}[1]"),
@@ -289,6 +289,7 @@ for _name in ("advantages", "ref_logprobs", "inference_logprobs"):
 ODD_BUT_VALID: list[tuple[str, dict[str, Any]]] = [
     ("unknown environment", {"env_id": 999}),
     ("environment -1", {"env_id": -1}),
+    ("one advantage per sequence", {"advantages": [0.5, -0.5]}),
     ("environment -999", {"env_id": -999}),
     ("least environment", {"env_id": -(2**63)}),
     ("largest environment", {"env_id": 2**63 - 1}),
@@ -359,7 +360,7 @@ LIST_BODIES: list[tuple[str, bytes, str]] = [
     ("a list of null", b"[null]", "[0]"),
     ("a list of lists", b"[[]]", "[0]"),
     ("a list of empty objects", b"[{}]", "[0].tokens"),
-    ("1025 groups", b"[" + b",".join([to_json(a_group())] * 1025) + b"]", "at most 1024"),
+    ("1025 groups", b"[" + b",".join([to_json(a_group())] * 1025) + b"]", "length <= 1024"),
     ("100k empty lists", b"[" + b",".join([b"[]"] * 100_000) + b"]", "[0]"),
     (
         "a group that is too large at the end",
@@ -393,7 +394,7 @@ def group_cases() -> Iterator[Case]:
     five = to_json({"tokens": [[1]] * 5, "masks": [[1]] * 5, "scores": [0] * 5})
     yield Case(name="larger than a batch", target="/scored_data", body=five, says="tokens")
     many = to_json({"tokens": [[]] * 65537, "masks": [[]] * 65537, "scores": [0] * 65537})
-    yield Case(name="65537 sequences", target="/scored_data", body=many, says="at most 65536")
+    yield Case(name="65537 sequences", target="/scored_data", body=many, says="length <= 65536")
     yield Case(name="an empty list", target="/scored_data_list", body=b"[]", statuses=(200,))
 
 

@@ -1,5 +1,7 @@
 """Clients of the hub: `HubClient` (async) for environments, `TrainerClient` (sync) for any trainer.
 
+`samples(batch)` gives a trainer one record of numpy arrays per sequence, with its advantages.
+
 Both speak packed groups to our hub and JSON to an original server, and mark their requests with
 `Atropos-Client`, which is how the hub knows that it may answer 429 and that leases are understood.
 `HubClient` makes one attempt per call: retries belong to the environment runtime. `TrainerClient`
@@ -52,6 +54,7 @@ from atroposlib.api.schemas import (
 )
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, HubUnavailable
 from atroposlib.http_guard import is_loopback_url
+from atroposlib.samples import Sample, samples
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from atroposlib.wire import (
     CONTENT_TYPE_JSON,
@@ -74,6 +77,7 @@ __all__ = [
     "LeasedBatch",
     "RegistrationReply",
     "Resume",
+    "Sample",
     "SendReceipt",
     "TrainerClient",
     "TrainerNotRegistered",
@@ -81,6 +85,7 @@ __all__ = [
     "TrainerSuperseded",
     "UnknownEnvironment",
     "WandbInfo",
+    "samples",
 ]
 
 logger = logging.getLogger(__name__)

@@ -94,7 +94,7 @@ def make_step(spec: Spec, *, vocabulary: int, mixed: bool) -> Batch:
     A model with random weights finds every token about as likely, so that sampled logprobs of -log V with noise give
     ratios around 1, some beyond the clip.
     """
-    from example_trainer.data import group_advantages
+    from atroposlib.samples import group_advantages
 
     rng = np.random.default_rng(0)
     num_sequences = spec.sequences_per_micro_batch * spec.num_micro_batches

@@ -1,9 +1,10 @@
-"""Groups from the hub -> micro-batches of tensors: advantages, shift, weights, packing or padding.
+"""Groups from the hub -> micro-batches of tensors: shift, weights, packing or padding.
 
 Shapes: B rows of T positions, holding S sequences of which N positions are trained. Everything that the loss needs is
 kept for the N trained positions alone, so it does not know how sequences were laid out. Dropping a sequence whose
 advantages are all zero changes nothing but the cost: every position's weight is its share of the mean over the whole
-batch, dropped sequences included. Called by `training.py`; knows neither the model nor the hub.
+batch, dropped sequences included. `atroposlib.samples` has the rule of advantages. Called by `training.py`; knows
+neither the model nor the hub.
 """
 
 from __future__ import annotations
@@ -18,14 +19,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from atroposlib import samples
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import IGNORE_INDEX, Ragged, ScoredGroup
+from atroposlib.scored_data import Ragged, ScoredGroup
 from example_trainer.objective import Baseline, LossMean
 
 UNKNOWN_VERSION = -1
 """Stands for `policy_version` None in an integer tensor."""
 
 Layout = Literal["padded", "packed"]
+
+_WITHIN_GROUP: dict[Baseline, samples.GroupBaseline] = {
+    "group": "group",
+    "rloo": "rloo",
+    "group_batch": "group",
+    "batch": "none",
+    "none": "none",
+}
+"""What is compared within a group; "batch" and "group_batch" are normalised over the batch afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,30 +197,6 @@ class Batch:
     """Per sequence received; -1 when unknown."""
 
 
-def group_advantages(
-    scores: NDArray[np.float64], *, baseline: Baseline = "group", scale: bool = True
-) -> NDArray[np.float64]:
-    """Return a group's advantages: its scores against a baseline, divided by their standard deviation with `scale`.
-
-    "group": the mean, and the population std + 1e-4 (GRPO, arXiv 2402.03300; unscaled: Dr. GRPO, arXiv 2503.20783).
-    "rloo": the mean of the others (arXiv 2402.14740). "none" and "batch": none here. A group of one has nothing to be
-    compared with: its score is its advantage.
-
-    >>> group_advantages(np.array([1.0, 0.0, 0.5]), scale=False)
-    array([ 0.5, -0.5,  0. ])
-    >>> group_advantages(np.array([1.0, 0.0, 0.5]), baseline="rloo", scale=False)
-    array([ 0.75, -0.75,  0.  ])
-    """
-    if len(scores) <= 1 or baseline in ("none", "batch"):
-        return scores.astype(np.float64)
-    if scores.min() == scores.max():
-        return np.zeros(len(scores))  # exactly: their mean is rounded
-    centred: NDArray[np.float64] = scores - scores.mean()
-    if baseline == "rloo":
-        centred = centred * (len(scores) / (len(scores) - 1))
-    return centred / (scores.std() + 1e-4) if scale and baseline != "group_batch" else centred
-
-
 def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
     """Return what a response of `num_tokens` loses: 0 up to `longest - buffer`, then linearly to 1.
 
@@ -276,56 +263,38 @@ def _refuse_unknown_tokens(group: ScoredGroup, vocab_size: int) -> None:
 def _rows(group: ScoredGroup, options: DataOptions) -> Iterator[Row]:
     if options.vocab_size is not None:
         _refuse_unknown_tokens(group, options.vocab_size)
-    overrides = [
-        (group.overrides[i] if group.overrides else None) or {} for i in range(group.num_sequences)
-    ]
-    group_overrides = group.group_overrides or {}
-    supervised = np.array([bool(o.get("sft", group_overrides.get("sft"))) for o in overrides])
-    if group.inference_logprobs is None and not supervised.all():
-        raise GroupError(
-            f"inference_logprobs is null in a group of environment {group.env_id}: the GRPO ratio needs the logprobs "
-            "the tokens were sampled with. Sample through `self.server.managed_server(...)` with server_type vllm or "
-            "sglang and put the nodes' logprobs into the group as `inference_logprobs`."
-        )
-    offsets = group.offsets
-    views = [group.sequence(i) for i in range(group.num_sequences)]
-    trained = [np.flatnonzero(view.masks[1:] != IGNORE_INDEX) for view in views]
-    scores = group.scores.astype(np.float64)
+    overrides = group.overrides or [None] * group.num_sequences
+    starts = group.offsets
+    scores = group.scores
     if options.overlong_max:
+        num_trained = samples.num_trained(group, samples.completion_mask(group))
         scores = scores - np.array(
             [
-                overlong_penalty(
-                    len(at), longest=options.overlong_max, buffer=options.overlong_buffer
-                )
-                for at in trained
+                overlong_penalty(n, longest=options.overlong_max, buffer=options.overlong_buffer)
+                for n in num_trained.tolist()
             ]
         )
-    # A sequence without a trained position stands for an answer without a score: it moves nobody's baseline.
-    is_compared = ~supervised & np.array([len(at) > 0 for at in trained])
-    by_group = np.ones(len(scores))
-    by_group[is_compared] = group_advantages(
-        scores[is_compared], baseline=options.baseline, scale=options.scale_advantages
+    sequences = samples.group_samples(
+        group,
+        scores=scores,
+        baseline=_WITHIN_GROUP[options.baseline],
+        scale=options.scale_advantages and options.baseline != "group_batch",
     )
-    for i, (view, at, override) in enumerate(zip(views, trained, overrides, strict=True)):
-        advantages = np.full(len(at), by_group[i])
-        if view.advantages is not None and not supervised[i]:
-            advantages = view.advantages[1:][at]
-        if override.get("set_advantage_to_zero"):
-            advantages = np.zeros(len(at))
-        sampled = np.zeros(len(at))
-        if view.inference_logprobs is not None and not supervised[i]:
-            sampled = view.inference_logprobs[1:][at]
+    for start, sequence, override in zip(starts[:-1], sequences, overrides, strict=True):
+        at = np.flatnonzero(sequence.completion_mask[1:])
+        flat = start + 1 + at
+        sampled = sequence.sampled_logprobs[1:][at]
         yield Row(
-            tokens=view.tokens[:-1],
+            tokens=sequence.input_ids[:-1],
             trained=at,
-            labels=view.masks[1:][at],
-            sampled_logprobs=sampled,
-            advantages=advantages,
-            ref_logprobs=None if view.ref_logprobs is None else view.ref_logprobs[1:][at],
-            teacher=_teacher(group, offsets[i] + 1 + at),
-            is_supervised=bool(supervised[i]),
-            is_silenced=bool(override.get("set_advantage_to_zero")),
-            temperature=_temperature(group, override) if options.processed_logprobs else 1.0,
+            labels=group.masks[flat],
+            sampled_logprobs=np.zeros(len(at)) if sequence.is_supervised else sampled,
+            advantages=sequence.advantages[1:][at],
+            ref_logprobs=None if group.ref_logprobs is None else group.ref_logprobs[flat],
+            teacher=_teacher(group, flat),
+            is_supervised=sequence.is_supervised,
+            is_silenced=sequence.is_silenced,
+            temperature=_temperature(group, override or {}) if options.processed_logprobs else 1.0,
             version=UNKNOWN_VERSION if group.policy_version is None else group.policy_version,
         )
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS = {
     "atroposlib.type_definitions": 0,
     "atroposlib.scored_data": 0,
+    "atroposlib.samples": 0,
     "atroposlib.wire": 0,
     "atroposlib.errors": 0,
     "atroposlib.http_bodies": 0,

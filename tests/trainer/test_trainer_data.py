@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from example_trainer.data import (
     DataOptions,
     Layout,
     MicroBatch,
-    group_advantages,
     make_batch,
 )
 from tests.trainer.helpers_trainer import PROMPT, make_group
@@ -29,15 +27,6 @@ def weight_of_tokens(batch: Batch) -> float:
 
 def of_sequence(values_N: torch.Tensor, micro_batch: MicroBatch, index: int) -> torch.Tensor:
     return values_N[micro_batch.positions.sequence_N == index]
-
-
-def test_advantages_are_group_relative() -> None:
-    scores = [1.0, 0.0, 0.25, 0.5]
-    mean, std = statistics.fmean(scores), statistics.pstdev(scores)
-    wanted = [(score - mean) / (std + 1e-4) for score in scores]
-    assert group_advantages(np.array(scores)).tolist() == pytest.approx(wanted)
-    unscaled = group_advantages(np.array(scores), scale=False)
-    assert unscaled.tolist() == pytest.approx([score - mean for score in scores])
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -78,13 +67,6 @@ def test_packed_rows_hold_whole_sequences_within_the_token_budget() -> None:
     for m in batch.micro_batches:  # the filling is a sequence of its own
         starts = int((m.position_ids_BT == 0).sum())
         assert starts in (m.positions.num_sequences, m.positions.num_sequences + 1)
-
-
-def test_rloo_compares_with_the_mean_of_the_others() -> None:
-    scores = np.array([1.0, 0.0, 0.25])
-    found = group_advantages(scores, baseline="rloo", scale=False)
-    others = [statistics.fmean(np.delete(scores, i)) for i in range(3)]
-    assert found.tolist() == pytest.approx([s - o for s, o in zip(scores, others, strict=True)])
 
 
 def test_batch_normalised_advantages_have_mean_zero_and_std_one_over_tokens() -> None:

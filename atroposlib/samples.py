@@ -1,0 +1,159 @@
+"""Groups from the hub -> one record per sequence, for any trainer: the rule of advantages, which exists here alone.
+
+Numpy only; the arrays of a record are views into arrays of its group. `atroposlib.client` hands `samples` out;
+`example_trainer/data.py` makes its tensors of the same records. Knows no loss, no batch layout and no hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atroposlib.errors import GroupError
+from atroposlib.scored_data import IGNORE_INDEX, FloatArray, IntArray, ScoredGroup
+
+GroupBaseline = Literal["group", "rloo", "none"]
+"""What a score is compared with: the group's mean, the mean of the others, nothing."""
+
+
+class HasGroups(Protocol):
+    """A `LeasedBatch`."""
+
+    @property
+    def groups(self) -> list[ScoredGroup]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One sequence of T tokens. Position t of every array is about token t, which position t - 1 predicts."""
+
+    input_ids: IntArray
+    """[T]"""
+    completion_mask: NDArray[np.bool_]
+    """[T] True where the token is trained. Never at position 0, which nothing predicts."""
+    sampled_logprobs: FloatArray
+    """[T] of each trained token under the policy that sampled it; anything but a log-probability elsewhere."""
+    advantages: FloatArray
+    """[T] 0 where not trained; 1 where trained if the sequence is supervised."""
+    policy_version: int | None
+    """The oldest policy version that sampled a token; None where the engine does not tell."""
+    score: float
+    """As the environment gave it."""
+    is_supervised: bool
+    """Train by maximum likelihood (override `sft`): the tokens were not sampled, so there is no ratio."""
+    is_silenced: bool
+    """The environment took the advantage away (`set_advantage_to_zero`): no later normalisation may give it one."""
+    group: int
+    """Position of its group in the batch."""
+
+
+def samples(batch: HasGroups | Iterable[ScoredGroup]) -> list[Sample]:
+    """Return the sequences of a `LeasedBatch`, or of groups, in order, with GRPO's advantages.
+
+    Sequences without a trained position are included, so that `len(samples(batch))` is what was sent. Raises
+    GroupError for a group without sampled logprobs, unless all its sequences are supervised.
+
+    >>> from atroposlib.scored_data import Strictness, check_group
+    >>> group = {"tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [1.0, 0.0]}
+    >>> checked = check_group(group | {"inference_logprobs": [[1.0, -0.5]] * 2}, strictness=Strictness.MEANING)
+    >>> [sample.advantages.round(2).tolist() for sample in samples([checked])]
+    [[0.0, 1.0], [0.0, -1.0]]
+    """
+    groups = batch if isinstance(batch, Iterable) else batch.groups
+    return [sample for i, group in enumerate(groups) for sample in group_samples(group, number=i)]
+
+
+def group_samples(
+    group: ScoredGroup,
+    *,
+    number: int = 0,
+    scores: FloatArray | None = None,
+    baseline: GroupBaseline = "group",
+    scale: bool = True,
+) -> Iterator[Sample]:
+    """Yield the group's sequences with advantages computed from `scores` (None: the group's own).
+
+    Token-level advantages of the group replace those of its scores. Supervised sequences and sequences without a
+    trained position (an answer without a score) take no part in the comparison.
+    """
+    overrides = group.overrides or [{}] * group.num_sequences
+    all_supervised = (group.group_overrides or {}).get("sft")
+    supervised = np.array([bool((o or {}).get("sft", all_supervised)) for o in overrides], bool)
+    silenced = np.array([bool((o or {}).get("set_advantage_to_zero")) for o in overrides], bool)
+    if group.inference_logprobs is None and not supervised.all():
+        raise GroupError(
+            f"inference_logprobs is null in a group of environment {group.env_id}: the GRPO ratio needs the logprobs "
+            "the tokens were sampled with. Sample through `self.server.managed_server(...)` with server_type vllm or "
+            "sglang and put the nodes' logprobs into the group as `inference_logprobs`."
+        )
+    bounds = group.offsets.tolist()
+    mask = completion_mask(group)
+    logprobs = group.inference_logprobs
+    if logprobs is None:
+        logprobs = np.zeros(group.num_tokens)
+
+    compared = ~supervised & (num_trained(group, mask) > 0)
+    by_sequence = np.ones(group.num_sequences)
+    given = group.scores if scores is None else scores
+    by_sequence[compared] = group_advantages(given[compared], baseline=baseline, scale=scale)
+    by_sequence[silenced] = 0.0
+    by_token = np.repeat(by_sequence, group.lengths)
+    if group.advantages is not None:
+        is_given = np.repeat(~supervised & ~silenced, group.lengths)
+        by_token = np.where(is_given, group.advantages, by_token)
+    by_token[~mask] = 0.0
+
+    for i, score in enumerate(group.scores.tolist()):
+        cut = slice(bounds[i], bounds[i + 1])
+        yield Sample(
+            input_ids=group.tokens[cut],
+            completion_mask=mask[cut],
+            sampled_logprobs=logprobs[cut],
+            advantages=by_token[cut],
+            policy_version=group.policy_version,
+            score=score,
+            is_supervised=bool(supervised[i]),
+            is_silenced=bool(silenced[i]),
+            group=number,
+        )
+
+
+def completion_mask(group: ScoredGroup) -> NDArray[np.bool_]:
+    """Return [N], whether each token of the group is trained; the first of a sequence never is."""
+    mask: NDArray[np.bool_] = group.masks != IGNORE_INDEX
+    mask[group.offsets[:-1][group.lengths > 0]] = False
+    return mask
+
+
+def num_trained(group: ScoredGroup, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return [S], how many tokens of each sequence are trained."""
+    before = np.concatenate([[0], np.cumsum(mask)])
+    return np.diff(before[group.offsets])
+
+
+def group_advantages(
+    scores: FloatArray, *, baseline: GroupBaseline = "group", scale: bool = True
+) -> FloatArray:
+    """Return a group's advantages: its scores against a baseline, divided by their standard deviation with `scale`.
+
+    "group": the mean, and the population std + 1e-4 (GRPO, arXiv 2402.03300; unscaled: Dr. GRPO, arXiv 2503.20783).
+    "rloo": the mean of the others (arXiv 2402.14740). "none": the scores. A group of one has nothing to be compared
+    with: its score is its advantage.
+
+    >>> group_advantages(np.array([1.0, 0.0, 0.5]), scale=False)
+    array([ 0.5, -0.5,  0. ])
+    >>> group_advantages(np.array([1.0, 0.0, 0.5]), baseline="rloo", scale=False)
+    array([ 0.75, -0.75,  0.  ])
+    """
+    if len(scores) <= 1 or baseline == "none":
+        return scores.astype(np.float64)
+    if scores.min() == scores.max():
+        return np.zeros(len(scores))  # exactly: their mean is rounded
+    centred: FloatArray = scores - scores.mean()
+    if baseline == "rloo":
+        centred = centred * (len(scores) / (len(scores) - 1))
+    return centred / (scores.std() + 1e-4) if scale else centred

@@ -91,7 +91,7 @@ def sample_groups(model: Any, *, version: int) -> list[ScoredGroup]:
             ],
         }
         checked = check_group(group, strictness=Strictness.MEANING)
-        groups.append(checked.replace(group_id=f"{version}-{i}", policy_version=version))
+        groups.append(checked.replace(policy_version=version))
     return groups
 
 
@@ -106,11 +106,13 @@ class BanditEnvironment:
     def publish(self, model: Any, version: int) -> None:
         """Sample from the weights as they are and send the groups to the hub."""
         policy = copy.deepcopy(model).eval()
+        call = len(self.accuracies)
         self.accuracies.append(accuracy(policy))
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed + version)
+            torch.manual_seed(self._seed + call)
             groups = sample_groups(policy, version=version)
-        asyncio.run(self._send(groups))
+        named = [group.replace(group_id=f"{call}-{i}") for i, group in enumerate(groups)]
+        asyncio.run(self._send(named))
 
     async def _send(self, groups: list[ScoredGroup]) -> None:
         async with HubClient(self._hub_url) as hub:

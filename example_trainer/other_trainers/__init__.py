@@ -1,0 +1,4 @@
+"""Adapters that train on the hub's batches with other trainers; each a loop on `atroposlib.client.samples`.
+
+Every module imports its trainer's package, which is installed beside ours: the README says which and how.
+"""

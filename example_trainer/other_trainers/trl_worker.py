@@ -1,0 +1,171 @@
+"""Feed TRL's `AsyncGRPOTrainer` (TRL 1.16) from the hub: a rollout worker for its `rollout_worker` argument.
+
+The trainer takes single samples from a queue and may take up to one micro-batch more than it has trained on. A batch
+of the hub is therefore acknowledged at the second weight synchronisation after its last sample was taken, and given
+back if the training ends before that: a few groups may be trained twice, none is lost. TRL's model version is the
+hub's policy version.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from atroposlib.client import LeasedBatch, Sample, TrainerClient, TrainerRegistration, samples
+from atroposlib.errors import GroupError, HubError, HubUnavailable
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 5.0
+"""A call for a batch lasts at most this long, and `stop` waits for it."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Held:
+    """A batch that the hub keeps for this trainer."""
+
+    batch: LeasedBatch
+    lease: ExitStack
+    """Renews the lease until it is closed."""
+    last: int
+    """Number of its last sample, counted over all batches."""
+    num_synchronisations: int = 0
+    """Since its last sample was taken."""
+
+
+class HubRolloutWorker:
+    """TRL's `RolloutWorkerProtocol`: the hub's batches as samples.
+
+    `hub` stays the caller's to close, after the training. Environments must sample ahead of the trainer, by a batch at
+    least: TRL takes the next micro-batch before it trains on one, and waits for ever on environments that wait for its
+    weights.
+    """
+
+    def __init__(self, hub: TrainerClient, run: TrainerRegistration) -> None:
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(maxsize=run.batch_size)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self._hub = hub
+        self._run = run
+        self._version = 0
+        self._is_over = threading.Event()
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._produce, name="hub", daemon=True)
+        self._group_numbers = itertools.count()
+        self._num_put = 0
+        self._held: list[_Held] = []
+        self._held_lock = threading.Lock()
+        """Guards `_held`, which the producer adds to and the trainer's thread removes from."""
+
+    def start(self) -> None:
+        """Register with the hub and begin to lease batches."""
+        self._hub.register(self._run)
+        self._hub.publish_policy(self._version)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give back what was not trained on."""
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with self._held_lock:
+            for held in self._held:
+                held.lease.close()
+                try:
+                    self._hub.release(held.batch)
+                except HubError as e:
+                    logger.warning("batch %s is not given back: %s", held.batch.batch_id, e)
+            self._held.clear()
+
+    def update_model_version(self, model_version: int) -> None:
+        """Acknowledge what was trained on, and tell the hub which policy version the engine serves."""
+        self._version = model_version
+        if self._thread.ident is None:
+            return  # the first weights are synchronised before `start`
+        self._acknowledge()
+        self._hub.publish_policy(model_version)
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise if no batch will come; slow environments are no reason, the hub's `/explain` says what is missing."""
+        if self._fault is not None:
+            raise RuntimeError("the hub's batches ended") from self._fault
+
+    def _acknowledge(self) -> None:
+        with self._held_lock:
+            num_taken = self._num_put - self.rollout_buffer.qsize()
+            taken = [held for held in self._held if held.last <= num_taken]
+            for held in taken:
+                held.num_synchronisations += 1
+            trained = [held for held in taken if held.num_synchronisations > 1]
+            self._held = [held for held in self._held if held not in trained]
+        for held in trained:
+            held.lease.close()
+            try:
+                self._hub.ack(held.batch)
+            except HubError as e:
+                logger.warning("batch %s may be trained twice: %s", held.batch.batch_id, e)
+
+    def _produce(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                try:
+                    batch = self._hub.lease_batch(wait_s=_WAIT_S)
+                except HubUnavailable as e:
+                    logger.warning("no batch yet: %s", e)
+                    self._is_over.wait(1.0)
+                    continue
+                if batch is not None:
+                    self._hand_over(batch)
+        except Exception as e:  # noqa: BLE001 - the thread's boundary; `check_health` raises it in the trainer
+            self._fault = e
+
+    def _hand_over(self, batch: LeasedBatch) -> None:
+        lease = ExitStack()
+        lease.enter_context(self._hub.holding(batch))
+        records = samples(batch)
+        with self._held_lock:
+            last = self._num_put + len(records)
+            self._held.append(_Held(batch=batch, lease=lease, last=last))
+        numbers = [next(self._group_numbers) for _ in batch.groups]
+        for record in records:
+            rollout = to_rollout(record, number=numbers[record.group], version=self._version)
+            while not self._is_over.is_set():
+                try:
+                    self.rollout_buffer.put(rollout, timeout=0.2)
+                except queue.Full:
+                    continue
+                self._num_put += 1
+                break
+
+
+def to_rollout(sample: Sample, *, number: int, version: int) -> RolloutSample:
+    """Return TRL's form of a sequence: `number` tells its group from others, `version` is for a sample without one.
+
+    Raises GroupError for what TRL's form cannot say: advantages that differ between tokens, supervised sequences.
+    """
+    advantages = sample.advantages[sample.completion_mask]
+    if sample.is_supervised:
+        raise GroupError(
+            "overrides: TRL has no likelihood loss for a sequence with the override `sft`"
+        )
+    if len(advantages) and advantages.min() != advantages.max():
+        raise GroupError("advantages: TRL has one per sequence, and those of the tokens differ")
+    return RolloutSample(
+        prompt=[],
+        completion=[],
+        input_ids=sample.input_ids.astype(np.int64),
+        completion_mask=sample.completion_mask.astype(np.int64),
+        old_log_probs=np.where(sample.completion_mask, sample.sampled_logprobs, 0).astype(
+            np.float32
+        ),
+        advantage=float(advantages[0]) if len(advantages) else 0.0,
+        model_version=version if sample.policy_version is None else sample.policy_version,
+        group_id=number,
+        metrics={"reward": sample.score},
+    )

@@ -159,6 +159,7 @@ class Row:
     is_silenced: bool
     """The environment took its advantage away: no normalisation may give it one."""
     temperature: float
+    """Of the distribution whose logprobs are trained; 1 for supervised sequences, whose likelihood is the model's."""
     version: int
     weight: float = 0.0
     """Of each trained position in the step's mean."""
@@ -294,7 +295,9 @@ def _rows(group: ScoredGroup, options: DataOptions) -> Iterator[Row]:
             teacher=_teacher(group, flat),
             is_supervised=sequence.is_supervised,
             is_silenced=sequence.is_silenced,
-            temperature=_temperature(group, override or {}) if options.processed_logprobs else 1.0,
+            temperature=_temperature(group, override or {})
+            if options.processed_logprobs and not sequence.is_supervised
+            else 1.0,
             version=UNKNOWN_VERSION if group.policy_version is None else group.policy_version,
         )
 

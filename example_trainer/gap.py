@@ -92,7 +92,7 @@ class LogprobGap:
                 f"sampled logprobs of policy version {version} differ from the trainer's own by {current.mean:.3g} "
                 f"nats in the mean, {current.maximum:.3g} at most (--max_logprob_gap {self._limit:g}): the engine does "
                 "not sample from the published weights, --logprobs_mode does not say what it reports, or the groups do "
-                "not say their temperature (generation_params)"
+                "not say their temperature (generation_params; atroposlib adds it unless one item has several)"
             )
         self._warn("the current policy version", current)
         return current

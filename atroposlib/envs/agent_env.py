@@ -43,6 +43,7 @@ from atroposlib.envs.server_handling.managed_server_proxy import create_app
 from atroposlib.envs.server_handling.proxy.local import serve_locally
 from atroposlib.envs.server_handling.proxy.sessions import SessionLimits, SessionOptions, Sessions
 from atroposlib.envs.server_handling.proxy_client import create_proxy_session
+from atroposlib.envs.server_handling.sampling_notes import note_sampling
 from atroposlib.envs.server_handling.sequences import SequenceNode, train_once
 from atroposlib.envs.tool_env import call_function
 from atroposlib.errors import EngineError, EnvError
@@ -189,6 +190,8 @@ class AgentEnv(DatasetEnv):
             "keeps_distribution": True,
             "split": split,
         }
+        # The agent's requests come from outside the item.
+        note_sampling({**options["sampling"], "split": split})
         if self.server.use_proxy:
             # The agent has the uuid; its sequences are not its own to drop.
             options["owner_key"] = secrets.token_urlsafe()

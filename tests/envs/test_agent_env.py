@@ -32,6 +32,7 @@ from atroposlib.envs.server_handling.http import EngineHttpRejected
 from atroposlib.envs.server_handling.managed_server_proxy import create_app
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy.local import serve_locally
+from atroposlib.envs.server_handling.sampling_notes import noting_sampling
 from atroposlib.envs.server_handling.sequences import SequenceNode
 from atroposlib.envs.server_handling.server_harness import (
     ByteTokenizer,
@@ -538,3 +539,18 @@ def test_samples_that_two_sequences_share_are_trained_in_the_first_only() -> Non
     assert [len(n.tokens) for n in kept] == [10, 11, 14, 6]
     assert kept[1].logprobs[:6] == [1.0] * 6
     assert num_trained([branch]) == [8]
+
+
+async def test_every_item_is_noted_to_be_sampled_at_the_environments_temperature() -> None:
+    env = make(temperature=0.7)
+    await env.setup()
+    try:
+        for row in (1, 2):  # the proxy that the first item starts serves the second, too
+            with noting_sampling() as notes:
+                await env.collect_trajectories(row)
+            assert notes.temperatures == {0.7}
+        with noting_sampling() as notes:
+            await env.roll_out(3, 1, split="eval")
+        assert notes.temperatures == set()
+    finally:
+        await env.close()

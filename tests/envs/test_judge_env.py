@@ -18,6 +18,7 @@ from atroposlib.envs.judge_env import (
     parse_mark,
     parse_verdict,
 )
+from atroposlib.envs.server_handling.sampling_notes import noting_sampling
 from atroposlib.envs.server_handling.server_harness import (
     ByteTokenizer,
     HarnessRequest,
@@ -88,6 +89,22 @@ async def test_answers_are_marked_by_the_judge_beside_the_policy() -> None:
     asked = [request["messages"][0]["content"] for request in env.judge.servers[0].requests]
     assert len(asked) == 4
     assert all("Is it good?" in text and "Write an essay." in text for text in asked)
+
+
+@pytest.mark.parametrize("has_own_judge", [True, False])
+async def test_temperature_of_the_judge_is_not_that_of_the_samples(has_own_judge: bool) -> None:
+    env = make(temperature=0.7, judge_temperature=0.0)
+    await env.setup()
+    if not has_own_judge:
+        policy = env.server.servers[0].respond
+        env.judge = env.server
+        env.server.servers[0].respond = lambda request: (
+            judge_by_marks(request) if "Is it good?" in request.prompt else policy(request)
+        )
+    with noting_sampling() as notes:
+        await env.collect_trajectories("Write an essay.")
+    assert env.counts["judge_calls"] == 4
+    assert notes.temperatures == {0.7}
 
 
 async def test_unreadable_verdict_is_dropped_and_counted_not_scored_zero() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from atroposlib.client import EnvStatus, SendReceipt, UnknownEnvironment
 from atroposlib.envs.runtime.outbox import Backoff, GroupLog, Outbox
-from atroposlib.envs.server_handling.policy_versions import noting_versions
+from atroposlib.envs.server_handling.sampling_notes import noting_sampling
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
@@ -397,10 +397,79 @@ async def test_a_group_without_a_version_gets_the_oldest_that_its_item_was_sampl
     newer = ServerHarness(respond=lambda request: "yes", weight_version="8")
     engine = ServerHarness(respond=lambda request: "yes", weight_version=sampled_under)
     outbox = make_outbox(ScriptedEnv())
-    with noting_versions():
+    with noting_sampling():
         async with asyncio.TaskGroup() as both:  # what an item's child tasks sample counts
             for server in (newer, engine):
                 both.create_task(server.tokens_and_logprobs_completion(prompt="a?", n=2))
         await outbox.accept([make_group() | given])
     await outbox.accept([make_group()])
     assert [group.policy_version for group in outbox.held] == [sent, None]
+
+
+async def sampled_at(
+    *temperatures: float | None, given: dict[str, Any] | None = None, outbox: Outbox | None = None
+) -> ScoredGroup:
+    """Return the group of an item whose completions were sampled at these temperatures; None: not said."""
+    engine = ServerHarness(respond=lambda request: "yes")
+    outbox = outbox or make_outbox(ScriptedEnv())
+    with noting_sampling():
+        async with asyncio.TaskGroup() as all_of_them:
+            for temperature in temperatures:
+                ask = engine.tokens_and_logprobs_completion(prompt="a?", temperature=temperature)
+                all_of_them.create_task(ask)
+        await outbox.accept([make_group() | (given or {})])
+    return outbox.held[-1]
+
+
+@pytest.mark.parametrize(
+    ("temperatures", "given", "sent"),
+    [
+        ([0.7, 0.7], {}, {"temperature": 0.7}),
+        ([0.7], {"generation_params": {"top_p": 1.0}}, {"top_p": 1.0, "temperature": 0.7}),
+        ([0.7], {"generation_params": {"temperature": 0.9}}, {"temperature": 0.9}),
+        ([0.7], {"group_overrides": {"temperature": 0.9}}, None),
+        ([0.7], {"overrides": [{"temperature": 0.9}, {"temperature": 0.8}]}, None),
+        ([0.7], {"overrides": [{"temperature": 0.9}, {}]}, {"temperature": 0.7}),
+        ([1, None, 1.0], {}, None),
+        ([1.0], {"generation_params": {"top_p": 1.0}}, {"top_p": 1.0}),
+        ([], {}, None),
+    ],
+)
+async def test_a_group_without_a_temperature_gets_the_one_that_its_item_was_sampled_at(
+    temperatures: list[float | None], given: dict[str, Any], sent: dict[str, Any] | None
+) -> None:
+    assert (await sampled_at(*temperatures, given=given)).generation_params == sent
+
+
+async def test_an_item_sampled_at_several_temperatures_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    outbox = make_outbox(ScriptedEnv())
+    each = {"overrides": [{"temperature": 0.7}, {"temperature": 1.0}]}
+    await sampled_at(0.7, 1.0, given=each, outbox=outbox)
+    assert not caplog.records
+    for _ in range(2):
+        assert (await sampled_at(0.7, None, outbox=outbox)).generation_params is None
+    (record,) = caplog.records
+    assert "environment 'e'" in record.message
+    assert "0.7, 1" in record.message
+    assert "the trainer assumes 1" in record.message
+
+
+async def test_evaluation_within_an_item_is_no_sampling_of_it() -> None:
+    policy = ServerHarness(respond=lambda request: "yes", weight_version="7")
+    judge = ServerHarness(respond=lambda request: "fine")
+    outbox = make_outbox(ScriptedEnv())
+    with noting_sampling():
+        await policy.tokens_and_logprobs_completion(prompt="a?", extra_body={"temperature": 0.7})
+        await judge.tokens_and_logprobs_completion(prompt="good?", temperature=0.0, split="eval")
+        await judge.chat_completion(messages=[{"role": "user", "content": "ok?"}], temperature=0.0)
+        await outbox.accept([make_group()])
+    assert outbox.held[0].generation_params == {"temperature": 0.7}
+    assert outbox.held[0].policy_version == 7
+
+
+async def test_a_group_that_the_environment_sends_itself_has_what_was_noted() -> None:
+    outbox = make_outbox(ScriptedEnv())
+    outbox.author_sends = outbox.post
+    assert (await sampled_at(0.7, outbox=outbox)).generation_params == {"temperature": 0.7}

@@ -309,3 +309,16 @@ def test_temperature_counts_only_for_processed_logprobs() -> None:
     options = dataclasses.replace(OPTIONS, processed_logprobs=True)
     found = make_batch([group], options).micro_batches[0].positions.temperature_N
     torch.testing.assert_close(found, torch.tensor([0.7] * 6 + [0.5] * 5))
+
+
+def test_supervised_sequences_are_trained_at_temperature_1() -> None:
+    group = make_group(
+        [1.0, 1.0, 0.0],
+        overrides=[{"sft": True}, {}, {}],
+        generation_params={"temperature": 0.7},
+    )
+    options = dataclasses.replace(OPTIONS, processed_logprobs=True)
+    positions = make_batch([group], options).micro_batches[0].positions
+    wanted = torch.where(positions.is_supervised_N, 1.0, 0.7)
+    assert set(positions.is_supervised_N.tolist()) == {True, False}
+    torch.testing.assert_close(positions.temperature_N, wanted)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from atroposlib.client import AnotherExperiment, EnvStatus, HubClient, UnknownEnvironment
 from atroposlib.envs.env_config import BaseEnvConfig
-from atroposlib.envs.server_handling.policy_versions import oldest_noted
+from atroposlib.envs.server_handling.sampling_notes import noted
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
 from atroposlib.utils.off_loop import off_loop
@@ -155,6 +155,7 @@ class Outbox:
         self._drained = asyncio.Event()
         self._drained.set()
         self._num_repaired = 0
+        self._has_warned_of_temperatures = False
         self._num_restored = 0
         self._on_restored: Callable[[], None] = _nothing
         self.author_sends: Callable[[Any], Awaitable[None]] | None = None
@@ -243,7 +244,8 @@ class Outbox:
         """Hold what an environment's own `_send_scored_data_to_api` hands on to the default."""
         groups = [scored_data] if isinstance(scored_data, Mapping) else scored_data
         for group in map(without_tensors, groups):
-            self._hold(await in_thread_if_large(group, self._check, group))
+            checked = await in_thread_if_large(group, self._check, group)
+            self._hold(self._with_notes(checked, group))
 
     async def run(
         self, hub: HubClient, *, env_id: Callable[[], int], reregister: Reregister
@@ -370,8 +372,7 @@ class Outbox:
     async def _judge(self, group: Mapping[str, Any], abort_on_max_length: bool) -> ScoredGroup:
         """Apply gate 1, then the drop rules in the original's order."""
         checked = await in_thread_if_large(group, self._check, group)
-        if "policy_version" not in group:
-            checked = checked.replace(policy_version=oldest_noted())
+        checked = self._with_notes(checked, group)
         config = self._env.config
         verdict = drop_rule(
             checked,
@@ -390,6 +391,29 @@ class Outbox:
             raise verdict
         if config.include_messages and checked.messages is None:
             checked = await in_thread_if_large(group, self._with_text, checked)
+        return checked
+
+    def _with_notes(self, checked: ScoredGroup, group: Mapping[str, Any]) -> ScoredGroup:
+        """Add the policy version and the temperature that its item was sampled at, where the author says none."""
+        notes = noted()
+        if notes is None:
+            return checked
+        if "policy_version" not in group:
+            checked = checked.replace(policy_version=notes.oldest)
+        if notes.temperatures <= {1.0} or _says_temperature(checked):
+            return checked
+        if len(notes.temperatures) == 1:
+            found = {"temperature": min(notes.temperatures)}
+            return checked.replace(generation_params={**(checked.generation_params or {}), **found})
+        if not self._has_warned_of_temperatures:
+            self._has_warned_of_temperatures = True
+            logger.warning(
+                "environment %r sampled one item at temperatures %s, and its groups do not say which: the trainer "
+                "assumes 1. Put `temperature` into `overrides`, one dict per sequence; sample what is not trained on "
+                'with split="eval"',
+                self._environment,
+                ", ".join(f"{temperature:g}" for temperature in sorted(notes.temperatures)),
+            )
         return checked
 
     def _with_text(self, checked: ScoredGroup) -> ScoredGroup:
@@ -422,6 +446,16 @@ class Outbox:
             logger.exception("add_rollouts_for_wandb failed; the group is kept")
         if self._log is not None:
             self._log.write(await in_thread_if_large(group, _line, group, checked))
+
+
+def _says_temperature(group: ScoredGroup) -> bool:
+    """Whether the author gives every sequence a temperature, in one of the three places that a trainer reads."""
+
+    def says(source: Mapping[str, Any] | None) -> bool:
+        return (source or {}).get("temperature") is not None
+
+    whole_group = says(group.generation_params) or says(group.group_overrides)
+    return whole_group or (bool(group.overrides) and all(map(says, group.overrides or ())))
 
 
 def _one_message(text: str) -> list[dict[str, str]]:

@@ -46,7 +46,7 @@ from atroposlib.envs.runtime.outbox import (
     sampling_for,
 )
 from atroposlib.envs.runtime.pace import Pace
-from atroposlib.envs.server_handling.policy_versions import noting_versions
+from atroposlib.envs.server_handling.sampling_notes import noting_sampling
 from atroposlib.errors import (
     ConfigError,
     EngineUnavailable,
@@ -751,7 +751,7 @@ class _Server:
             return None
         work = self._work.get(key) or Work(item=entry["item"])
         try:
-            with as_failures(), noting_versions(), sampling_for(self._outbox.experiment):
+            with as_failures(), noting_sampling(), sampling_for(self._outbox.experiment):
                 groups, backlog = await collect_timed(env, work.item)
                 if groups:
                     await env.handle_send_to_api(groups, work.item)

@@ -32,8 +32,8 @@ from atroposlib.envs.server_handling.concurrency import (
     ServerLoad,
 )
 from atroposlib.envs.server_handling.limits import AsyncSemWithAdaptiveWeight
-from atroposlib.envs.server_handling.policy_versions import note_versions
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.sampling_notes import note_sampling
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.errors import EngineRejected, EngineUnavailable
 
@@ -248,12 +248,14 @@ class APIServer(ABC):
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokenCompletions:
         """Sample from `input_ids` (or `prompt`) and return token ids with the logprob of each sampled token."""
-        return self._noted(await self._call(self._tokens_and_logprobs_completion_wrapper, kwargs))
+        asked = dict(kwargs)  # `_call` takes `split` out
+        raw = await self._call(self._tokens_and_logprobs_completion_wrapper, kwargs)
+        return self._noted(asked, raw)
 
-    def _noted(self, raw: tuple[Any, ...]) -> TokenCompletions:
-        """Note the versions that an answer was sampled under, for the item under way."""
+    def _noted(self, asked: dict[str, Any], raw: tuple[Any, ...]) -> TokenCompletions:
+        """Note how an answer was sampled, for the item under way."""
         answer = TokenCompletions.of(raw)
-        note_versions(answer.weight_versions)
+        note_sampling(asked, answer.weight_versions)
         return answer
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from atroposlib.envs.server_handling.openai_routes import (
     completion_from,
     read_request,
 )
+from atroposlib.envs.server_handling.sampling_notes import note_sampling
 from atroposlib.envs.server_handling.sequences import SequenceNode
 from atroposlib.envs.server_handling.tool_messages import ToolCall, completion_with_tool_calls
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
@@ -135,6 +136,7 @@ class ProxyManagedServer:
         )
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
             raise EngineProtocolError(f"{self.get_url()}/{route}: no choices: {str(answer)[:400]}")
+        note_sampling(kwargs)
         await self.fetch_state()
         return answer
 

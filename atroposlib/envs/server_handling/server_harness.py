@@ -106,8 +106,9 @@ class ServerHarness(APIServer):
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> Any:
         """Answer like an engine; None where no script fits and there is no `respond`, as the other two calls."""
+        asked = dict(kwargs)
         raw = await self._call(self._tokens_and_logprobs_completion_wrapper, kwargs)
-        return None if raw is None else self._noted(raw)
+        return None if raw is None else self._noted(asked, raw)
 
     # One attempt.
 

@@ -11,6 +11,7 @@ from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.envs.server_handling.http import EngineHttpRejected
 from atroposlib.envs.server_handling.proxy.local import serve_locally
 from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer, create_proxy_session
+from atroposlib.envs.server_handling.sampling_notes import noting_sampling
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_harness import ByteTokenizer
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -63,6 +64,18 @@ async def test_text_completions_and_eval_requests_work_through_the_proxy() -> No
         assert len(proxy.engine.eval_request_timings) == 1
         assert len(managed.get_state()["nodes"]) == 1
         await managed.cleanup()
+
+
+async def test_temperature_of_training_calls_is_noted_for_the_item() -> None:
+    async with Proxy() as proxy, serve_locally(proxy.app) as url:
+        async with await create_proxy_session(url) as managed:
+            with noting_sampling() as notes:
+                await managed.chat_completion(messages=HELLO, temperature=0.7)
+                await managed.chat_completion(messages=HELLO, temperature=0.0, split="eval")
+            assert notes.temperatures == {0.7}
+            with noting_sampling() as notes:
+                await managed.completion(prompt="a")
+            assert notes.temperatures == {1.0}
 
 
 async def test_calls_that_an_agent_made_beside_it_are_fetched() -> None:

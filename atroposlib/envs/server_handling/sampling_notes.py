@@ -1,0 +1,90 @@
+"""Under which policy versions and at which temperatures an item was sampled, whatever is made of the answers.
+
+Authors build groups by hand from nodes and leave `policy_version` and the temperature out; the trainer and the hub's
+staleness bound want them. The runtime opens a `SamplingNotes` around an item, every token request of split "train"
+inside notes what it asked and what the engine said, and the outbox reads the notes. A version that is unknown stays
+None: none is claimed that the engine did not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+
+class _Span(Protocol):
+    @property
+    def weight_version(self) -> str: ...
+
+
+class SamplingNotes:
+    """What was noted within one item, its child tasks included."""
+
+    def __init__(self) -> None:
+        self.temperatures: set[float] = set()
+        """Of the completions so far; 1 where a request did not say."""
+        self._oldest: int | None = None
+        self._is_known = True
+
+    def add(self, answers: Sequence[Sequence[_Span] | None]) -> None:
+        """Note the spans of several completions; None or a version that is no number makes the oldest unknown."""
+        for spans in answers:
+            versions = [span.weight_version for span in spans or ()]
+            if spans is None or not all(version.isdecimal() for version in versions):
+                self._is_known = False
+                return
+            self._oldest = min(
+                [*map(int, versions), *([] if self._oldest is None else [self._oldest])],
+                default=None,
+            )
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version; None if one is unknown or nothing was sampled.
+
+        >>> from collections import namedtuple
+        >>> span, notes = namedtuple("span", "weight_version"), SamplingNotes()
+        >>> notes.add([[span("12")], [span("9"), span("10")]])
+        >>> notes.oldest
+        9
+        >>> notes.add([None])
+        >>> notes.oldest is None
+        True
+        """
+        return self._oldest if self._is_known else None
+
+
+_current: ContextVar[SamplingNotes | None] = ContextVar("sampling_notes", default=None)
+
+
+@contextmanager
+def noting_sampling() -> Iterator[SamplingNotes]:
+    """Note what is sampled inside the block."""
+    notes = SamplingNotes()
+    token = _current.set(notes)
+    try:
+        yield notes
+    finally:
+        _current.reset(token)
+
+
+def noted() -> SamplingNotes | None:
+    """Return the notes of the item under way; None outside an item."""
+    return _current.get()
+
+
+def note_sampling(
+    asked: Mapping[str, Any], versions: Sequence[Sequence[_Span] | None] = ()
+) -> None:
+    """Note what was sampled on a request with the keywords `asked`; nothing happens outside an item or in evaluation.
+
+    `versions` is one list of spans per completion.
+    """
+    notes = _current.get()
+    if notes is None or (asked.get("split") or "train") != "train":
+        return
+    notes.add(versions)
+    temperature = {**asked, **(asked.get("extra_body") or {})}.get("temperature")
+    notes.temperatures.add(1.0 if temperature is None else float(temperature))

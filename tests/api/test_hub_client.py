@@ -666,7 +666,7 @@ def test_batch_comes_again_until_its_unusable_groups_are_rejected() -> None:
         ids.append(request.url.params["request_id"])
         return httpx.Response(200, json={"batch": [group(1, masks=[[1, 2]])], **LEASE})
 
-    trainer = scripted_trainer(answer)
+    trainer = TrainerClient("http://hub", transport=httpx.MockTransport(answer), retry_for_s=0.0)
     for _ in range(2):
         with pytest.raises(HubUnavailable):
             trainer.lease_batch()

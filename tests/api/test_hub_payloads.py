@@ -137,6 +137,7 @@ async def test_the_event_loop_decodes_and_encodes_one_piece_in_each_of_its_round
 
     monkeypatch.setattr(payloads, "decode_body", noting)
     monkeypatch.setattr(payloads, "_TURN_S", 0.0)
+    monkeypatch.setattr(payloads, "_SHORT_S", 0.0)
     counting = asyncio.create_task(count_rounds())
     stored = (await asyncio.gather(*(decoded(codec, group()) for _ in range(8))))[0]
     assert len(set(worked_in)) == 8

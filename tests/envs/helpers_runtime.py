@@ -120,6 +120,7 @@ class LoopbackHub:
             save_checkpoint_interval=-1,
             starting_step=0,
             num_steps=num_steps,
+            experiment="loopback",  # registering again at a hub that forgot everything is the same one
         )
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

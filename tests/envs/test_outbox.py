@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atroposlib.client import EnvStatus, SendReceipt, UnknownEnvironment
+from atroposlib.client import AnotherExperiment, EnvStatus, SendReceipt, UnknownEnvironment
 from atroposlib.envs.runtime.outbox import Backoff, GroupLog, Outbox
 from atroposlib.envs.server_handling.sampling_notes import noting_sampling
 from atroposlib.envs.server_handling.server_harness import ServerHarness
@@ -260,6 +260,21 @@ async def test_hub_that_says_later_loses_nothing(error: Exception) -> None:
     assert outbox.num_stored == 1
     assert not outbox.is_away
     assert not outbox.dropped
+
+
+@pytest.mark.parametrize(
+    "refusal", [HubRejected("no", status=422), AnotherExperiment("over", status=409)]
+)
+async def test_hub_that_is_back_and_refuses_all_that_is_held_is_not_away(
+    refusal: HubRejected, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox, hub = make_outbox(ScriptedEnv()), FakeHub(HubUnavailable("503"), refusal)
+    await outbox.accept(make_group())
+    with caplog.at_level("INFO"):
+        await deliver(outbox, hub)
+    assert (outbox.num_stored, outbox.num_held, outbox.dropped.total()) == (0, 0, 1)
+    assert not outbox.is_away  # otherwise no item would ever be started again
+    assert "the hub is back" in caplog.text
 
 
 async def test_hub_that_says_when_is_asked_again_then() -> None:

@@ -290,6 +290,7 @@ class Outbox:
         try:
             receipt = await hub.send(groups, experiment=experiment)
         except AnotherExperiment as error:
+            self._hub_answered()
             self._forget(size)
             for _ in groups:
                 self._drop("another_run", str(error))
@@ -309,6 +310,7 @@ class Outbox:
                 return size
             if error.status in LOCKED_OUT_STATUSES:
                 raise
+            self._hub_answered()
             if size > 1:  # find the one it refuses
                 return 1
             self._forget(1)
@@ -316,13 +318,17 @@ class Outbox:
             return MAX_GROUPS_PER_SEND
         self._forget(size)
         self.num_stored += size
+        self._hub_answered()
+        if receipt.env_status is not None and env_id() == known_id:
+            self.on_status(receipt.env_status)
+        return min(2 * size, MAX_GROUPS_PER_SEND)
+
+    def _hub_answered(self) -> None:
+        """The hub took groups, or refused them for good: either way it is there again."""
         self._backoff.reset()
         if self.is_away:
             self.is_away = False
             logger.info("the hub is back; %d groups still held", self.num_held)
-        if receipt.env_status is not None and env_id() == known_id:
-            self.on_status(receipt.env_status)
-        return min(2 * size, MAX_GROUPS_PER_SEND)
 
     def _hold(self, group: ScoredGroup) -> None:
         self._held.append(_Held(group, experiment_of_item() or self.experiment))

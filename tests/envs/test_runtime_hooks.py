@@ -125,7 +125,7 @@ class Loader(ScriptedEnv):
             "masks": [[-100, 6, row]],
             "messages": [[{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]],
             "scores": [1],
-            "advantages": [[1, 1, 1]],
+            "advantages": [1],
             "group_overrides": {"sft": True},
             "overrides": [{"sft": True}],
         }

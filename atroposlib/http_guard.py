@@ -68,7 +68,8 @@ def foreign_host(headers: Headers, *, server: str | None) -> str | None:
     """
     if server is None or not is_loopback(server):
         return None
-    return next((host for host in _values(headers, b"host") if not _names_this_machine(host)), None)
+    hosts = (value.decode("latin-1").strip() for key, value in headers if key.lower() == b"host")
+    return next((host for host in hosts if not _names_this_machine(host)), None)
 
 
 def is_cross_site(headers: Headers) -> bool:
@@ -82,13 +83,14 @@ def is_cross_site(headers: Headers) -> bool:
     >>> is_cross_site([(b"host", b"localhost:8000"), (b"origin", b"http://localhost:8000")])
     False
     """
-    headers = list(headers)
-    sites = [site.lower() for site in _values(headers, b"sec-fetch-site")]
+    found: dict[bytes, list[str]] = {b"sec-fetch-site": [], b"origin": [], b"host": []}
+    for key, value in headers:
+        if (values := found.get(key.lower())) is not None:
+            values.append(value.decode("latin-1").strip().lower())
+    sites, origins, hosts = found.values()
     if sites:
         return not _OTHER_SITES.isdisjoint(sites)
-    hosts = {host.lower() for host in _values(headers, b"host")}
-    origins = _values(headers, b"origin")
-    return any(origin.lower().partition("://")[2] not in hosts for origin in origins)
+    return any(origin.partition("://")[2] not in hosts for origin in origins)
 
 
 @functools.lru_cache(maxsize=256)
@@ -103,7 +105,3 @@ def _host_of(url: str) -> str | None:
         return urlsplit(url).hostname
     except ValueError:  # brackets that do not match
         return None
-
-
-def _values(headers: Headers, name: bytes) -> list[str]:
-    return [value.decode("latin-1").strip() for key, value in headers if key.lower() == name]

@@ -246,11 +246,7 @@ class ByteBudget:
 
     async def take(self, share: Share, num_bytes: int) -> None:
         """Take `num_bytes` more for `share`, when it is its turn."""
-        self._shares.setdefault(share)
-        if next(iter(self._shares)) is share or (
-            not self._waiting and num_bytes <= self.free_bytes
-        ):
-            self.free_bytes -= num_bytes
+        if self.take_now(share, num_bytes):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[share] = (num_bytes, turn)
@@ -261,6 +257,16 @@ class ByteBudget:
                 self.free_bytes += num_bytes  # the turn came in the same moment
             self._serve()  # whoever stood behind may fit
             raise
+
+    def take_now(self, share: Share, num_bytes: int) -> bool:
+        """Take `num_bytes` more for `share` if it need not wait for them; it stands in line from now on."""
+        self._shares.setdefault(share)
+        need_not_wait = next(iter(self._shares)) is share or (
+            not self._waiting and num_bytes <= self.free_bytes
+        )
+        if need_not_wait:
+            self.free_bytes -= num_bytes
+        return need_not_wait
 
     def give_back(self, share: Share, num_bytes: int, *, is_all: bool) -> None:
         self.free_bytes += num_bytes
@@ -310,6 +316,13 @@ class Share:
             self._budget.give_back(self, 0, is_all=self.num_bytes == 0)
             raise
         self.num_bytes = num_bytes
+
+    def grow_now(self, num_bytes: int) -> bool:
+        """Hold `num_bytes` in all if that takes no waiting."""
+        has_them = self._budget.take_now(self, num_bytes - self.num_bytes)
+        if has_them:
+            self.num_bytes = num_bytes
+        return has_them
 
     def settle(self, num_bytes: int) -> None:
         """Hold what turned out to be needed, more than was asked for included: it is in memory already."""
@@ -407,7 +420,10 @@ class RequestBodies:
             try:
                 # One timer for as long as nothing is late; then what has come bought more time, or it did not.
                 async with asyncio.timeout_at(start + allowed_s):
-                    while not is_whole and size <= _UNCOUNTED_BYTES + share.num_bytes:
+                    while not is_whole and (
+                        size <= _UNCOUNTED_BYTES + share.num_bytes
+                        or share.grow_now(size - _UNCOUNTED_BYTES + _STEP_BYTES)
+                    ):
                         message = await receive()
                         if message["type"] == "http.disconnect":
                             return None

@@ -133,6 +133,17 @@ class HubApp(FastAPI):
         await self.front(scope, receive, send)
 
 
+class _WholeRequest(Request):
+    """A request whose body has come. Starlette's own would copy it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, body: bytes) -> None:
+        super().__init__(scope, receive, send)
+        self._whole = body
+
+    async def body(self) -> bytes:
+        return self._whole
+
+
 class HotRoutes:
     """ASGI middleware: calls the handlers of the hot routes, which FastAPI, behind it, only describes.
 
@@ -148,8 +159,10 @@ class HotRoutes:
         if route is None or not route.is_hot or route.handler is None:
             await self._app(scope, receive, send)
             return
-        request = Request(scope, receive, send)
-        await request.body()  # `RequestBodies` has read it; what follows is the disconnect
+        message = (
+            await receive()
+        )  # `RequestBodies` hands bodies over whole; what follows is the disconnect
+        request = _WholeRequest(scope, receive, send, body=message["body"])
         try:
             response = await route.handler(request)
         except Exception as e:

@@ -341,7 +341,7 @@ def _choose_with(
 def _honour(floors: _Floors, lines: Lines, candidates: _Candidates, target: int) -> _Choice:
     """The parts of as many of the first environments as a batch can honour, as small as it can have them.
 
-    That a batch exists is told by sums: of parts, which come from candidates, and of groups that are no candidates.
+    A batch exists if the sums of the parts, made of candidates, and of the other groups reach the batch size.
     """
     sizes = [Counter(map(_size, candidates[env_id])) for env_id in floors]
     parts: list[int] = []

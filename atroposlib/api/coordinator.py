@@ -440,7 +440,7 @@ class Coordinator:
         return reply.model_copy(update=told | ({"step": self.current_step} if counts else {}))
 
     def _identity(self) -> dict[str, Any]:
-        """What a trainer of ours is told of the experiment, and of its place in it."""
+        """The fields of a reply that say which experiment and which incarnation of its trainer was registered."""
         return {"epoch": self._leases.epoch, "experiment": self._experiment}
 
     def _join(self, registration: RegisterTrainer) -> RegistrationReply:

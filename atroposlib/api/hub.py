@@ -37,7 +37,7 @@ class TooManyRuns(AtroposError):
 
 
 class AwakeClock:
-    """Seconds during which this process ran: one that is stopped, or starved, lets nobody's time run out.
+    """Seconds during which this process ran: while it is stopped or starved, no deadline comes closer.
 
     While it does not run it answers no heartbeat, so no lease may end for want of one. It has to be read at least
     every `_MAX_GAP_S` seconds.
@@ -121,14 +121,16 @@ class Hub:
     async def register(self, name: str, registration: RegisterTrainer) -> RegistrationReply:
         """Register a trainer with a run, which begins with it if there is none of the name.
 
-        A trainer that begins another experiment than the run's, or resumes one that was set aside, finds the earlier
-        one set aside: the reply names it. Raises `TooManyRuns`, `StoreBroken`.
+        A trainer that begins or resumes another experiment than the run's gets that one, empty if it is not kept. The
+        earlier one is set aside, and the reply names it. Raises `TooManyRuns`, `StoreBroken`.
         """
         async with self._registering:
             run = await self.run(name)
             kept = self._kept(name, registration, run)
             set_aside = None
-            if kept is not None or (run.entry(registration) is Entry.BEGIN and run.experiment):
+            is_another = registration.experiment not in (None, run.experiment)
+            must_leave = is_another or run.entry(registration) is Entry.BEGIN
+            if kept is not None or (run.experiment is not None and must_leave):
                 set_aside = await self._change(name, lambda: self._replace(name, run, kept))
                 run = await self.run(name)
             reply = await run.register(registration)

@@ -224,8 +224,8 @@ def _too_large(limit: int) -> BodyRefused:
 class ByteBudget:
     """Bytes that requests take before they use the memory, strictly first come, first served.
 
-    A large request is not overtaken by small ones, so it cannot starve. Whoever came first of those that hold or want
-    something never waits, although the total is exceeded then: requests that each hold a part and wait for the rest
+    A large request is not overtaken by small ones, so it cannot starve. The oldest request that holds or wants bytes
+    never waits, although the total is exceeded then: requests that each hold a part and wait for the rest
     would wait for ever. For one event loop.
     """
 
@@ -255,7 +255,7 @@ class ByteBudget:
         except asyncio.CancelledError:
             if self._waiting.pop(share, None) is None:
                 self.free_bytes += num_bytes  # the turn came in the same moment
-            self._serve()  # whoever stood behind may fit
+            self._serve()  # a later request may fit
             raise
 
     def take_now(self, share: Share, num_bytes: int) -> bool:

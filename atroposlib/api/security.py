@@ -36,7 +36,7 @@ from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site, is_lo
 
 MIN_SECRET_CHARS = 8
 _FORWARDING = (b"forwarded", b"x-forwarded-for", b"x-real-ip")
-"""Set by proxies: whoever is behind one is not known to be on this machine."""
+"""Set by proxies: a request that came through one may be from another machine."""
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
 

@@ -136,6 +136,15 @@ async def test_resuming_brings_the_experiment_back_and_sets_the_other_aside(hub:
     assert (await hub.http.get("/runs/default.1/ledger")).json()["produced"] == 0  # moved back
 
 
+async def test_resuming_an_experiment_that_is_not_kept_takes_nothing_of_another(hub: Hub) -> None:
+    await begin(hub, "first")
+    await post_group(hub, 1, "first")
+    reply = await hub.post("/register", registration(experiment="unknown", resume_step=3))
+    assert (reply["experiment"], reply["set_aside"]) == ("unknown", "default.1")
+    assert (await places(hub), await places(hub, "default.1")) == ({}, {"queued": 1})
+    assert (await hub.get("/status"))["current_step"] == 3
+
+
 async def test_environments_outlive_the_trainer_and_their_old_groups_are_refused(hub: Hub) -> None:
     await begin(hub, "first")
     named = await hub.post("/register-env", environment(env_uid="e"))

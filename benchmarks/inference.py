@@ -28,10 +28,10 @@ from typing import NamedTuple
 import aiohttp
 import msgspec
 
-from atroposlib.envs.server_handling.scripted_engine import ByteTokenizer, Latency, Script
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.server_handling.vllm_server import NEUTRAL_SAMPLING
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.scripted_engine import ByteTokenizer, Latency, Script
+from atroposlib.inference.servers.vllm import NEUTRAL_SAMPLING
 from atroposlib.utils.event_loop import loop_with_short_rounds
 from atroposlib.utils.garbage import collect_less_often
 from benchmarks._env_process import Probe
@@ -60,7 +60,7 @@ def running_engine(script: Script, *, without: Sequence[str] = ()) -> Iterator[s
     for path in without:
         argv += ["--without", path]
     with subprocess.Popen(
-        [sys.executable, "-m", "atroposlib.envs.server_handling.scripted_engine", *argv],
+        [sys.executable, "-m", "atroposlib.inference.scripted_engine", *argv],
         stdout=subprocess.PIPE,
         text=True,
     ) as process:

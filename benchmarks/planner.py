@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from atroposlib.api.batching import GroupHeader, NoBatch, Plan
-from atroposlib.api.queue import GroupQueue
+from atroposlib.api.run.batching import GroupHeader, NoBatch, Plan
+from atroposlib.api.run.queue import GroupQueue
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,22 +21,22 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib import __version__
-from atroposlib.api.calls import AnotherExperiment, Overloaded, RunReset
-from atroposlib.api.environments import MIN_ENV_WEIGHT as MIN_ENV_WEIGHT
-from atroposlib.api.environments import TooManyEnvironments, UnknownEnvironment
-from atroposlib.api.handlers import ROUTES, Services, is_ours
-from atroposlib.api.hub import DEFAULT_RUN, Hub, TooManyRuns
-from atroposlib.api.leases import LeaseLost, Superseded, UnknownBatch
-from atroposlib.api.limits import ByteBudget, HubLimits, Ladder, RequestBodies
-from atroposlib.api.metrics import HubMetrics, Observe
-from atroposlib.api.payloads import DecoderUnavailable, GroupCodec
-from atroposlib.api.routes import Route
+from atroposlib.api.http.handlers import ROUTES, Services, is_ours
+from atroposlib.api.http.limits import ByteBudget, HubLimits, Ladder, RequestBodies
+from atroposlib.api.http.metrics import HubMetrics, Observe
+from atroposlib.api.http.payloads import DecoderUnavailable, GroupCodec
+from atroposlib.api.http.routes import Route
+from atroposlib.api.http.security import Access, TokenSet
+from atroposlib.api.run.environments import MIN_ENV_WEIGHT as MIN_ENV_WEIGHT
+from atroposlib.api.run.environments import TooManyEnvironments, UnknownEnvironment
+from atroposlib.api.run.hub import DEFAULT_RUN, Hub, TooManyRuns
+from atroposlib.api.run.leases import LeaseLost, Superseded, UnknownBatch
+from atroposlib.api.run.types import AnotherExperiment, Overloaded, RunReset
 from atroposlib.api.schemas import EnvIdentifier as EnvIdentifier
 from atroposlib.api.schemas import HubInfo, HubStatus
 from atroposlib.api.schemas import RegisterEnv as RegisterEnv
 from atroposlib.api.schemas import Registration as Registration
 from atroposlib.api.schemas import ScoredData as ScoredData
-from atroposlib.api.security import Access, TokenSet
 from atroposlib.api.stores.base import StoreBroken, StoreFull, UnreadableRun
 from atroposlib.errors import ConfigError, GroupError
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.api.batching import (
+from atroposlib.api.run.batching import (
     GroupHeader,
     NoBatch,
     oldest_subset,

@@ -1,8 +1,8 @@
 """`check_env(MyEnv)`: a conformance kit for authors, and what `python my_env.py check` runs."""
 
-from atroposlib.envs.checker.check import check_env, offline_class
-from atroposlib.envs.checker.report import Evidence, Finding, Report, Rule, Status
-from atroposlib.envs.checker.rules import RULES
+from atroposlib.checker.check import check_env, offline_class
+from atroposlib.checker.report import Evidence, Finding, Report, Rule, Status
+from atroposlib.checker.rules import RULES
 
 __all__ = [
     "RULES",

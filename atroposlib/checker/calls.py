@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from atroposlib.envs.checker.watch import LoopKilled
-from atroposlib.envs.runtime.items import cause_of
+from atroposlib.checker.watch import LoopKilled
 from atroposlib.errors import EnvError
+from atroposlib.runtime.items import cause_of
 
 T = TypeVar("T")
 

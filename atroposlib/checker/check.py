@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.checker.calls import (
+from atroposlib.checker.calls import (
     GRACE_S,
     copy_of,
     describe,
@@ -28,20 +27,20 @@ from atroposlib.envs.checker.calls import (
     run_in_own_loop,
     within,
 )
-from atroposlib.envs.checker.engine import (
+from atroposlib.checker.engine import (
     Answer,
     PairTokenizer,
     ProbeEngine,
     question_of,
 )
-from atroposlib.envs.checker.judge import judge_of
-from atroposlib.envs.checker.probes import EMPTY, guesses, rounds
-from atroposlib.envs.checker.report import Evidence, Finding, Report, Status
-from atroposlib.envs.checker.restoring import attach_checkpoints, is_same, restore_faults, save
-from atroposlib.envs.checker.rules import BY_NAME, RULES
-from atroposlib.envs.checker.runs import Run, Sink, difference
-from atroposlib.envs.checker.tokens import faults_of, text_of
-from atroposlib.envs.checker.watch import (
+from atroposlib.checker.judge import judge_of
+from atroposlib.checker.probes import EMPTY, guesses, rounds
+from atroposlib.checker.report import Evidence, Finding, Report, Status
+from atroposlib.checker.restoring import attach_checkpoints, is_same, restore_faults, save
+from atroposlib.checker.rules import BY_NAME, RULES
+from atroposlib.checker.runs import Run, Sink, difference
+from atroposlib.checker.tokens import faults_of, text_of
+from atroposlib.checker.watch import (
     LEAKY_RUNS,
     LoopWatch,
     author_files,
@@ -51,10 +50,11 @@ from atroposlib.envs.checker.watch import (
     name_of_handle,
     open_handles,
 )
+from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.rewards import RewardWorkers
-from atroposlib.envs.runtime.items import cause_of, collect
-from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, GroupError
+from atroposlib.inference.manager import ServerManager
+from atroposlib.runtime.items import cause_of, collect
 from atroposlib.scored_data import Strictness, check_group
 
 T = TypeVar("T")

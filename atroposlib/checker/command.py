@@ -14,13 +14,13 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from atroposlib.checker import RULES, check_env
 from atroposlib.envs.base import BaseEnv, load_tokenizer
-from atroposlib.envs.checker import RULES, check_env
 
 
 def check_environment(env_cls: type[BaseEnv], argv: Sequence[str], *, prog: str) -> int:
     """Check an environment as the flags say; return the exit code."""
-    from atroposlib.cli.env import build_environment  # it imports this module
+    from atroposlib.runtime.command import build_environment  # it imports this module
 
     logging.basicConfig(level=logging.CRITICAL)  # what the author's code logs is in the report
     options, flags = _parser(prog).parse_known_args(argv)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.envs.server_handling.api_server import TokenCompletions
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_harness import (
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import (
     ByteTokenizer,
     HarnessRequest,
     ServerHarness,
     made_up_logprobs,
 )
+from atroposlib.inference.servers.api_server import TokenCompletions
 
 Answer = str | Callable[[str], str]
 """A completion, or a function of the prompt's text that makes one."""

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from atroposlib.envs.checker.engine import question_of
-from atroposlib.envs.checker.probes import is_useless
+from atroposlib.checker.engine import question_of
+from atroposlib.checker.probes import is_useless
 
 Judge = Callable[[str], str | None]
 

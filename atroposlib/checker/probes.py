@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel
 
-from atroposlib.envs.checker.engine import Answer, question_of
+from atroposlib.checker.engine import Answer, question_of
 
 EMPTY = ""
 NONSENSE = ("qx", "I do not know this at all, sorry.", "0x7 zebra", "?!")

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from atroposlib.envs import checkpoint
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.runtime import checkpoint
 
 STEP = 1
 _REGISTERED_NAME = "check"

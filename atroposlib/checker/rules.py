@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atroposlib.envs.checker.report import Rule
+from atroposlib.checker.report import Rule
 
 RULES = (
     Rule(

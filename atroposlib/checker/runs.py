@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from atroposlib.envs.checker.engine import Answer, Sample
-from atroposlib.envs.checker.tokens import texts_said
+from atroposlib.checker.engine import Answer, Sample
+from atroposlib.checker.tokens import texts_said
 from atroposlib.scored_data import ScoredGroup
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from atroposlib.envs.checker.engine import Sample
+from atroposlib.checker.engine import Sample
 from atroposlib.scored_data import IGNORE_INDEX, SequenceView
 
 LOGPROB_TOLERANCE = 1e-4

@@ -27,11 +27,16 @@ from typing import Literal
 import uvicorn
 from pydantic import BaseModel, Field, SecretStr
 
-from atroposlib.api.allocator import keep_freed_memory
-from atroposlib.api.calls import RunPolicy
-from atroposlib.api.hub import Hub
-from atroposlib.api.protocol import MAX_CONNECTIONS, RESERVED_CONNECTIONS, Connections, HubProtocol
-from atroposlib.api.security import Scope, TokenSet, add_token
+from atroposlib.api.http.allocator import keep_freed_memory
+from atroposlib.api.http.connections import (
+    MAX_CONNECTIONS,
+    RESERVED_CONNECTIONS,
+    Connections,
+    HubProtocol,
+)
+from atroposlib.api.http.security import Scope, TokenSet, add_token
+from atroposlib.api.run.hub import Hub
+from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.server import create_app, stop_waiting
 from atroposlib.api.stores.base import Durability, GroupStore, StoreBroken
 from atroposlib.api.stores.disk import DiskStore

@@ -38,15 +38,15 @@ from atroposlib.envs.dataset_env import (
     awaited,
 )
 from atroposlib.envs.rewards import RewardFailure
-from atroposlib.envs.server_handling.choices import run_together
-from atroposlib.envs.server_handling.managed_server_proxy import create_app
-from atroposlib.envs.server_handling.proxy.local import serve_locally
-from atroposlib.envs.server_handling.proxy.sessions import SessionLimits, SessionOptions, Sessions
-from atroposlib.envs.server_handling.proxy_client import create_proxy_session
-from atroposlib.envs.server_handling.sampling_notes import note_sampling
-from atroposlib.envs.server_handling.sequences import SequenceNode, train_once
 from atroposlib.envs.tool_env import call_function
 from atroposlib.errors import EngineError, EnvError
+from atroposlib.inference.choices import run_together
+from atroposlib.inference.sessions.proxy_client import create_proxy_session
+from atroposlib.inference.sessions.sampling_notes import note_sampling
+from atroposlib.inference.sessions.sequences import SequenceNode, train_once
+from atroposlib.proxy.command import create_app
+from atroposlib.proxy.local import serve_locally
+from atroposlib.proxy.sessions import SessionLimits, SessionOptions, Sessions
 from atroposlib.utils.off_loop import off_loop
 
 logger = logging.getLogger(__name__)

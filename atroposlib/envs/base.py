@@ -18,19 +18,18 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs import checkpoint
+from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum, max_workers
 from atroposlib.envs.eval import evaluate_log
-from atroposlib.envs.runtime import checkpoint
-from atroposlib.envs.runtime.capacity import max_workers
-from atroposlib.envs.server_handling.api_server import APIServer
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.server_config import (
+from atroposlib.errors import ConfigError, EnvError
+from atroposlib.inference.config import (
     APIServerConfig,
     ServerBaseline,
     ServerManagerConfig,
 )
-from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.errors import ConfigError, EnvError
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers.api_server import APIServer
+from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
 
@@ -192,7 +191,9 @@ class BaseEnv(ABC):
     @classmethod
     def cli(cls) -> None:
         """Run `serve`, `process` or `evaluate` as the command line says, and exit."""
-        from atroposlib.cli.env import run_environment  # the one upward edge: authors call cli()
+        from atroposlib.runtime.command import (
+            run_environment,  # the one upward edge: authors call cli()
+        )
 
         raise SystemExit(run_environment(cls))
 
@@ -207,7 +208,7 @@ class BaseEnv(ABC):
     @classmethod
     def get_cli_serve_config_cls(cls) -> type[Any]:
         """Return the class of the `serve` command: one field per flag, `from_argv(argv)` and `run()`."""
-        from atroposlib.cli.env import command_class
+        from atroposlib.runtime.command import command_class
 
         command: type[Any] = command_class(cls, "serve")
         return command
@@ -215,7 +216,7 @@ class BaseEnv(ABC):
     @classmethod
     def get_cli_process_config_cls(cls) -> type[Any]:
         """Return the class of the `process` command."""
-        from atroposlib.cli.env import command_class
+        from atroposlib.runtime.command import command_class
 
         command: type[Any] = command_class(cls, "process")
         return command
@@ -223,7 +224,7 @@ class BaseEnv(ABC):
     @classmethod
     def get_cli_evaluate_config_cls(cls) -> type[Any]:
         """Return the class of the `evaluate` command."""
-        from atroposlib.cli.env import command_class
+        from atroposlib.runtime.command import command_class
 
         command: type[Any] = command_class(cls, "evaluate")
         return command
@@ -356,13 +357,13 @@ class BaseEnv(ABC):
 
     async def env_manager(self) -> None:
         """Serve until the trainer is done (what `python env.py serve` does)."""
-        from atroposlib.envs.runtime.serve import serve
+        from atroposlib.runtime.serve import serve
 
         await serve(self)
 
     async def process_manager(self) -> None:
         """Produce `total_steps` groups into a file and a page (what `python env.py process` does)."""
-        from atroposlib.envs.runtime.process import process_and_render
+        from atroposlib.runtime.process import process_and_render
 
         await process_and_render(self)
 

@@ -28,9 +28,9 @@ from pydantic import Field
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.eval import pass_at_k
 from atroposlib.envs.rewards import JsonValue, RewardFailure, RewardWorkers
-from atroposlib.envs.server_handling.choices import run_together
-from atroposlib.envs.server_handling.sequences import SequenceNode
 from atroposlib.errors import AtroposError, ConfigError, EnvError
+from atroposlib.inference.choices import run_together
+from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 
 logger = logging.getLogger(__name__)

@@ -100,3 +100,8 @@ class BaseEnvConfig(BaseModel):
         if isinstance(data, dict):
             warn_unknown_keys(cls, unknown_keys(cls, map(str, data)))
         return data
+
+
+def max_workers(*, configured: int, per_node: int, num_servers: int) -> int:
+    """Return the worker bound; `configured` -1 means `per_node` for each server."""
+    return configured if configured > 0 else max(1, per_node * num_servers)

@@ -18,9 +18,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from atroposlib.config import parse_flags
-from atroposlib.envs.server_handling.choices import run_together
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.inference.choices import run_together
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.manager import ServerManager
 from atroposlib.utils.display import display_metrics_table
 
 logger = logging.getLogger(__name__)

@@ -22,10 +22,10 @@ from atroposlib.envs.dataset_env import (
     Rollout,
     Row,
 )
-from atroposlib.envs.server_handling.choices import run_together
-from atroposlib.envs.server_handling.http import HttpPeer, strip_v1
-from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
+from atroposlib.inference.choices import run_together
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers.http_peer import HttpPeer, strip_v1
 
 Judging: TypeAlias = Literal["rubric", "pairwise", "reward_model"]
 

@@ -28,8 +28,8 @@ from atroposlib.envs.dataset_env import (
     number_of,
 )
 from atroposlib.envs.rewards import RewardFailure
-from atroposlib.envs.server_handling.choices import run_together
 from atroposlib.errors import EnvError
+from atroposlib.inference.choices import run_together
 
 _TEMPLATE_TOKENS = 16
 """What a chat template is assumed to put around one message, at most."""

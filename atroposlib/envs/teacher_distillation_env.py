@@ -16,15 +16,15 @@ from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, ExtraServers, load_tokenizer
 from atroposlib.envs.env_config import BaseEnvConfig
-from atroposlib.envs.runtime.outbox import (
+from atroposlib.errors import ConfigError, EngineProtocolError, GroupError
+from atroposlib.inference.choices import run_together
+from atroposlib.inference.config import APIServerConfig, ServerBaseline
+from atroposlib.inference.manager import ServerManager
+from atroposlib.runtime.outbox import (
     drop_rule,
     in_thread_if_large,
     without_tensors,
 )
-from atroposlib.envs.server_handling.choices import run_together
-from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
-from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.errors import ConfigError, EngineProtocolError, GroupError
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.type_definitions import Item
 from atroposlib.utils.off_loop import off_loop

@@ -31,9 +31,9 @@ from atroposlib.envs.dataset_env import Row
 from atroposlib.envs.mcp_tools import McpServer, McpSession
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step
 from atroposlib.envs.rewards import RewardFailure
-from atroposlib.envs.server_handling.chat_template import special_texts
-from atroposlib.envs.server_handling.tool_parsers import Call, style_named
 from atroposlib.errors import ConfigError, EnvError
+from atroposlib.inference.sessions.chat_template import special_texts
+from atroposlib.inference.tools.parsers import Call, style_named
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.envs.server_handling.api_server import APIServer, TokenCompletions, WeightSpan
-from atroposlib.envs.server_handling.chat_template import as_dict
-from atroposlib.envs.server_handling.openai_routes import chat_completion_from, completion_from
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.scripted_answers import (
+from atroposlib.errors import EngineProtocolError
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.scripted_answers import (
     ByteTokenizer,
     HarnessRequest,
     Respond,
@@ -24,8 +22,10 @@ from atroposlib.envs.server_handling.scripted_answers import (
     answer_tokens,
     made_up_logprobs,
 )
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.errors import EngineProtocolError
+from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, WeightSpan
+from atroposlib.inference.servers.openai_routes import chat_completion_from, completion_from
+from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.sessions.chat_template import as_dict
 
 
 class ServerHarness(APIServer):

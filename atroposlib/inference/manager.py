@@ -19,7 +19,15 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from atroposlib.envs.server_handling.api_server import (
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
+from atroposlib.inference.choices import run_together, split_n, with_seed
+from atroposlib.inference.config import (
+    APIServerConfig,
+    ServerBaseline,
+    ServerManagerConfig,
+)
+from atroposlib.inference.harness import ServerHarness
+from atroposlib.inference.servers.api_server import (
     APIServer,
     EngineDown,
     Retries,
@@ -27,20 +35,12 @@ from atroposlib.envs.server_handling.api_server import (
     is_transient,
     moving,
 )
-from atroposlib.envs.server_handling.choices import run_together, split_n, with_seed
-from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.server_config import (
-    APIServerConfig,
-    ServerBaseline,
-    ServerManagerConfig,
-)
-from atroposlib.envs.server_handling.server_harness import ServerHarness
-from atroposlib.envs.server_handling.slurm import inference_urls, list_hostnames
-from atroposlib.envs.server_handling.turns import turn
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
+from atroposlib.inference.servers.openai import OpenAIServer
+from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.vllm import VLLMServer
+from atroposlib.inference.sessions.managed_server import DummyManagedServer, ManagedServer
+from atroposlib.inference.sessions.pacing import turn
+from atroposlib.inference.slurm import inference_urls, list_hostnames
 
 logger = logging.getLogger(__name__)
 
@@ -347,7 +347,7 @@ class ServerManager:
         self, base_url: str | None, tool_parser: str | None, track_tree: bool
     ) -> AsyncIterator[Any]:
         # Only environments that use a proxy need its client.
-        from atroposlib.envs.server_handling.proxy_client import create_proxy_session
+        from atroposlib.inference.sessions.proxy_client import create_proxy_session
 
         session = await create_proxy_session(
             proxy_url=str(self.proxy_url),
@@ -395,11 +395,11 @@ def server_class_for(server_type: str) -> type[APIServer]:
     if server_type == "vllm":
         return VLLMServer
     if server_type == "sglang":
-        from atroposlib.envs.server_handling.sglang_server import SGLangServer
+        from atroposlib.inference.servers.sglang import SGLangServer
 
         return SGLangServer
     if server_type == "trl":
-        from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
+        from atroposlib.inference.servers.trl import TrlVllmServer
 
         return TrlVllmServer
     raise ConfigError(

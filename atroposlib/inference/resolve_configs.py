@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from atroposlib.config import build
-from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.errors import ConfigError
+from atroposlib.inference.config import APIServerConfig, ServerBaseline
 
 ServerConfigs = ServerBaseline | APIServerConfig | list[APIServerConfig]
 

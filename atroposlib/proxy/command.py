@@ -1,6 +1,6 @@
 """The proxy for agents that were not written for us: a session is an endpoint as OpenAI's and Anthropic's SDKs know it.
 
-    python -m atroposlib.envs.server_handling.managed_server_proxy --config proxy.json --port 9100
+    python -m atroposlib.proxy.command --config proxy.json --port 9100
 
 A session's URL is `http://host:port/<uuid>/v1`; agents that take only a key use `http://host:port/v1` with the uuid as
 API key. Whoever knows a uuid may use that session; opening, listing and `/setup` need the token where there is one.
@@ -26,13 +26,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 from atroposlib.config import parse_flags
-from atroposlib.envs.server_handling.proxy.engines import Engines, load_tokenizer
-from atroposlib.envs.server_handling.proxy.local import KEEP_ALIVE_S, LocalServer
-from atroposlib.envs.server_handling.proxy.routes import Routes, no_route
-from atroposlib.envs.server_handling.proxy.sessions import SessionLimits, Sessions
-from atroposlib.envs.server_handling.proxy_client import TOKEN_VARIABLE
 from atroposlib.errors import ConfigError, cli_boundary
 from atroposlib.http_guard import is_loopback
+from atroposlib.inference.sessions.proxy_client import TOKEN_VARIABLE
+from atroposlib.proxy.engines import Engines, load_tokenizer
+from atroposlib.proxy.local import KEEP_ALIVE_S, LocalServer
+from atroposlib.proxy.routes import Routes, no_route
+from atroposlib.proxy.sessions import SessionLimits, Sessions
 
 logger = logging.getLogger(__name__)
 

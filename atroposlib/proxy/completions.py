@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from atroposlib.envs.server_handling.proxy import sse
-from atroposlib.envs.server_handling.proxy.chat import Sampling, usage
-from atroposlib.envs.server_handling.proxy.errors import invalid
-from atroposlib.envs.server_handling.proxy.turn import Answer
+from atroposlib.proxy import sse
+from atroposlib.proxy.chat import Sampling, usage
+from atroposlib.proxy.errors import invalid
+from atroposlib.proxy.turn import Answer
 
 
 class CompletionBody(Sampling):

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import Field
 
-from atroposlib.envs.server_handling.proxy.turn import Body
-from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerType
-from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError
+from atroposlib.inference.config import APIServerConfig, ServerType
+from atroposlib.inference.manager import ServerManager
+from atroposlib.proxy.turn import Body
 
 
 class EngineEntry(Body):

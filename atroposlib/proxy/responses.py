@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import Field
 
-from atroposlib.envs.server_handling.proxy import sse
-from atroposlib.envs.server_handling.proxy.errors import ProxyError, invalid
-from atroposlib.envs.server_handling.proxy.turn import (
+from atroposlib.proxy import sse
+from atroposlib.proxy.errors import ProxyError, invalid
+from atroposlib.proxy.turn import (
     Answer,
     Ask,
     Body,

@@ -21,20 +21,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from atroposlib.envs.server_handling.proxy import chat, completions, messages, responses
-from atroposlib.envs.server_handling.proxy.engines import Engines, load_tokenizer
-from atroposlib.envs.server_handling.proxy.errors import ProxyError, error_for, invalid
-from atroposlib.envs.server_handling.proxy.sessions import (
+from atroposlib.http_bodies import decode_json, read_body
+from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.sessions.proxy_client import OWNER_HEADER
+from atroposlib.proxy import chat, completions, messages, responses
+from atroposlib.proxy.engines import Engines, load_tokenizer
+from atroposlib.proxy.errors import ProxyError, error_for, invalid
+from atroposlib.proxy.sessions import (
     DEFAULT_TOOL_PARSER,
     Session,
     SessionOptions,
     Sessions,
 )
-from atroposlib.envs.server_handling.proxy.turn import Answer, Ask, Body
-from atroposlib.envs.server_handling.proxy_client import OWNER_HEADER
-from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.http_bodies import decode_json, read_body
-from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
+from atroposlib.proxy.turn import Answer, Ask, Body
 from atroposlib.utils.off_loop import off_loop
 
 logger = logging.getLogger(__name__)

@@ -22,21 +22,21 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from atroposlib.envs.server_handling.api_server import TokenCompletions
-from atroposlib.envs.server_handling.managed_server import ManagedServer, Prompt
-from atroposlib.envs.server_handling.proxy.chat import DISTRIBUTION_KEPT, ENGINE_NAMES
-from atroposlib.envs.server_handling.proxy.errors import (
+from atroposlib.errors import EngineError
+from atroposlib.http_bodies import MAX_BODY_BYTES
+from atroposlib.inference.servers.api_server import TokenCompletions
+from atroposlib.inference.sessions.managed_server import ManagedServer, Prompt
+from atroposlib.inference.sessions.pacing import turn
+from atroposlib.inference.sessions.sequences import SequenceNode
+from atroposlib.inference.tools.parsers import style_named
+from atroposlib.proxy.chat import DISTRIBUTION_KEPT, ENGINE_NAMES
+from atroposlib.proxy.errors import (
     ProxyError,
     error_for,
     invalid,
     too_long,
 )
-from atroposlib.envs.server_handling.proxy.turn import Answer, Ask, Choice, TokenLogprob
-from atroposlib.envs.server_handling.sequences import SequenceNode
-from atroposlib.envs.server_handling.tool_parsers import style_named
-from atroposlib.envs.server_handling.turns import turn
-from atroposlib.errors import EngineError
-from atroposlib.http_bodies import MAX_BODY_BYTES
+from atroposlib.proxy.turn import Answer, Ask, Choice, TokenLogprob
 
 logger = logging.getLogger(__name__)
 

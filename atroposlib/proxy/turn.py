@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from atroposlib.envs.server_handling.proxy.errors import invalid
+from atroposlib.proxy.errors import invalid
 
 MAX_CHOICES = 128
 """`n` of one request, as at OpenAI."""

@@ -35,11 +35,6 @@ class Load:
     """Share of a batch this environment has reserved."""
 
 
-def max_workers(*, configured: int, per_node: int, num_servers: int) -> int:
-    """Return the worker bound; `configured` -1 means `per_node` for each server."""
-    return configured if configured > 0 else max(1, per_node * num_servers)
-
-
 def num_to_start(load: Load) -> int:
     """Return how many items to start now (0 or more).
 

@@ -17,19 +17,19 @@ from typing import Any, ClassVar, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
-from atroposlib.cli.env_check import check_environment
+from atroposlib.checker.command import check_environment
 from atroposlib.config import SectionValues, build, parse_sections, read_yaml
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.env_config import BaseEnvConfig
-from atroposlib.envs.runtime.evaluate import evaluate
-from atroposlib.envs.runtime.masking import without_masked, without_secrets
-from atroposlib.envs.server_handling.resolve_configs import ServerConfigs, resolve_servers
-from atroposlib.envs.server_handling.server_config import (
+from atroposlib.errors import ConfigError, EnvError, cli_boundary
+from atroposlib.inference.config import (
     APIServerConfig,
     ServerManagerConfig,
 )
-from atroposlib.errors import ConfigError, EnvError, cli_boundary
+from atroposlib.inference.resolve_configs import ServerConfigs, resolve_servers
+from atroposlib.runtime.evaluate import evaluate
+from atroposlib.runtime.masking import without_masked, without_secrets
 from atroposlib.utils.event_loop import loop_with_short_rounds
 from atroposlib.utils.garbage import collect_less_often
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.runtime.items import close
-from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
+from atroposlib.runtime.items import close
+from atroposlib.runtime.metrics import finish_wandb, require_wandb, start_wandb
 
 
 async def evaluate(env: BaseEnv) -> None:

@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.runtime.masking import without_secrets
 from atroposlib.errors import ConfigError, MissingDependency, require
+from atroposlib.runtime.masking import without_secrets
 
 
 def run_name(prefix: str) -> str:

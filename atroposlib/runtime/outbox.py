@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from atroposlib.client import AnotherExperiment, EnvStatus, HubClient, UnknownEnvironment
 from atroposlib.envs.env_config import BaseEnvConfig
-from atroposlib.envs.server_handling.sampling_notes import noted
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
+from atroposlib.inference.sessions.sampling_notes import noted
 from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
 from atroposlib.utils.off_loop import off_loop
 

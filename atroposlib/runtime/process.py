@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.runtime.capacity import max_workers
-from atroposlib.envs.runtime.items import Outcomes, Work, cause_of, close, collect_timed
-from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
-from atroposlib.envs.runtime.outbox import GroupLog, Outbox
+from atroposlib.envs.env_config import max_workers
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
 from atroposlib.frontend.jsonl2html import generate_html
+from atroposlib.runtime.items import Outcomes, Work, cause_of, close, collect_timed
+from atroposlib.runtime.metrics import finish_wandb, require_wandb, start_wandb
+from atroposlib.runtime.outbox import GroupLog, Outbox
 
 logger = logging.getLogger(__name__)
 

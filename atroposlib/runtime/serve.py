@@ -32,21 +32,7 @@ from pydantic import ValidationError
 
 from atroposlib.client import EnvRegistration, EnvStatus, HubClient, UnknownEnvironment
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.env_config import EvalHandlingEnum
-from atroposlib.envs.runtime import spool
-from atroposlib.envs.runtime.capacity import Load, max_workers, num_to_start
-from atroposlib.envs.runtime.exits import as_failures, contained
-from atroposlib.envs.runtime.items import Outcomes, Work, cause_of, close, collect_timed
-from atroposlib.envs.runtime.metrics import finish_wandb, require_wandb, start_wandb
-from atroposlib.envs.runtime.outbox import (
-    MAX_RETRY_AFTER_S,
-    Backoff,
-    GroupLog,
-    Outbox,
-    sampling_for,
-)
-from atroposlib.envs.runtime.pace import Pace
-from atroposlib.envs.server_handling.sampling_notes import noting_sampling
+from atroposlib.envs.env_config import EvalHandlingEnum, max_workers
 from atroposlib.errors import (
     ConfigError,
     EngineUnavailable,
@@ -54,6 +40,20 @@ from atroposlib.errors import (
     HubError,
     HubUnavailable,
 )
+from atroposlib.inference.sessions.sampling_notes import noting_sampling
+from atroposlib.runtime import spool
+from atroposlib.runtime.capacity import Load, num_to_start
+from atroposlib.runtime.exits import as_failures, contained
+from atroposlib.runtime.items import Outcomes, Work, cause_of, close, collect_timed
+from atroposlib.runtime.metrics import finish_wandb, require_wandb, start_wandb
+from atroposlib.runtime.outbox import (
+    MAX_RETRY_AFTER_S,
+    Backoff,
+    GroupLog,
+    Outbox,
+    sampling_for,
+)
+from atroposlib.runtime.pace import Pace
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from atroposlib.api.calls import RunPolicy
-from atroposlib.api.coordinator import Coordinator
-from atroposlib.api.hub import Hub as Runs
-from atroposlib.api.limits import HubLimits
+from atroposlib.api.http.limits import HubLimits
+from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.hub import Hub as Runs
+from atroposlib.api.run.types import RunPolicy
 
 FOURTEEN_KEYS = [
     "tokens",

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.api import batching, sums
-from atroposlib.api.batching import (
+from atroposlib.api.run import batching, sums
+from atroposlib.api.run.batching import (
     Blocker,
     GroupHeader,
     NoBatch,

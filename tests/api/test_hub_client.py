@@ -21,7 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from atroposlib import __version__
-from atroposlib.api.hub import Hub
+from atroposlib.api.run.hub import Hub
 from atroposlib.api.server import create_app
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.runs import DirectoryRuns

@@ -16,7 +16,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from atroposlib.api.calls import (
+from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.environments import TooManyEnvironments, UnknownEnvironment
+from atroposlib.api.run.leases import LeaseLost, LeaseRequest, Superseded, UnknownBatch
+from atroposlib.api.run.types import (
     Delivery,
     IncomingGroup,
     NotRegistered,
@@ -24,9 +27,6 @@ from atroposlib.api.calls import (
     Receipt,
     RunPolicy,
 )
-from atroposlib.api.coordinator import Coordinator
-from atroposlib.api.environments import TooManyEnvironments, UnknownEnvironment
-from atroposlib.api.leases import LeaseLost, LeaseRequest, Superseded, UnknownBatch
 from atroposlib.api.schemas import Ledger, RegisterEnv, RegisterTrainer
 from atroposlib.api.stores.base import Appended, Change, CorruptGroups, NewGroup, StoreFull
 from atroposlib.api.stores.disk import DiskStore
@@ -202,7 +202,7 @@ async def test_policy_version_stands_after_a_resume_until_another_is_published(
 async def test_full_registry_gives_away_the_place_that_was_silent_longest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("atroposlib.api.environments.MAX_ENVIRONMENTS", 2)
+    monkeypatch.setattr("atroposlib.api.run.environments.MAX_ENVIRONMENTS", 2)
     coordinator = await started()
     for name in ("a", "b"):
         await coordinator.register_env(RegisterEnv(**environment(desired_name=name)))

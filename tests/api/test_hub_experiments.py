@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.api.experiments import Entry, choose
-from atroposlib.api.hub import AwakeClock
-from atroposlib.api.hub import Hub as Runs
+from atroposlib.api.run.experiments import Entry, choose
+from atroposlib.api.run.hub import AwakeClock
+from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.schemas import RegisterTrainer
 from atroposlib.api.server import create_app
 from atroposlib.api.stores.disk import DiskStore

@@ -21,9 +21,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atroposlib.api.calls import Overloaded
-from atroposlib.api.handlers import ROUTES
-from atroposlib.api.limits import (
+from atroposlib.api.http.handlers import ROUTES
+from atroposlib.api.http.limits import (
     IS_GONE_EXTENSION,
     BodyRefused,
     ByteBudget,
@@ -32,7 +31,8 @@ from atroposlib.api.limits import (
     RequestBodies,
     inflate,
 )
-from atroposlib.api.security import Access
+from atroposlib.api.http.security import Access
+from atroposlib.api.run.types import Overloaded
 from tests.api.helpers_api import registration, running_hub
 
 MIB = 2**20
@@ -151,8 +151,8 @@ def test_a_body_of_countless_empty_members_is_refused() -> None:
 BOMBS = r"""
 import asyncio, json, struct, sys, zlib
 import zstandard
-from atroposlib.api.handlers import ROUTES
-from atroposlib.api.limits import HubLimits, RequestBodies
+from atroposlib.api.http.handlers import ROUTES
+from atroposlib.api.http.limits import HubLimits, RequestBodies
 
 def gzip_bomb():
     writer = zlib.compressobj(9, zlib.DEFLATED, 31)

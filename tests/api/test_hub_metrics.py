@@ -12,9 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atroposlib.api.handlers import ROUTES
-from atroposlib.api.metrics import HubMetrics, Observe
-from atroposlib.api.security import Access
+from atroposlib.api.http.handlers import ROUTES
+from atroposlib.api.http.metrics import HubMetrics, Observe
+from atroposlib.api.http.security import Access
 from atroposlib.api.stores.base import StoreUsage
 
 LEDGER = {
@@ -175,7 +175,7 @@ async def call(app: ASGIApp, method: str, path: str) -> httpx.Response:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "atroposlib.api.metrics"]
+    return [r.getMessage() for r in caplog.records if r.name == "atroposlib.api.http.metrics"]
 
 
 async def test_requests_are_counted_by_template_whatever_the_path(
@@ -210,7 +210,7 @@ async def test_only_failed_requests_are_logged_each_in_one_line(
         f"request method=GET path=/status run=- status={status} ms=0 sent=5 client=10.0.0.7 token=ops"
         for status in (422, 503)
     ]
-    levels = [r.levelname for r in caplog.records if r.name == "atroposlib.api.metrics"]
+    levels = [r.levelname for r in caplog.records if r.name == "atroposlib.api.http.metrics"]
     assert levels == ["INFO", "WARNING"]
 
 
@@ -218,7 +218,7 @@ async def test_slow_requests_are_logged_unless_they_asked_to_wait(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("atroposlib.api.metrics.SLOW_S", -1.0)
+    monkeypatch.setattr("atroposlib.api.http.metrics.SLOW_S", -1.0)
     app = Observe(answering(200), HubMetrics(dict))
     await call(app, "GET", "/batch?wait=60")
     await call(app, "GET", "/batch")

@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
 
-from atroposlib.api.limits import HubLimits
+from atroposlib.api.http.limits import HubLimits
 from atroposlib.api.server import (
     MIN_ENV_WEIGHT,
     GZipRequestMiddleware,

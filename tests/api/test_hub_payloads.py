@@ -18,9 +18,8 @@ import pytest
 import zstandard
 
 from atroposlib import wire
-from atroposlib.api import decoding, payloads
-from atroposlib.api.calls import IncomingGroup
-from atroposlib.api.payloads import (
+from atroposlib.api.http import decoding, payloads
+from atroposlib.api.http.payloads import (
     DecoderUnavailable,
     EncodedBody,
     GroupCodec,
@@ -28,6 +27,7 @@ from atroposlib.api.payloads import (
     group_texts,
     is_packed,
 )
+from atroposlib.api.run.types import IncomingGroup
 from atroposlib.errors import GroupError
 from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
 from tests.api.helpers_api import FOURTEEN_KEYS, group, running_hub
@@ -256,7 +256,7 @@ async def test_a_body_that_ends_two_processes_is_refused(
     everything_in_a_process(monkeypatch)
     deadly = (
         "import os\n"
-        "from atroposlib.api import decoding\n"
+        "from atroposlib.api.http import decoding\n"
         "decoding.decode_body = lambda *_, **__: os._exit(1)\n"
         "decoding.main()\n"
     )
@@ -304,7 +304,7 @@ async def test_a_bug_in_the_process_is_raised_in_the_hub_with_its_traceback(
 ) -> None:
     everything_in_a_process(monkeypatch)
     broken = (
-        "from atroposlib.api import decoding\n"
+        "from atroposlib.api.http import decoding\n"
         "def explode(*_, **__): raise KeyError('boom')\n"
         "decoding.decode_body = explode\n"
         "decoding.main()\n"
@@ -482,6 +482,6 @@ def test_the_packed_encoding_is_recognised_in_a_header() -> None:
 
 
 def test_a_decoder_process_loads_no_server() -> None:
-    code = "import sys, atroposlib.api.decoding; print(*sys.modules)"
+    code = "import sys, atroposlib.api.http.decoding; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"fastapi", "starlette", "pydantic", "asyncio"}.isdisjoint(run.stdout.split())

@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atroposlib.api.handlers import ROUTES
-from atroposlib.api.limits import IS_GONE_EXTENSION, HubLimits, Ladder, RequestBodies
-from atroposlib.api.protocol import RESERVED_CONNECTIONS, Connections, HubProtocol
-from atroposlib.api.security import Access
+from atroposlib.api.http.connections import RESERVED_CONNECTIONS, Connections, HubProtocol
+from atroposlib.api.http.handlers import ROUTES
+from atroposlib.api.http.limits import IS_GONE_EXTENSION, HubLimits, Ladder, RequestBodies
+from atroposlib.api.http.security import Access
 
 GET = b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n"
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pydantic import ValidationError
 
-from atroposlib.api import queue as queue_module
-from atroposlib.api.batching import Blocker, GroupHeader, NoBatch, Plan, plan_batch
-from atroposlib.api.queue import GroupQueue
+from atroposlib.api.run import queue as queue_module
+from atroposlib.api.run.batching import Blocker, GroupHeader, NoBatch, Plan, plan_batch
+from atroposlib.api.run.queue import GroupQueue
 from atroposlib.api.schemas import MAX_BATCH_SIZE, Registration
 
 

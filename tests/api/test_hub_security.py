@@ -16,10 +16,10 @@ from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from atroposlib.api.handlers import ROUTES
-from atroposlib.api.metrics import HubMetrics, Observe
-from atroposlib.api.routes import Route, split_run
-from atroposlib.api.security import Access, Scope, Token, TokenSet, add_token, is_loopback
+from atroposlib.api.http.handlers import ROUTES
+from atroposlib.api.http.metrics import HubMetrics, Observe
+from atroposlib.api.http.routes import Route, split_run
+from atroposlib.api.http.security import Access, Scope, Token, TokenSet, add_token, is_loopback
 from atroposlib.api.server import create_app
 from atroposlib.errors import ConfigError
 from tests.api.helpers_api import registration

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.batching import GroupHeader
-from atroposlib.api.limits import ABORT_EXTENSION, HubLimits
-from atroposlib.api.sending import PIECE_BYTES
+from atroposlib.api.http.limits import ABORT_EXTENSION, HubLimits
+from atroposlib.api.http.sending import PIECE_BYTES
+from atroposlib.api.run.batching import GroupHeader
 from tests.api.helpers_api import Hub, group, registration, running_hub
 
 LONG = 200_000
@@ -124,7 +124,7 @@ async def test_batch_of_a_run_that_was_reset_meanwhile_never_gets_its_last_byte(
 async def test_who_does_not_read_is_cut_off(
     path: str, query: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atroposlib.api.sending.STALL_S", 0.05)
+    monkeypatch.setattr("atroposlib.api.http.sending.STALL_S", 0.05)
     async with running_hub() as hub:
         await hub.start(batch_size=2)
         await hub.post("/scored_data", large_group())

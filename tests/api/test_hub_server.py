@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.api.calls import RunPolicy
-from atroposlib.api.hub import Hub as Runs
+from atroposlib.api.run.hub import Hub as Runs
+from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.server import create_app
 from atroposlib.api.stores.base import Durability, GroupStore
 from atroposlib.api.stores.disk import DiskStore
@@ -723,7 +723,7 @@ async def test_batch_that_cannot_be_encoded_goes_back(monkeypatch: pytest.Monkey
         await hub.start()
         await hub.post("/scored_data", group(4))
         with monkeypatch.context() as patch:
-            patch.setattr("atroposlib.api.payloads.GroupCodec.encode_batch", fail)
+            patch.setattr("atroposlib.api.http.payloads.GroupCodec.encode_batch", fail)
             assert (await http.get("/batch")).status_code == 500
         ledger = await hub.balanced_ledger()
         assert (ledger["queued"], ledger["leased"]) == (1, 0)

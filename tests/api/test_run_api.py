@@ -21,8 +21,8 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.api.calls import RunPolicy
-from atroposlib.api.hub import Hub as Runs
+from atroposlib.api.run.hub import Hub as Runs
+from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.runs import DirectoryRuns, stored_runs
 from atroposlib.cli.run_api import RunApiConfig, _stores, erase, main, policy_of

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig
-from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.inference.manager import ServerManager
 
 
 class Sums(BaseEnv):

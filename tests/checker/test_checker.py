@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from atroposlib.cli.env import run_environment
+from atroposlib.checker import RULES, Report, check_env
+from atroposlib.checker.engine import PairTokenizer
+from atroposlib.checker.watch import LoopWatch
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.checker import RULES, Report, check_env
-from atroposlib.envs.checker.engine import PairTokenizer
-from atroposlib.envs.checker.watch import LoopWatch
 from atroposlib.errors import ConfigError
-from tests.environments.helpers_environments import load
-from tests.envs.broken_environments import (
+from atroposlib.runtime.command import run_environment
+from tests.checker.broken_environments import (
     BROKEN,
     HANGING,
     SLOW,
@@ -43,6 +42,7 @@ from tests.envs.broken_environments import (
     WrongField,
     tidied,
 )
+from tests.environments.helpers_environments import load
 
 CASES = [(rule, env_cls) for rule, classes in BROKEN.items() for env_cls in classes]
 

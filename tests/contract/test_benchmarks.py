@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.vllm_bodies import read_completions
+from atroposlib.inference.servers.vllm_bodies import read_completions
 from atroposlib.scored_data import Strictness
 from atroposlib.wire import split_packed, unpack_group
 from benchmarks._env_engine import Choice, Engine

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from atroposlib.cli.env import build_environment, resolve_servers, run_environment
 from atroposlib.envs.base import (
     APIServer,
     APIServerConfig,
@@ -27,9 +26,10 @@ from atroposlib.envs.base import (
     ServerBaseline,
 )
 from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
-from atroposlib.envs.server_handling.server_config import ServerManagerConfig
 from atroposlib.errors import ConfigError
-from tests.envs.helpers_runtime import ScriptedEnv
+from atroposlib.inference.config import ServerManagerConfig
+from atroposlib.runtime.command import build_environment, resolve_servers, run_environment
+from tests.runtime.helpers_runtime import ScriptedEnv
 
 SERVERS = "atroposlib.envs.server_handling"
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.checker import check_env
-from atroposlib.envs.runtime.process import process
-from atroposlib.envs.server_handling.server_harness import (
+from atroposlib.checker import check_env
+from atroposlib.inference.harness import (
     ByteTokenizer,
     HarnessRequest,
     ServerHarness,
 )
+from atroposlib.runtime.process import process
 from atroposlib.scored_data import Strictness, check_group
 
 README = (Path(__file__).resolve().parents[2] / "atroposlib/envs/README.md").read_text()

@@ -19,7 +19,7 @@ from tests.tiny_model import make_tiny_model, make_tiny_tokenizer
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 TOKEN = "let-me-in"
-PROXY = "atroposlib.envs.server_handling.managed_server_proxy"
+PROXY = "atroposlib.proxy.command"
 
 
 def call(method: str, url: str, body: Any = None, *, key: str = TOKEN) -> Any:

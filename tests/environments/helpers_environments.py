@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_harness import ByteTokenizer, Respond, ServerHarness
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import ByteTokenizer, Respond, ServerHarness
 
 ENVIRONMENTS = Path(__file__).parents[2] / "environments"
 

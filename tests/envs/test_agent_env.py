@@ -27,20 +27,20 @@ from atroposlib.envs.agent_env import (
     train_once,
 )
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.runtime.process import process
-from atroposlib.envs.server_handling.http import EngineHttpRejected
-from atroposlib.envs.server_handling.managed_server_proxy import create_app
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.proxy.local import serve_locally
-from atroposlib.envs.server_handling.sampling_notes import noting_sampling
-from atroposlib.envs.server_handling.sequences import SequenceNode
-from atroposlib.envs.server_handling.server_harness import (
+from atroposlib.errors import EngineUnavailable, EnvError
+from atroposlib.inference.harness import (
     ByteTokenizer,
     HarnessRequest,
     ServerHarness,
     create_chat_completion,
 )
-from atroposlib.errors import EngineUnavailable, EnvError
+from atroposlib.inference.servers.http_peer import EngineHttpRejected
+from atroposlib.inference.servers.openai import OpenAIServer
+from atroposlib.inference.sessions.sampling_notes import noting_sampling
+from atroposlib.inference.sessions.sequences import SequenceNode
+from atroposlib.proxy.command import create_app
+from atroposlib.proxy.local import serve_locally
+from atroposlib.runtime.process import process
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
 from environments.agents.arithmetic_agents import ArithmeticAgents, ArithmeticAgentsConfig
 

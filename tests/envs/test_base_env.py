@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import atroposlib.envs
+from atroposlib.envs import checkpoint
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, join_items
-from atroposlib.envs.runtime import checkpoint
 from atroposlib.errors import EnvError
 from atroposlib.scored_data import Strictness, check_group
-from tests.envs.helpers_runtime import ScriptedEnv, make_group
+from tests.runtime.helpers_runtime import ScriptedEnv, make_group
 
 
 def make_item(i: int, **fields: Any) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def test_package_reexports_lazily() -> None:
 
 def test_importing_base_loads_nothing_heavy() -> None:
     code = (
-        "import sys, atroposlib.envs.base, atroposlib.cli.env\n"
+        "import sys, atroposlib.envs.base, atroposlib.runtime.command\n"
         "heavy = {'torch', 'transformers', 'wandb', 'openai', 'datasets', 'gradio'}\n"
         "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
     )

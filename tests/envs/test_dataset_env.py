@@ -19,16 +19,16 @@ from atroposlib.envs.dataset_env import (
     read_jsonl,
 )
 from atroposlib.envs.rewards import RewardFailure
-from atroposlib.envs.runtime.evaluate import evaluate
-from atroposlib.envs.runtime.serve import Timings, serve
-from atroposlib.envs.server_handling.server_harness import (
+from atroposlib.errors import ConfigError, EngineRejected, EnvError
+from atroposlib.inference.harness import (
     ByteTokenizer,
     HarnessRequest,
     ServerHarness,
 )
-from atroposlib.errors import ConfigError, EngineRejected, EnvError
+from atroposlib.runtime.evaluate import evaluate
+from atroposlib.runtime.serve import Timings, serve
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
-from tests.envs.helpers_runtime import LoopbackHub
+from tests.runtime.helpers_runtime import LoopbackHub
 
 FAST = Timings(tick_s=0.02, poll_wait_s=0.1, control_refill_s=0.02, register_s=0.02)
 FAILED = RewardFailure(reason="timeout", detail="no result within 10 s")

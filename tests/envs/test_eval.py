@@ -15,10 +15,10 @@ import pytest
 
 from atroposlib.envs import eval as eval_module
 from atroposlib.envs.eval import EvalBase, average_metrics, eval_runner, evaluate_log, pass_at_k
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_harness import ServerHarness
-from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import ServerHarness
+from atroposlib.inference.manager import ServerManager
 
 
 @pytest.mark.parametrize("m", range(1, 7))

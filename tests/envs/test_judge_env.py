@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from atroposlib.cli.env import build_environment
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.judge_env import (
     JudgeEnv,
@@ -18,14 +17,15 @@ from atroposlib.envs.judge_env import (
     parse_mark,
     parse_verdict,
 )
-from atroposlib.envs.server_handling.sampling_notes import noting_sampling
-from atroposlib.envs.server_handling.server_harness import (
+from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
+from atroposlib.inference.harness import (
     ByteTokenizer,
     HarnessRequest,
     ServerHarness,
     create_chat_completion,
 )
-from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
+from atroposlib.inference.sessions.sampling_notes import noting_sampling
+from atroposlib.runtime.command import build_environment
 from atroposlib.scored_data import Strictness, check_group
 
 POLICY = APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")

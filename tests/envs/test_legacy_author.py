@@ -14,7 +14,6 @@ from typing import Any, Dict, List, Optional, Tuple, Union  # noqa: UP035 - as s
 import pytest
 import yaml
 
-from atroposlib.cli.env import build_environment, run_environment
 from atroposlib.envs.base import (
     APIServerConfig,
     BaseEnv,
@@ -23,9 +22,10 @@ from atroposlib.envs.base import (
     Item,
     ScoredDataGroup,
 )
-from atroposlib.envs.server_handling.server_harness import ByteTokenizer
+from atroposlib.inference.harness import ByteTokenizer
+from atroposlib.runtime.command import build_environment, run_environment
 from atroposlib.type_definitions import number
-from tests.envs.helpers_runtime import LoopbackHub
+from tests.runtime.helpers_runtime import LoopbackHub
 
 
 class LegacyConfig(BaseEnvConfig):

@@ -9,12 +9,12 @@ import pytest
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step
-from atroposlib.envs.server_handling.server_harness import (
+from atroposlib.errors import EngineRejected, EnvError
+from atroposlib.inference.harness import (
     ByteTokenizer,
     HarnessRequest,
     ServerHarness,
 )
-from atroposlib.errors import EngineRejected, EnvError
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
 
 

@@ -12,16 +12,16 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from atroposlib.cli.env import build_environment
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ServerBaseline
-from atroposlib.envs.runtime.outbox import GroupLog, Outbox
-from atroposlib.envs.server_handling.server_harness import ByteTokenizer, ServerHarness
 from atroposlib.envs.teacher_distillation_env import (
     TeacherDistillationConfig,
     TeacherDistillationEnv,
     read_answer,
 )
 from atroposlib.errors import ConfigError, EngineError, EngineProtocolError, EngineUnavailable
+from atroposlib.inference.harness import ByteTokenizer, ServerHarness
+from atroposlib.runtime.command import build_environment
+from atroposlib.runtime.outbox import GroupLog, Outbox
 
 POLICY = [APIServerConfig(model_name="policy", base_url="http://policy/v1")]
 TEACHER = APIServerConfig(model_name="big", base_url="http://teacher/v1")

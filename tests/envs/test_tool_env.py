@@ -16,11 +16,6 @@ from pydantic import Field
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.mcp_tools import McpServer
 from atroposlib.envs.multi_turn_env import Episode
-from atroposlib.envs.server_handling.server_harness import (
-    ByteTokenizer,
-    HarnessRequest,
-    ServerHarness,
-)
 from atroposlib.envs.tool_env import (
     Killable,
     MalformedCall,
@@ -31,6 +26,11 @@ from atroposlib.envs.tool_env import (
     tool_from,
 )
 from atroposlib.errors import ConfigError, EnvError, MissingDependency
+from atroposlib.inference.harness import (
+    ByteTokenizer,
+    HarnessRequest,
+    ServerHarness,
+)
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
 from tests.environments import helpers_rewards
 

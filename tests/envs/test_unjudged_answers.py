@@ -23,14 +23,14 @@ from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step
 from atroposlib.envs.rewards import RewardFailure
-from atroposlib.envs.server_handling.api_server import TokenCompletions
-from atroposlib.envs.server_handling.server_harness import (
+from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig
+from atroposlib.errors import EnvError
+from atroposlib.inference.harness import (
     ByteTokenizer,
     HarnessRequest,
     ServerHarness,
 )
-from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig
-from atroposlib.errors import EnvError
+from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.scored_data import Strictness, check_group
 from example_trainer.data import DataOptions, make_batch
 from example_trainer.objective import Baseline

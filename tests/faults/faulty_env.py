@@ -15,7 +15,7 @@ from collections import Counter
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
-from atroposlib.envs.server_handling.server_harness import ByteTokenizer
+from atroposlib.inference.harness import ByteTokenizer
 from tests.faults.closing import MARK
 
 PROMPT_END = ";"

@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from atroposlib.envs.server_handling.api_server import APIServer
-from atroposlib.envs.server_handling.scripted_engine import (
+from atroposlib.errors import EngineError
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.scripted_engine import (
     ByteTokenizer,
     Fault,
     Latency,
@@ -33,13 +35,11 @@ from atroposlib.envs.server_handling.scripted_engine import (
     made_up_logprobs,
     made_up_tokens,
 )
-from atroposlib.envs.server_handling.scripted_engine.generation import PRINTABLE
-from atroposlib.envs.server_handling.sequences import SequenceNode
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.server_handling.sglang_server import SGLangServer
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.errors import EngineError
+from atroposlib.inference.scripted_engine.generation import PRINTABLE
+from atroposlib.inference.servers.api_server import APIServer
+from atroposlib.inference.servers.sglang import SGLangServer
+from atroposlib.inference.servers.vllm import VLLMServer
+from atroposlib.inference.sessions.sequences import SequenceNode
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP_SIZE = 4
@@ -376,7 +376,7 @@ def process(script: str, *, port: int) -> Iterator[tuple[subprocess.Popen[str], 
     """A scripted engine that can be killed."""
     with subprocess.Popen(
         [
-            *(sys.executable, "-m", "atroposlib.envs.server_handling.scripted_engine"),
+            *(sys.executable, "-m", "atroposlib.inference.scripted_engine"),
             *("--port", str(port), "--script", script),
         ],
         stdout=subprocess.PIPE,

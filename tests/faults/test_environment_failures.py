@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from atroposlib.client import TrainerClient
-from atroposlib.envs.runtime.outbox import Outbox
-from atroposlib.envs.runtime.process import process
-from atroposlib.envs.runtime.serve import Timings, serve
 from atroposlib.errors import EnvError
-from tests.envs.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
+from atroposlib.runtime.outbox import Outbox
+from atroposlib.runtime.process import process
+from atroposlib.runtime.serve import Timings, serve
 from tests.faults.closing import MARK, closing_counts
 from tests.faults.drivers import (
     HubProcess,
@@ -28,6 +27,7 @@ from tests.faults.drivers import (
 )
 from tests.faults.scripted_engine import ScriptedEngine
 from tests.processes import ROOT, running
+from tests.runtime.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
 
 pytestmark = pytest.mark.e2e
 

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.runtime import serve as serving
-from atroposlib.envs.runtime.outbox import Outbox
-from atroposlib.envs.runtime.pace import Pace
-from tests.envs.helpers_runtime import LoopbackHub
+from atroposlib.runtime import serve as serving
+from atroposlib.runtime.outbox import Outbox
+from atroposlib.runtime.pace import Pace
 from tests.faults.faulty_env import FaultyEnv, FaultyEnvConfig
 from tests.faults.scripted_engine import ScriptedEngine
+from tests.runtime.helpers_runtime import LoopbackHub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

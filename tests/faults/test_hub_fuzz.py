@@ -29,10 +29,10 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
-from atroposlib.api.handlers import ROUTES
-from atroposlib.api.hub import Hub
-from atroposlib.api.limits import HubLimits
-from atroposlib.api.security import Scope, Token, TokenSet
+from atroposlib.api.http.handlers import ROUTES
+from atroposlib.api.http.limits import HubLimits
+from atroposlib.api.http.security import Scope, Token, TokenSet
+from atroposlib.api.run.hub import Hub
 from atroposlib.api.server import create_app
 from atroposlib.api.stores.base import Durability
 from atroposlib.api.stores.disk import DiskStore

@@ -22,8 +22,8 @@ import msgspec
 import pytest
 import zstandard
 
-from atroposlib.api.calls import RunPolicy
-from atroposlib.api.hub import Hub
+from atroposlib.api.run.hub import Hub
+from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.server import create_app
 from atroposlib.api.stores.base import Durability
 from atroposlib.api.stores.disk import DiskStore

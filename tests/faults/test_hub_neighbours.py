@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.security import Scope, add_token
+from atroposlib.api.http.security import Scope, add_token
 from tests.faults.drivers import HubProcess, assert_balanced, hub_process, peak_rss_bytes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

@@ -18,7 +18,7 @@ from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
 from atroposlib.envs.rewards import RewardFailure, RewardWorkers
 from atroposlib.envs.sandbox import ProcessSandbox, local_sandbox
-from atroposlib.envs.server_handling.server_harness import ByteTokenizer, ServerHarness
+from atroposlib.inference.harness import ByteTokenizer, ServerHarness
 from tests.faults import hostile_programs
 from tests.faults.hostile_programs import ATTACKS, HANG_S, PATIENT_S, RIGHT, WRONG
 

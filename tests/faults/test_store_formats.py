@@ -12,8 +12,8 @@ import httpx
 import msgspec
 import pytest
 
-from atroposlib.api.coordinator import Coordinator
-from atroposlib.api.hub import Hub
+from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.hub import Hub
 from atroposlib.api.schemas import RegisterEnv
 from atroposlib.api.server import create_app
 from atroposlib.api.stores.base import (

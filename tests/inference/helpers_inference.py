@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.inference.config import APIServerConfig
 
 
 def sample(prompt: list[int], choice: int, num_tokens: int) -> tuple[list[int], list[float]]:

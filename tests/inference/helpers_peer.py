@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.inference.config import APIServerConfig
 
 
 @dataclass(frozen=True)

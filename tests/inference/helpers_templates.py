@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from atroposlib.envs.server_handling.api_server import TokenCompletions, WeightSpan
+from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
 
 CORPUS = [
     "the answer is the sum of the other answers, and then there is nothing else to think about",

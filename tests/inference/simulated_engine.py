@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from atroposlib.envs.server_handling.concurrency import ConcurrencyController
+from atroposlib.inference.servers.concurrency import ConcurrencyController
 
 
 @dataclass

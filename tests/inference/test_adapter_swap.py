@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.errors import EngineRejected
-from tests.envs.server_handling.helpers_peer import Peer, Reply
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.openai import OpenAIServer
+from tests.inference.helpers_peer import Peer, Reply
 
 ANSWER = {"choices": [{"index": 0, "text": "yes", "finish_reason": "stop"}]}
 GONE = Reply({"error": {"message": "The model `policy` does not exist.", "code": 404}}, status=404)

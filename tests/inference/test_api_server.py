@@ -12,20 +12,20 @@ import pytest
 from aiohttp import web
 from helpers_inference import FakeEngine
 
-from atroposlib.envs.server_handling import api_server
-from atroposlib.envs.server_handling.api_server import (
+from atroposlib.errors import EngineRejected, EngineUnavailable
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import (
+    ServerHarness,
+    create_chat_completion,
+)
+from atroposlib.inference.servers import api_server
+from atroposlib.inference.servers.api_server import (
     APIServer,
     TokenCompletions,
     longest_completion,
 )
-from atroposlib.envs.server_handling.concurrency import ServerLoad
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_harness import (
-    ServerHarness,
-    create_chat_completion,
-)
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.errors import EngineRejected, EngineUnavailable
+from atroposlib.inference.servers.concurrency import ServerLoad
+from atroposlib.inference.servers.vllm import VLLMServer
 
 HELLO = [{"role": "user", "content": "hello"}]
 

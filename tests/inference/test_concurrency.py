@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from simulated_engine import Client, SimulatedEngine
 
-from atroposlib.envs.server_handling.concurrency import (
+from atroposlib.inference.servers.concurrency import (
     MAX_PAUSE_S,
     ConcurrencyController,
     ServerLoad,

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.api_server import APIServer
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.scripted_engine import (
+from atroposlib.errors import EngineProtocolError
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.scripted_engine import (
     ByteTokenizer,
     Fault,
     Script,
@@ -16,13 +17,12 @@ from atroposlib.envs.server_handling.scripted_engine import (
     made_up_logprobs,
     made_up_tokens,
 )
-from atroposlib.envs.server_handling.scripted_engine.generation import PRINTABLE
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.server_handling.sglang_server import SGLangServer
-from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.errors import EngineProtocolError
+from atroposlib.inference.scripted_engine.generation import PRINTABLE
+from atroposlib.inference.servers.api_server import APIServer
+from atroposlib.inference.servers.openai import OpenAIServer
+from atroposlib.inference.servers.sglang import SGLangServer
+from atroposlib.inference.servers.trl import TrlVllmServer
+from atroposlib.inference.servers.vllm import VLLMServer
 
 PROMPT = [10, 11, 12]
 TYPES: dict[str, type[APIServer]] = {

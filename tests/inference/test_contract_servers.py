@@ -11,12 +11,12 @@ import pytest
 from aiohttp import web
 from helpers_peer import Characters, Peer, Reply
 
-from atroposlib.envs.server_handling.api_server import APIServer, TokenCompletions
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.sglang_server import SGLangServer
-from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+from atroposlib.inference.servers.api_server import APIServer, TokenCompletions
+from atroposlib.inference.servers.openai import OpenAIServer
+from atroposlib.inference.servers.sglang import SGLangServer
+from atroposlib.inference.servers.trl import TrlVllmServer
+from atroposlib.inference.servers.vllm import VLLMServer
 
 HELLO = [{"role": "user", "content": "hi"}]
 A = [97, 2]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.api_server import MAX_ATTEMPTS, TokenCompletions
-from atroposlib.envs.server_handling.http import EngineHttpRejected
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_harness import ServerHarness
-from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import ServerHarness
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers.api_server import MAX_ATTEMPTS, TokenCompletions
+from atroposlib.inference.servers.http_peer import EngineHttpRejected
 
 NUM_CALLS, AT_ONCE, ANSWER_S = 160, 32, 0.01
 
@@ -115,7 +115,7 @@ async def test_a_slow_member_gets_its_share_of_the_calls_in_flight_and_no_more(n
 
 
 async def test_a_member_that_recovers_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atroposlib.envs.server_handling.api_server.AVOID_S", 0.01)
+    monkeypatch.setattr("atroposlib.inference.servers.api_server.AVOID_S", 0.01)
     bad = Member(0, FAULTS["failing"])
     manager = fleet(2, bad)
     await Calls(manager).run()

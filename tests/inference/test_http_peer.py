@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from atroposlib.envs.server_handling import http
+from atroposlib.inference.servers import http_peer as http
 
 
 async def test_connections_of_many_requests_do_not_all_expire_at_once(

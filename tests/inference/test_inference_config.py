@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
-from atroposlib.envs.server_handling.server_manager import ServerManager, expand_configs
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError
+from atroposlib.inference.config import APIServerConfig, ServerBaseline
+from atroposlib.inference.manager import ServerManager, expand_configs
+from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.vllm import VLLMServer
 
 
 def test_defaults_are_the_originals() -> None:
@@ -68,9 +68,7 @@ def test_no_servers_is_a_configuration_error() -> None:
 
 
 def test_slurm_nodes_after_the_training_nodes_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "atroposlib.envs.server_handling.server_manager.list_hostnames", lambda: ["a", "b", "c"]
-    )
+    monkeypatch.setattr("atroposlib.inference.manager.list_hostnames", lambda: ["a", "b", "c"])
     monkeypatch.setenv("NUM_TRAINING_NODES", "1")
     monkeypatch.setenv("INFER_TP", "4")
     entries = expand_configs([APIServerConfig(base_url="http://h/v1", api_key="k")], slurm=True)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from atroposlib.envs.server_handling.limits import AsyncSemWithAdaptiveWeight
+from atroposlib.inference.servers.limiter import AsyncSemWithAdaptiveWeight
 
 
 async def _settle() -> None:

@@ -13,8 +13,8 @@ import uvicorn
 from transformers import AutoModelForCausalLM
 
 from atroposlib.engine.server import EngineConfig, create_app, load
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.manager import ServerManager
 from tests.tiny_model import make_tiny_model, make_tiny_tokenizer
 
 

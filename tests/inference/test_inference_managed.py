@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.envs.server_handling.api_server import TokenCompletions
-from atroposlib.envs.server_handling.managed_server import (
-    DummyManagedServer,
-    ManagedServer,
-    ManagedServerAdapter,
-    SequenceNode,
-)
-from atroposlib.envs.server_handling.server_harness import (
+from atroposlib.errors import ConfigError, EngineProtocolError
+from atroposlib.inference.harness import (
     ByteTokenizer,
     HarnessRequest,
     ServerHarness,
     create_chat_completion,
     made_up_logprobs,
 )
-from atroposlib.errors import ConfigError, EngineProtocolError
+from atroposlib.inference.servers.api_server import TokenCompletions
+from atroposlib.inference.sessions.managed_server import (
+    DummyManagedServer,
+    ManagedServer,
+    ManagedServerAdapter,
+    SequenceNode,
+)
 
 TOKENIZER = ByteTokenizer()
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from helpers_inference import FakeEngine, sample
 
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
-from atroposlib.envs.server_handling.server_harness import (
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+from atroposlib.inference.config import APIServerConfig, ServerBaseline
+from atroposlib.inference.harness import (
     ServerHarness,
     create_chat_completion,
     create_completion,
 )
-from atroposlib.envs.server_handling.server_manager import ServerManager, server_class_for
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+from atroposlib.inference.manager import ServerManager, server_class_for
+from atroposlib.inference.servers.openai import OpenAIServer
+from atroposlib.inference.servers.vllm import VLLMServer
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -238,7 +238,7 @@ def test_importing_the_layer_loads_no_heavy_package() -> None:
     import subprocess
 
     code = (
-        "import sys; import atroposlib.envs.server_handling.server_manager;"
+        "import sys; import atroposlib.inference.manager;"
         "print([m for m in ('openai', 'transformers', 'torch') if m in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from helpers_inference import FakeEngine, sample
 
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.openai import OpenAIServer
+from atroposlib.inference.servers.vllm import VLLMServer
 
 PROMPT = [5, 6, 7]
 HELLO = [{"role": "user", "content": "hello"}]

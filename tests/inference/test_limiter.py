@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from atroposlib.envs.server_handling.limits import AsyncSemWithAdaptiveWeight
+from atroposlib.inference.servers.limiter import AsyncSemWithAdaptiveWeight
 
 
 async def settle() -> None:

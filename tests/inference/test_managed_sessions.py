@@ -12,14 +12,22 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.api_server import WeightSpan
-from atroposlib.envs.server_handling.managed_server import (
+from atroposlib.errors import ConfigError
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import (
+    ByteTokenizer,
+    ServerHarness,
+    create_chat_completion,
+)
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers.api_server import WeightSpan
+from atroposlib.inference.sessions.managed_server import (
     DummyManagedServer,
     ManagedServer,
     ManagedServerAdapter,
     SequenceNode,
 )
-from atroposlib.envs.server_handling.sequences import (
+from atroposlib.inference.sessions.sequences import (
     ChatPlace,
     PendingTurn,
     SampledMessage,
@@ -27,15 +35,7 @@ from atroposlib.envs.server_handling.sequences import (
     SequenceStore,
     train_once,
 )
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_harness import (
-    ByteTokenizer,
-    ServerHarness,
-    create_chat_completion,
-)
-from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.errors import ConfigError
-from tests.envs.server_handling.helpers_templates import CHATML, ToldEngine, make_tokenizer
+from tests.inference.helpers_templates import CHATML, ToldEngine, make_tokenizer
 
 TOKENIZER = make_tokenizer(CHATML, eos="<|im_end|>")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.errors import ConfigError
-from tests.envs.server_handling.helpers_templates import (
+from atroposlib.inference.sessions.managed_server import ManagedServer
+from tests.inference.helpers_templates import (
     CALLS_BEFORE_RESULTS,
     CHATML,
     NO_RESULTS,

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from helpers_peer import Peer, Reply
 
-from atroposlib.envs.server_handling.http import EngineHttpRejected
-from atroposlib.envs.server_handling.openai_server import (
+from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.http_peer import EngineHttpRejected
+from atroposlib.inference.servers.openai import (
     OPENAI_URL,
     OpenAIServer,
     accepted_limit_name,
 )
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+from atroposlib.inference.servers.reasoning import ReasoningConfig
 
 HELLO = [{"role": "user", "content": "hello"}]
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -8,14 +8,14 @@ import pytest
 from helpers_proxy import ENGINE_URL, WEATHER, Proxy, call_text, trained_text, weather_agent
 
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
-from atroposlib.envs.server_handling.http import EngineHttpRejected
-from atroposlib.envs.server_handling.proxy.local import serve_locally
-from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer, create_proxy_session
-from atroposlib.envs.server_handling.sampling_notes import noting_sampling
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_harness import ByteTokenizer
-from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EngineUnavailable
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import ByteTokenizer
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers.http_peer import EngineHttpRejected
+from atroposlib.inference.sessions.proxy_client import ProxyManagedServer, create_proxy_session
+from atroposlib.inference.sessions.sampling_notes import noting_sampling
+from atroposlib.proxy.local import serve_locally
 from atroposlib.scored_data import Strictness, check_group
 
 HELLO = [{"role": "user", "content": "hi"}]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.reasoning import (
+from atroposlib.inference.servers.reasoning import (
     EFFORT_TO_MAX_TOKENS,
     VALID_REASONING_EFFORTS,
     ReasoningConfig,

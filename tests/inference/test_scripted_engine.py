@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from atroposlib.envs.server_handling.scripted_engine import (
+from atroposlib.inference.scripted_engine import (
     FAULT_HEADER,
     ByteTokenizer,
     Fault,
@@ -30,7 +30,7 @@ from atroposlib.envs.server_handling.scripted_engine import (
     made_up_logprobs,
     made_up_tokens,
 )
-from atroposlib.envs.server_handling.scripted_engine.generation import PRINTABLE
+from atroposlib.inference.scripted_engine.generation import PRINTABLE
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPT = [10, 11, 12]
@@ -653,7 +653,7 @@ async def test_a_connection_that_is_being_accepted_is_broken_with_the_engine(
 def test_the_command_says_its_address_and_ends_at_a_signal() -> None:
     with subprocess.Popen(
         [
-            *(sys.executable, "-m", "atroposlib.envs.server_handling.scripted_engine"),
+            *(sys.executable, "-m", "atroposlib.inference.scripted_engine"),
             *("--port", "0", "--weight-version", "3", "--script", '{"answers": ["yes"]}'),
         ],
         stdout=subprocess.PIPE,

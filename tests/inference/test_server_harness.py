@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.server_handling.scripted_engine import ScriptedEngine
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_harness import (
+from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import (
     ByteTokenizer,
     HarnessRequest,
     ServerHarness,
@@ -17,8 +16,9 @@ from atroposlib.envs.server_handling.server_harness import (
     create_completion,
     made_up_logprobs,
 )
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+from atroposlib.inference.scripted_engine import ScriptedEngine
+from atroposlib.inference.servers.vllm import VLLMServer
+from atroposlib.inference.sessions.managed_server import ManagedServer
 
 HELLO = [{"role": "user", "content": "hello"}]
 

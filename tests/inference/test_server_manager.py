@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from helpers_inference import FakeEngine
 
-from atroposlib.envs.server_handling import api_server, proxy_client
-from atroposlib.envs.server_handling.api_server import EngineDown
-from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
-from atroposlib.envs.server_handling.server_harness import ByteTokenizer, ServerHarness
-from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import EngineUnavailable
+from atroposlib.inference.config import APIServerConfig, ServerBaseline
+from atroposlib.inference.harness import ByteTokenizer, ServerHarness
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers import api_server
+from atroposlib.inference.servers.api_server import EngineDown
+from atroposlib.inference.servers.vllm import VLLMServer
+from atroposlib.inference.sessions import proxy_client
 
 HELLO = [{"role": "user", "content": "hello"}]
 NOWHERE = "http://127.0.0.1:1/v1"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from helpers_peer import Characters, Peer, Reply
 
-from atroposlib.envs.server_handling import token_ids
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers import token_ids
+from atroposlib.inference.servers.sglang import SGLangServer
 
 NEUTRAL = {
     "temperature": 1.0,

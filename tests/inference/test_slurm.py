@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
-from atroposlib.envs.server_handling.server_manager import ServerManager, expand_configs
-from atroposlib.envs.server_handling.slurm import inference_urls, list_hostnames
 from atroposlib.errors import ConfigError
+from atroposlib.inference.config import APIServerConfig, ServerBaseline
+from atroposlib.inference.manager import ServerManager, expand_configs
+from atroposlib.inference.slurm import inference_urls, list_hostnames
 
 
 @pytest.fixture

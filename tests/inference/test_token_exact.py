@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from atroposlib.envs.server_handling.managed_server import ManagedServer, SequenceNode
 from atroposlib.errors import ConfigError
-from tests.envs.server_handling.helpers_templates import (
+from atroposlib.inference.sessions.managed_server import ManagedServer, SequenceNode
+from tests.inference.helpers_templates import (
     CHATML,
     SYSTEM_IN_LAST,
     TEMPLATES,

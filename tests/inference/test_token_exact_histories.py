@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.envs.server_handling.managed_server import ManagedServer, SequenceNode
-from tests.envs.server_handling.helpers_templates import (
+from atroposlib.inference.sessions.managed_server import ManagedServer, SequenceNode
+from tests.inference.helpers_templates import (
     CALLS_BEFORE_RESULTS,
     CHATML,
     NO_RESULTS,

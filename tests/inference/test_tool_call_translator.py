@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from atroposlib.envs.server_handling import tool_call_translator
-from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.errors import ConfigError
-from tests.envs.server_handling.tool_samples import SAMPLED
-from tests.envs.server_handling.tool_samples import TOOLS as WEATHER
+from atroposlib.inference.tools import translator as tool_call_translator
+from atroposlib.inference.tools.translator import ToolCallTranslator
+from tests.inference.tool_samples import SAMPLED
+from tests.inference.tool_samples import TOOLS as WEATHER
 
 RAW = '<tool_call>{"name": "search", "arguments": {"query":  "cats"}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "search"}}]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.envs.server_handling.tool_parsers import STYLES, Call, Style, style_named
 from atroposlib.errors import ConfigError
-from tests.envs.server_handling.tool_samples import DS, SAMPLED, TOOLS
+from atroposlib.inference.tools.parsers import STYLES, Call, Style, style_named
+from tests.inference.tool_samples import DS, SAMPLED, TOOLS
 
 DISTINCT = sorted({id(style): style for style in STYLES.values()}.values(), key=lambda s: s.name)
 JSON_STYLES = [style for style in DISTINCT if style.name != "qwen3_coder"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from helpers_peer import Characters, Peer, Reply
 
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnavailable
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.trl import TrlVllmServer
 
 DEFAULTS = {
     "n": 1,
@@ -318,7 +318,7 @@ async def test_a_call_that_this_server_cannot_make_is_refused() -> None:
 
 
 def test_the_tokenizer_is_that_of_tokenizer_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "atroposlib.envs.server_handling.token_ids.load_tokenizer"
+    module = "atroposlib.inference.servers.token_ids.load_tokenizer"
     monkeypatch.setattr(module, lambda name: f"tokenizer of {name}")
     config = APIServerConfig(base_url="http://h", server_type="trl", model_name="m")
     assert TrlVllmServer(config).tokenizer == "tokenizer of m"

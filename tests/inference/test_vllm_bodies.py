@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from atroposlib.envs.server_handling.vllm_bodies import (
+from atroposlib.errors import EngineProtocolError
+from atroposlib.inference.servers.vllm_bodies import (
     NoTokenIds,
     read_completions,
     read_generated,
@@ -17,7 +18,6 @@ from atroposlib.envs.server_handling.vllm_bodies import (
     split_completions,
     tokens_request,
 )
-from atroposlib.errors import EngineProtocolError
 
 PROMPT = [5, 6, 7]
 

@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from atroposlib.envs.server_handling.http import THREAD_FROM_BYTES, HttpPeer
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.vllm_server import TOKENS_ROUTE, VLLMServer
 from atroposlib.errors import EngineProtocolError, EngineRejected
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.http_peer import THREAD_FROM_BYTES, HttpPeer
+from atroposlib.inference.servers.vllm import TOKENS_ROUTE, VLLMServer
 
 PROMPT = [5, 6, 7]
 

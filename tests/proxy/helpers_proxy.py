@@ -8,15 +8,15 @@ from typing import Any
 
 import httpx
 
-from atroposlib.envs.server_handling.managed_server_proxy import create_app
-from atroposlib.envs.server_handling.proxy.sessions import SessionLimits
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_harness import (
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import (
     ByteTokenizer,
     HarnessRequest,
     ServerHarness,
 )
-from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.inference.manager import ServerManager
+from atroposlib.proxy.command import create_app
+from atroposlib.proxy.sessions import SessionLimits
 from atroposlib.scored_data import IGNORE_INDEX
 
 ENGINE_URL = "http://127.0.0.1:9/v1"

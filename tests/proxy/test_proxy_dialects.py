@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from helpers_proxy import Proxy, call_text, events_of, trained_text, weather_agent
 
-from atroposlib.envs.server_handling.proxy import chat, messages, responses
-from atroposlib.envs.server_handling.proxy.errors import ProxyError
-from atroposlib.envs.server_handling.proxy.local import serve_locally
-from atroposlib.envs.server_handling.proxy.turn import Answer, Choice, read_messages, tool_call
 from atroposlib.errors import EngineUnavailable
+from atroposlib.proxy import chat, messages, responses
+from atroposlib.proxy.errors import ProxyError
+from atroposlib.proxy.local import serve_locally
+from atroposlib.proxy.turn import Answer, Choice, read_messages, tool_call
 
 CALL = tool_call("c1", "weather", {"city": "Oslo"})
 SAID = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}

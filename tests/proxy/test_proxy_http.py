@@ -19,19 +19,19 @@ from helpers_proxy import (
     weather_agent,
 )
 
-from atroposlib.envs.server_handling.http import EngineHttpRejected
-from atroposlib.envs.server_handling.managed_server_proxy import create_app, main
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.proxy import chat
-from atroposlib.envs.server_handling.proxy.sessions import SessionLimits
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_harness import (
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import (
     ByteTokenizer,
     ServerHarness,
     create_chat_completion,
 )
-from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers.http_peer import EngineHttpRejected
+from atroposlib.inference.servers.openai import OpenAIServer
+from atroposlib.proxy import chat
+from atroposlib.proxy.command import create_app, main
+from atroposlib.proxy.sessions import SessionLimits
 from atroposlib.scored_data import IGNORE_INDEX
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 from helpers_proxy import Proxy
 
-from atroposlib.envs.server_handling.proxy import chat
-from atroposlib.envs.server_handling.proxy.sessions import SessionLimits
-from atroposlib.envs.server_handling.sequences import SequenceNode, train_once
+from atroposlib.inference.sessions.sequences import SequenceNode, train_once
+from atroposlib.proxy import chat
+from atroposlib.proxy.sessions import SessionLimits
 
 
 class Rounds:

@@ -11,14 +11,14 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.api.calls import RunPolicy
-from atroposlib.api.coordinator import Coordinator
-from atroposlib.api.hub import DEFAULT_RUN, Hub
-from atroposlib.api.limits import HubLimits
+from atroposlib.api.http.limits import HubLimits
+from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.hub import DEFAULT_RUN, Hub
+from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.schemas import RegisterEnv, RegisterTrainer
 from atroposlib.api.server import create_app
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
-from atroposlib.envs.server_handling.server_harness import ByteTokenizer
+from atroposlib.inference.harness import ByteTokenizer
 
 
 def make_group(num_sequences: int = 2, *, scores: list[float] | None = None) -> dict[str, Any]:

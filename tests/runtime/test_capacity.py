@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.envs.runtime.capacity import Load, max_workers, num_to_start
+from atroposlib.envs.env_config import max_workers
+from atroposlib.runtime.capacity import Load, num_to_start
 
 BASE: dict[str, Any] = {
     "max_workers": 8, "running": 0, "group_size": 4, "batch_size": 16, "max_batches_offpolicy": 2,

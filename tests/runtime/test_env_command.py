@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from atroposlib.cli.env import build_environment, resolve_servers, run_environment
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ExtraServers, ServerBaseline
-from atroposlib.envs.runtime.metrics import start_wandb
-from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.errors import ConfigError, HubUnavailable
-from tests.envs.helpers_runtime import ScriptedEnv
+from atroposlib.inference.harness import ServerHarness
+from atroposlib.runtime.command import build_environment, resolve_servers, run_environment
+from atroposlib.runtime.metrics import start_wandb
+from tests.runtime.helpers_runtime import ScriptedEnv
 
 
 def build(*argv: str, mode: str = "serve", env_cls: type[ScriptedEnv] = ScriptedEnv) -> ScriptedEnv:

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from atroposlib.client import AnotherExperiment, EnvStatus, SendReceipt, UnknownEnvironment
-from atroposlib.envs.runtime.outbox import Backoff, GroupLog, Outbox
-from atroposlib.envs.server_handling.sampling_notes import noting_sampling
-from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
+from atroposlib.inference.harness import ServerHarness
+from atroposlib.inference.sessions.sampling_notes import noting_sampling
+from atroposlib.runtime.outbox import Backoff, GroupLog, Outbox
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
-from tests.envs.helpers_runtime import ScriptedEnv, make_group
+from tests.runtime.helpers_runtime import ScriptedEnv, make_group
 
 
 class FakeHub:

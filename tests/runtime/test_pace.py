@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.envs.runtime.pace import Pace
+from atroposlib.runtime.pace import Pace
 
 
 def calls_at(arrivals: list[float], *, burst: int, refill_s: float) -> list[float]:

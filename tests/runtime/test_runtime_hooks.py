@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atroposlib.api.hub import DEFAULT_RUN
+from atroposlib.api.run.hub import DEFAULT_RUN
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.runtime.serve import serve
-from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.errors import EnvError
-from tests.envs.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
-from tests.envs.test_runtime_serve import FAST, produced, until
+from atroposlib.inference.harness import ServerHarness
+from atroposlib.runtime.serve import serve
+from tests.runtime.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
+from tests.runtime.test_runtime_serve import FAST, produced, until
 
 HOOKS = (
     "setup_wandb",

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.runtime.process import process
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError, MissingDependency
-from tests.envs.helpers_runtime import ScriptedEnv, make_group
+from atroposlib.runtime.process import process
+from tests.runtime.helpers_runtime import ScriptedEnv, make_group
 
 
 def scores(path: Path) -> list[float]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.runtime.serve import Timings, serve
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
-from tests.envs.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
+from atroposlib.runtime.serve import Timings, serve
+from tests.runtime.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
 
 FAST = Timings(
     tick_s=0.02,

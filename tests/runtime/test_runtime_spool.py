@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.runtime import spool
-from atroposlib.envs.runtime.serve import serve
 from atroposlib.errors import EnvError, HubUnavailable
+from atroposlib.runtime import spool
+from atroposlib.runtime.serve import serve
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from atroposlib.wire import content_digest
-from tests.envs.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
-from tests.envs.test_runtime_serve import FAST, produced, until
+from tests.runtime.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
+from tests.runtime.test_runtime_serve import FAST, produced, until
 
 QUICK = replace(FAST, flush_s=0.1, spool_after_s=0.02)
 OWNER = spool.Owner(hub_url="http://h", environment="scripted")

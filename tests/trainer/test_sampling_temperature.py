@@ -10,11 +10,11 @@ import httpx
 import pytest
 import torch
 
-from atroposlib.envs.runtime.serve import serve
+from atroposlib.runtime.serve import serve
 from atroposlib.scored_data import Strictness, check_group
 from example_trainer.data import make_batch
-from tests.envs.helpers_runtime import LoopbackHub
 from tests.envs.test_dataset_env import FAST, Sums, make
+from tests.runtime.helpers_runtime import LoopbackHub
 from tests.trainer.test_trainer_data import OPTIONS
 
 

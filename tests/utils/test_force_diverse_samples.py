@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.server_harness import ByteTokenizer, create_completion
 from atroposlib.errors import EngineProtocolError
+from atroposlib.inference.harness import ByteTokenizer, create_completion
 from atroposlib.utils.force_diverse_samples import (
     draw_first_tokens,
     generate_with_diverse_first_tokens,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.server_harness import ByteTokenizer
+from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.utils.message_history_utils import (
     ensure_trajectory_token_limit,
     strip_thinking,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.envs.server_handling.helpers_templates import TOOLS
+from tests.inference.helpers_templates import TOOLS
 from tests.tiny_model import IM_END, make_tiny_model, make_tiny_tokenizer
 
 MAX_LENGTH = 1024

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from atroposlib.envs.server_handling.concurrency import ServerLoad
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.concurrency import ServerLoad
+from atroposlib.inference.servers.vllm import VLLMServer
 from tests.vllm.conftest import ServedModel
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

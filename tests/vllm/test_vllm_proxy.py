@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from atroposlib.envs.server_handling.managed_server_proxy import create_app
-from atroposlib.envs.server_handling.proxy.local import serve_locally
-from atroposlib.envs.server_handling.proxy.sessions import Session, SessionOptions, Sessions
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.manager import ServerManager
+from atroposlib.proxy.command import create_app
+from atroposlib.proxy.local import serve_locally
+from atroposlib.proxy.sessions import Session, SessionOptions, Sessions
 from tests.vllm.conftest import ServedModel
 from tests.vllm.taught_model import ADD, ANSWER, CALL, MAX_LENGTH, QUESTION, RESULT
 from tests.vllm.test_vllm_sessions import assert_sampled_by

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atroposlib.engine.server import EngineConfig, create_app, load
-from atroposlib.envs.server_handling.managed_server import SequenceNode
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.sessions.managed_server import SequenceNode
 from tests.vllm.conftest import ServedModel
 from tests.vllm.taught_model import ADD, ANSWER, CALL, FAREWELL, QUESTION, RESULT, THANKS
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from atroposlib.envs.runtime.outbox import GroupLog, Outbox
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.envs.teacher_distillation_env import (
     TeacherDistillationConfig,
     TeacherDistillationEnv,
 )
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.vllm import VLLMServer
+from atroposlib.runtime.outbox import GroupLog, Outbox
 from tests.vllm.conftest import ServedModel
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

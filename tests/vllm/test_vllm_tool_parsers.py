@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.tool_parsers import STYLES
-from tests.envs.server_handling.tool_samples import DS, SAMPLED, TOOLS
+from atroposlib.inference.tools.parsers import STYLES
+from tests.inference.tool_samples import DS, SAMPLED, TOOLS
 from tests.processes import ROOT
 from tests.vllm.helpers_vllm import vllm_python
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.vllm
 
 SCRIPT = """
 import json, sys
-from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
-from atroposlib.envs.server_handling.tool_parsers.borrowed import vllm_names, vllm_style
+from atroposlib.inference.tools.translator import ToolCallTranslator
+from atroposlib.inference.tools.parsers.borrowed import vllm_names, vllm_style
 
 asked = json.load(sys.stdin)
 

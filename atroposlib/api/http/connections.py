@@ -12,7 +12,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from atroposlib.api.limits import ABORT_EXTENSION, CROWDED_EXTENSION, IS_GONE_EXTENSION
+from atroposlib.api.http.limits import ABORT_EXTENSION, CROWDED_EXTENSION, IS_GONE_EXTENSION
 
 MAX_CONNECTIONS = 4096
 _POLLRDHUP: int | None = getattr(select, "POLLRDHUP", None)

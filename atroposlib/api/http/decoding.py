@@ -20,8 +20,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from atroposlib.api.allocator import keep_freed_memory
-from atroposlib.api.calls import IncomingGroup
+from atroposlib.api.http.allocator import keep_freed_memory
+from atroposlib.api.run.types import IncomingGroup
 from atroposlib.errors import GroupError
 from atroposlib.wire import (
     BlobFacts,

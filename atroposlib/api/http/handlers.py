@@ -21,15 +21,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ValidationError
 
-from atroposlib.api.calls import Delivery, IncomingGroup, NotRegistered, Overloaded, Receipt
-from atroposlib.api.coordinator import Coordinator
-from atroposlib.api.environments import UnknownEnvironment
-from atroposlib.api.hub import Hub
-from atroposlib.api.leases import LeaseRequest
-from atroposlib.api.limits import ByteBudget, HubLimits, Share
-from atroposlib.api.metrics import HubMetrics
-from atroposlib.api.payloads import GroupCodec, choose_encoding, group_texts, is_packed
-from atroposlib.api.routes import Body, Route, RouteTable, Scope
+from atroposlib.api.http.limits import ByteBudget, HubLimits, Share
+from atroposlib.api.http.metrics import HubMetrics
+from atroposlib.api.http.payloads import GroupCodec, choose_encoding, group_texts, is_packed
+from atroposlib.api.http.routes import Body, Route, RouteTable, Scope
+from atroposlib.api.http.sending import BatchResponse, JsonPieces, PlainBatchResponse
+from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.environments import UnknownEnvironment
+from atroposlib.api.run.hub import Hub
+from atroposlib.api.run.leases import LeaseRequest
+from atroposlib.api.run.types import Delivery, IncomingGroup, NotRegistered, Overloaded, Receipt
 from atroposlib.api.schemas import (
     EXPERIMENT_HEADER,
     Acknowledgement,
@@ -63,7 +64,6 @@ from atroposlib.api.schemas import (
     WaitForTrainer,
     WandbInfo,
 )
-from atroposlib.api.sending import BatchResponse, JsonPieces, PlainBatchResponse
 from atroposlib.api.stores.base import StoreFull
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError

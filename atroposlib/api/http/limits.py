@@ -20,7 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atroposlib.api.routes import Body, Route
+from atroposlib.api.http.routes import Body, Route
 
 CLIENT_HEADER = b"atropos-client"
 """Sent by our own clients on every request; they understand 429."""

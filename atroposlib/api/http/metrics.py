@@ -19,7 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atroposlib.api.routes import Route
+from atroposlib.api.http.routes import Route
 from atroposlib.api.schemas import HubStatus, Ledger
 from atroposlib.api.stores.base import StoreUsage
 

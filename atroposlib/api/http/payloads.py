@@ -28,8 +28,7 @@ import msgspec
 import zstandard
 from isal import isal_zlib
 
-from atroposlib.api.calls import IncomingGroup
-from atroposlib.api.decoding import (
+from atroposlib.api.http.decoding import (
     MEMORY_LIMIT_VARIABLE,
     READY,
     REPLY,
@@ -40,6 +39,7 @@ from atroposlib.api.decoding import (
     is_light,
     receive_exactly,
 )
+from atroposlib.api.run.types import IncomingGroup
 from atroposlib.errors import AtroposError, GroupError
 from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED, json_pieces, packed_pieces
 
@@ -61,7 +61,7 @@ _SHORT_S: Final = 0.001
 _TURN_S: Final = 0.002
 """How long the event loop encodes before it looks after others."""
 
-_DECODER_COMMAND: Final = ("-m", "atroposlib.api.decoding")
+_DECODER_COMMAND: Final = ("-m", "atroposlib.api.http.decoding")
 _DECODER_MEMORY_BYTES: Final = 4 * 2**30
 """Address space of a decoder process: several times the largest body we accept."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from atroposlib.api.hub import DEFAULT_RUN
+from atroposlib.api.run.hub import DEFAULT_RUN
 from atroposlib.api.stores.runs import RUN_NAME
 
 

@@ -27,9 +27,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from atroposlib.api.limits import CROWDED_EXTENSION
-from atroposlib.api.routes import Route, RouteTable, split_run
-from atroposlib.api.routes import Scope as Scope
+from atroposlib.api.http.limits import CROWDED_EXTENSION
+from atroposlib.api.http.routes import Route, RouteTable, split_run
+from atroposlib.api.http.routes import Scope as Scope
 from atroposlib.api.stores.runs import RUN_NAME
 from atroposlib.errors import ConfigError
 from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site, is_loopback

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from atroposlib.api.calls import Delivery
-from atroposlib.api.coordinator import Coordinator
-from atroposlib.api.limits import ABORT_EXTENSION, ByteBudget, Share
-from atroposlib.api.payloads import EncodedBody
+from atroposlib.api.http.limits import ABORT_EXTENSION, ByteBudget, Share
+from atroposlib.api.http.payloads import EncodedBody
+from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.types import Delivery
 from atroposlib.wire import CONTENT_TYPE_JSON
 
 logger = logging.getLogger(__name__)

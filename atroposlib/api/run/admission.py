@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from atroposlib.api.batching import Blocker, NoBatch, Plan
-from atroposlib.api.calls import IncomingGroup, Overloaded
-from atroposlib.api.environments import Environments
-from atroposlib.api.queue import GroupQueue
+from atroposlib.api.run.batching import Blocker, NoBatch, Plan
+from atroposlib.api.run.environments import Environments
+from atroposlib.api.run.queue import GroupQueue
+from atroposlib.api.run.types import IncomingGroup, Overloaded
 
 _FAR_BEYOND: Final = 2
 """Times the bound. From here on only what the next batch waits for is let in."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from atroposlib.api.environments import Environments
-from atroposlib.api.queue import GroupQueue
+from atroposlib.api.run.environments import Environments
+from atroposlib.api.run.queue import GroupQueue
 
 
 class Backlog:

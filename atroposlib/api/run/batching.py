@@ -28,7 +28,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from atroposlib.api.sums import add, positions, sums_of
+from atroposlib.api.run.sums import add, positions, sums_of
 
 NO_FLOORS: Mapping[int, int] = MappingProxyType({})
 _LOOK_AHEAD_GROUPS = 12

@@ -21,16 +21,28 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from atroposlib.api.admission import Admission, Situation
-from atroposlib.api.backlog import Backlog
-from atroposlib.api.batching import (
+from atroposlib.api.run.admission import Admission, Situation
+from atroposlib.api.run.backlog import Backlog
+from atroposlib.api.run.batching import (
     GroupHeader,
     NoBatch,
     Plan,
     oldest_subset,
     sequence_floors,
 )
-from atroposlib.api.calls import (
+from atroposlib.api.run.dead_letters import DeadLetters
+from atroposlib.api.run.environments import Environment, Environments, UnknownEnvironment
+from atroposlib.api.run.experiments import TRAINER_TIMEOUT_S, Entry, choose
+from atroposlib.api.run.explaining import explain
+from atroposlib.api.run.leases import (
+    Batch,
+    LeaseRequest,
+    Leases,
+    Steps,
+)
+from atroposlib.api.run.queue import GroupQueue
+from atroposlib.api.run.signals import Signal
+from atroposlib.api.run.types import (
     AnotherExperiment,
     Delivery,
     IncomingGroup,
@@ -39,17 +51,6 @@ from atroposlib.api.calls import (
     RunPolicy,
     RunReset,
 )
-from atroposlib.api.dead_letters import DeadLetters
-from atroposlib.api.environments import Environment, Environments, UnknownEnvironment
-from atroposlib.api.experiments import TRAINER_TIMEOUT_S, Entry, choose
-from atroposlib.api.explaining import explain
-from atroposlib.api.leases import (
-    Batch,
-    LeaseRequest,
-    Leases,
-    Steps,
-)
-from atroposlib.api.queue import GroupQueue
 from atroposlib.api.schemas import (
     MAX_ENV_NAME_CHARS,
     DeadGroup,
@@ -67,7 +68,6 @@ from atroposlib.api.schemas import (
     Resume,
     WandbInfo,
 )
-from atroposlib.api.signals import Signal
 from atroposlib.api.stores.base import (
     Appended,
     BatchState,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from atroposlib.api.batching import NoBatch, Plan, sequence_floors
-from atroposlib.api.environments import Environment, Environments
-from atroposlib.api.leases import Leases
-from atroposlib.api.queue import GroupQueue
+from atroposlib.api.run.batching import NoBatch, Plan, sequence_floors
+from atroposlib.api.run.environments import Environment, Environments
+from atroposlib.api.run.leases import Leases
+from atroposlib.api.run.queue import GroupQueue
 from atroposlib.api.schemas import EnvironmentView, Explanation
 from atroposlib.api.stores.base import BatchState
 

@@ -13,9 +13,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from atroposlib.api.calls import RunPolicy
-from atroposlib.api.coordinator import Coordinator
-from atroposlib.api.experiments import Entry
+from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.experiments import Entry
+from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.schemas import RegisterTrainer, RegistrationReply
 from atroposlib.api.stores.base import UnreadableRun
 from atroposlib.api.stores.runs import Kept, MemoryRuns, RunStores

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
-from atroposlib.api.batching import NO_FLOORS, GroupHeader, NoBatch, Plan, plan_lines
+from atroposlib.api.run.batching import NO_FLOORS, GroupHeader, NoBatch, Plan, plan_lines
 
 
 class GroupQueue:

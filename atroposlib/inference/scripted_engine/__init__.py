@@ -1,17 +1,17 @@
 """An engine with a made-up model for tests, faults and benchmarks: `ScriptedEngine` and what it is told."""
 
-from atroposlib.envs.server_handling.scripted_answers import (
+from atroposlib.inference.scripted_answers import (
     ByteTokenizer,
     made_up_logprobs,
     made_up_tokens,
 )
-from atroposlib.envs.server_handling.scripted_engine.script import (
+from atroposlib.inference.scripted_engine.script import (
     FAULT_HEADER,
     Fault,
     Latency,
     Script,
 )
-from atroposlib.envs.server_handling.scripted_engine.server import ScriptedEngine, Served
+from atroposlib.inference.scripted_engine.server import ScriptedEngine, Served
 
 __all__ = [
     "FAULT_HEADER",

@@ -1,4 +1,4 @@
-"""`python -m atroposlib.envs.server_handling.scripted_engine --port 0`: a scripted engine in a process of its own.
+"""`python -m atroposlib.inference.scripted_engine --port 0`: a scripted engine in a process of its own.
 
 Prints `listening on http://...` when it accepts connections, ends at SIGTERM or Ctrl-C. `--script` takes what
 `POST /script` takes.
@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from atroposlib.envs.server_handling.scripted_engine.script import Script
-from atroposlib.envs.server_handling.scripted_engine.server import ScriptedEngine
 from atroposlib.errors import ConfigError, cli_boundary
+from atroposlib.inference.scripted_engine.script import Script
+from atroposlib.inference.scripted_engine.server import ScriptedEngine
 
 
 async def serve(engine: ScriptedEngine) -> None:

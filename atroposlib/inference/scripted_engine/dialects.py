@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from atroposlib.envs.server_handling.scripted_answers import made_up_logprobs
-from atroposlib.envs.server_handling.scripted_engine.generation import Ask, Sample
+from atroposlib.inference.scripted_answers import made_up_logprobs
+from atroposlib.inference.scripted_engine.generation import Ask, Sample
 
 MAX_LOGPROBS = 20
 """vLLM's --max-logprobs."""

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from atroposlib.envs.server_handling.scripted_answers import (
+from atroposlib.inference.scripted_answers import (
     HarnessRequest,
     Respond,
     answer_tokens,
@@ -20,7 +20,7 @@ from atroposlib.envs.server_handling.scripted_answers import (
     made_up_number,
     made_up_tokens,
 )
-from atroposlib.envs.server_handling.scripted_engine.script import Script
+from atroposlib.inference.scripted_engine.script import Script
 
 PauseMode = Literal["abort", "wait", "keep"]
 PRINTABLE = range(32 + 3, 127 + 3)

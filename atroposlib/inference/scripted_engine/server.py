@@ -1,7 +1,7 @@
 """A scripted engine as an HTTP server: vLLM's, SGLang's, TRL's and the original's routes, and faults on the wire.
 
 One process answers thousands of requests at a time: bodies that cannot change are kept as bytes. Tests start it in
-their own event loop, `python -m atroposlib.envs.server_handling.scripted_engine` in a process of its own. It checks no
+their own event loop, `python -m atroposlib.inference.scripted_engine` in a process of its own. It checks no
 API keys and is for loopback only.
 """
 
@@ -17,17 +17,17 @@ from typing import Any, NamedTuple, Self
 import msgspec
 from aiohttp import web
 
-from atroposlib.envs.server_handling.scripted_answers import ByteTokenizer, Respond
-from atroposlib.envs.server_handling.scripted_engine import dialects
-from atroposlib.envs.server_handling.scripted_engine.dialects import Model, Refused, Result
-from atroposlib.envs.server_handling.scripted_engine.generation import (
+from atroposlib.inference.scripted_answers import ByteTokenizer, Respond
+from atroposlib.inference.scripted_engine import dialects
+from atroposlib.inference.scripted_engine.dialects import Model, Refused, Result
+from atroposlib.inference.scripted_engine.generation import (
     Ask,
     Generator,
     Overloaded,
     Paused,
     Sample,
 )
-from atroposlib.envs.server_handling.scripted_engine.script import (
+from atroposlib.inference.scripted_engine.script import (
     FAULT_HEADER,
     Fault,
     Schedule,

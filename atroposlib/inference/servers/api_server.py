@@ -26,16 +26,16 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 import numpy as np
 
-from atroposlib.envs.server_handling.concurrency import (
+from atroposlib.errors import EngineRejected, EngineUnavailable
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.concurrency import (
     INITIAL_LIMIT,
     ConcurrencyController,
     ServerLoad,
 )
-from atroposlib.envs.server_handling.limits import AsyncSemWithAdaptiveWeight
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.sampling_notes import note_sampling
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.errors import EngineRejected, EngineUnavailable
+from atroposlib.inference.servers.limiter import AsyncSemWithAdaptiveWeight
+from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.sessions.sampling_notes import note_sampling
 
 logger = logging.getLogger(__name__)
 

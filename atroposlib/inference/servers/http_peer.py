@@ -18,9 +18,9 @@ import aiohttp
 import msgspec
 from pydantic import BaseModel
 
-from atroposlib.envs.server_handling.turns import turn
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.http_guard import is_loopback_url
+from atroposlib.inference.sessions.pacing import turn
 from atroposlib.utils.off_loop import off_loop
 
 T = TypeVar("T")

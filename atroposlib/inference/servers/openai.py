@@ -12,11 +12,11 @@ import os
 import re
 from typing import Any
 
-from atroposlib.envs.server_handling.http import EngineHttpRejected
-from atroposlib.envs.server_handling.openai_routes import OpenAIRoutesServer, Request
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig, is_official_openai
-from atroposlib.envs.server_handling.resolve_configs import resolve_openai_configs
-from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.resolve_configs import resolve_openai_configs
+from atroposlib.inference.servers.http_peer import EngineHttpRejected
+from atroposlib.inference.servers.openai_routes import OpenAIRoutesServer, Request
+from atroposlib.inference.servers.reasoning import ReasoningConfig, is_official_openai
 
 __all__ = ["OPENAI_URL", "APIServerConfig", "OpenAIServer", "resolve_openai_configs"]
 

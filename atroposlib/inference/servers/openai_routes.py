@@ -17,19 +17,19 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from atroposlib.envs.server_handling.api_server import HEALTH_TIMEOUT_S, APIServer
-from atroposlib.envs.server_handling.choices import merge_bodies, run_together, with_seed
-from atroposlib.envs.server_handling.concurrency import ServerLoad, read_load
-from atroposlib.envs.server_handling.http import (
+from atroposlib.errors import EngineProtocolError, EngineUnavailable
+from atroposlib.inference.choices import merge_bodies, run_together, with_seed
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.api_server import HEALTH_TIMEOUT_S, APIServer
+from atroposlib.inference.servers.concurrency import ServerLoad, read_load
+from atroposlib.inference.servers.http_peer import (
     TRANSIENT_4XX,
     EngineHttpRejected,
     HttpPeer,
     excerpt,
 )
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.turns import turn
-from atroposlib.errors import EngineProtocolError, EngineUnavailable
+from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.sessions.pacing import turn
 
 logger = logging.getLogger(__name__)
 

@@ -12,28 +12,28 @@ from typing import Any
 
 import msgspec
 
-from atroposlib.envs.server_handling.api_server import (
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+from atroposlib.inference.choices import run_together, split_n, with_seed
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.api_server import (
     HEALTH_TIMEOUT_S,
     TokenCompletions,
     WeightSpan,
 )
-from atroposlib.envs.server_handling.choices import run_together, split_n, with_seed
-from atroposlib.envs.server_handling.http import strip_v1
-from atroposlib.envs.server_handling.openai_routes import (
+from atroposlib.inference.servers.http_peer import strip_v1
+from atroposlib.inference.servers.openai_routes import (
     OpenAIRoutesServer,
     Request,
     read_request,
     read_weight_info,
 )
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.token_ids import (
+from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.token_ids import (
     WithTokenizer,
     check_count,
     check_sampled,
     check_spans,
 )
-from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 

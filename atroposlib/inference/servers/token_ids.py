@@ -12,10 +12,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from atroposlib.envs.server_handling.api_server import WeightSpan
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.vllm_server import load_tokenizer
 from atroposlib.errors import EngineProtocolError
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.api_server import WeightSpan
+from atroposlib.inference.servers.vllm import load_tokenizer
 
 _LOADING = threading.Lock()
 """Held while a tokenizer is loaded: the first requests of an environment all come at once."""

@@ -16,23 +16,23 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from atroposlib.envs.server_handling.api_server import (
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.api_server import (
     HEALTH_TIMEOUT_S,
     APIServer,
     TokenCompletions,
 )
-from atroposlib.envs.server_handling.chat_template import as_dict
-from atroposlib.envs.server_handling.http import EngineHttpRejected, HttpPeer, excerpt, strip_v1
-from atroposlib.envs.server_handling.openai_routes import (
+from atroposlib.inference.servers.http_peer import EngineHttpRejected, HttpPeer, excerpt, strip_v1
+from atroposlib.inference.servers.openai_routes import (
     Request,
     chat_completion_from,
     completion_from,
     read_request,
 )
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.token_ids import WithTokenizer, check_count, check_sampled
-from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.token_ids import WithTokenizer, check_count, check_sampled
+from atroposlib.inference.sessions.chat_template import as_dict
 
 logger = logging.getLogger(__name__)
 

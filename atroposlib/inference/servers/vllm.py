@@ -15,22 +15,23 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from atroposlib.envs.server_handling.api_server import (
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+from atroposlib.inference.choices import run_together, with_seed
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.api_server import (
     HEALTH_TIMEOUT_S,
     TokenCompletions,
     WeightSpan,
 )
-from atroposlib.envs.server_handling.choices import run_together, with_seed
-from atroposlib.envs.server_handling.http import EngineHttpRejected, excerpt, strip_v1
-from atroposlib.envs.server_handling.openai_routes import (
+from atroposlib.inference.servers.http_peer import EngineHttpRejected, excerpt, strip_v1
+from atroposlib.inference.servers.openai_routes import (
     OpenAIRoutesServer,
     Request,
     read_request,
     read_weight_info,
 )
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.vllm_bodies import (
+from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.vllm_bodies import (
     DEFAULT_MAX_TOKENS,
     NEUTRAL_SAMPLING,
     NoTokenIds,
@@ -44,7 +45,6 @@ from atroposlib.envs.server_handling.vllm_bodies import (
     split_completions,
     tokens_request,
 )
-from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
 
 __all__ = ["NEUTRAL_SAMPLING", "VLLMServer", "load_tokenizer"]
 

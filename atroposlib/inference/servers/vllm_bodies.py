@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from atroposlib.envs.server_handling.api_server import TokenCompletions, WeightSpan
-from atroposlib.envs.server_handling.choices import split_n, with_seed
 from atroposlib.errors import EngineProtocolError
+from atroposlib.inference.choices import split_n, with_seed
+from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
 
 NEUTRAL_SAMPLING: dict[str, float] = {
     "temperature": 1.0,

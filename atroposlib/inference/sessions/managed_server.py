@@ -17,8 +17,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from atroposlib.envs.server_handling.api_server import TokenCompletions
-from atroposlib.envs.server_handling.chat_template import (
+from atroposlib.errors import ConfigError, EngineProtocolError
+from atroposlib.inference.servers.api_server import TokenCompletions
+from atroposlib.inference.servers.openai_routes import (
+    chat_completion_from,
+    completion_from,
+    import_openai,
+)
+from atroposlib.inference.sessions.chat_template import (
     ChatTemplate,
     TemplateOptions,
     as_dict,
@@ -27,12 +33,7 @@ from atroposlib.envs.server_handling.chat_template import (
     is_opened,
     read_messages,
 )
-from atroposlib.envs.server_handling.openai_routes import (
-    chat_completion_from,
-    completion_from,
-    import_openai,
-)
-from atroposlib.envs.server_handling.sequences import (
+from atroposlib.inference.sessions.sequences import (
     ChatPlace,
     Match,
     PendingTurn,
@@ -41,12 +42,11 @@ from atroposlib.envs.server_handling.sequences import (
     SequenceNode,
     SequenceStore,
 )
-from atroposlib.envs.server_handling.tool_messages import ToolCall, completion_with_tool_calls
-from atroposlib.errors import ConfigError, EngineProtocolError
+from atroposlib.inference.tools.messages import ToolCall, completion_with_tool_calls
 from atroposlib.utils.off_loop import off_loop
 
 if TYPE_CHECKING:
-    from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
+    from atroposlib.inference.tools.translator import ToolCallTranslator
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class ManagedServer:
 
     @functools.cached_property
     def _translator(self) -> ToolCallTranslator:
-        from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
+        from atroposlib.inference.tools.translator import ToolCallTranslator
 
         assert self.tool_parser is not None
         return ToolCallTranslator(self.tokenizer, parser_name=self.tool_parser)
@@ -485,7 +485,7 @@ class ManagedServer:
 @functools.cache
 def _tokenizer_named(name: str) -> Any:
     # A session lasts one group, loading takes seconds.
-    from atroposlib.envs.server_handling.vllm_server import load_tokenizer
+    from atroposlib.inference.servers.vllm import load_tokenizer
 
     try:
         return load_tokenizer(name)

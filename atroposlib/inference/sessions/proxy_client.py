@@ -12,17 +12,17 @@ from typing import Any, Self
 
 import msgspec
 
-from atroposlib.envs.server_handling.chat_template import as_dict
-from atroposlib.envs.server_handling.http import EngineHttpRejected, HttpPeer, excerpt
-from atroposlib.envs.server_handling.openai_routes import (
+from atroposlib.errors import EngineProtocolError, EngineUnavailable
+from atroposlib.inference.servers.http_peer import EngineHttpRejected, HttpPeer, excerpt
+from atroposlib.inference.servers.openai_routes import (
     chat_completion_from,
     completion_from,
     read_request,
 )
-from atroposlib.envs.server_handling.sampling_notes import note_sampling
-from atroposlib.envs.server_handling.sequences import SequenceNode
-from atroposlib.envs.server_handling.tool_messages import ToolCall, completion_with_tool_calls
-from atroposlib.errors import EngineProtocolError, EngineUnavailable
+from atroposlib.inference.sessions.chat_template import as_dict
+from atroposlib.inference.sessions.sampling_notes import note_sampling
+from atroposlib.inference.sessions.sequences import SequenceNode
+from atroposlib.inference.tools.messages import ToolCall, completion_with_tool_calls
 
 TOKEN_VARIABLE = "ATROPOS_PROXY_TOKEN"
 OWNER_HEADER = "X-Atropos-Owner-Key"

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from atroposlib.envs.server_handling.api_server import WeightSpan
 from atroposlib.errors import EngineProtocolError
+from atroposlib.inference.servers.api_server import WeightSpan
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 
 

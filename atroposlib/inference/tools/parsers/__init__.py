@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from atroposlib.envs.server_handling.tool_parsers.borrowed import vllm_names, vllm_style
-from atroposlib.envs.server_handling.tool_parsers.json_styles import (
+from atroposlib.errors import ConfigError
+from atroposlib.inference.tools.parsers.borrowed import vllm_names, vllm_style
+from atroposlib.inference.tools.parsers.json_styles import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     HERMES,
@@ -19,9 +20,8 @@ from atroposlib.envs.server_handling.tool_parsers.json_styles import (
     MISTRAL,
     MISTRAL_V11,
 )
-from atroposlib.envs.server_handling.tool_parsers.qwen_coder import QWEN3_CODER
-from atroposlib.envs.server_handling.tool_parsers.style import Call, Parsed, Style
-from atroposlib.errors import ConfigError
+from atroposlib.inference.tools.parsers.qwen_coder import QWEN3_CODER
+from atroposlib.inference.tools.parsers.style import Call, Parsed, Style
 
 __all__ = ["STYLES", "Call", "Parsed", "Style", "style_named"]
 

@@ -9,9 +9,9 @@ import importlib
 import logging
 from typing import Any
 
-from atroposlib.envs.server_handling.tool_parsers.json_styles import HERMES
-from atroposlib.envs.server_handling.tool_parsers.style import Call, Style, Tools, sendable
 from atroposlib.errors import ConfigError
+from atroposlib.inference.tools.parsers.json_styles import HERMES
+from atroposlib.inference.tools.parsers.style import Call, Style, Tools, sendable
 
 logger = logging.getLogger(__name__)
 

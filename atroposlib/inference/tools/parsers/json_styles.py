@@ -9,7 +9,7 @@ import re
 import uuid
 from collections.abc import Sequence
 
-from atroposlib.envs.server_handling.tool_parsers.json_text import (
+from atroposlib.inference.tools.parsers.json_text import (
     Member,
     Object,
     Reader,
@@ -18,7 +18,7 @@ from atroposlib.envs.server_handling.tool_parsers.json_text import (
     skip_space,
     write_call,
 )
-from atroposlib.envs.server_handling.tool_parsers.style import (
+from atroposlib.inference.tools.parsers.style import (
     Call,
     Found,
     Style,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from atroposlib.envs.server_handling.tool_parsers.style import Call
+from atroposlib.inference.tools.parsers.style import Call
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BESIDE = {"id", "type"}

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.envs.server_handling.tool_parsers.style import (
+from atroposlib.inference.tools.parsers.style import (
     Call,
     Found,
     Style,

@@ -69,7 +69,7 @@ class Style:
     def parse(self, text: str, tools: Tools = ()) -> Parsed:
         """Return the calls of a model's answer, and its content.
 
-        >>> from atroposlib.envs.server_handling.tool_parsers import style_named
+        >>> from atroposlib.inference.tools.parsers import style_named
         >>> style_named("hermes").parse('Hm. <tool_call>{"name": "now", "arguments": {}}</tool_call>')
         Parsed(content='Hm.', calls=(Call(name='now', arguments='{}', id=None),))
         """

@@ -1,0 +1,3 @@
+"""The original's import path of `atroposlib.inference.sessions.managed_server`."""
+
+from atroposlib.inference.sessions.managed_server import *

@@ -1,0 +1,7 @@
+"""The original's import path of `atroposlib.proxy.command`, and `python -m` of it."""
+
+from atroposlib.proxy.command import *
+from atroposlib.proxy.command import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,3 @@
+"""The original's import path of `atroposlib.inference.manager`."""
+
+from atroposlib.inference.manager import *

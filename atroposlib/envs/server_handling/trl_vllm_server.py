@@ -1,0 +1,3 @@
+"""The original's import path of `atroposlib.inference.servers.trl`."""
+
+from atroposlib.inference.servers.trl import *

@@ -1,0 +1,3 @@
+"""The original's import path of `atroposlib.inference.servers.vllm`."""
+
+from atroposlib.inference.servers.vllm import *

@@ -1,0 +1,1 @@
+"""Tool calls between the OpenAI form and the text that a model writes."""

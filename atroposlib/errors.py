@@ -124,3 +124,11 @@ def cli_boundary(main: Callable[[], int | None]) -> int:
         return 2 if isinstance(e, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Unwrap exception groups of one kind: the first leaf, preferring an absent engine."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [cause_of(inner) for inner in error.exceptions]
+    return next((leaf for leaf in leaves if isinstance(leaf, EngineUnavailable)), leaves[0])

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from atroposlib.api.run.batching import GroupHeader, NoBatch, Plan
+from atroposlib.api.run.batching import NoBatch, Plan
 from atroposlib.api.run.queue import GroupQueue
+from atroposlib.api.run.types import GroupHeader
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.api.run.batching import (
-    GroupHeader,
-    NoBatch,
-    oldest_subset,
-    plan_batch,
-    sequence_floors,
-)
+from atroposlib.api.run.batching import NoBatch, oldest_subset, plan_batch, sequence_floors
+from atroposlib.api.run.types import GroupHeader
 
 Group = dict[str, Any]
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from atroposlib.checker.watch import LoopKilled
-from atroposlib.errors import EnvError
-from atroposlib.runtime.items import cause_of
+from atroposlib.errors import EnvError, cause_of
 
 T = TypeVar("T")
 

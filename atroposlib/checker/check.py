@@ -51,10 +51,10 @@ from atroposlib.checker.watch import (
     open_handles,
 )
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.collecting import collect
 from atroposlib.envs.rewards import RewardWorkers
-from atroposlib.errors import ConfigError, GroupError
+from atroposlib.errors import ConfigError, GroupError, cause_of
 from atroposlib.inference.manager import ServerManager
-from atroposlib.runtime.items import cause_of, collect
 from atroposlib.scored_data import Strictness, check_group
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
-"""`python my_env.py check`: the conformance check of `envs.checker` as a command.
+"""`python my_env.py check`: the checker as a command.
 
 Options of its own, and every flag of `serve` to configure the environment. Prints a line per rule, or JSON; exit code
-1 when a rule fails, 2 for a wrong flag. `cli.env` calls it.
+1 when a rule fails, 2 for a wrong flag. `runtime.command` calls it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,30 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 from atroposlib.checker import RULES, check_env
 from atroposlib.envs.base import BaseEnv, load_tokenizer
 
 
-def check_environment(env_cls: type[BaseEnv], argv: Sequence[str], *, prog: str) -> int:
-    """Check an environment as the flags say; return the exit code."""
-    from atroposlib.runtime.command import build_environment  # it imports this module
+class Build(Protocol):
+    """Constructs an environment from flags: `runtime.command.build_environment`."""
 
+    def __call__(
+        self, env_cls: type[BaseEnv], mode: str, argv: Sequence[str], *, prog: str
+    ) -> BaseEnv: ...
+
+
+def check_environment(
+    env_cls: type[BaseEnv], argv: Sequence[str], *, prog: str, build: Build
+) -> int:
+    """Check an environment as the flags say; return the exit code."""
     logging.basicConfig(level=logging.CRITICAL)  # what the author's code logs is in the report
     options, flags = _parser(prog).parse_known_args(argv)
 
     def make(cls: type[BaseEnv]) -> BaseEnv:
         with contextlib.redirect_stdout(io.StringIO()):  # the configuration, once per environment
-            return build_environment(cls, "check", ["--testing", *flags], prog=prog)
+            return build(cls, "check", ["--testing", *flags], prog=prog)
 
     with contextlib.redirect_stdout(sys.stderr):  # what the author's code prints is no report
         report = check_env(

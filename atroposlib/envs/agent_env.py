@@ -40,9 +40,9 @@ from atroposlib.envs.dataset_env import (
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.tool_env import call_function
 from atroposlib.errors import EngineError, EnvError
-from atroposlib.inference.choices import run_together
+from atroposlib.inference.servers.choices import run_together
+from atroposlib.inference.servers.sampling_notes import note_sampling
 from atroposlib.inference.sessions.proxy_client import create_proxy_session
-from atroposlib.inference.sessions.sampling_notes import note_sampling
 from atroposlib.inference.sessions.sequences import SequenceNode, train_once
 from atroposlib.proxy.command import create_app
 from atroposlib.proxy.local import serve_locally

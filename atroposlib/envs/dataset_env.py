@@ -29,7 +29,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Scored
 from atroposlib.envs.eval import pass_at_k
 from atroposlib.envs.rewards import JsonValue, RewardFailure, RewardWorkers
 from atroposlib.errors import AtroposError, ConfigError, EnvError
-from atroposlib.inference.choices import run_together
+from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 

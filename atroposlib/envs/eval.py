@@ -18,9 +18,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from atroposlib.config import parse_flags
-from atroposlib.inference.choices import run_together
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers.choices import run_together
 from atroposlib.utils.display import display_metrics_table
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from atroposlib.envs.dataset_env import (
     Row,
 )
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
-from atroposlib.inference.choices import run_together
 from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.servers.http_peer import HttpPeer, strip_v1
 
 Judging: TypeAlias = Literal["rubric", "pairwise", "reward_model"]

@@ -29,7 +29,7 @@ from atroposlib.envs.dataset_env import (
 )
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import EnvError
-from atroposlib.inference.choices import run_together
+from atroposlib.inference.servers.choices import run_together
 
 _TEMPLATE_TOKENS = 16
 """What a chat template is assumed to put around one message, at most."""

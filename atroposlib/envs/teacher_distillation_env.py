@@ -14,17 +14,17 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.base import BaseEnv, ExtraServers, load_tokenizer
-from atroposlib.envs.env_config import BaseEnvConfig
-from atroposlib.errors import ConfigError, EngineProtocolError, GroupError
-from atroposlib.inference.choices import run_together
-from atroposlib.inference.config import APIServerConfig, ServerBaseline
-from atroposlib.inference.manager import ServerManager
-from atroposlib.runtime.outbox import (
+from atroposlib.envs.author_groups import (
     drop_rule,
     in_thread_if_large,
     without_tensors,
 )
+from atroposlib.envs.base import BaseEnv, ExtraServers, load_tokenizer
+from atroposlib.envs.env_config import BaseEnvConfig
+from atroposlib.errors import ConfigError, EngineProtocolError, GroupError
+from atroposlib.inference.config import APIServerConfig, ServerBaseline
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers.choices import run_together
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.type_definitions import Item
 from atroposlib.utils.off_loop import off_loop

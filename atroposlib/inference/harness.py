@@ -25,7 +25,7 @@ from atroposlib.inference.scripted_answers import (
 from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, WeightSpan
 from atroposlib.inference.servers.openai_routes import chat_completion_from, completion_from
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.sessions.chat_template import as_dict
+from atroposlib.inference.tools.tool_messages import as_dict
 
 
 class ServerHarness(APIServer):

@@ -20,7 +20,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
-from atroposlib.inference.choices import run_together, split_n, with_seed
 from atroposlib.inference.config import (
     APIServerConfig,
     ServerBaseline,
@@ -35,11 +34,12 @@ from atroposlib.inference.servers.api_server import (
     is_transient,
     moving,
 )
+from atroposlib.inference.servers.choices import run_together, split_n, with_seed
 from atroposlib.inference.servers.openai import OpenAIServer
+from atroposlib.inference.servers.pacing import turn
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.managed_server import DummyManagedServer, ManagedServer
-from atroposlib.inference.sessions.pacing import turn
 from atroposlib.inference.slurm import inference_urls, list_hostnames
 
 logger = logging.getLogger(__name__)

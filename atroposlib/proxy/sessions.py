@@ -25,8 +25,8 @@ from pydantic import BaseModel
 from atroposlib.errors import EngineError
 from atroposlib.http_bodies import MAX_BODY_BYTES
 from atroposlib.inference.servers.api_server import TokenCompletions
+from atroposlib.inference.servers.pacing import turn
 from atroposlib.inference.sessions.managed_server import ManagedServer, Prompt
-from atroposlib.inference.sessions.pacing import turn
 from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.inference.tools.parsers import style_named
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, ENGINE_NAMES

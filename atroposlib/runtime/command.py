@@ -61,7 +61,7 @@ def _run(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
     if mode not in MODES:
         raise ConfigError(f"unknown command {mode!r}; choose one of {', '.join(MODES)}")
     if mode == "check":
-        return check_environment(env_cls, rest, prog=f"{prog} check")
+        return check_environment(env_cls, rest, prog=f"{prog} check", build=build_environment)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

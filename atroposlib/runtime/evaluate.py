@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atroposlib.envs.base import BaseEnv
-from atroposlib.runtime.items import close
+from atroposlib.envs.collecting import close
 from atroposlib.runtime.metrics import finish_wandb, require_wandb, start_wandb
 
 

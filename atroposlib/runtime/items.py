@@ -6,16 +6,12 @@ a success in between, that error ends the run. An engine that is away is no fail
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
-import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.envs.base import BaseEnv
-from atroposlib.errors import EngineUnavailable, EnvError
+from atroposlib.errors import EnvError
 
 logger = logging.getLogger(__name__)
 
@@ -115,61 +111,3 @@ class Outcomes:
 
 def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """Unwrap exception groups of one kind: the first leaf, preferring an absent engine."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    leaves = [cause_of(inner) for inner in error.exceptions]
-    return next((leaf for leaf in leaves if isinstance(leaf, EngineUnavailable)), leaves[0])
-
-
-async def collect(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
-    """Run the author's code on one item within `worker_timeout`; `cleanup` always follows.
-
-    Returns the postprocessed groups (or a falsy value) and the items to ask later.
-    Raises whatever the author's code raised; TimeoutError past the deadline.
-    """
-    timeout_s = env.config.worker_timeout if env.config.worker_timeout > 0 else None
-    try:
-        deadline = asyncio.timeout(timeout_s)
-        try:
-            async with deadline:
-                groups, backlog = await env.collect_trajectories(item)
-                if groups:
-                    groups = await env.postprocess_histories(groups)
-        except TimeoutError as error:
-            if deadline.expired():
-                raise TimeoutError(
-                    f"the item took more than {timeout_s} s (worker_timeout)"
-                ) from error
-            raise
-        return groups, list(backlog or [])
-    finally:
-        await env.cleanup()
-
-
-async def collect_timed(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
-    """Do `collect` and record its duration and outcome; an item without groups (None) counts as failed."""
-    began = time.monotonic()
-    succeeded = False
-    try:
-        result = await collect(env, item)
-        succeeded = result[0] is not None
-        return result
-    finally:
-        duration_s = time.monotonic() - began
-        env.task_duration.append(duration_s)
-        (env.succeeded_task_duration if succeeded else env.failed_task_duration).append(duration_s)
-        env.task_successful.append(int(succeeded))
-
-
-async def close(env: BaseEnv) -> None:
-    """Call the author's `close`, plain or async, then close the connections to the servers."""
-    try:
-        closing = env.close()
-        if inspect.isawaitable(closing):
-            await closing
-    finally:
-        await env.server.close()

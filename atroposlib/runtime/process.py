@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.collecting import close, collect_timed
 from atroposlib.envs.env_config import max_workers
-from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
+from atroposlib.errors import ConfigError, EngineUnavailable, EnvError, cause_of
 from atroposlib.frontend.jsonl2html import generate_html
-from atroposlib.runtime.items import Outcomes, Work, cause_of, close, collect_timed
+from atroposlib.runtime.items import Outcomes, Work
 from atroposlib.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.runtime.outbox import GroupLog, Outbox
 

@@ -32,6 +32,7 @@ from pydantic import ValidationError
 
 from atroposlib.client import EnvRegistration, EnvStatus, HubClient, UnknownEnvironment
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.collecting import close, collect_timed
 from atroposlib.envs.env_config import EvalHandlingEnum, max_workers
 from atroposlib.errors import (
     ConfigError,
@@ -39,12 +40,13 @@ from atroposlib.errors import (
     EnvError,
     HubError,
     HubUnavailable,
+    cause_of,
 )
-from atroposlib.inference.sessions.sampling_notes import noting_sampling
+from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.runtime import spool
 from atroposlib.runtime.capacity import Load, num_to_start
 from atroposlib.runtime.exits import as_failures, contained
-from atroposlib.runtime.items import Outcomes, Work, cause_of, close, collect_timed
+from atroposlib.runtime.items import Outcomes, Work
 from atroposlib.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.runtime.outbox import (
     MAX_RETRY_AFTER_S,

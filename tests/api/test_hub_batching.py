@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from atroposlib.api.run import batching, sums
 from atroposlib.api.run.batching import (
     Blocker,
-    GroupHeader,
     NoBatch,
     Plan,
     oldest_subset,
@@ -26,6 +25,7 @@ from atroposlib.api.run.batching import (
     plan_lines,
     sequence_floors,
 )
+from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.utils import (
     find_groups_summing_to_target,
     grab_batch_with_minimum_allocations,

@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pydantic import ValidationError
 
 from atroposlib.api.run import queue as queue_module
-from atroposlib.api.run.batching import Blocker, GroupHeader, NoBatch, Plan, plan_batch
+from atroposlib.api.run.batching import Blocker, NoBatch, Plan, plan_batch
 from atroposlib.api.run.queue import GroupQueue
+from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.schemas import MAX_BATCH_SIZE, Registration
 
 

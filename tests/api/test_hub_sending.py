@@ -11,7 +11,7 @@ import pytest
 
 from atroposlib.api.http.limits import ABORT_EXTENSION, HubLimits
 from atroposlib.api.http.sending import PIECE_BYTES
-from atroposlib.api.run.batching import GroupHeader
+from atroposlib.api.run.types import GroupHeader
 from tests.api.helpers_api import Hub, group, registration, running_hub
 
 LONG = 200_000

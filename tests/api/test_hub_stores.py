@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.api.run.batching import GroupHeader
+from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.stores.base import (
     Appended,
     BatchState,

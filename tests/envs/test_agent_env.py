@@ -36,7 +36,7 @@ from atroposlib.inference.harness import (
 )
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai import OpenAIServer
-from atroposlib.inference.sessions.sampling_notes import noting_sampling
+from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.proxy.command import create_app
 from atroposlib.proxy.local import serve_locally

@@ -24,7 +24,7 @@ from atroposlib.inference.harness import (
     ServerHarness,
     create_chat_completion,
 )
-from atroposlib.inference.sessions.sampling_notes import noting_sampling
+from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.runtime.command import build_environment
 from atroposlib.scored_data import Strictness, check_group
 

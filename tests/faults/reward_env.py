@@ -13,8 +13,8 @@ from typing import Any
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout
-from atroposlib.inference.choices import run_together
 from atroposlib.inference.harness import ByteTokenizer
+from atroposlib.inference.servers.choices import run_together
 from tests.faults import bad_rewards
 from tests.faults.closing import MARK
 

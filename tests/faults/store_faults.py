@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atroposlib.api.run.batching import GroupHeader
+from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.stores.base import (
     Appended,
     BatchState,

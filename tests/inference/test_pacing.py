@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from atroposlib.inference.sessions.pacing import PER_ROUND, Turns, turn
+from atroposlib.inference.servers.pacing import PER_ROUND, Turns, turn
 
 
 def line(per_round: int) -> Turns:

@@ -13,8 +13,8 @@ from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
+from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.inference.sessions.proxy_client import ProxyManagedServer, create_proxy_session
-from atroposlib.inference.sessions.sampling_notes import noting_sampling
 from atroposlib.proxy.local import serve_locally
 from atroposlib.scored_data import Strictness, check_group
 

@@ -15,7 +15,7 @@ import pytest
 from atroposlib.client import AnotherExperiment, EnvStatus, SendReceipt, UnknownEnvironment
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.inference.harness import ServerHarness
-from atroposlib.inference.sessions.sampling_notes import noting_sampling
+from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.runtime.outbox import Backoff, GroupLog, Outbox
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from tests.runtime.helpers_runtime import ScriptedEnv, make_group

@@ -29,6 +29,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from atroposlib.api.run.sums import add, positions, sums_of
+from atroposlib.api.run.types import GroupHeader
 
 NO_FLOORS: Mapping[int, int] = MappingProxyType({})
 _LOOK_AHEAD_GROUPS = 12
@@ -42,23 +43,6 @@ _NUM_OVERDUE_TRIED = 4
 """Each can cost as much as the plan itself."""
 _number = attrgetter("number")
 _size = attrgetter("num_sequences")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupHeader:
-    """What the policy knows of one queued group."""
-
-    number: int
-    """Arrival number, unique and increasing within a run."""
-    env_id: int | None
-    num_sequences: int
-    policy_version: int | None = None
-    """Oldest policy version that sampled a token of the group; None: unknown."""
-    arrival_step: int = 0
-    """Policy version that the engines served when the group came: stands in for an unknown `policy_version`."""
-    num_tokens: int = 0
-    num_bytes: int = 0
-    """Of the stored payload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,13 +23,7 @@ import msgspec
 
 from atroposlib.api.run.admission import Admission, Situation
 from atroposlib.api.run.backlog import Backlog
-from atroposlib.api.run.batching import (
-    GroupHeader,
-    NoBatch,
-    Plan,
-    oldest_subset,
-    sequence_floors,
-)
+from atroposlib.api.run.batching import NoBatch, Plan, oldest_subset, sequence_floors
 from atroposlib.api.run.dead_letters import DeadLetters
 from atroposlib.api.run.environments import Environment, Environments, UnknownEnvironment
 from atroposlib.api.run.experiments import TRAINER_TIMEOUT_S, Entry, choose
@@ -45,6 +39,7 @@ from atroposlib.api.run.signals import Signal
 from atroposlib.api.run.types import (
     AnotherExperiment,
     Delivery,
+    GroupHeader,
     IncomingGroup,
     NotRegistered,
     Receipt,

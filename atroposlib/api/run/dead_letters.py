@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from atroposlib.api.run.batching import GroupHeader
+from atroposlib.api.run.types import GroupHeader
 
 
 class DeadLetter(NamedTuple):

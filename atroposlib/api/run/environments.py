@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from atroposlib.api.run.batching import GroupHeader
+from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.schemas import RegisterEnv
 from atroposlib.errors import AtroposError
 

@@ -22,7 +22,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
-from atroposlib.api.run.batching import NO_FLOORS, GroupHeader, NoBatch, Plan, plan_lines
+from atroposlib.api.run.batching import NO_FLOORS, NoBatch, Plan, plan_lines
+from atroposlib.api.run.types import GroupHeader
 
 
 class GroupQueue:

@@ -88,3 +88,20 @@ class Delivery:
     staleness: list[int]
     """Per group: policy versions between its sampling and now."""
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupHeader:
+    """What the policy knows of one queued group."""
+
+    number: int
+    """Arrival number, unique and increasing within a run."""
+    env_id: int | None
+    num_sequences: int
+    policy_version: int | None = None
+    """Oldest policy version that sampled a token of the group; None: unknown."""
+    arrival_step: int = 0
+    """Policy version that the engines served when the group came: stands in for an unknown `policy_version`."""
+    num_tokens: int = 0
+    num_bytes: int = 0
+    """Of the stored payload."""

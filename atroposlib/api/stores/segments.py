@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import msgspec
 from isal.isal_zlib import crc32
 
-from atroposlib.api.run.batching import GroupHeader
+from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.stores.base import NewGroup, Place
 
 _FILE_MAGIC: Final = b"ATROSEG1"

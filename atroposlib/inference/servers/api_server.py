@@ -35,7 +35,7 @@ from atroposlib.inference.servers.concurrency import (
 )
 from atroposlib.inference.servers.limiter import AsyncSemWithAdaptiveWeight
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.sessions.sampling_notes import note_sampling
+from atroposlib.inference.servers.sampling_notes import note_sampling
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.http_guard import is_loopback_url
-from atroposlib.inference.sessions.pacing import turn
+from atroposlib.inference.servers.pacing import turn
 from atroposlib.utils.off_loop import off_loop
 
 T = TypeVar("T")

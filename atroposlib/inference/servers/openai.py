@@ -13,12 +13,11 @@ import re
 from typing import Any
 
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.resolve_configs import resolve_openai_configs
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai_routes import OpenAIRoutesServer, Request
 from atroposlib.inference.servers.reasoning import ReasoningConfig, is_official_openai
 
-__all__ = ["OPENAI_URL", "APIServerConfig", "OpenAIServer", "resolve_openai_configs"]
+__all__ = ["OPENAI_URL", "APIServerConfig", "OpenAIServer"]
 
 logger = logging.getLogger(__name__)
 

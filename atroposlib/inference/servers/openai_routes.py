@@ -18,9 +18,9 @@ import msgspec
 from pydantic import ValidationError
 
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
-from atroposlib.inference.choices import merge_bodies, run_together, with_seed
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.api_server import HEALTH_TIMEOUT_S, APIServer
+from atroposlib.inference.servers.choices import merge_bodies, run_together, with_seed
 from atroposlib.inference.servers.concurrency import ServerLoad, read_load
 from atroposlib.inference.servers.http_peer import (
     TRANSIENT_4XX,
@@ -28,8 +28,8 @@ from atroposlib.inference.servers.http_peer import (
     HttpPeer,
     excerpt,
 )
+from atroposlib.inference.servers.pacing import turn
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.sessions.pacing import turn
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
-from atroposlib.inference.choices import run_together, split_n, with_seed
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.api_server import (
     HEALTH_TIMEOUT_S,
     TokenCompletions,
     WeightSpan,
 )
+from atroposlib.inference.servers.choices import run_together, split_n, with_seed
 from atroposlib.inference.servers.http_peer import strip_v1
 from atroposlib.inference.servers.openai_routes import (
     OpenAIRoutesServer,

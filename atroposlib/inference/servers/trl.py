@@ -32,7 +32,7 @@ from atroposlib.inference.servers.openai_routes import (
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.token_ids import WithTokenizer, check_count, check_sampled
-from atroposlib.inference.sessions.chat_template import as_dict
+from atroposlib.inference.tools.tool_messages import as_dict
 
 logger = logging.getLogger(__name__)
 

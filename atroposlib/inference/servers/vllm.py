@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
-from atroposlib.inference.choices import run_together, with_seed
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.api_server import (
     HEALTH_TIMEOUT_S,
     TokenCompletions,
     WeightSpan,
 )
+from atroposlib.inference.servers.choices import run_together, with_seed
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, excerpt, strip_v1
 from atroposlib.inference.servers.openai_routes import (
     OpenAIRoutesServer,

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from atroposlib.errors import EngineProtocolError
-from atroposlib.inference.choices import split_n, with_seed
 from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
+from atroposlib.inference.servers.choices import split_n, with_seed
 
 NEUTRAL_SAMPLING: dict[str, float] = {
     "temperature": 1.0,

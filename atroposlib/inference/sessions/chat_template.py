@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from pydantic import BaseModel
 
 from atroposlib.errors import ConfigError
+from atroposlib.inference.tools.tool_messages import as_dict
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,6 @@ class TemplateOptions(NamedTuple):
     tools: list[Any] | None = None
     variables: Mapping[str, Any] = {}
     """`chat_template_kwargs`, for example `enable_thinking`."""
-
-
-def as_dict(message: Any) -> dict[str, Any]:
-    """Return a message as a dict; `completion.choices[0].message` is a pydantic object."""
-    if isinstance(message, BaseModel):
-        return message.model_dump(exclude_none=True)
-    return dict(message)
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:

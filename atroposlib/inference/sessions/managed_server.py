@@ -27,7 +27,6 @@ from atroposlib.inference.servers.openai_routes import (
 from atroposlib.inference.sessions.chat_template import (
     ChatTemplate,
     TemplateOptions,
-    as_dict,
     call_ids,
     identity,
     is_opened,
@@ -42,7 +41,7 @@ from atroposlib.inference.sessions.sequences import (
     SequenceNode,
     SequenceStore,
 )
-from atroposlib.inference.tools.messages import ToolCall, completion_with_tool_calls
+from atroposlib.inference.tools.tool_messages import ToolCall, as_dict, completion_with_tool_calls
 from atroposlib.utils.off_loop import off_loop
 
 if TYPE_CHECKING:

@@ -19,10 +19,9 @@ from atroposlib.inference.servers.openai_routes import (
     completion_from,
     read_request,
 )
-from atroposlib.inference.sessions.chat_template import as_dict
-from atroposlib.inference.sessions.sampling_notes import note_sampling
+from atroposlib.inference.servers.sampling_notes import note_sampling
 from atroposlib.inference.sessions.sequences import SequenceNode
-from atroposlib.inference.tools.messages import ToolCall, completion_with_tool_calls
+from atroposlib.inference.tools.tool_messages import ToolCall, as_dict, completion_with_tool_calls
 
 TOKEN_VARIABLE = "ATROPOS_PROXY_TOKEN"
 OWNER_HEADER = "X-Atropos-Owner-Key"

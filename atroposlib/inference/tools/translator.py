@@ -13,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from atroposlib.inference.sessions.chat_template import as_dict
 from atroposlib.inference.tools.parsers import STYLES, Call, Parsed, Style, style_named
 from atroposlib.inference.tools.parsers.style import THINKING_ENDS
+from atroposlib.inference.tools.tool_messages import as_dict
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageToolCall

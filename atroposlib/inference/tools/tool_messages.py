@@ -10,6 +10,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 
 class ToolCall(dict[str, Any]):
     """A part of a tool call: a dict whose items are attributes, too."""
@@ -65,3 +67,10 @@ def _types() -> tuple[Any, Any, Any]:
         choices: list[CalledChoice]  # type: ignore[assignment]
 
     return CalledCompletion, CalledChoice, CalledMessage
+
+
+def as_dict(message: Any) -> dict[str, Any]:
+    """Return a message as a dict; `completion.choices[0].message` is a pydantic object."""
+    if isinstance(message, BaseModel):
+        return message.model_dump(exclude_none=True)
+    return dict(message)

@@ -1,0 +1,128 @@
+"""Groups as authors write them: what gate 1 needs done to their dicts first, and the drop rules after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atroposlib.envs.env_config import BaseEnvConfig
+from atroposlib.scored_data import ScoredGroup
+from atroposlib.utils.off_loop import off_loop
+
+T = TypeVar("T")
+
+THREAD_FROM_TOKENS = 8192
+"""Groups larger than this are checked and written off the event loop: over a millisecond of work, and often several
+groups come at once."""
+
+
+class Dropped(Exception):
+    """A drop rule applies; `reason` is the counter's name."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+def one_message(text: str) -> list[dict[str, str]]:
+    """Return a conversation whose only message is `text`."""
+    return [{"role": "user", "content": text}]
+
+
+def with_text_as_messages(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a group whose `messages` may be plain texts, one per sequence, with a message for each text.
+
+    Environments that load texts, as the original's SFT loader, have no conversation to give.
+    """
+    messages = group.get("messages")
+    if not isinstance(messages, list) or not any(isinstance(each, str) for each in messages):
+        return group
+    read = [one_message(each) if isinstance(each, str) else each for each in messages]
+    return {**group, "messages": read}
+
+
+def drop_rule(
+    checked: ScoredGroup,
+    *,
+    config: BaseEnvConfig,
+    max_token_len: int,
+    abort_on_max_length: bool = True,
+) -> Dropped | None:
+    """Return the first drop rule, in the original's order, that applies to a well-formed group; None: it is kept.
+
+    `max_token_len` is the trainer's limit; 0 or less means it is unknown.
+    """
+    expected = (checked.group_overrides or {}).get("group_size", config.group_size)
+    if checked.num_sequences != expected:
+        return Dropped("group_size", f"{checked.num_sequences} sequences, expected {expected}")
+    if config.ensure_scores_are_not_same and (checked.scores == checked.scores[0]).all():
+        return Dropped("equal_scores", f"every score is {checked.scores[0]}")
+    longest = int(checked.lengths.max())
+    if abort_on_max_length and 0 < max_token_len <= longest:
+        detail = f"{longest} tokens, the trainer takes fewer than {max_token_len}"
+        return Dropped("too_long", detail)
+    return None
+
+
+_NUMBERS = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "inference_logprobs",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+
+
+def without_tensors(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the group with torch tensors as numpy arrays or numbers, and true and false among scores as 1 and 0.
+
+    Gate 1 takes lists and numpy arrays; torch is not imported for it.
+    """
+    changed: dict[str, Any] = {}
+    for name in _NUMBERS:
+        value = group.get(name)
+        if _is_tensor(value):
+            changed[name] = _array_of(value)
+        elif isinstance(value, list | tuple) and any(_is_tensor(row) for row in value):
+            changed[name] = [_array_of(row) if _is_tensor(row) else row for row in value]
+    scores = changed.get("scores", group.get("scores"))
+    if isinstance(scores, list | tuple):
+        if any(isinstance(score, bool | np.bool_ | np.ndarray) for score in scores):
+            changed["scores"] = [_number_of(score) for score in scores]
+    elif isinstance(scores, np.ndarray) and scores.dtype == np.bool_:
+        changed["scores"] = scores.astype(np.float64)
+    return {**group, **changed} if changed else group
+
+
+def _number_of(value: Any) -> Any:
+    if isinstance(value, bool | np.bool_):
+        return float(value)
+    return value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach")
+
+
+def _array_of(tensor: Any) -> NDArray[Any]:
+    on_cpu = tensor.detach().cpu()
+    # numpy has no bfloat16, so every floating type goes through float32 or wider.
+    is_narrow = on_cpu.is_floating_point() and on_cpu.element_size() < 4
+    array: NDArray[Any] = (on_cpu.float() if is_narrow else on_cpu).numpy()
+    return array
+
+
+async def in_thread_if_large(group: Mapping[str, Any], work: Callable[..., T], *args: Any) -> T:
+    """Return `work(*args)`, off the event loop where it visits the tokens of a large group."""
+    tokens = group.get("tokens")
+    rows = tokens if isinstance(tokens, list | tuple) else []
+    size = sum(len(row) for row in rows if isinstance(row, list | tuple))
+    # A teacher's fields hold many numbers per token.
+    is_large = size > THREAD_FROM_TOKENS or group.get("distill_logprobs") is not None
+    return await off_loop(work, *args) if is_large else work(*args)

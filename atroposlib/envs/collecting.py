@@ -1,0 +1,60 @@
+"""Calls of the author's code for one item, with a deadline, and of `close`: what runtime and checker share."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from typing import Any
+
+from atroposlib.envs.base import BaseEnv
+
+
+async def collect(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
+    """Run the author's code on one item within `worker_timeout`; `cleanup` always follows.
+
+    Returns the postprocessed groups (or a falsy value) and the items to ask later.
+    Raises whatever the author's code raised; TimeoutError past the deadline.
+    """
+    timeout_s = env.config.worker_timeout if env.config.worker_timeout > 0 else None
+    try:
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                groups, backlog = await env.collect_trajectories(item)
+                if groups:
+                    groups = await env.postprocess_histories(groups)
+        except TimeoutError as error:
+            if deadline.expired():
+                raise TimeoutError(
+                    f"the item took more than {timeout_s} s (worker_timeout)"
+                ) from error
+            raise
+        return groups, list(backlog or [])
+    finally:
+        await env.cleanup()
+
+
+async def collect_timed(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
+    """Do `collect` and record its duration and outcome; an item without groups (None) counts as failed."""
+    began = time.monotonic()
+    succeeded = False
+    try:
+        result = await collect(env, item)
+        succeeded = result[0] is not None
+        return result
+    finally:
+        duration_s = time.monotonic() - began
+        env.task_duration.append(duration_s)
+        (env.succeeded_task_duration if succeeded else env.failed_task_duration).append(duration_s)
+        env.task_successful.append(int(succeeded))
+
+
+async def close(env: BaseEnv) -> None:
+    """Call the author's `close`, plain or async, then close the connections to the servers."""
+    try:
+        closing = env.close()
+        if inspect.isawaitable(closing):
+            await closing
+    finally:
+        await env.server.close()

@@ -1,6 +1,6 @@
 """The original's clients cannot tell the difference: its endpoints, branches and shapes, replayed over HTTP.
 
-What differs on purpose is pinned elsewhere (CONTRIBUTING.md); what tests/api pins already is not repeated here.
+What differs on purpose is pinned elsewhere (MIGRATING.md); what tests/api pins already is not repeated here.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers_proxy import ENGINE_URL, WEATHER, Proxy, call_text, trained_text, weather_agent
 
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.errors import EngineUnavailable
@@ -17,6 +16,14 @@ from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.inference.sessions.proxy_client import ProxyManagedServer, create_proxy_session
 from atroposlib.proxy.local import serve_locally
 from atroposlib.scored_data import Strictness, check_group
+from tests.proxy.helpers_proxy import (
+    ENGINE_URL,
+    WEATHER,
+    Proxy,
+    call_text,
+    trained_text,
+    weather_agent,
+)
 
 HELLO = [{"role": "user", "content": "hi"}]
 

@@ -54,6 +54,7 @@ from atroposlib.api.schemas import (
 )
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, HubUnavailable
 from atroposlib.http_guard import is_loopback_url
+from atroposlib.patience import Backoff, is_transient_status, read_retry_after
 from atroposlib.samples import Sample, samples
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from atroposlib.wire import (
@@ -108,12 +109,8 @@ _OFFLOAD_TOKENS = 20_000
 """Groups with more tokens than this are encoded in a thread."""
 _COMPRESS_FROM_BYTES = 64 * 1024
 """Smaller bodies take less time on the wire than the compression takes."""
-_RETRYABLE = frozenset({408, 425, 429})
-"""4xx that say "later", not "never"."""
 _KEEP_ALIVE_S = 4.0
 """Idle connections are given up before the server does it (uvicorn: 5 s), so that no call meets its close."""
-_MAX_WAIT_FOR_RETRY_S = 60.0
-"""`Retry-After` is followed up to here."""
 
 
 class UnknownEnvironment(HubRejected):
@@ -410,7 +407,7 @@ class TrainerClient:
         )
         self._retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(HubUnavailable),
-            wait=_wait_as_told,
+            wait=_pause_s,
             stop=tenacity.stop_after_delay(retry_for_s),
             before_sleep=tenacity.before_sleep_log(logger, logging.WARNING),
             reraise=True,
@@ -822,28 +819,17 @@ def _raise_for_status(status: int, body: bytes, where: str, retry_after: str | N
         return
     detail = body.decode("utf-8", "replace")
     message = f"{where}: {status} {detail:.500}"
-    if status >= 500 or status in _RETRYABLE:
-        raise HubUnavailable(message, retry_after_s=_seconds(retry_after))
+    if is_transient_status(status):
+        raise HubUnavailable(message, retry_after_s=read_retry_after(retry_after))
     kind = TrainerSuperseded if status == 409 and '"superseded"' in detail else HubRejected
     raise kind(message, status=status, detail=detail)
 
 
-def _seconds(retry_after: str | None) -> float | None:
-    """Read `Retry-After` in its form as a number; the hub does not use the other one, a date."""
-    try:
-        return None if retry_after is None else max(0.0, float(retry_after))
-    except ValueError:
-        return None
-
-
-_backoff = tenacity.wait_random_exponential(multiplier=0.5, max=5.0)
-
-
-def _wait_as_told(state: tenacity.RetryCallState) -> float:
-    """Return the pause before the next attempt: a backoff, or longer where the hub says so."""
+def _pause_s(state: tenacity.RetryCallState) -> float:
+    """Return the pause before the next attempt, in seconds."""
     error = state.outcome.exception() if state.outcome is not None else None
-    told_s = error.retry_after_s if isinstance(error, HubUnavailable) else None
-    return max(_backoff(state), min(told_s or 0.0, _MAX_WAIT_FOR_RETRY_S))
+    asked_s = error.retry_after_s if isinstance(error, HubUnavailable) else None
+    return Backoff(cap_s=5.0, num_failed=state.attempt_number - 1).next(asked_s=asked_s)
 
 
 def _reason(error: Exception) -> str:

@@ -24,6 +24,7 @@ from atroposlib.client import (
     TrainerRegistration,
 )
 from atroposlib.errors import HubError, HubRejected, HubUnavailable
+from atroposlib.patience import Backoff
 from atroposlib.scored_data import ScoredGroup, Strictness
 from atroposlib.wire import join_packed, pack_group, split_packed, unpack_group
 from example_trainer.config import TrainerConfig
@@ -262,7 +263,7 @@ class Leader:
 
     def _lease(self, step: int) -> LeasedBatch | None:
         """Ask once for the next batch, patiently; None when there is none yet or the run is to stop."""
-        backoff_s = 0.2
+        backoff = Backoff(first_s=0.2, cap_s=MAX_BACKOFF_S)
         while not self._is_stopping():
             try:
                 batch = self._hub.lease_batch(wait_s=BATCH_WAIT_S, ttl_s=self._config.lease_s)
@@ -272,12 +273,11 @@ class Leader:
                 self.announce(self._published)
                 continue
             except HubUnavailable as error:
-                if backoff_s == 0.2:
+                if backoff.num_failed == 0:
                     logger.warning("the hub is away, waiting for it: %s", error)
-                time.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                time.sleep(backoff.next())
                 continue
-            if backoff_s > 0.2:
+            if backoff.num_failed > 0:
                 logger.info("the hub is back")
             return batch
         return None

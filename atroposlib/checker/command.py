@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from atroposlib.checker import RULES, check_env
-from atroposlib.envs.base import BaseEnv, load_tokenizer
+from atroposlib.envs.base import BaseEnv
+from atroposlib.utils.tokenizers import load_tokenizer
 
 
 class Build(Protocol):

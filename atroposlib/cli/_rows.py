@@ -26,9 +26,9 @@ from atroposlib.client import (
     TrainerNotRegistered,
     TrainerRegistration,
 )
-from atroposlib.envs.base import load_tokenizer
 from atroposlib.errors import ConfigError, EnvError, GroupError, HubRejected, HubUnavailable
 from atroposlib.scored_data import IGNORE_INDEX, ScoredGroup
+from atroposlib.utils.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

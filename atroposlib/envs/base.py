@@ -21,7 +21,7 @@ import numpy as np
 from atroposlib.envs import checkpoint
 from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum, max_workers
 from atroposlib.envs.eval import evaluate_log
-from atroposlib.errors import ConfigError, EnvError
+from atroposlib.errors import EnvError
 from atroposlib.inference.config import (
     APIServerConfig,
     ServerBaseline,
@@ -32,6 +32,7 @@ from atroposlib.inference.servers.api_server import APIServer
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
+from atroposlib.utils.tokenizers import load_tokenizer
 
 __all__ = [
     "UUID",
@@ -525,17 +526,3 @@ def join_items(items: Sequence[Any]) -> ScoredDataGroup:
         found = [member[key] for member in items if member.get(key) is not None]
         group[key] = choose(found) if found else None
     return group  # type: ignore[return-value]  # built key by key
-
-
-def load_tokenizer(source: str, *, flag: str = "--env.tokenizer_name") -> Any:
-    """Load a tokenizer by name or path; ConfigError, which names `flag`, when there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise ConfigError(
-            f"cannot load the tokenizer {source!r}: {reason}; "
-            f"give a Hugging Face name or a local directory with {flag}"
-        ) from error

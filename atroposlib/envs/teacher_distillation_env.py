@@ -19,7 +19,7 @@ from atroposlib.envs.author_groups import (
     in_thread_if_large,
     without_tensors,
 )
-from atroposlib.envs.base import BaseEnv, ExtraServers, load_tokenizer
+from atroposlib.envs.base import BaseEnv, ExtraServers
 from atroposlib.envs.env_config import BaseEnvConfig
 from atroposlib.errors import ConfigError, EngineProtocolError, GroupError
 from atroposlib.inference.config import APIServerConfig, ServerBaseline
@@ -28,6 +28,7 @@ from atroposlib.inference.servers.choices import run_together
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.type_definitions import Item
 from atroposlib.utils.off_loop import off_loop
+from atroposlib.utils.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

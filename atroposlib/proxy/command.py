@@ -29,10 +29,11 @@ from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
 from atroposlib.http_guard import is_loopback
 from atroposlib.inference.sessions.proxy_client import TOKEN_VARIABLE
-from atroposlib.proxy.engines import Engines, load_tokenizer
+from atroposlib.proxy.engines import Engines
 from atroposlib.proxy.local import KEEP_ALIVE_S, LocalServer
 from atroposlib.proxy.routes import Routes, no_route
 from atroposlib.proxy.sessions import SessionLimits, Sessions
+from atroposlib.utils.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def serve(argv: Sequence[str] | None) -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
-    tokenizer = load_tokenizer(config.tokenizer_name or config.model_name)
+    tokenizer = load_tokenizer(config.tokenizer_name or config.model_name, flag="tokenizer_name")
     listener = _listen(config.host, config.port)
     with listener:
         return asyncio.run(_serve(config, tokenizer, token, listener))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from atroposlib.errors import ConfigError
@@ -46,13 +44,3 @@ class Engines(Body):
         )
         manager.proxy_url = None  # ATROPOS_PROXY_URL is for environments; this is the proxy
         return manager
-
-
-def load_tokenizer(name: str) -> Any:
-    """Load a Hugging Face tokenizer by name or path; slow, call it off the event loop."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"tokenizer_name {name!r} cannot be loaded: {e}") from e

@@ -26,7 +26,7 @@ from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.sessions.proxy_client import OWNER_HEADER
 from atroposlib.proxy import chat, completions, messages, responses
-from atroposlib.proxy.engines import Engines, load_tokenizer
+from atroposlib.proxy.engines import Engines
 from atroposlib.proxy.errors import ProxyError, error_for, invalid
 from atroposlib.proxy.sessions import (
     DEFAULT_TOOL_PARSER,
@@ -36,6 +36,7 @@ from atroposlib.proxy.sessions import (
 )
 from atroposlib.proxy.turn import Answer, Ask, Body
 from atroposlib.utils.off_loop import off_loop
+from atroposlib.utils.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

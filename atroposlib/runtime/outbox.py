@@ -11,12 +11,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import random
 import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeVar
 
@@ -34,6 +32,7 @@ from atroposlib.envs.author_groups import (
 from atroposlib.envs.env_config import BaseEnvConfig
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.inference.servers.sampling_notes import noted
+from atroposlib.patience import Backoff
 from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
 
 logger = logging.getLogger(__name__)
@@ -44,11 +43,6 @@ MAX_GROUPS_PER_SEND = 16
 MAX_TOKENS_PER_SEND = 1_000_000
 """About 12 MB: a hub takes several times that in one body, and a lost answer costs no more than this."""
 
-MAX_RETRY_AFTER_S = 60.0
-"""A hub's `Retry-After` is followed up to here."""
-
-RETRYABLE_STATUSES = frozenset({408, 425, 429})
-"""4xx statuses that mean "later", not "never"."""
 
 LOCKED_OUT_STATUSES = frozenset({401, 403})
 """Refusals of the token, not of a group."""
@@ -73,25 +67,6 @@ class AuthorHooks(Protocol):
 
     def decode_tokens(self, tokens: Sequence[int]) -> str: ...
     async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None: ...
-
-
-@dataclass(slots=True, kw_only=True)
-class Backoff:
-    """Exponential waiting times with jitter; `next()` grows, `reset()` starts over."""
-
-    first_s: float = 0.5
-    cap_s: float = 15.0
-    rng: random.Random = field(default_factory=random.Random)
-    _attempt: int = 0
-
-    def next(self) -> float:
-        """Return the next pause in seconds: half fixed, half random, doubling up to the cap."""
-        base = min(self.cap_s, self.first_s * 2.0 ** min(self._attempt, 30))
-        self._attempt += 1
-        return base * (0.5 + 0.5 * self.rng.random())
-
-    def reset(self) -> None:
-        self._attempt = 0
 
 
 class GroupLog:
@@ -299,9 +274,6 @@ class Outbox:
             await self._wait_for_hub(error)
             return size
         except HubRejected as error:
-            if error.status in RETRYABLE_STATUSES:
-                await self._wait_for_hub(error)
-                return size
             if error.status in LOCKED_OUT_STATUSES:
                 raise
             self._hub_answered()
@@ -356,12 +328,11 @@ class Outbox:
             groups.append(group)
         return groups
 
-    async def _wait_for_hub(self, error: Exception) -> None:
+    async def _wait_for_hub(self, error: HubUnavailable) -> None:
         if not self.is_away:
             self.is_away = True
             logger.warning("the hub is away; holding %d groups: %s", self.num_held, error)
-        told_s = error.retry_after_s if isinstance(error, HubUnavailable) else None
-        await self._sleep(max(self._backoff.next(), min(told_s or 0.0, MAX_RETRY_AFTER_S)))
+        await self._sleep(self._backoff.next(asked_s=error.retry_after_s))
 
     def _drop(self, reason: str, detail: str) -> None:
         self.dropped[reason] += 1

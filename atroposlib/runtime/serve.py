@@ -43,14 +43,13 @@ from atroposlib.errors import (
     cause_of,
 )
 from atroposlib.inference.servers.sampling_notes import noting_sampling
+from atroposlib.patience import Backoff
 from atroposlib.runtime import spool
 from atroposlib.runtime.capacity import Load, num_to_start
 from atroposlib.runtime.exits import as_failures, contained
 from atroposlib.runtime.items import Outcomes, Work
 from atroposlib.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.runtime.outbox import (
-    MAX_RETRY_AFTER_S,
-    Backoff,
     GroupLog,
     Outbox,
     sampling_for,
@@ -377,11 +376,7 @@ class _Server:
                 if not self._is_hub_away:
                     self._is_hub_away = True
                     logger.warning("the hub is away; starting no new work: %s", error)
-                await asyncio.sleep(
-                    max(
-                        self._hub_backoff.next(), min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
-                    )
-                )
+                await asyncio.sleep(self._hub_backoff.next(asked_s=error.retry_after_s))
                 continue
             if self._is_hub_away:
                 self._is_hub_away = False

@@ -223,7 +223,7 @@ async def test_another_number_of_choices_is_an_error(reply: Any, n: int, message
 
 async def test_a_single_request_that_gets_several_choices_is_an_error_as_well() -> None:
     async with Peer(chat("a"), chat("b", "c")) as peer:
-        with pytest.raises(EngineProtocolError, match=r"2 choices, expected 1 \(n = 1\)"):
+        with pytest.raises(EngineProtocolError, match=r"3 choices, expected 2 \(n = 2\)"):
             await ask(peer, n=2)
 
 

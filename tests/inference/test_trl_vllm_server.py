@@ -319,7 +319,7 @@ async def test_a_call_that_this_server_cannot_make_is_refused() -> None:
 
 def test_the_tokenizer_is_that_of_tokenizer_name(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "atroposlib.inference.servers.token_ids.load_tokenizer"
-    monkeypatch.setattr(module, lambda name: f"tokenizer of {name}")
+    monkeypatch.setattr(module, lambda name, **_: f"tokenizer of {name}")
     config = APIServerConfig(base_url="http://h", server_type="trl", model_name="m")
     assert TrlVllmServer(config).tokenizer == "tokenizer of m"
     named = config.model_copy(update={"tokenizer_name": "t"})

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 import pytest
 
 from atroposlib.errors import EngineProtocolError
+from atroposlib.inference.servers.choices import part_of, split_n
 from atroposlib.inference.servers.vllm_bodies import (
     NoTokenIds,
+    completions_per_request,
     read_completions,
     read_generated,
     read_prompt_logprobs,
     read_tokens,
-    split_completions,
     tokens_request,
 )
 
@@ -86,7 +88,9 @@ def tokens_answer(**changes: Any) -> bytes:
 def test_answers_that_would_be_too_large_are_asked_for_in_parts(
     body: dict[str, Any], parts: list[dict[str, Any]]
 ) -> None:
-    assert split_completions(body) == parts
+    sizes = split_n(body.get("n", 1), at_most=completions_per_request(body))
+    offsets = accumulate(sizes, initial=0)
+    assert [part_of(body, *part) for part in zip(sizes, offsets, strict=False)] == parts
 
 
 def test_the_tokens_route_gets_sampling_parameters_apart_and_the_same_default_length() -> None:

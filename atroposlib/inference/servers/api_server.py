@@ -36,6 +36,7 @@ from atroposlib.inference.servers.concurrency import (
 from atroposlib.inference.servers.limiter import AsyncSemWithAdaptiveWeight
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.sampling_notes import note_sampling
+from atroposlib.patience import MAX_RETRY_AFTER_S, Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,6 @@ HEALTH_REMINDER_S = 5.0
 LOAD_POLL_S = 2.0
 """Pause between two looks at a busy server's own figures."""
 MIN_PAUSE_S = 0.01
-MAX_RETRY_AFTER_S = 60.0
-"""A server's wish to be asked later is followed up to here."""
 BOUND_WAIT_S = 60.0
 """How long a session waits for its server while others are up: long enough for a restart."""
 LATER = frozenset({429, 503})
@@ -521,8 +520,7 @@ class APIServer(ABC):
         """Return how long to wait before sending again: what the server asks for, else longer and longer."""
         if isinstance(error, EngineUnavailable) and error.retry_after_s is not None:
             return min(error.retry_after_s, MAX_RETRY_AFTER_S) + random.uniform(0.0, MIN_PAUSE_S)
-        longest = min(self.max_backoff_s, 2.0 ** min(num_sent, 10))
-        pause_s = random.uniform(0.0, longest)
+        pause_s = Backoff(1.0, self.max_backoff_s, num_failed=num_sent - 1).next()
         return max(MIN_PAUSE_S, pause_s) if says_later(error) else pause_s
 
     async def _attempt(

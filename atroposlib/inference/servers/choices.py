@@ -23,6 +23,16 @@ def with_seed(body: dict[str, Any], offset: int, *, name: str = "seed") -> dict[
     return body if body.get(name) is None else {**body, name: body[name] + offset}
 
 
+def part_of(body: dict[str, Any], size: int, offset: int) -> dict[str, Any]:
+    """Return the body that asks for the `size` completions from `offset` on, of those that `body` asks for.
+
+    >>> part_of({"seed": 5, "n": 3}, 1, 2)
+    {'seed': 7, 'n': 1}
+    """
+    part = body if size == body.get("n", 1) else {**body, "n": size}
+    return with_seed(part, offset)
+
+
 async def run_together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run calls concurrently and return their results in order; the first failure cancels the rest and is raised."""
     if len(calls) == 1:

@@ -8,10 +8,8 @@ A request is ONE attempt: `APIServer` owns the retries. Connection errors, timeo
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import aiohttp
@@ -21,6 +19,7 @@ from pydantic import BaseModel
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.http_guard import is_loopback_url
 from atroposlib.inference.servers.pacing import turn
+from atroposlib.patience import is_transient_status, read_retry_after
 from atroposlib.utils.off_loop import off_loop
 
 T = TypeVar("T")
@@ -33,8 +32,6 @@ KEEP_ALIVE_S = 15.0
 """Of the first lane, as of aiohttp; others end theirs up to 9 s sooner."""
 THREAD_FROM_BYTES = 256 * 1024
 """Answers larger than this are read off the event loop: half a millisecond of work, several in a row are many."""
-TRANSIENT_4XX = frozenset({408, 425, 429})
-"""Request timeout, too early, too many requests: the request itself is fine."""
 
 
 class EngineHttpRejected(EngineRejected):
@@ -48,20 +45,6 @@ class EngineHttpRejected(EngineRejected):
 def strip_v1(base_url: str) -> str:
     """Return the server's root: `http://h:1/v1/` and `http://h:1` both give `http://h:1`."""
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def read_retry_after(value: str | None) -> float | None:
-    """Return the seconds of a `Retry-After` header (a number or a date); None where there is no readable one."""
-    if not value:
-        return None
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (TypeError, ValueError):
-        return None
 
 
 def excerpt(body: bytes) -> str:
@@ -173,7 +156,7 @@ class HttpPeer:
             "POST", path, timeout_s=timeout_s, data=payload, headers=all_headers, params=query
         )
         where = f"POST {self.root}{path}"
-        if status in TRANSIENT_4XX or status >= 500:
+        if is_transient_status(status):
             raise EngineUnavailable(
                 f"{where} answered {status}: {excerpt(answer)}",
                 status=status,

@@ -11,8 +11,9 @@ import functools
 import logging
 import re
 import sys
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -20,18 +21,20 @@ from pydantic import ValidationError
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.api_server import HEALTH_TIMEOUT_S, APIServer
-from atroposlib.inference.servers.choices import merge_bodies, run_together, with_seed
+from atroposlib.inference.servers.choices import merge_bodies, part_of, run_together, split_n
 from atroposlib.inference.servers.concurrency import ServerLoad, read_load
 from atroposlib.inference.servers.http_peer import (
-    TRANSIENT_4XX,
     EngineHttpRejected,
     HttpPeer,
     excerpt,
 )
 from atroposlib.inference.servers.pacing import turn
 from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.patience import is_transient_status
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @functools.cache
@@ -204,36 +207,55 @@ class OpenAIRoutesServer(APIServer):
 
     async def _complete(self, path: str, body: dict[str, Any], request: Request) -> dict[str, Any]:
         """Return a body with exactly `n` choices, also from servers that ignore `n`."""
-        n = int(body.get("n", 1))
-        num_prompts = count_prompts(body.get("prompt"))
-        if n == 1 or num_prompts > 1:
+        n, num_prompts = int(body.get("n", 1)), count_prompts(body.get("prompt"))
+        if num_prompts > 1:
             whole = await self._post(path, body, request)
             self._check_number(whole, n * num_prompts, n=n)
             return whole
-        single = {**body, "n": 1}
-        parts = []
-        if not self._n_is_ignored:
-            try:
-                whole = await self._post(path, body, request)
-                if len(whole["choices"]) != 1:
-                    self._check_number(whole, n, n=n)
-                    return whole
-                parts = [whole]
-            except EngineHttpRejected as e:
-                if not _refuses_n(e):
-                    raise
-            logger.warning(
-                "%s gives one choice per request (asked for %d); sending n requests from now on."
-                " Set n_kwarg_is_ignored to start that way",
-                self._label,
-                n,
-            )
-            self._n_is_ignored = True
-        singles = [self._post(path, with_seed(single, i), request) for i in range(len(parts), n)]
-        for part in await run_together(singles):
-            self._check_number(part, 1, n=1)
-            parts.append(part)
-        return merge_bodies(parts)
+
+        async def send(size: int, offset: int) -> dict[str, Any]:
+            return await self._post(path, part_of(body, size, offset), request)
+
+        parts = await self._ask_for(n, send, count=lambda part: len(part["choices"]), at_most=n)
+        answer = merge_bodies(parts)
+        self._check_number(answer, n, n=n)
+        return answer
+
+    async def _ask_for(
+        self,
+        n: int,
+        send: Callable[[int, int], Coroutine[Any, Any, T]],
+        *,
+        count: Callable[[T], int],
+        at_most: int,
+    ) -> list[T]:
+        """Return answers that hold `n` completions together, also from servers that ignore or refuse `n`.
+
+        `send(size, offset)` asks for the `size` completions from `offset` on; `count` counts those of an answer.
+        A server that gives one completion per request is asked for one at a time from then on.
+        """
+        sizes = split_n(n, at_most=1 if self._n_is_ignored else at_most)
+        parts: list[T]
+        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        try:
+            parts = await run_together([send(*part) for part in zip(sizes, offsets, strict=True)])
+        except EngineHttpRejected as e:
+            if max(sizes) == 1 or not _refuses_n(e):
+                raise
+            parts = []
+            missing = list(range(n))
+        else:
+            if max(sizes) == 1 or any(count(part) != 1 for part in parts):
+                return parts
+            missing = [offset for offset in range(n) if offset not in offsets]
+        logger.warning(
+            "%s gives one completion per request (asked for %d); sending n requests from now on."
+            " Set n_kwarg_is_ignored to start that way",
+            self._label,
+            max(sizes),
+        )
+        self._n_is_ignored = True
+        return parts + await run_together([send(1, offset) for offset in missing])
 
     def _check_number(self, answer: dict[str, Any], num_choices: int, *, n: int) -> None:
         if len(answer["choices"]) != num_choices:
@@ -263,7 +285,7 @@ class OpenAIRoutesServer(APIServer):
         if not isinstance(code, int):
             return
         message = f"{self._label}{path} answered 200 with error {code}: {str(error)[:400]}"
-        if code in TRANSIENT_4XX or code >= 500:
+        if is_transient_status(code):
             raise EngineUnavailable(message, status=code)
         raise EngineHttpRejected(message, status=code)
 

@@ -19,7 +19,7 @@ from atroposlib.inference.servers.api_server import (
     TokenCompletions,
     WeightSpan,
 )
-from atroposlib.inference.servers.choices import run_together, split_n, with_seed
+from atroposlib.inference.servers.choices import with_seed
 from atroposlib.inference.servers.http_peer import strip_v1
 from atroposlib.inference.servers.openai_routes import (
     OpenAIRoutesServer,
@@ -203,33 +203,18 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
         sampling = body["sampling_params"]
         n = int(sampling.get("n", 1))
         limit = int(sampling.get("max_new_tokens", DEFAULT_MAX_TOKENS))
-        at_most = 1 if self._n_is_ignored else max(1, MAX_TOKENS_PER_ANSWER // max(1, limit))
-        sizes = split_n(n, at_most=at_most)
-        results = await self._generate_parts(body, request, sizes)
-        if len(results) == len(sizes) < n:
-            logger.warning(
-                "%s ignores n (asked for %d, got 1); sending n requests from now on."
-                " Set n_kwarg_is_ignored to start that way",
-                self._label,
-                sizes[0],
-            )
-            self._n_is_ignored = True
-            missing = [1] * (n - len(results))
-            results += await self._generate_parts(body, request, missing, first_seed=n)
+
+        async def send(size: int, offset: int) -> list[_Result]:
+            part = with_seed(sampling, offset, name="sampling_seed")
+            if size != sampling.get("n", 1):
+                part = {**part, "n": size}
+            return await self._post_generate({**body, "sampling_params": part}, request)
+
+        at_most = max(1, MAX_TOKENS_PER_ANSWER // max(1, limit))
+        parts = await self._ask_for(n, send, count=len, at_most=at_most)
+        results = [result for part in parts for result in part]
         check_count(results, n=n, what="completions", where=f"{self._label}/generate")
         return results
-
-    async def _generate_parts(
-        self, body: dict[str, Any], request: Request, sizes: list[int], *, first_seed: int = 0
-    ) -> list[_Result]:
-        calls = []
-        for size in sizes:
-            sampling = with_seed(body["sampling_params"], first_seed, name="sampling_seed")
-            if size != sampling.get("n", 1):
-                sampling = {**sampling, "n": size}
-            calls.append(self._post_generate({**body, "sampling_params": sampling}, request))
-            first_seed += size
-        return [result for results in await run_together(calls) for result in results]
 
     async def _post_generate(self, body: dict[str, Any], request: Request) -> list[_Result]:
         return await self._peer.post(

@@ -15,7 +15,7 @@ from typing import Any
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.api_server import WeightSpan
-from atroposlib.inference.servers.vllm import load_tokenizer
+from atroposlib.utils.tokenizers import load_tokenizer
 
 _LOADING = threading.Lock()
 """Held while a tokenizer is loaded: the first requests of an environment all come at once."""
@@ -32,7 +32,9 @@ class WithTokenizer:
         with _LOADING:
             loaded = vars(self).get("tokenizer")
             if loaded is None:
-                loaded = vars(self)["tokenizer"] = load_tokenizer(self.config.tokenizer_source)
+                loaded = vars(self)["tokenizer"] = load_tokenizer(
+                    self.config.tokenizer_source, flag="tokenizer_name"
+                )
             return loaded
 
     async def _take_prompt(self, body: dict[str, Any]) -> list[int]:

@@ -22,7 +22,7 @@ from atroposlib.inference.servers.api_server import (
     TokenCompletions,
     WeightSpan,
 )
-from atroposlib.inference.servers.choices import run_together, with_seed
+from atroposlib.inference.servers.choices import part_of
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, excerpt, strip_v1
 from atroposlib.inference.servers.openai_routes import (
     OpenAIRoutesServer,
@@ -37,16 +37,17 @@ from atroposlib.inference.servers.vllm_bodies import (
     NoTokenIds,
     Sampled,
     completions_of,
+    completions_per_request,
     read_completions,
     read_generated,
     read_prompt_logprobs,
     read_tokens,
     rename_max_tokens,
-    split_completions,
     tokens_request,
 )
+from atroposlib.utils.tokenizers import load_tokenizer
 
-__all__ = ["NEUTRAL_SAMPLING", "VLLMServer", "load_tokenizer"]
+__all__ = ["NEUTRAL_SAMPLING", "VLLMServer"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +59,6 @@ ORIGINAL_ROUTE = "/generate"
 NO_SUCH_ROUTE = frozenset({404, 405})
 FORBIDDEN = 403
 """What vLLM answers on routes that it was not started with."""
-
-
-def load_tokenizer(name: str) -> Any:
-    """Load a Hugging Face tokenizer by name or path; slow, call it off the event loop."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as e:
-        raise ConfigError(
-            f"no tokenizer could be loaded from {name!r}: {e}. Set tokenizer_name to a model name or a directory"
-        ) from e
 
 
 class VLLMServer(OpenAIRoutesServer):
@@ -101,7 +90,7 @@ class VLLMServer(OpenAIRoutesServer):
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the model, loaded at first use; only text prompts need it."""
-        return load_tokenizer(self.config.tokenizer_source)
+        return load_tokenizer(self.config.tokenizer_source, flag="tokenizer_name")
 
     async def _find_fault(self) -> str | None:
         return await self._ask("/health", accept_4xx=False)
@@ -210,20 +199,12 @@ class VLLMServer(OpenAIRoutesServer):
     async def _sample(self, body: dict[str, Any], send: Any) -> list[Sampled]:
         """Return exactly `n` completions, in requests of bounded size, also from servers that ignore `n`."""
         n = int(body.get("n", 1))
-        single = {**body, "n": 1}
-        if n > 1 and self._n_is_ignored:
-            parts = await run_together([send(with_seed(single, i)) for i in range(n)])
-        else:
-            parts = await run_together([send(part) for part in split_completions(body)])
-            if n > 1 and len(parts) == 1 and len(parts[0]) == 1:
-                logger.warning(
-                    "%s ignores n (asked for %d choices, got 1); sending n requests from now on."
-                    " Set n_kwarg_is_ignored to start that way",
-                    self._label,
-                    n,
-                )
-                self._n_is_ignored = True
-                parts += await run_together([send(with_seed(single, i)) for i in range(1, n)])
+        parts = await self._ask_for(
+            n,
+            lambda size, offset: send(part_of(body, size, offset)),
+            count=len,
+            at_most=completions_per_request(body),
+        )
         return self._checked_count([each for part in parts for each in part], n)
 
     def _checked_count(self, sampled: list[Sampled], n: int) -> list[Sampled]:

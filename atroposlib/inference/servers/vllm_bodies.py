@@ -11,14 +11,12 @@ float holds: a logprob that was decoded is finite.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
 
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
-from atroposlib.inference.servers.choices import split_n, with_seed
 
 NEUTRAL_SAMPLING: dict[str, float] = {
     "temperature": 1.0,
@@ -177,23 +175,15 @@ def rename_max_tokens(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-def split_completions(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Cut a request into several whose answers are small enough to decode at once.
+def completions_per_request(body: dict[str, Any]) -> int:
+    """Return how many of the completions that are asked for make an answer small enough to decode at once.
 
-    A seed is counted on, as vLLM does for the completions of one request.
-
-    >>> [part["seed"] for part in split_completions({"n": 3, "max_tokens": 16000, "seed": 5})]
-    [5, 7]
+    >>> completions_per_request({"n": 3, "max_tokens": 16000})
+    2
     """
-    n = int(body.get("n", 1))
-    size = max(1, MAX_TOKENS_PER_ANSWER // max(1, int(body.get("max_tokens", DEFAULT_MAX_TOKENS))))
-    if n <= size or body.get("use_beam_search"):
-        return [body]
-    counts = split_n(n, at_most=size)
-    starts = accumulate(counts, initial=0)
-    return [
-        with_seed({**body, "n": count}, start) for start, count in zip(starts, counts, strict=False)
-    ]
+    if body.get("use_beam_search"):
+        return int(body.get("n", 1))
+    return max(1, MAX_TOKENS_PER_ANSWER // max(1, int(body.get("max_tokens", DEFAULT_MAX_TOKENS))))
 
 
 def tokens_request(prompt_tokens: list[int], body: dict[str, Any]) -> dict[str, Any] | None:

@@ -43,6 +43,7 @@ from atroposlib.inference.sessions.sequences import (
 )
 from atroposlib.inference.tools.tool_messages import ToolCall, as_dict, completion_with_tool_calls
 from atroposlib.utils.off_loop import off_loop
+from atroposlib.utils.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from atroposlib.inference.tools.translator import ToolCallTranslator
@@ -484,8 +485,6 @@ class ManagedServer:
 @functools.cache
 def _tokenizer_named(name: str) -> Any:
     # A session lasts one group, loading takes seconds.
-    from atroposlib.inference.servers.vllm import load_tokenizer
-
     try:
         return load_tokenizer(name)
     except ConfigError as e:

@@ -1,0 +1,129 @@
+"""What the code looks like from outside: lines per folder, length of functions, repeated blocks, declared names.
+
+    python benchmarks/house.py [ROOT ...]
+
+prints one table with a column per root, so that two checkouts can be compared. Reads files only; nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+SHIPPED = ("atroposlib", "example_trainer", "environments")
+BLOCK_LINES = 8
+"""A repeated block is this many lines with code that stand, but for white space, in two places."""
+
+
+class Module(NamedTuple):
+    folder: str
+    """Three parts of the path at most, for example `atroposlib/api/http`."""
+    name: str
+    lines: list[str]
+    tree: ast.Module
+
+
+def read(root: Path, packages: tuple[str, ...]) -> list[Module]:
+    """Return every Python module of `packages`."""
+    found = []
+    for path in sorted(p for package in packages for p in (root / package).rglob("*.py")):
+        parts = path.relative_to(root).parent.parts[:3]
+        text = path.read_text(encoding="utf-8")
+        found.append(Module("/".join(parts), path.stem, text.splitlines(), ast.parse(text)))
+    return found
+
+
+def functions(modules: list[Module]) -> Iterator[int]:
+    """Yield the number of lines of each function and method."""
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def classes(modules: list[Module]) -> dict[str, int]:
+    """Return how often each class name is defined."""
+    names: Counter[str] = Counter()
+    for module in modules:
+        names.update(n.name for n in ast.walk(module.tree) if isinstance(n, ast.ClassDef))
+    return dict(names)
+
+
+def longest_class(modules: list[Module]) -> int:
+    """Return the lines of the longest class."""
+    nodes = [n for m in modules for n in ast.walk(m.tree) if isinstance(n, ast.ClassDef)]
+    return max((n.end_lineno or n.lineno) - n.lineno + 1 for n in nodes)
+
+
+def repeated_blocks(modules: list[Module]) -> int:
+    """Return how many blocks of `BLOCK_LINES` lines with code occur more than once; overlapping ones count once."""
+    seen: dict[tuple[str, ...], int] = {}
+    repeated = 0
+    for number, module in enumerate(modules):
+        code = [line.strip() for line in module.lines]
+        code = [c for c in code if len(c) > 1 and not c.startswith(("#", "from ", "import "))]
+        at = 0
+        while at + BLOCK_LINES <= len(code):
+            block = tuple(code[at : at + BLOCK_LINES])
+            if seen.setdefault(block, number * 1_000_000 + at) != number * 1_000_000 + at:
+                repeated += 1
+                at += BLOCK_LINES
+            else:
+                at += 1
+    return repeated
+
+
+def declares_names(module: Module) -> bool:
+    """Whether a package's `__init__` has `__all__`."""
+    return any(
+        isinstance(node, ast.Assign)
+        and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+        for node in module.tree.body
+    )
+
+
+def facts(root: Path) -> dict[str, str]:
+    """Return the rows of the table for one checkout."""
+    shipped, tests = read(root, SHIPPED), read(root, ("tests",))
+    lines = Counter[str]()
+    for module in shipped:
+        lines[module.folder] += len(module.lines)
+    total = sum(lines.values())
+    flat = Counter[str]()
+    for folder, count in lines.items():
+        flat["/".join(folder.split("/")[:2])] += count
+    largest, share = flat.most_common(1)[0]
+    sizes = sorted(functions(shipped))
+    names = classes(shipped)
+    files = Counter(m.name for m in shipped if not m.name.startswith("__"))
+    packages = [m for m in shipped if m.name == "__init__"]
+    rows = {
+        "lines shipped": f"{total:,}",
+        "lines of tests": f"{sum(len(m.lines) for m in tests):,}",
+        "modules": f"{len(shipped)}",
+        "largest folder": f"{largest} {share / total:.0%}",
+        "functions, median and p90 lines": f"{sizes[len(sizes) // 2]}, {sizes[len(sizes) * 9 // 10]}",
+        "longest class": f"{longest_class(shipped)}",
+        "class names defined more than once": f"{sum(n > 1 for n in names.values())}",
+        "file names used more than once": f"{sum(n > 1 for n in files.values())}",
+        f"repeated blocks of {BLOCK_LINES} lines": f"{repeated_blocks(shipped)}",
+        "packages with __all__": f"{sum(map(declares_names, packages))} of {len(packages)}",
+    }
+    return rows | {f"{folder}/": f"{count:,}" for folder, count in sorted(lines.items())}
+
+
+def main() -> None:
+    roots = [Path(argument) for argument in sys.argv[1:]] or [Path(__file__).parents[1]]
+    columns = [facts(root) for root in roots]
+    print("| |" + "".join(f" {root} |" for root in roots))
+    print("|---|" + "---|" * len(roots))
+    for row in dict.fromkeys(name for column in columns for name in column):
+        print(f"| {row} |" + "".join(f" {column.get(row, '')} |" for column in columns))
+
+
+if __name__ == "__main__":
+    main()

@@ -201,7 +201,7 @@ class Leader:
     def _patiently(
         self, otherwise: str, call: Callable[[], T], *, for_s: float = math.inf
     ) -> T | None:
-        """Repeat a control call while the hub is away; None, and a warning, when the run is to stop meanwhile.
+        """Repeat a control call while the hub is unavailable; None, and a warning, when the run is to stop meanwhile.
 
         A run that is to stop must still save what it has. Raises HubUnavailable after `for_s` seconds.
         """
@@ -211,11 +211,13 @@ class Leader:
                 return call()
             except HubUnavailable as error:
                 if self._is_stopping():
-                    logger.warning("stopping while the hub is away: %s (%s)", otherwise, error)
+                    logger.warning(
+                        "stopping while the hub is unavailable: %s (%s)", otherwise, error
+                    )
                     return None
                 if time.monotonic() - began > for_s:
                     raise
-                logger.warning("the hub is away, waiting for it: %s", error)
+                logger.warning("the hub is unavailable, waiting for it: %s", error)
 
     def _give_back(self, batch: LeasedBatch) -> None:
         try:
@@ -274,7 +276,7 @@ class Leader:
                 continue
             except HubUnavailable as error:
                 if backoff.num_failed == 0:
-                    logger.warning("the hub is away, waiting for it: %s", error)
+                    logger.warning("the hub is unavailable, waiting for it: %s", error)
                 time.sleep(backoff.next())
                 continue
             if backoff.num_failed > 0:

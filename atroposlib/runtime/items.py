@@ -1,17 +1,32 @@
-"""Running one item, and what its failure means. Shared by serve and process.
+"""Items in flight: started as capacity allows, run as owned tasks, and what the failure of one means.
 
 A failure is data: counted by type, the item retried a few times, and when one type fails many times in a row without
-a success in between, that error ends the run. An engine that is away is no failure of the item.
+a success in between, that error ends the run. An unavailable engine is no failure of the item: it waits, and one item
+at a time tries whether the engine is back. `process.py` uses `Work` and `Outcomes` without the rest.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
-from collections import Counter
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from atroposlib.errors import EnvError
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.collecting import collect_timed
+from atroposlib.envs.env_config import EvalHandlingEnum, max_workers
+from atroposlib.errors import EngineUnavailable, EnvError, cause_of
+from atroposlib.inference.servers.sampling_notes import noting_sampling
+from atroposlib.runtime.capacity import Load, num_to_start
+from atroposlib.runtime.exits import as_failures
+from atroposlib.runtime.hub_link import HubLink
+from atroposlib.runtime.outbox import Outbox, sampling_for
+from atroposlib.runtime.timings import Timings
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +61,7 @@ class Outcomes:
         self.num_without_groups = 0
         """Items whose worker returned nothing: the author's own way to skip one."""
         self.num_put_back = 0
-        """Attempts that ended because the engine was away; they cost the item nothing."""
+        """Attempts that ended because the engine was unavailable; they cost the item nothing."""
         self.by_type: Counter[str] = Counter()
         """Every failed attempt."""
         self.given_up: Counter[str] = Counter()
@@ -70,7 +85,7 @@ class Outcomes:
         )
 
     def succeeded(self, *, gave_groups: bool) -> None:
-        """Count an item that came to its end."""
+        """Count a finished item."""
         self._consecutive.clear()
         if gave_groups:
             self.num_with_groups += 1
@@ -105,9 +120,316 @@ class Outcomes:
             f"{self.num_without_groups} gave none, {self.given_up.total()} given up "
             f"({_listed(self.given_up)}), {self.num_unfinished} unfinished; "
             f"failed attempts: {_listed(self.by_type)}; "
-            f"put back for an absent engine: {self.num_put_back}"
+            f"put back for an unavailable engine: {self.num_put_back}"
         )
 
 
 def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
+
+
+class EngineOutage:
+    """Whether the engine is unavailable, and when one item may try it again."""
+
+    def __init__(self, timings: Timings) -> None:
+        self._timings = timings
+        self._backoff = timings.backoff()
+        self._retry_at: float | None = None
+        self._reminded_at = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the last attempt found no engine."""
+        return self._retry_at is not None
+
+    def may_try(self) -> bool:
+        """Whether it is time for the next attempt."""
+        return time.monotonic() >= (self._retry_at or 0.0)
+
+    def begin(self, error: BaseException) -> None:
+        """Note an attempt that found no engine; logged when it begins, and as a reminder."""
+        now = time.monotonic()
+        is_news = self._retry_at is None
+        if is_news or now - self._reminded_at >= self._timings.engine_reminder_s:
+            self._reminded_at = now
+            logger.warning("the engine is unavailable; items wait until it answers: %s", error)
+        if is_news or now >= (self._retry_at or 0.0):
+            self._retry_at = now + self._backoff.next()
+
+    def end(self) -> None:
+        """Note that the engine answered."""
+        if self._retry_at is not None:
+            self._retry_at = None
+            self._backoff.reset()
+            logger.info("the engine answers again")
+
+
+class StartTask(Protocol):
+    """Starts a task of the run, which cancels it at its end."""
+
+    def __call__(self, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]: ...
+
+
+class Items:
+    """The items of one serving environment: those in flight, and those to try again.
+
+    `env.running_items` and `env.workers` mirror them for the author. `on_change` is called when an item ends,
+    `on_fatal` with the error that ends the run.
+    """
+
+    def __init__(
+        self,
+        env: BaseEnv,
+        link: HubLink,
+        outbox: Outbox,
+        timings: Timings,
+        *,
+        start_task: StartTask,
+        on_change: Callable[[], None],
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self._env = env
+        self._link = link
+        self._outbox = outbox
+        self._timings = timings
+        self._start_task = start_task
+        self._on_change = on_change
+        self._on_fatal = on_fatal
+        self._retries: deque[Work] = deque()
+        self._work: dict[str, Work] = {}
+        """What each of `running_items` is, with its failures so far."""
+        self._engine = EngineOutage(timings)
+        self._idle_since: float | None = None
+        self._num_idle_reminders = 0
+        self.outcomes = Outcomes(max_consecutive=env.config.max_consecutive_failures)
+
+    # Starting
+
+    def _allowed(self) -> int:
+        """Return how many items to start now."""
+        env, config, status = self._env, self._env.config, self._link.status
+        if status is None or self._link.is_away or self._outbox.is_away:
+            return 0
+        workers = max_workers(
+            configured=config.max_num_workers,
+            per_node=config.max_num_workers_per_node,
+            num_servers=len(env.server.servers),
+        )
+        env.max_num_workers = workers
+        if env.eval_runner is not None and not env.eval_runner.done():
+            if config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
+                return 0
+            if config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN:
+                workers = max(1, int(workers * config.eval_limit_ratio))
+        allowed = num_to_start(
+            Load(
+                max_workers=workers,
+                running=len(env.running_items),
+                held=self._link.num_uncounted,
+                group_size=config.group_size,
+                batch_size=config.batch_size,
+                max_batches_offpolicy=config.max_batches_offpolicy,
+                queue_size=status.queue_size,
+                self_queue_size=status.self_queue_size,
+                unallocated_fraction=status.unallocated_fraction,
+                min_batch_allocation=config.min_batch_allocation,
+            )
+        )
+        if not self._engine.is_on:
+            return allowed
+        return min(1, allowed) if self._engine.may_try() and not env.running_items else 0
+
+    async def start(self) -> None:
+        """Start what `capacity` allows: items to retry, then the backlog, then fresh ones."""
+        num_started = self._allowed()
+        for started in range(num_started):
+            work = await self._next_work()
+            if work is None:
+                num_started = started
+                break
+            key = str(uuid.uuid4())
+            self._work[key] = work
+            task = self._start_task(self._work_on(key, work), name=f"item-{key[:8]}")
+            self._env.running_items[key] = {
+                "item": work.item,
+                "worker": task,
+                "start_time": time.time(),
+            }
+            self._env.workers.add(task)
+            task.add_done_callback(functools.partial(self._ended, key))
+        if num_started:
+            self._env.workers_added_list.append(num_started)
+
+    async def _next_work(self) -> Work | None:
+        """Return the oldest item to retry, then the author's backlog, then a fresh one."""
+        if self._retries:
+            return self._retries.popleft()
+        if self._env.backlog:
+            return self._begin(self._env.backlog.pop(0))
+        try:
+            with as_failures():
+                item = await self._env.get_next_item()
+        except Exception as error:  # noqa: BLE001 - the author's code; counted, and it may end the run
+            self.outcomes.log_failure("get_next_item", error)
+            self.outcomes.failed(error, began_after=self.outcomes.num_failed)
+            return None
+        if item is None:
+            self.remind_idle("get_next_item() returns None")
+            return None
+        self.not_idle()
+        return self._begin(item)
+
+    def _begin(self, item: Any) -> Work:
+        self.outcomes.num_begun += 1
+        return Work(item=item)
+
+    def not_idle(self) -> None:
+        """Note that the author's code made something."""
+        self._idle_since = None
+
+    def remind_idle(self, reason: str) -> None:
+        """Log from time to time that the author's code makes nothing; nothing else shows why the run stands still."""
+        now = time.monotonic()
+        if self._idle_since is None or self._env.running_items:
+            self._idle_since, self._num_idle_reminders = now, 0
+            return
+        waited_s = now - self._idle_since
+        if waited_s >= self._timings.no_item_reminder_s * (self._num_idle_reminders + 1):
+            self._num_idle_reminders += 1
+            status = self._link.status
+            logger.warning(
+                "nothing to do for %.0f s: %s (step %d, policy version %s)",
+                waited_s,
+                reason,
+                self._env.curr_step,
+                None if status is None else status.policy_version,
+            )
+
+    # Running
+
+    async def _work_on(self, key: str, work: Work) -> None:
+        """Run one item through the environment's `handle_env`; a failure of an override is the item's."""
+        work.is_settled = False
+        work.began_after = self.outcomes.num_failed
+        try:
+            with as_failures():
+                groups = await self._env.handle_env(key)
+        except Exception as raised:  # noqa: BLE001 - boundary: one item
+            if work.is_settled:  # its groups are handed over: asking again would give them twice
+                self.outcomes.log_failure("handle_env after the item's end", cause_of(raised))
+            else:
+                self._failed(work, cause_of(raised))
+            return
+        if not work.is_settled:  # an override that does not call the default
+            self._succeeded(work, gave_groups=bool(groups))
+
+    def _ended(self, key: str, task: asyncio.Task[Any]) -> None:
+        """Forget an item, also one that was cancelled before it began."""
+        self._work.pop(key, None)
+        self._env.running_items.pop(key, None)
+        self._env.workers.discard(task)
+        self._on_change()
+
+    async def run_item(self, key: str) -> Any:
+        """Collect, postprocess and hand over; a failure is counted and the item tried again."""
+        env = self._env
+        entry = env.running_items.get(key)
+        if entry is None:
+            logger.warning("item %s is not running", key)
+            return None
+        work = self._work.get(key) or Work(item=entry["item"])
+        try:
+            with as_failures(), noting_sampling(), sampling_for(self._outbox.experiment):
+                groups, backlog = await collect_timed(env, work.item)
+                if groups:
+                    await env.handle_send_to_api(groups, work.item)
+                    env.last_completed_item = groups
+            env.backlog.extend(backlog)  # not before: a group that is refused is asked for again
+        except Exception as raised:  # noqa: BLE001 - boundary: one item
+            self._failed(work, cause_of(raised))
+            return None
+        finally:
+            env.running_items.pop(key, None)
+            self._on_change()
+        self._succeeded(work, gave_groups=bool(groups))
+        return groups
+
+    def _succeeded(self, work: Work, *, gave_groups: bool) -> None:
+        work.is_settled = True
+        self.outcomes.succeeded(gave_groups=gave_groups)
+        self._engine.end()
+
+    def _failed(self, work: Work, error: BaseException) -> None:
+        work.is_settled = True
+        if isinstance(error, EngineUnavailable) or (
+            # It spent its time waiting for an engine: no fault of the item.
+            isinstance(error, TimeoutError) and not self._has_healthy_engine()
+        ):
+            self._retries.append(work)
+            self.outcomes.num_put_back += 1
+            self._engine.begin(error)
+            return
+        self.outcomes.log_failure("item", error)
+        work.num_failures += 1
+        if work.num_failures < self._env.config.max_item_attempts:
+            self._retries.append(work)
+        else:
+            self.outcomes.given_up[type(error).__name__] += 1
+            logger.error(
+                "item given up after %d attempts: %s", work.num_failures, type(error).__name__
+            )
+        try:
+            self.outcomes.failed(error, began_after=work.began_after)
+        except Exception as fatal:  # noqa: BLE001 - raised again by the run
+            self._on_fatal(fatal)
+
+    def _has_healthy_engine(self) -> bool:
+        return any(server.server_healthy for server in self._env.server.servers)
+
+    # Stopping
+
+    async def sample_again(self) -> None:
+        """Cancel the items in flight and queue them anew: the trainer has begun another experiment."""
+        under_way = dict(self._work)
+        workers = [self._env.running_items[key]["worker"] for key in under_way]
+        logger.warning(
+            "the trainer has begun another experiment; %d items under way are sampled again, and the hub refuses the"
+            " groups of the earlier one",
+            len(under_way),
+        )
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        unsettled = [work for work in under_way.values() if not work.is_settled]
+        self.outcomes.num_put_back += len(unsettled)
+        self._retries.extend(unsettled)
+
+    async def drain(self, hurry: asyncio.Event) -> None:
+        """Let items in flight finish; those that do not, or were to be tried again, go to `backlog` and into the log.
+
+        Without an engine none of them can, as when everything is stopped at once.
+        """
+        items = set(self._env.workers)
+        if items:
+            logger.info("%d items may finish within %.0f s", len(items), self._timings.drain_s)
+        deadline = time.monotonic() + self._timings.drain_s
+        while items and not hurry.is_set() and self._may_have_engine():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            # Signals and engines are looked at once per tick.
+            done, _ = await asyncio.wait(
+                items,
+                timeout=min(left_s, self._timings.tick_s),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            items -= done
+        unfinished = [entry["item"] for entry in self._env.running_items.values()]
+        unfinished += [work.item for work in self._retries]
+        if unfinished:
+            self._env.backlog[:0] = unfinished
+            logger.warning("%d items were not finished", len(unfinished))
+
+    def _may_have_engine(self) -> bool:
+        servers = self._env.server.servers
+        return any(server.server_healthy or not server.is_known for server in servers)

@@ -219,7 +219,7 @@ class Outbox:
     async def run(
         self, hub: HubClient, *, env_id: Callable[[], int], reregister: Reregister
     ) -> None:
-        """Send held groups until cancelled; retry while the hub is away, re-register when it forgot us.
+        """Send held groups until cancelled; retry while the hub is unavailable, re-register when it forgot us.
 
         Raises `HubRejected` when the hub refuses the token: then every group is still held.
         """
@@ -331,7 +331,7 @@ class Outbox:
     async def _wait_for_hub(self, error: HubUnavailable) -> None:
         if not self.is_away:
             self.is_away = True
-            logger.warning("the hub is away; holding %d groups: %s", self.num_held, error)
+            logger.warning("the hub is unavailable; holding %d groups: %s", self.num_held, error)
         await self._sleep(self._backoff.next(asked_s=error.retry_after_s))
 
     def _drop(self, reason: str, detail: str) -> None:

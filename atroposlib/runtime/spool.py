@@ -2,23 +2,26 @@
 
 Invariant: a group stays in some file until the hub has stored it. Sending it twice is harmless, because it keeps its
 group id. A file belongs to one hub address, one environment name and one experiment; groups made at a later step than
-the trainer's are left alone, too. Used by `serve.py` only; it does not decide when.
+the trainer's are left alone, too. Used by `serve.py` only, which decides when.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from atroposlib.errors import GroupError
+from atroposlib.envs.base import BaseEnv
+from atroposlib.errors import EnvError, GroupError, HubUnavailable
+from atroposlib.runtime.outbox import Outbox
 from atroposlib.scored_data import ScoredGroup, Strictness
 from atroposlib.wire import join_packed, pack_group, split_packed, unpack_group
 
@@ -144,7 +147,92 @@ def _claim_one(
     return Spooled(path=path, groups=groups, _file=file)
 
 
-def close_all(files: Iterable[Spooled]) -> None:
-    """Give every claim back."""
-    for file in files:
-        file.close()
+class Spool:
+    """The files of one run: those of earlier runs that it claimed, and the one it may leave."""
+
+    def __init__(self, env: BaseEnv, outbox: Outbox) -> None:
+        self._env = env
+        self._outbox = outbox
+        self._owner = Owner(
+            hub_url=env.config.rollout_server_url.rstrip("/"), environment=env.registered_name
+        )
+        self._folder = spool_folder(env.config.data_path_to_save_groups)
+        self._claimed: list[Spooled] = []
+
+    def send_earlier(self) -> None:
+        """Queue the groups that an earlier run of this name left behind."""
+        if self._claimed or self._outbox.num_accepted:
+            return  # registered again; this run's own groups are in the outbox
+        self._claimed = claim(
+            self._folder,
+            owner=self._owner,
+            experiment=self._outbox.experiment,
+            step=self._env.curr_step,
+        )
+        groups = [group for file in self._claimed for group in file.groups]
+        if groups:
+            names = ", ".join(str(file.path) for file in self._claimed)
+            logger.info("sending %d groups that an earlier run left in %s", len(groups), names)
+            self._outbox.restore(groups, self._delete_claimed)
+
+    async def deliver_rest(
+        self, *, first_s: float, rest_s: float, hurry: asyncio.Event
+    ) -> HubUnavailable | EnvError | None:
+        """Deliver what is held within `first_s + rest_s`, or leave it in a file; return that as an error.
+
+        After `first_s` the groups are on disk as well. `hurry` ends the waiting.
+        """
+        if not await self._flush(first_s, hurry):
+            return None
+        path = new_path(self._folder, self._owner)
+        await self._write(path)
+        if not await self._flush(rest_s, hurry):
+            path.unlink(missing_ok=True)
+            return None
+        what = f"{self._outbox.num_held} groups could not be delivered to {self._owner.hub_url}"
+        error: HubUnavailable | EnvError
+        if await self._write(path):
+            error = HubUnavailable(
+                f"{what}; they are in {path}, and the next serve of {self._owner.environment!r} sends them first"
+            )
+        else:
+            error = EnvError(f"{what} and are lost: {path} cannot be written")
+        logger.error("%s", error)
+        return error
+
+    def close(self) -> None:
+        """Give every claim back."""
+        for file in self._claimed:
+            file.close()
+
+    async def _flush(self, patience_s: float, hurry: asyncio.Event) -> int:
+        """Wait until nothing is held, the time is over or `hurry` is set; return the number still held."""
+        flush = asyncio.create_task(self._outbox.flush(patience_s))
+        hurried = asyncio.create_task(hurry.wait())
+        await asyncio.wait({flush, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (flush, hurried):
+            task.cancel()
+        await asyncio.gather(flush, hurried, return_exceptions=True)
+        return self._outbox.num_held
+
+    async def _write(self, path: Path) -> bool:
+        """Write every held group to `path`; files of earlier runs, whose rest is among them, are removed then."""
+        try:
+            await asyncio.to_thread(
+                write,
+                path,
+                self._outbox.held,
+                owner=self._owner,
+                experiment=self._outbox.experiment,
+                step=self._env.curr_step,
+            )
+        except OSError as error:
+            logger.error("%s cannot be written: %s", path, error)
+            return False
+        self._delete_claimed()
+        return True
+
+    def _delete_claimed(self) -> None:
+        for file in self._claimed:
+            file.delete()
+        self._claimed.clear()

@@ -391,7 +391,7 @@ class LeaseTrainer:
                 _crash_if(crash_at == "committed")
 
     def _retry(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Repeat while the hub is away. Raises `_Stopped` when told to stop."""
+        """Repeat while the hub is unavailable. Raises `_Stopped` when told to stop."""
         while not self.must_stop.is_set():
             try:
                 return call(*args, **options)

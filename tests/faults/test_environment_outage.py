@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.base import APIServerConfig
+from atroposlib.runtime import hub_link
 from atroposlib.runtime import serve as serving
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.pace import Pace
@@ -49,7 +50,7 @@ class SkippingClock:
         self._select = selector.select
         monkeypatch.setattr(time, "monotonic", self.now)
         monkeypatch.setattr(selector, "select", self._select_or_skip)
-        monkeypatch.setattr(serving, "Pace", functools.partial(Pace, clock=self.now))
+        monkeypatch.setattr(hub_link, "Pace", functools.partial(Pace, clock=self.now))
 
     def now(self) -> float:
         return self._real() + self._skipped_s
@@ -189,8 +190,8 @@ async def test_hub_away_for_an_hour_costs_no_group(
             within_s=BACK_S,
         )
         # One state change each way is one line each; an hour of attempts is none.
-        assert log.text.count("the hub is away; starting no new work") == 1
-        assert log.text.count("the hub is away; holding") == 1
+        assert log.text.count("the hub is unavailable; starting no new work") == 1
+        assert log.text.count("the hub is unavailable; holding") == 1
         assert log.text.count("the hub answers again") == 1
         assert log.text.count("the hub is back") == 1
         assert log.text.count("registering again") == (comes_back == "empty")

@@ -1,0 +1,255 @@
+"""A serving environment's control calls to its hub: registration, the newest status, and leaving.
+
+Owns their retries and their pace: calls pass a `Pace`, on average one per second at most, and are repeated until the
+hub answers. What the hub has queued is learned from its answers to our own groups and from one long poll. An original
+hub answers polls at once and is thus polled once per second; an environment that has nothing in flight then hears of
+shorter steps once per second, and makes at most `max_batches_offpolicy` batches in that time. Sending groups is the
+outbox's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from atroposlib.client import EnvRegistration, EnvStatus, HubClient, UnknownEnvironment
+from atroposlib.envs.base import BaseEnv
+from atroposlib.errors import ConfigError, EnvError, HubError, HubUnavailable
+from atroposlib.runtime.metrics import start_wandb
+from atroposlib.runtime.outbox import Outbox
+from atroposlib.runtime.pace import Pace
+from atroposlib.runtime.timings import Timings
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class HubLink:
+    """One environment's place at one hub. `on_news` is called whenever the status changes."""
+
+    def __init__(
+        self,
+        env: BaseEnv,
+        hub: HubClient,
+        outbox: Outbox,
+        timings: Timings,
+        *,
+        on_news: Callable[[], None],
+    ) -> None:
+        self._env = env
+        self._hub = hub
+        self._outbox = outbox
+        self._timings = timings
+        self._on_news = on_news
+        self._pace = Pace(burst=timings.control_burst, refill_s=timings.control_refill_s)
+        self._backoff = timings.backoff()
+        self._uid = uuid.uuid4().hex
+        """Tells the hub that a registration is this process again."""
+        self._registering = asyncio.Lock()  # the driver and the outbox may both notice a lost id
+        self._follows_total_steps = env.config.total_steps == -1
+        """The trainer says how many steps there are, each one anew."""
+        self._num_polls = 0
+        self._stored_at_status = 0
+        self.is_away = False
+        """The hub did not answer the last control call."""
+        self.status: EnvStatus | None = None
+        """The newest; None until the hub has told one for the present registration."""
+        outbox.on_status = self._take_answer
+
+    @property
+    def num_uncounted(self) -> int:
+        """Groups that are finished but not counted in the queue sizes of `status`."""
+        return self._outbox.num_held + self._outbox.num_stored - self._stored_at_status
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the trainer has taken its last step."""
+        return self.status is not None and self.status.current_step >= self._env.config.total_steps
+
+    # Registration
+
+    async def register(self) -> bool:
+        """Ask for an id until the hub gives one; return whether the trainer has begun another experiment."""
+        env = self._env
+        is_first = True
+        while (answer := await env._register_env())["status"] != "success":
+            if is_first:
+                logger.info("waiting for the trainer to start")
+                is_first = False
+            await asyncio.sleep(self._timings.register_s)
+        registration = EnvRegistration.model_validate(answer)
+        env.env_id = registration.env_id
+        self.status = None
+        env.wandb_prepend = registration.wandb_name
+        env.checkpoint_dir = registration.checkpoint_dir
+        env.checkpoint_interval = registration.checkpoint_interval
+        env.curr_step = registration.starting_step
+        if self._follows_total_steps:
+            if registration.num_steps == -1:
+                raise ConfigError("total_steps: -1, but the trainer has no number of steps either")
+            env.config.total_steps = registration.num_steps
+        logger.info("registered as %r (id %d)", registration.wandb_name, registration.env_id)
+        is_another = self._outbox.experiment not in (None, registration.experiment)
+        self._outbox.experiment = registration.experiment
+        return is_another
+
+    async def ask_for_id(self) -> dict[str, Any]:
+        """Return the hub's answer to one registration."""
+        env, config = self._env, self._env.config
+
+        def ask() -> Any:
+            return self._hub.register_env(
+                desired_name=env.registered_name,
+                max_token_length=config.max_token_length,
+                weight=config.inference_weight,
+                group_size=config.group_size,
+                min_batch_allocation=config.min_batch_allocation,
+                env_uid=self._uid,
+            )
+
+        registration = await self._call(ask)
+        if registration is None:
+            return {"status": "wait for trainer to start"}
+        answer: dict[str, Any] = registration.model_dump()
+        return answer
+
+    async def register_again(self, old_id: int) -> None:
+        """Register anew, unless that was done since `old_id` was given."""
+        async with self._registering:
+            if self._env.env_id == old_id:
+                await self._env.register_env()
+                await self.learn_batch()
+
+    async def learn_batch(self) -> None:
+        """Let the environment read the hub's figures, then check that a group fits a batch."""
+        config = self._env.config
+        await self._env.get_server_info()
+        if 0 < config.batch_size < config.group_size:
+            raise ConfigError(
+                f"group_size: {config.group_size} sequences do not fit the trainer's batch of "
+                f"{config.batch_size}; lower group_size or raise the trainer's batch_size"
+            )
+
+    async def read_info(self) -> None:
+        """Take the batch size and the token limit from the hub, where it knows them."""
+        env = self._env
+        info = await self._call(self._hub.info)
+        if info.batch_size != -1:
+            env.config.batch_size = info.batch_size
+        if info.max_token_len != -1:
+            env.max_token_len = info.max_token_len
+
+    async def start_wandb(self) -> None:
+        """Wait for the trainer's project, then open the run."""
+        if not self._env.config.use_wandb:
+            return
+        info = await self._call(self._hub.wandb_info)
+        while info.project is None:
+            await asyncio.sleep(self._timings.register_s)
+            info = await self._call(self._hub.wandb_info)
+        start_wandb(self._env, project=info.project, group=info.group)
+
+    async def disconnect(self) -> None:
+        """Tell the hub that this environment leaves; a hub that does not answer is only logged."""
+        if self._env.env_id is None:
+            return
+        try:
+            async with asyncio.timeout(self._timings.disconnect_s):
+                await self._hub.disconnect_env(self._env.env_id, env_uid=self._uid)
+        except (HubError, TimeoutError) as error:
+            logger.warning("could not tell the hub that this environment leaves: %s", error)
+
+    # Status
+
+    async def watch(self) -> None:
+        """Keep one status request open at the hub, until cancelled."""
+        env = self._env
+        while True:
+            num_polls = self._num_polls
+            await env.get_status()
+            if self._num_polls == num_polls:  # an override that asks in its own way
+                self._take_over(env.status_dict)
+                await self._pace.turn()
+
+    async def poll_status(self) -> None:
+        """Wait for news from the hub and keep them in `status_dict`."""
+        self._num_polls += 1
+        await self._call(self._poll)
+
+    async def _poll(self) -> None:
+        """Ask for news once; register again when the hub has forgotten this environment."""
+        env_id, known, stored = self._env.env_id or 0, self.status, self._outbox.num_stored
+        try:
+            status = await self._hub.status_env(
+                env_id,
+                # After an outage, probe instead of long-polling.
+                wait_s=0.0 if known is None or self.is_away else self._timings.poll_wait_s,
+                seen_step=None if known is None else known.current_step,
+                seen_policy=None if known is None else known.policy_version,
+                env_uid=self._uid,
+                experiment=self._outbox.experiment,
+            )
+        except UnknownEnvironment:
+            logger.warning("the hub does not know this environment any more; registering again")
+            await self.register_again(env_id)
+            return
+        if env_id == self._env.env_id:
+            self._take_poll(status, known, stored)
+
+    def _take_over(self, status_dict: dict[str, Any]) -> None:
+        """Take the status that an author's own `get_status` left."""
+        try:
+            self._set_status(EnvStatus.model_validate(status_dict))
+        except ValidationError as error:
+            faults = ", ".join(f"{fault['loc'][0]}: {fault['msg']}" for fault in error.errors())
+            raise EnvError(f"get_status left an unusable status_dict: {faults}") from error
+
+    def _take_answer(self, status: EnvStatus) -> None:
+        """Take the status that came with the answer to groups; it counts every group stored so far."""
+        self._stored_at_status = self._outbox.num_stored
+        self._set_status(status)
+
+    def _take_poll(self, status: EnvStatus, known: EnvStatus | None, stored: int) -> None:
+        """Take the status of a request made when `known` was the newest and `stored` groups were stored.
+
+        Groups stored since then may or may not be in it: they are counted once more, which errs on the side of too few
+        items, unless the hub's answer to them has told more meanwhile.
+        """
+        latest = self.status
+        if latest is None or latest is known:
+            self._stored_at_status = stored
+            self._set_status(status)
+        elif status.current_step > latest.current_step:
+            self._stored_at_status = self._outbox.num_stored
+            self._set_status(status)
+        elif known is not None and status.policy_version != known.policy_version:
+            newer = {"policy_version": status.policy_version}
+            self._set_status(latest.model_copy(update=newer))
+
+    def _set_status(self, status: EnvStatus) -> None:
+        self.status, self._env.status_dict = status, status.model_dump()
+        self._on_news()
+
+    async def _call(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a control call until the hub answers; the owner of its retries, and of their pace."""
+        while True:
+            await self._pace.turn()
+            try:
+                result = await request()
+            except HubUnavailable as error:
+                if not self.is_away:
+                    self.is_away = True
+                    logger.warning("the hub is unavailable; starting no new work: %s", error)
+                await asyncio.sleep(self._backoff.next(asked_s=error.retry_after_s))
+                continue
+            if self.is_away:
+                self.is_away = False
+                logger.info("the hub answers again")
+            self._backoff.reset()
+            return result

@@ -334,7 +334,7 @@ async def test_deadline_spent_waiting_for_the_engine_is_no_failure() -> None:
 
 
 async def test_environment_at_full_speed_needs_no_control_calls() -> None:
-    """The answers to groups tell what there is room for: with one control call per minute, batches come all the same."""
+    """The answers to groups tell what there is room for: one control call per minute is enough."""
     timings = replace(FAST, control_refill_s=60.0, poll_wait_s=10.0)
     async with LoopbackHub(batch_size=4) as hub:
         env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=3)

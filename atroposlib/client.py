@@ -7,12 +7,12 @@ Both speak packed groups to our hub and JSON to an original server, and mark the
 `HubClient` makes one attempt per call: retries belong to the environment runtime. `TrainerClient`
 retries its control calls itself; `batch()` and `lease_batch()` are one attempt.
 
-    HubUnavailable     nobody answered, 5xx or "later": the same call may succeed later
+    HubUnavailable     no answer, 5xx or "later": the same call may succeed later
     HubRejected        the hub refused: the same call will not succeed
     |- UnknownEnvironment     register the environment again
     |- AnotherExperiment      the groups were sampled for an experiment that is over
     |- TrainerNotRegistered   register the trainer again
-    `- LeaseExpired           somebody else may get, or have, the batch
+    `- LeaseExpired           another trainer may get, or have, the batch
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class UnknownEnvironment(HubRejected):
 
 
 class AnotherExperiment(HubRejected):
-    """The groups were sampled for an experiment that is no longer the run's: nobody will train on them."""
+    """The groups were sampled for an experiment that is no longer the run's: they will not be trained on."""
 
 
 class TrainerNotRegistered(HubRejected):

@@ -4,10 +4,10 @@
     |- ConfigError(ValueError)        a flag, a file or a constructor argument is wrong
     |- GroupError(ValueError)         a scored group is malformed; carries a path: `sequences[2].masks`
     |- HubError                       talking to the trajectory API
-    |  |- HubUnavailable              nobody answers, or 5xx: the same request may succeed later
+    |  |- HubUnavailable              no answer, or 5xx: the same request may succeed later
     |  `- HubRejected                 4xx: the same request will never succeed
     |- EngineError                    talking to an inference server
-    |  |- EngineUnavailable           nobody answers, or 5xx
+    |  |- EngineUnavailable           no answer, or 5xx
     |  |- EngineRejected              4xx
     |  `- EngineProtocolError         it answered something that cannot be used
     |- EnvError                       an environment broke its contract

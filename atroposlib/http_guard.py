@@ -1,4 +1,4 @@
-"""Which requests a server that asks for no secret refuses: those that a web page in somebody's browser sent.
+"""Which requests a server that asks for no secret refuses: those that a web page in a person's browser sent.
 
 A page can make a browser on this machine send requests to a server on loopback. It cannot read the answers, but it
 need not. Two rules stop it: a request of another site is refused, and so is one whose Host is none of this machine's
@@ -20,7 +20,7 @@ Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
 """Header names and values as ASGI has them in `scope["headers"]`, in any case."""
 
 CROSS_SITE = "requests of web pages from other sites are refused"
-"""What a client is told about `is_cross_site`."""
+"""The answer to a request that `is_cross_site`."""
 
 _OTHER_SITES = frozenset({"cross-site", "same-site"})
 """Values of Sec-Fetch-Site for a page of another origin. "Same site" ignores the port: http://localhost:3000 may be

@@ -46,7 +46,7 @@ class Sample:
     is_supervised: bool
     """Train by maximum likelihood (override `sft`): the tokens were not sampled, so there is no ratio."""
     is_silenced: bool
-    """The environment took the advantage away (`set_advantage_to_zero`): no later normalisation may give it one."""
+    """The environment set the advantage to zero (`set_advantage_to_zero`): no later normalisation may change it."""
     group: int
     """Position of its group in the batch."""
 

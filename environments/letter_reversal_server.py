@@ -72,7 +72,7 @@ class LetterReversalEnv(BaseEnv):
         return next(self.training_prompts)
 
     def _say_what_is_awaited(self) -> None:
-        """Log once per step whose weights take long; whoever only collects groups never publishes any."""
+        """Log once per step whose weights take long; a caller that only collects groups never publishes any."""
         now = time.monotonic()
         if self.awaited_step != self.curr_step:
             self.awaited_step, self.awaited_since = self.curr_step, now

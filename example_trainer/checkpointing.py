@@ -56,7 +56,7 @@ class Checkpoints:
         """Tidy up for a run that takes the step after `start` next; every process must call it.
 
         Removes what a killed process left half done or did not come to remove, and moves checkpoints of later steps to
-        `earlier_run_<n>/`: the run takes those steps again, and a crash must not make it go on from where an abandoned
+        `earlier_run_<n>/`: the run takes those steps again, and a crash must not make it resume from where an abandoned
         run was.
         """
         if self.world.is_main and self.save_path.is_dir():
@@ -78,7 +78,7 @@ class Checkpoints:
         if (self.save_path / "metrics.jsonl").is_file():
             shutil.copy2(self.save_path / "metrics.jsonl", aside)
         logger.warning(
-            "checkpoints of steps that this run takes again are now in %s: %s (--resume goes on from the newest)",
+            "checkpoints of steps that this run takes again are now in %s: %s (--resume resumes from the newest)",
             aside,
             ", ".join(f"step_{step}" for step in steps),
         )
@@ -275,7 +275,8 @@ def _load_tensors(
     stored = reader.read_metadata().state_dict_metadata
     for name, parameter in _trained(policy):
         if not any(key.startswith(f"optimizer.{name}.") for key in stored):
-            optimizer.state.pop(parameter, None)  # it never had a gradient: an expert nobody chose
+            # It never had a gradient: an expert that no token chose.
+            optimizer.state.pop(parameter, None)
     tensors = _tensors(policy, optimizer)
     with _without_warnings():
         checkpoint.load(tensors, storage_reader=reader, no_dist=world.size == 1)

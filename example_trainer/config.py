@@ -240,10 +240,10 @@ class TrainerConfig(BaseModel):
     keep_last: int | None = Field(None, ge=1, description="checkpoints to keep; None: all of them")
     resume: bool = Field(
         False,
-        description="go on from the newest checkpoint in save_path, or begin anew where there is none",
+        description="resume from the newest checkpoint in save_path, or start a new run where there is none",
     )
     resume_from: Path | None = Field(
-        None, description="go on from this step_<N> directory instead of the newest"
+        None, description="resume from this step_<N> directory instead of the newest"
     )
     metrics_path: Path | None = Field(
         None, description="JSON lines, one object per step; None: <save_path>/metrics.jsonl"

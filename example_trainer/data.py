@@ -157,7 +157,7 @@ class Row:
     teacher: Teacher | None
     is_supervised: bool
     is_silenced: bool
-    """The environment took its advantage away: no normalisation may give it one."""
+    """The environment set its advantage to zero: no normalisation may change it."""
     temperature: float
     """Of the distribution whose logprobs are trained; 1 for supervised sequences, whose likelihood is the model's."""
     version: int

@@ -139,7 +139,7 @@ class Leader:
 
     def announce(self, version: int) -> None:
         self._published = version
-        self._patiently("it has not heard of the policy", lambda: self._hub.publish_policy(version))
+        self._patiently("it does not know the policy", lambda: self._hub.publish_policy(version))
 
     def next_groups(self, step: int) -> list[ScoredGroup] | None:
         self._leased = None
@@ -188,9 +188,7 @@ class Leader:
             )
 
     def checkpointed(self, step: int, path: Path) -> None:
-        self._patiently(
-            "it has not heard of the checkpoint", lambda: self._hub.checkpoint(step, path)
-        )
+        self._patiently("it does not know the checkpoint", lambda: self._hub.checkpoint(step, path))
 
     def queue_size(self) -> int | None:
         try:
@@ -235,7 +233,7 @@ class Leader:
         )
         self.experiment = reply.experiment or self.experiment
         self._is_resumed = (
-            True  # from here on; a hub that forgets the run is told the step to resume from
+            True  # from here on; a hub that forgets the run gets the step to resume from
         )
         if reply.set_aside is not None:
             logger.warning(

@@ -253,7 +253,7 @@ def build_model(
     """Return the model with adapters, kernels and checkpointing as configured, on the CPU.
 
     Without weights it is on the device of the context. What the checkpoint holds in 16 bits and "auto" leaves so is
-    trained in float32 all the same: `World.fill` widens it.
+    still trained in float32: `World.fill` widens it.
     """
     name = config.model_name
     settings = AutoConfig.from_pretrained(name)

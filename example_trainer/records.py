@@ -56,7 +56,7 @@ class MetricsLog:
         last: Mapping[str, Any] | None = None,
         is_main: bool = True,
     ) -> None:
-        """Begin a file, or go on with the lines of the first `start` steps; only the first process writes.
+        """Begin a file, or keep the lines of the first `start` steps; only the first process writes.
 
         `last`: metrics of step `start`, whose line is missing when the run ended right after its checkpoint.
         """
@@ -70,7 +70,7 @@ class MetricsLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.touch()
             kept = _lines_until(self.path, start)
-            # Cut, not written anew: the lines that stay are on the disk at every moment.
+            # Truncated, not rewritten: the lines that stay are on the disk at every moment.
             os.truncate(self.path, sum(map(len, kept)))
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
@@ -84,7 +84,7 @@ class MetricsLog:
             self._run = self._open_chart(config, goes_on=start > 0)
 
     def _open_chart(self, config: TrainerConfig, *, goes_on: bool) -> Any:
-        """Begin a run at wandb, or go on with the one whose id an earlier life of this run has left."""
+        """Begin a run at wandb, or resume the one whose id an earlier process of this run has left."""
         note = config.save_path / "wandb.json"
         before = {}
         if goes_on and note.is_file():

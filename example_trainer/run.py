@@ -2,7 +2,7 @@
 
 The engine is started once and takes new weights in place; with `--bridge restart` the trainer starts it itself. A part
 that dies ends the run: the trainer finishes its step, saves, and the command fails with the end of that part's log.
-`--resume` goes on from there. Only what was started here is stopped.
+`--resume` continues from there. Only what was started here is stopped.
 
     atropos-grpo-run --model m --run_hub --environment environments/gsm8k_server.py -- --env.group_size 8
 """

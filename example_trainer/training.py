@@ -2,7 +2,7 @@
 
 A policy version is the number of steps behind its weights; version 0 is the initial model. One batch is leased per
 step, so that nothing waits here and goes stale, and acknowledged once the weights contain it: a batch whose trainer
-died is trained by the next one. A run that goes on from a checkpoint is sent again what was trained after it.
+died is trained by the next one. A run that resumes from a checkpoint gets again what was trained after it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def train(config: TrainerConfig) -> None:
             save_checkpoint(saved, policy, optimizer, version, feed)
             saved_version = version
         if not is_finished:
-            logger.info("stopped after step %d; --resume goes on from there", version)
+            logger.info("stopped after step %d; --resume continues from there", version)
             return
         final = config.save_path / ("final_adapter" if config.lora else "final_model")
         policy.save(final)

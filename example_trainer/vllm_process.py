@@ -1,6 +1,6 @@
 """An inference engine (or another server) that this process owns: its command line, its port, when it is healthy.
 
-A port that somebody else listens on is refused before anything starts. The engine may live in another virtual
+A port that another process listens on is refused before anything starts. The engine may live in another virtual
 environment (vLLM pins its own torch and transformers): it is started by that environment's Python and spoken to over
 HTTP only. Called by `bridges/`, `run.py`, the demo and the tests; it does not know what the engine serves.
 """

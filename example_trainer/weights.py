@@ -129,7 +129,7 @@ def _remove_if_abandoned(path: Path) -> None:
     try:
         descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
-        return  # somebody else's, or not locked yet
+        return  # another process's, or not locked yet
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)

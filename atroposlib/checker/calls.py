@@ -64,7 +64,7 @@ async def within(
         await asyncio.wait({task}, timeout=GRACE_S)
         raise Unfinished(f"{what} did not end within {timeout_s:g} s")
     if task.cancelled():
-        raise Unfinished(f"{what} ended with CancelledError, but nobody cancelled it")
+        raise Unfinished(f"{what} ended with CancelledError, but it was not cancelled")
     error = task.exception()
     if error is None:
         return task.result()

@@ -503,7 +503,7 @@ class _Check:
         """A place that stalled the loop in two runs blocks it; once is an import, or bad luck."""
         stalls = self.watch.stalls
         for where in dict.fromkeys(stall.where for stall in stalls):
-            # A stall that nobody saw may have been at any place.
+            # A stall that was not observed may have been anywhere.
             here = [stall for stall in stalls if stall.where in (where, None)]
             if len({stall.run for stall in here}) >= 2 and not (
                 where is None and self._has_failed("loop_stays_free")

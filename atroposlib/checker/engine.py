@@ -1,6 +1,6 @@
 """The engine of the check: it answers with texts that the check chooses, and remembers every token it sampled.
 
-Its tokenizer joins pairs of letters, its samples never do. Whoever turns an answer into text and back into tokens
+Its tokenizer joins pairs of letters, its samples never do. Code that turns an answer into text and back into tokens
 therefore gets other tokens than were sampled: the drift that real tokenizers show now and then, here every time.
 """
 
@@ -95,7 +95,7 @@ class Sample:
 
 
 class ProbeEngine(ServerHarness):
-    """Gives answer i to the i-th completion of a prompt, and goes on with it in later turns."""
+    """Gives answer i to the i-th completion of a prompt, and continues it in later turns."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(

@@ -53,7 +53,7 @@ def faults_of(view: SequenceView, samples: Sequence[Sample], tokenizer: Any) -> 
 def texts_said(samples: Sequence[Sample]) -> dict[int, str]:
     """Return, for every scripted answer, all that was said with it: the turns of its conversation joined.
 
-    Where tokens were sampled, what was asked for as text only belongs to nobody's sequence.
+    Where tokens were sampled, what was asked for as text only belongs to no sequence.
     """
     said: dict[int, str] = {}
     with_tokens = [sample for sample in samples if sample.tokens]

@@ -2,8 +2,8 @@
 
 `LoopWatch.selector` belongs into the event loop: the time between two of its `select` calls is the time in which
 nothing else could run. What the thread spent waiting for a CPU, or for a thread it starts to begin, is taken off, so
-that a busy machine accuses nobody. A second thread looks at where the loop's thread is meanwhile. Counts of handles
-and children come from /proc or /dev/fd; None where the system has neither.
+that a busy machine causes no false finding. A second thread looks at where the loop's thread is meanwhile. Counts of
+handles and children come from /proc or /dev/fd; None where the system has neither.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stall:
     """Value of `LoopWatch.run` at the time."""
     seconds: float
     where: str | None
-    """The author's innermost function and where it begins, `function (file:line)`; None if nobody saw it."""
+    """The author's innermost function and where it begins, `function (file:line)`; None if it was not observed."""
 
 
 class LoopWatch:
@@ -127,7 +127,7 @@ class LoopWatch:
             return
         blocked_s = time.monotonic() - turned_at
         if blocked_s <= BLOCKED_S or self._busy_run < 0 or self._is_killed:
-            return  # what was killed is told by the error
+            return  # the error names what was killed
         blocked_s -= _cpu_wait_s(self._schedstat) - self._waited_s + self._starting_s
         if blocked_s > BLOCKED_S and (self._where is not None or not self._was_seen):
             self.stalls.append(Stall(run=self._busy_run, seconds=blocked_s, where=self._where))

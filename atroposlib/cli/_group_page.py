@@ -62,7 +62,7 @@ def _group(group: ScoredGroup, decode: Decode, *, images: bool) -> str:
     return (
         f'<p class="note">{html.escape(_facts(group, scores))}</p>{attached}'
         f"<h3>What all sequences begin with</h3>{_text(prefix, images=images)}"
-        f"<h3>How each goes on, and its score</h3>{''.join(rows)}"
+        f"<h3>How each continues, and its score</h3>{''.join(rows)}"
     )
 
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 WAIT_S = 10.0
 """One long poll; an original server answers at once, and the client then waits a second."""
 GIVE_UP_AFTER_S = 600.0
-"""For how long a hub may be away."""
+"""How long a hub may be unavailable."""
 
 Row: TypeAlias = dict[str, Any]
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -69,8 +69,8 @@ def write_rows(
 ) -> None:
     """Write exactly `num_seqs_to_save` rows.
 
-    Raises ConfigError before the hub is spoken to if the file cannot be written, and EnvError when messages are to be
-    saved and a group has none.
+    Raises ConfigError before the first call to the hub if the file cannot be written, and EnvError when messages are to
+    be saved and a group has none.
     """
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s"

@@ -413,7 +413,7 @@ def _check_prerequisites(config: DemoConfig) -> None:
     if config.vllm_python is not None and shutil.which(config.vllm_python) is None:
         raise ConfigError(f"--vllm_python {config.vllm_python}: there is no such program")
     if config.engine == "local" and config.vllm_python is not None:
-        raise ConfigError("--vllm_python is for --engine vllm; add that or leave this away")
+        raise ConfigError("--vllm_python is for --engine vllm; add that or omit this")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """`inference-node-wandb-watcher` logs which inference servers of a node answer, once per step of the run.
 
-Invariant: it outlives hubs, servers and wandb that are away for a while; what failed is in its log. Reads only.
+Invariant: it survives outages of hubs, servers and wandb; what failed is in its log. Reads only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`atropos-grpo plot RUN`: the curves of a run as one picture, from the metrics file that every run leaves.
 
-Also while the run goes on. `atropos-grpo` starts this as a process.
+Also while the run continues. `atropos-grpo` starts this as a process.
 """
 
 from __future__ import annotations

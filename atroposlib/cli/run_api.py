@@ -1,6 +1,6 @@
 """`run-api` serves the hub.
 
-One process; what the hub holds is on the disk unless `--memory` is given, and a restart goes on where it stopped. It
+One process; what the hub holds is on the disk unless `--memory` is given, and a restart resumes. It
 refuses to be reached from other machines without a token. Nothing is watched and nothing restarts it: a store that
 breaks ends the process with exit code 1, and the next start recovers what was stored.
 """
@@ -416,11 +416,11 @@ def _check_exposure(config: RunApiConfig, tokens: TokenSet | None) -> None:
         raise ConfigError(
             f"--host {config.host} is reachable from other machines and the hub has no token: give"
             f" it one (--token, --tokens FILE, or {TOKEN_VARIABLE}), or listen on 127.0.0.1;"
-            " --insecure starts it all the same"
+            " --insecure starts it anyway"
         )
     if tokens is None:
         print(
-            f"warning: --insecure: whoever reaches {config.host} can read and add data",
+            f"warning: --insecure: anyone who reaches {config.host} can read and add data",
             file=sys.stderr,
             flush=True,
         )

@@ -22,7 +22,7 @@ from atroposlib.scored_data import ScoredGroup
 
 GROUPS_PER_STEP = 8
 RETRY_FOR_S = 3.0
-"""Somebody waits in front of the page."""
+"""A person waits for the page."""
 
 
 class ViewConfig(BaseModel):
@@ -64,7 +64,7 @@ def run(argv: Sequence[str] | None, model: type[ViewConfig], *, prog: str, image
             page.launch(
                 server_name=config.host, server_port=config.port or None, share=config.share
             )
-        except OSError as e:  # gradio's words name no flag of ours
+        except OSError as e:  # gradio's message names none of our flags
             raise AtroposError(
                 f"cannot serve the page on {config.host}:{config.port}: {e}; choose another --port"
             ) from e

@@ -4,7 +4,7 @@ Everything that touches the model, the cache or the lists of sequences runs on t
 commands to its queue and hold `concurrent.futures.Future`s. Sequences join and leave at every decode step; identical
 prompts admitted together are prefilled once. Weights are swapped between two steps, and every completion says under
 which weight versions its tokens were sampled. If the thread dies, every waiting future gets the reason and every
-later call raises it: nobody waits for ever. No HTTP and no text except stop strings here.
+later call raises it: no caller waits without end. No HTTP and no text except stop strings here.
 """
 
 from __future__ import annotations
@@ -533,7 +533,7 @@ class Engine:
         for request in diverged:
             request.fail(EngineError(_DIVERGED))
         if diverged:
-            # Their other sequences may be waiting or running: nobody will read them.
+            # Their other sequences may be waiting or running: they will not be read.
             self._waiting = deque(s for s in self._waiting if s.request not in diverged)
             ended = [row for row, s in enumerate(sequences) if s.finished or s.request in diverged]
         return ended
@@ -570,7 +570,7 @@ class Engine:
             if self.is_paused and (self._rows or self._waiting):
                 future.set_exception(
                     EngineRejected(
-                        "pause mode 'wait' would wait for ever: the engine is paused with "
+                        "pause mode 'wait' would never end: the engine is paused with "
                         f"{len(self._rows)} running and {len(self._waiting)} waiting sequences; "
                         "resume first, or pause with mode 'abort'"
                     )

@@ -536,7 +536,7 @@ def run(config: EngineConfig) -> int:
         try:
             warm_up(loaded.engine)
             host, port = listener.getsockname()[:2]
-            listener.listen(_BACKLOG)  # whoever reads the line below may connect at once
+            listener.listen(_BACKLOG)  # a reader of the line below may connect immediately
             logger.info("serving %s on http://%s:%s", loaded.model_name, host, port)
             return asyncio.run(_serve(loaded, listener))
         finally:

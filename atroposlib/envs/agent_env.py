@@ -63,7 +63,7 @@ class AgentEnvConfig(DatasetEnvConfig):
     tool_parser: str | None = "hermes"
     """How the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, deepseek_v3, ...; None: as text."""
     max_context_tokens: int = Field(default=0, ge=0)
-    """Tokens of one conversation; the agent is told when it is too long. 0: what the trainer takes, where known."""
+    """Tokens of one conversation; the agent gets an error when it is longer. 0: the trainer's limit, where known."""
     max_agent_output_bytes: int = Field(default=2**20, ge=1)
     """What `run_command` reads of a program's output before it gives up on it."""
 
@@ -260,7 +260,7 @@ class AgentEnv(DatasetEnv):
         async with self.agent_session(split) as session:
             try:
                 answer = await self._answer_of(row, session)
-            except Exception as failure:  # boundary: one run of somebody else's program
+            except Exception as failure:  # boundary: one run of an agent's program
                 if session.engine_errors:
                     raise session.engine_errors[-1] from failure
                 failures.append(failure)

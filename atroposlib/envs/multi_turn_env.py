@@ -70,7 +70,7 @@ class Step(NamedTuple):
     """What an answer leads to."""
 
     reply: str | Sequence[Mapping[str, Any]] = ()
-    """What the model is told next: a user message's text, or messages. Not sent when done."""
+    """What comes next: a user message's text, or messages. Not sent when done."""
     reward: Outcome = 0.0
     """For this answer; None or a `RewardFailure` when it could not be judged, which ends the episode unscored."""
     done: bool = False

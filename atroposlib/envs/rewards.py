@@ -140,7 +140,7 @@ class RewardWorkers:
         return outcome
 
     def _count(self, failure: RewardFailure) -> None:
-        """Log the first failure of each reason, and every hundredth, where somebody sees it."""
+        """Log the first failure of each reason, and every hundredth, at a visible level."""
         self.failures[failure.reason] += 1
         count = self.failures[failure.reason]
         level = logging.WARNING if count == 1 or count % 100 == 0 else logging.DEBUG
@@ -199,7 +199,7 @@ class _Worker:
         self._line_limit = max_output_bytes + _TAIL_BYTES + 1024
         self._process: asyncio.subprocess.Process | None = None
         self._first_byte: asyncio.Task[bytes] | None = None
-        """Of the next reply; done while the worker is idle when something was written that nobody asked for."""
+        """Of the next reply; done while the worker is idle when it wrote something unasked."""
         self._drain: asyncio.Task[None] | None = None
         self._stderr_tail = b""
         self.num_unasked = 0
@@ -340,12 +340,13 @@ class _Worker:
         self._first_byte = self._drain = None
         if process is None:
             return
-        # Before anything is awaited: the keeper ends them all when the pipe is closed, even if nobody waits for that.
+        # Before anything is awaited: the keeper ends them all when the pipe is closed, even if no caller waits for
+        # that.
         if process.stdin is not None and not process.stdin.is_closing():
             process.stdin.transport.abort()
         if _IS_LINUX:
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()  # a fork of ours may hold the pipe open
+                process.terminate()  # a fork of this process may hold the pipe open
         else:
             _kill_group(process.pid)
         try:
@@ -456,7 +457,7 @@ def _collect(child: int) -> int | None:
 
 
 def _children() -> list[int]:
-    """Return this process's children, dead ones that nobody has collected included."""
+    """Return this process's children, unreaped dead ones included."""
     found: list[int] = []
     for task in os.listdir("/proc/self/task"):
         try:
@@ -500,7 +501,7 @@ def _serve(settings: dict[str, Any]) -> None:
 
 
 class _Warnings(logging.Handler):
-    """Keeps this library's warnings for the next reply: nobody reads a worker's stderr."""
+    """Keeps this library's warnings for the next reply: a worker's stderr is not read."""
 
     def __init__(self, level: int) -> None:
         super().__init__(level)

@@ -53,7 +53,7 @@ _CHILD = Path(sandbox_child.__file__).read_text(encoding="utf-8")
 _STDERR_TAIL_BYTES = 4000
 _NUM_OPEN_FILES = 128
 _FIRST_USER = 1 << 30
-"""User ids from here on belong to nobody on an ordinary system; each running sandbox has one."""
+"""User ids from here on are unused on an ordinary system; each running sandbox has one."""
 _USERS_PER_PROCESS = 64
 _PID_BITS = 22
 """Process ids are below 2**22 (proc(5), pid_max)."""

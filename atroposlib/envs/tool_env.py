@@ -48,7 +48,7 @@ You can call tools. To call one, write its name and arguments as JSON between ta
 <tool_call>
 {"name": "tool name", "arguments": {"argument name": "value"}}
 </tool_call>
-Then stop; you are given the result and go on from there. An answer without a call is final.
+Then stop; you get the result and continue from there. An answer without a call is final.
 These are the tools, with the JSON schema of their arguments:
 <tools>
 %s
@@ -61,7 +61,7 @@ class ToolEnvConfig(MultiTurnEnvConfig):
     tool_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one call may take."""
     max_tool_output_chars: int = Field(default=4000, ge=1)
-    """Longer results are cut, and the model is told."""
+    """Longer results are cut, and the text says so."""
     escape_special_tokens: bool = True
     """Put a space into texts of results that the tokenizer would read as special tokens: `<|im_end|>` becomes
     `< |im_end|>`, else it would end the message. False: results are passed on as they are."""
@@ -84,7 +84,7 @@ class MalformedCall:
 
 
 class ToolFailure(Exception):
-    """A call failed; the message is told to the model, `kind` is what it is counted as."""
+    """A call failed; the message goes to the model, `kind` is the counter."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -251,7 +251,7 @@ class ToolEnv(MultiTurnEnv):
         except Exception as error:  # boundary: one tool call
             logger.log(
                 logging.DEBUG if self.counts["tool_error_exception"] else logging.WARNING,
-                "the tool %s failed; the model is told",
+                "the tool %s failed; the model gets the error as its result",
                 call.name,
                 exc_info=error,
             )
@@ -299,7 +299,7 @@ async def call_function(
     *,
     abandoned: list[threading.Thread] | None = None,
 ) -> Any:
-    """Call `function`, a plain one in a thread of its own that nobody has to wait for when it hangs.
+    """Call `function`, a plain one in its own thread, which is abandoned when it hangs.
 
     Cancelled, it leaves the thread, and adds it to `abandoned`.
     """
@@ -324,7 +324,7 @@ async def call_function(
             error = raised
         except BaseException as raised:  # noqa: BLE001 - SystemExit must not end the environment
             error = RuntimeError(repr(raised))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
             loop.call_soon_threadsafe(settle, value, error)
 
     # asyncio.to_thread would keep the process from ending while a tool hangs.
@@ -421,7 +421,7 @@ def parse_hermes_calls(answer: str) -> list[ToolCall | MalformedCall]:
 
 
 def _text_of(result: Any, call: ToolCall | MalformedCall) -> str:
-    """Return a result as the model is told it; raises ToolFailure for a value that has no text."""
+    """Return a result as text for the model; raises ToolFailure for a value that has no text."""
     try:
         return str.__str__(result) if isinstance(result, str) else json.dumps(result, default=str)
     except (Exception, SystemExit) as error:  # a value's own methods may raise anything
@@ -433,7 +433,7 @@ def _text_of(result: Any, call: ToolCall | MalformedCall) -> str:
 def _describe(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}".removesuffix(": ")
-    except (Exception, SystemExit):  # noqa: BLE001 - of somebody else's exception
+    except (Exception, SystemExit):  # noqa: BLE001 - a foreign exception's own code
         return type(error).__name__
 
 

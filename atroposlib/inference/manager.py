@@ -45,7 +45,7 @@ from atroposlib.inference.slurm import inference_urls, list_hostnames
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORTS = (9004, 9005, 9006, 9007)
-"""Where the original looks for local servers when it is told nothing."""
+"""Where the original looks for local servers when none are configured."""
 
 DEFAULT_TOOL_PARSER = "hermes"
 """What a proxy parses tool calls with unless told otherwise."""
@@ -151,7 +151,7 @@ class ServerManager:
         return whole
 
     async def _parts(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
-        """Make the calls that together give `n` completions, each to the server that is freest at that moment."""
+        """Make the calls that together give `n` completions, each to the server that is least loaded at that moment."""
         n = int(kwargs.get("n") or 1)
         if n <= self.max_n_completions:
             return [await self._call_one(method, kwargs)]
@@ -231,7 +231,7 @@ class ServerManager:
         best_rank = (False, False, 0)
         for server in servers:
             if not server.server_healthy:
-                server.look_again()  # nobody waits for it, so nobody else asks
+                server.look_again()  # no request waits for it, so nothing else probes it
                 continue
             rank = (server not in after, not server.is_avoided, server.num_free(split))
             if best is None or rank > best_rank:
@@ -429,7 +429,7 @@ def expand_configs(configs: Configs, *, slurm: bool) -> list[APIServerConfig]:
 
 
 def _at_url(config: ServerBaseline, url: str) -> APIServerConfig:
-    # "x": servers that are told nothing about keys get the original's placeholder.
+    # "x": servers configured without a key get the original's placeholder.
     values = {"api_key": "x", **config.model_dump(), "base_url": url}
     values["api_key"] = values["api_key"] or "x"
     return APIServerConfig(**values)

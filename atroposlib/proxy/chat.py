@@ -75,7 +75,7 @@ ENGINE_NAMES = (
     "repetition_penalty",
     "logit_bias",
 )
-"""What may be said about sampling, by whoever opens a session and by the agent."""
+"""Sampling parameters that the opener of a session and the agent may set."""
 
 
 DISTRIBUTION_KEPT = frozenset({"max_tokens", "stop", "stop_token_ids"})

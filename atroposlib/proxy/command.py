@@ -3,7 +3,7 @@
     python -m atroposlib.proxy.command --config proxy.json --port 9100
 
 A session's URL is `http://host:port/<uuid>/v1`; agents that take only a key use `http://host:port/v1` with the uuid as
-API key. Whoever knows a uuid may use that session; opening, listing and `/setup` need the token where there is one.
+API key. Anyone who knows a uuid may use that session; opening, listing and `/setup` need the token where there is one.
 `create_app` makes the application, `main` is the command. Tokens are the business of `ManagedServer`, not of this file.
 """
 
@@ -52,9 +52,9 @@ def create_app(
 ) -> Starlette:
     """Return the proxy's ASGI application; its `Sessions` are `app.state.sessions`.
 
-    `token` guards opening, listing and `/setup`; without one they are open to whoever reaches the port. A private proxy
-    has no such routes, nor those for a session's sequences: its sessions are opened, read and closed in this process.
-    The manager stays the caller's to close.
+    `token` guards opening, listing and `/setup`; without one they are open to anyone who reaches the port. A private
+    proxy has no such routes, nor those for a session's sequences: its sessions are opened, read and closed in this
+    process. The manager stays the caller's to close.
     """
     if getattr(server_manager, "use_proxy", False):
         raise ConfigError("a proxy cannot stand on a proxy; unset proxy_url and ATROPOS_PROXY_URL")
@@ -115,7 +115,7 @@ def serve(argv: Sequence[str] | None) -> int:
     if token is None and not config.insecure and not is_loopback(config.host):
         raise ConfigError(
             f"--host {config.host} is reachable from other machines and there is no token: set {TOKEN_VARIABLE}"
-            " or --token, or listen on 127.0.0.1; --insecure starts it all the same"
+            " or --token, or listen on 127.0.0.1; --insecure starts it anyway"
         )
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"

@@ -80,7 +80,7 @@ def too_long(message: str) -> ProxyError:
 
 
 def error_for(error: Exception) -> ProxyError | None:
-    """Return what a client is told about an error; None for a bug of ours."""
+    """Return a client's view of an error; None for a bug here."""
     if isinstance(error, ProxyError):
         return error
     if isinstance(error, RecursionError):

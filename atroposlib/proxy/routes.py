@@ -318,7 +318,7 @@ class Routes:
         if key is not None and not _same(request.headers.get(OWNER_HEADER), key):
             raise ProxyError(
                 403,
-                f"the sequences of this session belong to whoever opened it: send {OWNER_HEADER}",
+                f"the sequences of this session belong to its opener: send {OWNER_HEADER}",
                 type="permission_error",
                 code="not_the_owner",
             )

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 DEFAULT_TOOL_PARSER = "hermes"
 _NUM_REMEMBERED = 10_000
-"""Expired sessions whose clients are told so; older ones are merely unknown."""
+"""Expired sessions that are still answered with 410; older ones are unknown."""
 
 _ANSWERS: ContextVar[list[TokenCompletions] | None] = ContextVar("_ANSWERS", default=None)
 """What the engine answered within the current call."""
@@ -66,12 +66,12 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """What whoever opens a session decides, and the agent cannot change."""
+    """What the opener of a session decides and the agent cannot change."""
 
     tool_parser: str | None = DEFAULT_TOOL_PARSER
     track_tree: bool = False
     base_url: str | None = None
-    """Which engine; None: the freest."""
+    """Which engine; None: the least loaded."""
     max_tokens: int = 1024
     """Of one answer, where the agent does not say."""
     max_context_tokens: int | None = None
@@ -79,7 +79,7 @@ class SessionOptions:
     sampling: Mapping[str, Any] | None = None
     """Replaces what the agent asks for, such as {"temperature": 1.0}."""
     needs_tokens: bool = True
-    """Refuse an API without token ids. False: talk to it all the same, without sequences (to evaluate it)."""
+    """Refuse an API without token ids. False: use it without sequences, to evaluate it."""
     split: str | None = None
     """Budget of the engine: train or eval; None: what the request says."""
     keeps_distribution: bool = False
@@ -234,7 +234,7 @@ class Session:
     async def run(
         self, call: Coroutine[Any, Any, T], *, gone: Coroutine[Any, Any, None] | None = None
     ) -> T:
-        """Await a call of this session; cancel it when the session closes, or when `gone` says that nobody waits."""
+        """Await a call of this session; cancel it when the session closes or the client disconnects (`gone`)."""
         if self.closed_by is not None:  # while the body of the request arrived
             call.close()
             if gone is not None:
@@ -249,7 +249,7 @@ class Session:
                 {task} if watch is None else {task, watch}, return_when=asyncio.FIRST_COMPLETED
             )
             if not task.done():
-                raise ProxyError(499, "the client went away", code="client_gone")
+                raise ProxyError(499, "the client disconnected", code="client_gone")
             if task.cancelled():
                 raise self.closed_by or ProxyError(503, "the proxy is shutting down")
             result = task.result()

@@ -247,7 +247,7 @@ def _env_config(
     if own.get("wandb_name") is None:
         forced["wandb_name"] = env_cls.name or env_cls.__name__
     if mode != "serve" and "use_wandb" not in defaults.model_fields_set:
-        forced["use_wandb"] = False  # both work offline; wandb only where somebody asked for it
+        forced["use_wandb"] = False  # both work offline; wandb only where it is configured
     if mode == "process":
         forced |= {"ensure_scores_are_not_same": False, "include_messages": True}
         if not defaults.data_path_to_save_groups:

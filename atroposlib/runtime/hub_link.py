@@ -53,7 +53,7 @@ class HubLink:
         """Tells the hub that a registration is this process again."""
         self._registering = asyncio.Lock()  # the driver and the outbox may both notice a lost id
         self._follows_total_steps = env.config.total_steps == -1
-        """The trainer says how many steps there are, each one anew."""
+        """Each trainer that registers says how many steps there are."""
         self._num_polls = 0
         self._stored_at_status = 0
         self.is_away = False
@@ -120,7 +120,7 @@ class HubLink:
         return answer
 
     async def register_again(self, old_id: int) -> None:
-        """Register anew, unless that was done since `old_id` was given."""
+        """Register again, unless that was done since `old_id` was given."""
         async with self._registering:
             if self._env.env_id == old_id:
                 await self._env.register_env()

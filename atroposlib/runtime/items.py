@@ -389,7 +389,7 @@ class Items:
     # Stopping
 
     async def sample_again(self) -> None:
-        """Cancel the items in flight and queue them anew: the trainer has begun another experiment."""
+        """Cancel the items in flight and queue them again: the trainer has begun another experiment."""
         under_way = dict(self._work)
         workers = [self._env.running_items[key]["worker"] for key in under_way]
         logger.warning(

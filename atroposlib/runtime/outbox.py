@@ -290,7 +290,7 @@ class Outbox:
         return min(2 * size, MAX_GROUPS_PER_SEND)
 
     def _hub_answered(self) -> None:
-        """The hub took groups, or refused them for good: either way it is there again."""
+        """The hub accepted or refused groups: either way it is available again."""
         self._backoff.reset()
         if self.is_away:
             self.is_away = False
@@ -464,7 +464,7 @@ def experiment_of_item() -> str | None:
 
 
 class Reregister(Protocol):
-    """Registers again unless somebody already replaced `old_id`; returns when the environment is known."""
+    """Registers again unless `old_id` was already replaced; returns when the environment is known."""
 
     async def __call__(self, old_id: int) -> None: ...
 

@@ -146,12 +146,12 @@ def _keep(
 ) -> bool:
     """Count a failure and queue the item again; True when it will be tried again.
 
-    An engine that stayed away for its whole waiting time (`health_wait_s`) ends the run.
+    An engine that was unavailable for its whole waiting time (`health_wait_s`) ends the run.
     """
     if isinstance(error, EngineUnavailable):
         raise error
     outcomes.log_failure("item", error)
-    outcomes.failed(error, began_after=outcomes.num_failed)  # nobody waits: end at once
+    outcomes.failed(error, began_after=outcomes.num_failed)  # no retry: end now
     work.num_failures += 1
     if work.num_failures >= env.config.max_item_attempts:
         outcomes.given_up[type(error).__name__] += 1

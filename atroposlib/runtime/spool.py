@@ -41,7 +41,7 @@ class Owner:
 
 @dataclass(slots=True, kw_only=True)
 class Spooled:
-    """A file that this process has claimed; nobody else reads it until `close` or `delete`."""
+    """A file that this process has claimed; no other process reads it until `close` or `delete`."""
 
     path: Path
     groups: list[ScoredGroup]

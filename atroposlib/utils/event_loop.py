@@ -1,4 +1,4 @@
-"""An event loop whose rounds stay short, however many answers have come: for processes of ours.
+"""An event loop whose rounds stay short, however many answers arrive. Used by this package's own processes.
 
 asyncio handles everything that the kernel reports before it looks at its timers again. When hundreds of answers have
 come at once, or a server has closed as many idle connections, that is one round of 100 ms. Here a round takes a few;

@@ -1,4 +1,4 @@
-"""Keep the garbage collector from stopping an event loop: for processes of ours, never at the import of the library.
+"""Keep the garbage collector from stopping an event loop. Called by this package's own processes, never at import.
 
 With thousands of requests in flight the defaults of CPython (3.11: 700, 10, 10) look through the whole heap again and
 again, for 0.1 to 0.5 s each time. Reference counting frees nearly everything here; cycles are still found, later.

@@ -1,6 +1,6 @@
 """The demo's task: reverse five letters. Rows are generated, split by a hash, and scored exactly.
 
-`abcde>` is answered by `edcba` and the end-of-sequence token. A prompt belongs to one split for ever
+`abcde>` is answered by `edcba` and the end-of-sequence token. A prompt always belongs to the same split
 (CRC-32 of its text), so no held-out prompt is ever trained on, whatever the seed. Used by the
 environment (`environments/letter_reversal_server.py`) and by the demo's warm-up and evaluation.
 Standard library only.

@@ -19,7 +19,7 @@ _ALIGNED_KEYS = (
     "distill_token_ids",
     "distill_logprobs",
 )
-"""Per-token fields of a step: they do not fit tokens that were made anew."""
+"""Per-token fields of a step: they do not fit tokens that were encoded again."""
 
 Step = dict[str, Any]
 """One step of a trajectory: parallel lists with one entry per alternative."""
@@ -88,7 +88,7 @@ def ensure_trajectory_token_limit(
 
     From a step that is too long the oldest messages after the first one go, an observation together with the reply
     to it, the same number in every alternative; the first message, the last observation and the last reply stay.
-    What is left is tokenised anew (only the last reply is trained), so the step's other per-token fields become
+    What is left is tokenised again (only the last reply is trained), so the step's other per-token fields become
     None. Steps that lack a needed key, or that do not fit even so, are left out, with a warning.
     """
     kept = []

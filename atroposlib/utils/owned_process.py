@@ -44,7 +44,7 @@ class OwnedProcess:
     `name` is how messages call it. `env` is the whole environment (None: inherit). Output goes to the end of
     `log_path`.
 
-    As a context manager it is ready inside the block and gone after it. Without the block, whoever calls `start()`
+    As a context manager it is ready inside the block and gone after it. Without the block, the caller of `start()`
     calls `stop()` in a `finally`. On Linux the program also ends when the starting *thread* ends without either, for
     instance by SIGKILL: start it from a thread that lives as long as the program should.
     """
@@ -187,7 +187,7 @@ class OwnedProcess:
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # nobody was left
+            pass  # no process was left
 
 
 def _tied_to_this_process(argv: list[str]) -> list[str]:

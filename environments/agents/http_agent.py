@@ -27,9 +27,7 @@ def ask(messages: list[dict[str, str]]) -> str:
 
 def answer(question: str) -> str:
     draft = ask([{"role": "user", "content": question}])
-    review = (
-        f"{question}\nSomebody answered: {draft}\nReply with the right number and nothing else."
-    )
+    review = f"{question}\nAnother model answered: {draft}\nReply with the right number and nothing else."
     return ask([{"role": "user", "content": review}])
 
 

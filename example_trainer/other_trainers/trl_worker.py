@@ -44,8 +44,8 @@ class HubRolloutWorker:
     """TRL's `RolloutWorkerProtocol`: the hub's batches as samples.
 
     `hub` stays the caller's to close, after the training. Environments must sample ahead of the trainer, by a batch at
-    least: TRL takes the next micro-batch before it trains on one, and waits for ever on environments that wait for its
-    weights.
+    least: TRL takes the next micro-batch before it trains on one, and never stops waiting for environments that wait
+    for its weights.
     """
 
     def __init__(self, hub: TrainerClient, run: TrainerRegistration) -> None:

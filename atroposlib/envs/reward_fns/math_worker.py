@@ -1,6 +1,6 @@
 """Judge mathematical answers in worker processes, for callers that are not async.
 
-math-verify can hang for ever and needs the main thread for its own time limit; here it only runs in a process of
+math-verify can hang and needs the main thread for its own time limit; here it only runs in a process of
 `envs.rewards`, which is killed at its deadline. One pool per Python process, started when it is first needed.
 """
 

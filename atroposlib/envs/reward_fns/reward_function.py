@@ -1,7 +1,7 @@
 """The base of all reward functions: compute raw values, weigh them, log them.
 
 A completion never raises out of a call: what goes wrong while scoring is logged, counted in `failures` and worth 0.
-Mistakes of the setup (a missing extra, a wrong argument of ours: `AtroposError`) do raise, because they would make
+Mistakes of the setup (a missing extra, a wrong argument: `AtroposError`) do raise, because they would make
 every reward 0.
 """
 

@@ -1,4 +1,4 @@
-"""The engine behind the routes: how long generations take, how many go on at once, and under which weights.
+"""The engine behind the routes: how long generations take, how many run at once, and under which weights.
 
 Invariant: every sampled token belongs to exactly one weight version, the one in force when it was sampled. Its clock
 stands still while generation is paused. Routes call `generate`; nothing here knows HTTP.
@@ -69,7 +69,7 @@ class Sample:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A generation that goes on."""
+    """A running generation."""
 
     began_s: float
     first_token_s: float

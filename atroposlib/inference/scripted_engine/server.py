@@ -140,7 +140,7 @@ class ScriptedEngine:
 
     async def start(self) -> None:
         """Listen; raises OSError when the port is taken."""
-        # A client that goes away ends its generation, as in vLLM.
+        # A client that disconnects ends its generation, as in vLLM.
         self._web = web.Server(self._handle, handler_cancellation=True, access_log=None)
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
@@ -179,7 +179,7 @@ class ScriptedEngine:
         return self._generator.script
 
     def set_script(self, script: Script) -> None:
-        """Behave so from now on; generations that go on keep the pace they began with."""
+        """Behave so from now on; running generations keep the pace they began with."""
         self._generator.script = script
         self._schedule = Schedule(script, now_s=time.monotonic())
         self._answers.clear()
@@ -466,7 +466,7 @@ class ScriptedEngine:
         return {"weight_version": self.weight_version}
 
     async def _pause_generation(self, body: dict[str, Any]) -> Any:
-        # SGLang's modes: abort; retract and in_place both go on later.
+        # SGLang's modes: abort; retract and in_place both resume later.
         await self._generator.pause("abort" if body.get("mode", "abort") == "abort" else "keep")
         return {"message": "Generation paused successfully.", "status": "ok"}
 
@@ -531,7 +531,7 @@ async def _misdeliver(request: web.BaseRequest, reply: _Reply, fault: Fault) -> 
         await response.prepare(request)
         await response.write(body[: len(body) // 2])
         if request.transport is not None:
-            request.transport.close()  # `abort` would throw away what was written
+            request.transport.close()  # `abort` would discard what was written
         return response
     if fault.kind == "cut_json":
         body = body[: len(body) // 2]

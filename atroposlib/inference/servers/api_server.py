@@ -5,7 +5,7 @@
 One call has ONE owner of retries: `APIServer._call` for a call that is bound to this server (a session's),
 `ServerManager` for one that may go to another (`moving`). Both count in `Retries`: connection errors, timeouts and 5xx
 are retried up to `max_attempts`; "later" (429, 503) is waiting and uses up no attempt; everything else is raised. Only
-sampling and scoring go through here: nobody saw an answer that was lost, so asking again gives a sample from the same
+sampling and scoring go through here: a lost answer was never seen, so asking again gives a sample from the same
 distribution. Calls that change the server must not. Concrete servers implement the `_..._wrapper` methods; each call is
 one attempt.
 """
@@ -48,7 +48,7 @@ HEALTH_POLL_S = 1.0
 """Pause between two questions to a server that is down; a server that is up is not asked."""
 HEALTH_TIMEOUT_S = 5.0
 HEALTH_REMINDER_S = 5.0
-"""Pause between two looks at a server that is down and that nobody waits for."""
+"""Pause between two probes of a server that is down and that no request waits for."""
 LOAD_POLL_S = 2.0
 """Pause between two looks at a busy server's own figures."""
 MIN_PAUSE_S = 0.01
@@ -273,7 +273,7 @@ class APIServer(ABC):
             self.concurrency.share = max(self.sem.weight, 1.0 / self.sem.max_val)
 
     def num_free(self, split: str = "train") -> int:
-        """Slots of a budget that are not spoken for; negative when requests are waiting.
+        """Free slots of a budget; negative when requests are waiting.
 
         Evaluation that runs at a server makes it less free for training, too.
         """
@@ -363,7 +363,7 @@ class APIServer(ABC):
         return None
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
-        """Ask until the server is up, then set `server_healthy`; stop when nobody waits for it any more."""
+        """Ask until the server is up, then set `server_healthy`; stop when no request waits for it any more."""
         while (fault := await self._find_fault()) is not None:
             self._asked.set()
             if fault != self._health_reason:
@@ -430,7 +430,7 @@ class APIServer(ABC):
         return self._health_reason
 
     def look_again(self) -> None:
-        """Ask a server that is down, at most every HEALTH_REMINDER_S; for servers that nobody waits for."""
+        """Ask a server that is down, at most every HEALTH_REMINDER_S; for servers that no request waits for."""
         if not self.server_healthy and (
             time.monotonic() - self._health_asked_at >= HEALTH_REMINDER_S
         ):

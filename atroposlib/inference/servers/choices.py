@@ -46,7 +46,7 @@ async def run_together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def merge_bodies(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge (chat) completion bodies: all choices, numbered anew, and the sum of the token counts.
+    """Merge (chat) completion bodies: all choices, renumbered, and the sum of the token counts.
 
     The prompt is counted once per request, as it was billed.
     """

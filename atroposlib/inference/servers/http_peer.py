@@ -163,7 +163,7 @@ class HttpPeer:
                 retry_after_s=read_retry_after(retry_after),
             )
         if status == 404 and body.get("model") in self._served and b"does not exist" in answer:
-            # An adapter is unloaded and loaded anew while weights change: the name is missing for some milliseconds.
+            # An adapter is unloaded and loaded again while weights change: the name is missing for some milliseconds.
             raise EngineUnavailable(
                 f"{where} answered 404: {excerpt(answer)}",
                 status=503,

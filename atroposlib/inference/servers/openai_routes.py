@@ -52,7 +52,7 @@ async def import_openai() -> None:
     """Import the types off the event loop before they are needed: it takes about a second, once."""
     if "openai.types.chat" not in sys.modules:
         await asyncio.to_thread(_openai_type, "chat")
-        await turn()  # thousands may have waited for it, and all would go on in this round
+        await turn()  # thousands may have waited for it, and all would run in this round
 
 
 def chat_completion_from(body: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Begin many requests without holding up the event loop: a few in each of its rounds, the others in the next ones.
 
 When two thousand tasks are let go at once, asyncio runs all of them in one round, and nothing else for half a second.
-Whoever awaits `turn` first is one of at most `PER_ROUND` beginnings a round, in order of arrival. Nothing is refused,
+At most `PER_ROUND` callers of `turn` pass per round, in order of arrival. Nothing is refused,
 and a single request waits for nothing. Sessions, calls and attempts begin here; answers are not slowed down.
 """
 

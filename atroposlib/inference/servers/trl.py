@@ -119,7 +119,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
             status, body = await self._peer.get("/health/", timeout_s=HEALTH_TIMEOUT_S)
         except EngineUnavailable as e:
             return str(e)
-        # A 4xx shows that somebody is there; servers with the original's routes need not have this one.
+        # A 4xx shows that a server answers; servers with the original's routes need not have this one.
         if status < 500:
             return None
         return f"GET {self._peer.root}/health/ answered {status}: {excerpt(body)}"

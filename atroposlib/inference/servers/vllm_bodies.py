@@ -30,7 +30,7 @@ NEUTRAL_SAMPLING: dict[str, float] = {
 whose logprobs are reported."""
 
 DEFAULT_MAX_TOKENS = 16
-"""Where `/v1/completions` stops if nothing is said; `/inference/v1/generate` would go on to the model's limit."""
+"""Where `/v1/completions` stops without `max_tokens`; `/inference/v1/generate` would continue to the model's limit."""
 
 NO_LOGPROB = -9999.0
 """vLLM's stand-in for NaN, for minus infinity and for a sampled token that its own figures lack."""

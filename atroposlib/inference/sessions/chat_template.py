@@ -80,7 +80,7 @@ def _text_of(content: Any, *, where: str) -> str:
 def identity(message: Message) -> str:
     """Return what two messages must share to be the same turn: role, name, content, and tool calls but for their ids.
 
-    Tool calls are compared by meaning, because clients write their JSON anew.
+    Tool calls are compared by meaning, because clients serialise their JSON again.
     """
     rest = {key: message[key] for key in _COMPARED_KEYS if message.get(key)}
     content = message.get("content") or ""
@@ -139,7 +139,7 @@ def _facts_of(tokenizer: Any) -> _Facts:
     size = len(tokenizer) if hasattr(type(tokenizer), "__len__") else 0
     try:
         facts = _FACTS.get(tokenizer)
-    except TypeError:  # not hashable, or no weak references: somebody's own class
+    except TypeError:  # not hashable, or no weak references: a class of the author's
         return _find_facts(tokenizer, size)
     if facts is None or facts.size != size:
         facts = _FACTS[tokenizer] = _find_facts(tokenizer, size)
@@ -201,7 +201,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._write_calls = write_calls
         self._dated_template = _dated(getattr(tokenizer, "chat_template", None), datetime.now())
-        """The template with the date of today, if it asks for it: a conversation must not begin anew at midnight."""
+        """The template with one fixed date, if it asks for today's: a change at midnight would break the prefix."""
         self._facts = _facts_of(tokenizer)
 
     # Text.
@@ -216,8 +216,8 @@ class ChatTemplate:
         """Return the text around tracked turns, up to where the model starts writing: [len(tracked) + 1].
 
         `tracked` maps the index of a turn to the end-of-turn text that was sampled with it. If the last message is
-        one to go on with (`is_opened`), its content is not part of the text. None: the template does not show each
-        tracked turn once, in order. Raises ConfigError when the template refuses the messages.
+        one that the model continues (`is_opened`), its content is not part of the text. None: the template does not
+        show each tracked turn once, in order. Raises ConfigError when the template refuses the messages.
         """
         tracked = tracked or {}
         opened = is_opened(messages)
@@ -439,7 +439,7 @@ class _Refused(ConfigError):
 
 
 def is_opened(messages: Sequence[Message]) -> bool:
-    """Whether the last message is one that the model goes on with, rather than one it answers."""
+    """Whether the model continues the last message instead of answering it."""
     return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 

@@ -142,7 +142,7 @@ class ManagedServer:
         After the first call of a session, `choices[i]` is `get_state()["nodes"][i]`; calls made at the same time
         have their nodes in the order of the calls. If the last message is the assistant's, the model continues it.
         With `tools` and a `tool_parser`, calls are in `message.tool_calls`; a stop string is cut from the content and
-        is in `choice.stop_reason`. The nodes hold what was sampled all the same.
+        is in `choice.stop_reason`. The nodes still hold all that was sampled.
         """
         async with self.chat_turn(**kwargs) as completion:
             return completion
@@ -368,7 +368,7 @@ class ManagedServer:
         if not added:
             return self._go_on(match, added, place=None)
         kept = match.tokens(match.stage.num_tokens)
-        # A caller goes on after the stop string, which it did not see: the tokens have it already.
+        # A caller continues after the stop string, which it did not see: the tokens have it already.
         added = added.removeprefix(match.stage.cut)
         return dataclasses.replace(self._after(match, kept, added, place=None), visible_text=prompt)
 

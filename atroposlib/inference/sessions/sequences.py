@@ -1,7 +1,7 @@
 """A conversation as token sequences: which tokens were sampled, with which logprobs, under which weights.
 
 Invariant: `tokens`, `masked_tokens` and `logprobs` of a node are equally long; every sampled token keeps its id, its
-position and its logprob for ever. A turn continues the node whose turns it repeats, else it begins a new node.
+position and its logprob. A turn continues the node whose turns it repeats, else it begins a new node.
 Pure: no tokenizer, no network. `ManagedServer` calls `find_...`, asks the engine, then `commit`.
 """
 
@@ -60,7 +60,7 @@ class SampledMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A point of a node where a later turn may go on: the end of a sampled turn."""
+    """A point of a node that a later turn may continue: the end of a sampled turn."""
 
     num_tokens: int
     end: str
@@ -77,7 +77,7 @@ class Stage:
 
 @dataclass(slots=True, kw_only=True)
 class _Tracked:
-    """A node, which grows, and the places in it where later turns may go on."""
+    """A node, which grows, and the places in it that later turns may continue."""
 
     order: int
     choice: int
@@ -381,7 +381,7 @@ class _Run:
     def __init__(self, node: SequenceNode, start: int, end: int) -> None:
         self.node, self.start, self.end = node, start, end
         self.next: dict[tuple[int, int, float], _Run] = {}
-        """The runs that go on from here, by their first position."""
+        """The runs that continue here, by their first position."""
 
     def insert(self, node: SequenceNode) -> int:
         """Add a sequence and return how many first positions it shares with an earlier one."""

@@ -170,7 +170,7 @@ def _mistral_named(text: str, at: int, reader: Reader) -> tuple[tuple[Call, ...]
 
 
 def _arguments_at(text: str, at: int, reader: Reader) -> tuple[str, int] | None:
-    """Return the arguments that stand at `at`, and where the text goes on."""
+    """Return the arguments that stand at `at`, and where the text continues."""
     start = skip_space(text, at)
     read = reader.read_object(start)
     if read is None:

@@ -79,7 +79,7 @@ class Reader:
 class Object(NamedTuple):
     members: dict[str, Member]
     end: int
-    """Where the text goes on."""
+    """Where the text continues."""
 
 
 def skip_space(text: str, at: int) -> int:

@@ -16,7 +16,7 @@ import transformers
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from atroposlib.engine.sampling import SamplingParams
-from atroposlib.engine.scheduler import Engine, Request
+from atroposlib.engine.scheduler import Engine, EngineRequest
 from atroposlib.engine.server import EngineConfig, load
 
 
@@ -43,7 +43,7 @@ def make_demo_sized_model(directory: Path) -> Path:
     return directory
 
 
-def measure(engine: Engine, name: str, requests: list[Request]) -> None:
+def measure(engine: Engine, name: str, requests: list[EngineRequest]) -> None:
     """Run the requests together and print one row."""
     before = engine.snapshot().result()
     began_s = time.perf_counter()
@@ -81,13 +81,15 @@ def main() -> None:
     for rows in row_counts:
         short = SamplingParams(max_tokens=64, ignore_eos=True)
         prompts = [[i % 250, *range(6)] for i in range(rows)]
-        measure(engine, f"{rows} rows x 64 tokens", [Request(p, short) for p in prompts])
+        measure(engine, f"{rows} rows x 64 tokens", [EngineRequest(p, short) for p in prompts])
         filtered = SamplingParams(max_tokens=64, ignore_eos=True, top_p=0.9, temperature=0.7)
         measure(
-            engine, f"{rows} rows x 64 tokens, top_p 0.9", [Request(p, filtered) for p in prompts]
+            engine,
+            f"{rows} rows x 64 tokens, top_p 0.9",
+            [EngineRequest(p, filtered) for p in prompts],
         )
         mixed = [
-            Request(p, SamplingParams(max_tokens=1 + (37 * i) % 127, ignore_eos=True))
+            EngineRequest(p, SamplingParams(max_tokens=1 + (37 * i) % 127, ignore_eos=True))
             for i, p in enumerate(prompts * 2)
         ]
         measure(engine, f"{2 * rows} rows x 1..127 tokens, joining", mixed)
@@ -96,10 +98,10 @@ def main() -> None:
         measure(
             engine,
             f"{rows // 8} prompts of 256 x n=8 x 8 tokens",
-            [Request(p, eight) for p in long],
+            [EngineRequest(p, eight) for p in long],
         )
         apart = [
-            Request([j % 250, *p[1:]], SamplingParams(max_tokens=8, ignore_eos=True))
+            EngineRequest([j % 250, *p[1:]], SamplingParams(max_tokens=8, ignore_eos=True))
             for p in long
             for j in range(8 * p[0], 8 * p[0] + 8)
         ]

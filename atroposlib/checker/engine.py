@@ -79,7 +79,7 @@ class PairTokenizer(ByteTokenizer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class ProbeSample:
     """One completion that the engine gave."""
 
     persona: int
@@ -101,7 +101,7 @@ class ProbeEngine(ServerHarness):
         super().__init__(
             APIServerConfig(model_name="check"), tokenizer=tokenizer, respond=self._answer
         )
-        self.samples: list[Sample] = []
+        self.samples: list[ProbeSample] = []
         self.judge: Callable[[str], str | None] = _no_judge
         """Asked first; a prompt it answers is a judge's, and neither scripted nor remembered."""
         self.asked = asyncio.Event()
@@ -156,7 +156,7 @@ class ProbeEngine(ServerHarness):
 
     def _persona_of(self, prompt: str) -> int:
         """Continue the conversation that the prompt continues, else take the next answer for this prompt."""
-        best: Sample | None = None
+        best: ProbeSample | None = None
         best_length = 0
         for sample in self.samples:
             length = len(sample.prompt_text) + len(sample.text)
@@ -200,7 +200,7 @@ class ProbeEngine(ServerHarness):
         logprobs: list[float],
     ) -> None:
         self.samples.append(
-            Sample(
+            ProbeSample(
                 persona=self._persona,
                 prompt_text=prompt,
                 text=text,

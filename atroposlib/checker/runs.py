@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from atroposlib.checker.engine import Answer, Sample
+from atroposlib.checker.engine import Answer, ProbeSample
 from atroposlib.checker.tokens import texts_said
 from atroposlib.scored_data import ScoredGroup
 
@@ -19,7 +19,7 @@ class Run:
 
     item: int
     answers: list[Answer]
-    samples: list[Sample]
+    samples: list[ProbeSample]
     groups: list[ScoredGroup] = field(default_factory=list)
     earned: dict[str, list[float]] = field(default_factory=dict)
     """Scores by what was said, in rising order."""

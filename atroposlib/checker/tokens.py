@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from atroposlib.checker.engine import Sample
+from atroposlib.checker.engine import ProbeSample
 from atroposlib.scored_data import IGNORE_INDEX, SequenceView
 
 LOGPROB_TOLERANCE = 1e-4
@@ -29,7 +29,7 @@ class Faults:
     """Masks that train what was given, or logprobs of another token."""
 
 
-def faults_of(view: SequenceView, samples: Sequence[Sample], tokenizer: Any) -> Faults:
+def faults_of(view: SequenceView, samples: Sequence[ProbeSample], tokenizer: Any) -> Faults:
     """Judge one sequence against all samples of its run."""
     tokens: list[int] = view.tokens.tolist()
     trained = np.flatnonzero(view.masks != IGNORE_INDEX).tolist()
@@ -50,7 +50,7 @@ def faults_of(view: SequenceView, samples: Sequence[Sample], tokenizer: Any) -> 
     return Faults()
 
 
-def texts_said(samples: Sequence[Sample]) -> dict[int, str]:
+def texts_said(samples: Sequence[ProbeSample]) -> dict[int, str]:
     """Return, for every scripted answer, all that was said with it: the turns of its conversation joined.
 
     Where tokens were sampled, what was asked for as text only belongs to no sequence.
@@ -62,7 +62,7 @@ def texts_said(samples: Sequence[Sample]) -> dict[int, str]:
     return said
 
 
-def text_of(view: SequenceView, samples: Sequence[Sample], tokenizer: Any) -> str | None:
+def text_of(view: SequenceView, samples: Sequence[ProbeSample], tokenizer: Any) -> str | None:
     """Return which of the texts said a sequence holds; None when it holds none of them."""
     said = texts_said(samples)
     tokens: list[int] = view.tokens.tolist()
@@ -75,7 +75,7 @@ def text_of(view: SequenceView, samples: Sequence[Sample], tokenizer: Any) -> st
     return max((words for words in said.values() if words in text), key=len, default=None)
 
 
-def _sampled_logprobs(tokens: Sequence[int], samples: Sequence[Sample]) -> dict[int, float]:
+def _sampled_logprobs(tokens: Sequence[int], samples: Sequence[ProbeSample]) -> dict[int, float]:
     """Return the logprob of every position of `tokens` that a sample accounts for."""
     found: dict[int, float] = {}
     for sample in samples:
@@ -91,7 +91,9 @@ def _sampled_logprobs(tokens: Sequence[int], samples: Sequence[Sample]) -> dict[
     return found
 
 
-def _strange(tokens: list[int], position: int, samples: Sequence[Sample], tokenizer: Any) -> Faults:
+def _strange(
+    tokens: list[int], position: int, samples: Sequence[ProbeSample], tokenizer: Any
+) -> Faults:
     """Say why a trained position was not sampled: given to the model, or the sampled text in other tokens."""
     for sample in samples:
         start = len(sample.prompt_tokens)

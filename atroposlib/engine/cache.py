@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer
 _MIN_COLUMNS = 64
 
 
-class Move(NamedTuple):
+class CacheMove(NamedTuple):
     """Row `source` now lives at index `target`."""
 
     target: int
@@ -119,13 +119,13 @@ class RunningCache(Cache):
         self._first_column_tensor = None
         window.num_rows, window.start = rows, start
 
-    def remove(self, rows: Sequence[int]) -> list[Move]:
+    def remove(self, rows: Sequence[int]) -> list[CacheMove]:
         """Drop `rows` (ascending) and fill their places from the end; return the moves for the caller to repeat."""
         window, gone = self._window, set(rows)
         remaining = window.num_rows - len(rows)
         holes = [row for row in rows if row < remaining]
         movers = [row for row in range(remaining, window.num_rows) if row not in gone]
-        moves = [Move(hole, mover) for hole, mover in zip(holes, movers, strict=True)]
+        moves = [CacheMove(hole, mover) for hole, mover in zip(holes, movers, strict=True)]
         if moves:
             live = slice(window.start, window.end)
             device = self.layers[0].device

@@ -205,7 +205,7 @@ class VersionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     new_version: str | int | None = None
 
 
-class Limits(NamedTuple):
+class EngineLimits(NamedTuple):
     """What the model can take."""
 
     context_len: int
@@ -249,7 +249,7 @@ def read_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
     ]
 
 
-def check_prompt(prompt_ids: Sequence[int], limits: Limits) -> None:
+def check_prompt(prompt_ids: Sequence[int], limits: EngineLimits) -> None:
     """Refuse a prompt that is empty, holds an id the model lacks, or leaves no room for one token."""
     if not prompt_ids:
         raise ApiError("the prompt has no tokens", param="prompt")
@@ -262,7 +262,7 @@ def check_prompt(prompt_ids: Sequence[int], limits: Limits) -> None:
         )
 
 
-def check_ids(token_ids: Sequence[int], limits: Limits, *, param: str) -> None:
+def check_ids(token_ids: Sequence[int], limits: EngineLimits, *, param: str) -> None:
     """Refuse ids that the model lacks."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
         wrong = next(i for i in token_ids if not 0 <= i < limits.vocab_size)
@@ -273,7 +273,7 @@ def check_ids(token_ids: Sequence[int], limits: Limits, *, param: str) -> None:
 
 
 def sampling_params(
-    body: CompletionBody | ChatBody, prompt_len: int, limits: Limits, *, num_prompts: int = 1
+    body: CompletionBody | ChatBody, prompt_len: int, limits: EngineLimits, *, num_prompts: int = 1
 ) -> SamplingParams:
     """Check the values of one request, for its longest prompt, and return them with vLLM's defaults filled in."""
     room = limits.context_len - prompt_len
@@ -312,7 +312,7 @@ def sampling_params(
     return params
 
 
-def _check_values(p: SamplingParams, limits: Limits, num_prompts: int) -> None:
+def _check_values(p: SamplingParams, limits: EngineLimits, num_prompts: int) -> None:
     def require(claim: bool, param: str, value: object, rule: str) -> None:
         if not claim:
             raise ApiError(f"{param} must be {rule}, got {_short(value)}", param=param)

@@ -91,7 +91,7 @@ class Completion:
 
 
 @dataclass(slots=True, kw_only=True)
-class Stats:
+class EngineStats:
     """Counters since the start; `*_s` are seconds on the engine's thread."""
 
     decode_steps: int = 0
@@ -106,7 +106,7 @@ class Stats:
     cpu_s: float = 0.0
 
 
-class Request:
+class EngineRequest:
     """One prompt with its sampling parameters; `future` resolves to `params.n` completions in order."""
 
     def __init__(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -146,7 +146,7 @@ class _Sequence:
         "versions",
     )
 
-    def __init__(self, request: Request, index: int, stops: frozenset[int]) -> None:
+    def __init__(self, request: EngineRequest, index: int, stops: frozenset[int]) -> None:
         params = request.params
         self.request = request
         self.index = index
@@ -273,7 +273,7 @@ class Engine:
         """`model` is a causal LM in eval mode. `eos_token_ids[0]`, if any, is the tokenizer's own."""
         self.model = model
         self.weight_version = weight_version
-        self.stats = Stats()
+        self.stats = EngineStats()
         self.is_paused = False
         self._decoder = decoder
         self._device = model.device
@@ -319,12 +319,12 @@ class Engine:
         """Why the engine's thread died, or None while it is well."""
         return None if self._failure is None else _explain(self._failure)
 
-    def submit(self, request: Request) -> Future[list[Completion]]:
+    def submit(self, request: EngineRequest) -> Future[list[Completion]]:
         """Queue a request. Its future fails with EngineUnavailable if the engine dies or closes."""
         self._post(_Command(lambda: self._enqueue(request), request.future))
         return request.future
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: EngineRequest) -> None:
         """Drop a request's sequences; those unfinished end with FinishReason.ABORT. Finished ones are left alone."""
         self._post(_Command(lambda: self._abort(lambda other: other is request)))
 
@@ -509,7 +509,7 @@ class Engine:
 
     def _record(self, sequences: list[_Sequence], sampled: Sampled) -> list[int]:
         ended: list[int] = []
-        diverged: set[Request] = set()
+        diverged: set[EngineRequest] = set()
         for row, (sequence, token, logprob) in enumerate(
             zip(sequences, sampled.tokens, sampled.logprobs, strict=True)
         ):
@@ -548,13 +548,13 @@ class Engine:
         del self._rows[self._cache.num_rows :]
         self._sampler = None
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: EngineRequest) -> None:
         params = request.params
         stops = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self._eos)
         queue = self._held if self._drains else self._waiting
         queue.extend(_Sequence(request, index, stops) for index in range(params.n))
 
-    def _abort(self, chosen: Callable[[Request], bool]) -> None:
+    def _abort(self, chosen: Callable[[EngineRequest], bool]) -> None:
         everywhere = [*self._rows, *self._waiting, *self._held]
         requests = {s.request for s in everywhere if chosen(s.request)}
         for sequence in everywhere:

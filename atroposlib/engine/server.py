@@ -33,7 +33,7 @@ from atroposlib.engine.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Limits,
+    EngineLimits,
     Renderer,
     RpcBody,
     TokenizeBody,
@@ -76,7 +76,7 @@ class Loaded(NamedTuple):
 
     engine: Engine
     tokenizer: Any
-    limits: Limits
+    limits: EngineLimits
     model_name: str
 
 
@@ -109,7 +109,7 @@ def load(config: EngineConfig) -> Loaded:
     return Loaded(
         engine,
         tokenizer,
-        Limits(context_len=_context_len(config, text_config), vocab_size=vocab_size),
+        EngineLimits(context_len=_context_len(config, text_config), vocab_size=vocab_size),
         config.served_model_name or config.model,
     )
 
@@ -373,7 +373,7 @@ class _Routes:
         self, request: Request, prompts: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[Completion]]:
         """Run one request per prompt; abort them all if the client disconnects or this task is cancelled."""
-        pending = [scheduler.Request(prompt_ids, params) for prompt_ids in prompts]
+        pending = [scheduler.EngineRequest(prompt_ids, params) for prompt_ids in prompts]
         results = asyncio.gather(
             *(asyncio.wrap_future(self.engine.submit(work)) for work in pending)
         )
@@ -546,7 +546,7 @@ def run(config: EngineConfig) -> int:
 def warm_up(engine: Engine) -> None:
     """Generate a few tokens for prompts of unequal length: an architecture that cannot be served fails here."""
     params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
-    work = [engine.submit(scheduler.Request([1] * length, params)) for length in (1, 3)]
+    work = [engine.submit(scheduler.EngineRequest([1] * length, params)) for length in (1, 3)]
     try:
         for future in work:
             future.result()

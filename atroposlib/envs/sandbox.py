@@ -1,6 +1,6 @@
 """Run a program that a model wrote, in a process that can reach neither its grader nor other programs.
 
-    result = run_code(completion, stdin="3 4", limits=Limits(wall_s=5))
+    result = run_code(completion, stdin="3 4", limits=SandboxLimits(wall_s=5))
     score = result.reason == "exit" and result.stdout.strip() == "7"
 
 Only the program and its input go in; what it printed and how it ended comes out. The expected answer stays with the
@@ -65,7 +65,7 @@ _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """What one program may use."""
 
     wall_s: float = 10.0
@@ -83,7 +83,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class SandboxResult:
     """What became of a program."""
 
     reason: Reason
@@ -99,15 +99,19 @@ class Result:
 class Sandbox(Protocol):
     """Runs programs; this module's backends, or a container service of yours."""
 
-    def run(self, source: str, *, stdin: str, limits: Limits) -> Result:
+    def run(self, source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
         """Run a Python program to its end or its limits. Raises EnvError when the sandbox itself does not start."""
 
 
 def run_code(
-    source: str, *, stdin: str = "", limits: Limits | None = None, sandbox: Sandbox | None = None
-) -> Result:
+    source: str,
+    *,
+    stdin: str = "",
+    limits: SandboxLimits | None = None,
+    sandbox: Sandbox | None = None,
+) -> SandboxResult:
     """Run a Python program in `sandbox`, by default the best one that this machine has."""
-    return (sandbox or local_sandbox()).run(source, stdin=stdin, limits=limits or Limits())
+    return (sandbox or local_sandbox()).run(source, stdin=stdin, limits=limits or SandboxLimits())
 
 
 @functools.cache
@@ -116,7 +120,7 @@ def local_sandbox() -> Sandbox:
     if (program := shutil.which("bwrap")) is not None:
         bubblewrap = BubblewrapSandbox(program)
         with contextlib.suppress(EnvError):
-            if bubblewrap.run("import decimal", stdin="", limits=Limits()).exit_code == 0:
+            if bubblewrap.run("import decimal", stdin="", limits=SandboxLimits()).exit_code == 0:
                 return bubblewrap
     return ProcessSandbox()
 
@@ -139,7 +143,7 @@ class BubblewrapSandbox:
     def __init__(self, program: str = "bwrap") -> None:
         self._program = program
 
-    def run(self, source: str, *, stdin: str, limits: Limits) -> Result:
+    def run(self, source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
         """See `Sandbox`."""
         is_root = os.geteuid() == 0
         # Limits on processes do not hold for root, not even in a user namespace: it becomes another user inside.
@@ -164,7 +168,7 @@ class BubblewrapSandbox:
 class ProcessSandbox:
     """Programs in a process without rights; what it cannot stop is said in the module's docstring."""
 
-    def run(self, source: str, *, stdin: str, limits: Limits) -> Result:
+    def run(self, source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
         """See `Sandbox`."""
         user = _new_user() if os.geteuid() == 0 else None
         _warn_once(is_root=user is not None)
@@ -274,12 +278,12 @@ def _run(
     interpreter: str,
     source: str,
     stdin: str,
-    limits: Limits,
+    limits: SandboxLimits,
     *,
     user: int | None,
     is_plain: bool,
     folder: str,
-) -> Result:
+) -> SandboxResult:
     code = source.encode("utf-8", "replace")
     settings = {
         "num_source_bytes": len(code),
@@ -319,7 +323,7 @@ def _run(
             raise EnvError(f"the sandbox did not start within {limits.wall_s:g} s: {stderr}")
         raise EnvError(f"the sandbox did not start: exit status {process.returncode}. {stderr}")
     reason = said.ended_by or _reason(process.returncode, stderr)
-    return Result(
+    return SandboxResult(
         reason=reason,
         stdout=said.stdout[len(READY) :][: limits.output_bytes].decode("utf-8", "replace"),
         stderr=stderr,
@@ -342,7 +346,7 @@ def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
                 pipe.close()
 
 
-def _converse(process: subprocess.Popen[bytes], given: bytes, limits: Limits) -> _Said:
+def _converse(process: subprocess.Popen[bytes], given: bytes, limits: SandboxLimits) -> _Said:
     """Write what is given and read what is printed until the process ends or a limit is reached."""
     assert process.stdin is not None
     assert process.stdout is not None

@@ -87,17 +87,17 @@ class ByteTokenizer:
 _BYTES = [bytes([value]) for value in range(256)]
 
 
-class Answer(NamedTuple):
+class ScriptedAnswer(NamedTuple):
     """The tokens of one completion and why it ended: "stop" or "length"."""
 
     tokens: list[int]
     finish_reason: str
 
 
-def answer_tokens(tokenizer: Any, text: str, *, limit: int) -> Answer:
+def answer_tokens(tokenizer: Any, text: str, *, limit: int) -> ScriptedAnswer:
     """Return a text's tokens with EOS, cut to `limit`."""
     tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    return Answer(tokens[:limit], "stop" if len(tokens) <= limit else "length")
+    return ScriptedAnswer(tokens[:limit], "stop" if len(tokens) <= limit else "length")
 
 
 def answer_from_hash(request: HarnessRequest) -> str:

@@ -11,20 +11,20 @@ from atroposlib.proxy import sse
 from atroposlib.proxy.errors import invalid
 from atroposlib.proxy.turn import (
     MAX_CHOICES,
-    Answer,
-    Ask,
-    Body,
+    AgentAnswer,
+    AgentBody,
+    AgentRequest,
     Choice,
     read_messages,
     read_tools,
 )
 
 
-class StreamOptions(Body):
+class StreamOptions(AgentBody):
     include_usage: bool = False
 
 
-class Sampling(Body):
+class Sampling(AgentBody):
     """How to sample; shared with text completions. None means not given."""
 
     max_tokens: int | None = Field(default=None, ge=1)
@@ -106,7 +106,7 @@ _TAKEN_NAMES = frozenset(
 """Parameters of `apply_chat_template`: what they are is not the agent's to say."""
 
 
-class ChatBody(Sampling):
+class AgentChatBody(Sampling):
     """A request for a chat completion."""
 
     messages: list[dict[str, Any]]
@@ -120,7 +120,7 @@ class ChatBody(Sampling):
     """Not OpenAI's but vLLM's: variables of the chat template, such as `enable_thinking`."""
 
 
-def read(body: ChatBody) -> Ask:
+def read(body: AgentChatBody) -> AgentRequest:
     """Translate a request. Raises ProxyError for what cannot be answered as asked."""
     if body.functions:
         raise invalid("functions are deprecated; describe them as tools", param="functions")
@@ -136,7 +136,7 @@ def read(body: ChatBody) -> Ask:
         raise invalid(
             f"chat_template_kwargs must not have {taken[0]!r}", param="chat_template_kwargs"
         )
-    return Ask(
+    return AgentRequest(
         messages=read_messages(body.messages),
         template={"chat_template_kwargs": variables} if variables else {},
         tools=read_tools(body.tools),
@@ -148,7 +148,7 @@ def read(body: ChatBody) -> Ask:
     )
 
 
-def write(answer: Answer) -> dict[str, Any]:
+def write(answer: AgentAnswer) -> dict[str, Any]:
     """Return the response body."""
     return {
         **_head(answer, "chat.completion"),
@@ -165,7 +165,7 @@ def write(answer: Answer) -> dict[str, Any]:
     }
 
 
-def stream(answer: Answer, *, shows_usage: bool) -> Iterator[bytes]:
+def stream(answer: AgentAnswer, *, shows_usage: bool) -> Iterator[bytes]:
     """Return the response as events: a chunk per choice, its finish reason, perhaps usage, `[DONE]`."""
     head = _head(answer, "chat.completion.chunk")
     for i, choice in enumerate(answer.choices):
@@ -181,7 +181,7 @@ def stream(answer: Answer, *, shows_usage: bool) -> Iterator[bytes]:
     yield sse.DONE
 
 
-def usage(answer: Answer) -> dict[str, int]:
+def usage(answer: AgentAnswer) -> dict[str, int]:
     """Return OpenAI's token counts."""
     return {
         "prompt_tokens": answer.prompt_tokens,
@@ -190,7 +190,7 @@ def usage(answer: Answer) -> dict[str, int]:
     }
 
 
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
+def _head(answer: AgentAnswer, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{answer.id}",
         "object": kind,

@@ -9,10 +9,10 @@ from typing import Any
 from atroposlib.proxy import sse
 from atroposlib.proxy.chat import Sampling, usage
 from atroposlib.proxy.errors import invalid
-from atroposlib.proxy.turn import Answer
+from atroposlib.proxy.turn import AgentAnswer
 
 
-class CompletionBody(Sampling):
+class AgentCompletionBody(Sampling):
     """A request for a text completion."""
 
     prompt: str | list[Any]
@@ -22,7 +22,7 @@ class CompletionBody(Sampling):
     logprobs: int | None = None
 
 
-def read_prompt(body: CompletionBody) -> str:
+def read_prompt(body: AgentCompletionBody) -> str:
     """Return the prompt. Raises ProxyError for what cannot be answered as asked."""
     if body.echo or body.suffix or (body.best_of or 1) > (body.n or 1):
         raise invalid("echo, suffix and best_of are not supported", param="prompt")
@@ -35,7 +35,7 @@ def read_prompt(body: CompletionBody) -> str:
     raise invalid("prompt must be one text; send several as requests of their own", param="prompt")
 
 
-def write(answer: Answer) -> dict[str, Any]:
+def write(answer: AgentAnswer) -> dict[str, Any]:
     """Return the response body."""
     choices = []
     for i, choice in enumerate(answer.choices):
@@ -65,7 +65,7 @@ def write(answer: Answer) -> dict[str, Any]:
     }
 
 
-def stream(answer: Answer, *, shows_usage: bool) -> Iterator[bytes]:
+def stream(answer: AgentAnswer, *, shows_usage: bool) -> Iterator[bytes]:
     """Return the response as events."""
     whole = write(answer)
     counts = whole.pop("usage")

@@ -7,10 +7,10 @@ from pydantic import Field
 from atroposlib.errors import ConfigError
 from atroposlib.inference.config import APIServerConfig, ServerType
 from atroposlib.inference.manager import ServerManager
-from atroposlib.proxy.turn import Body
+from atroposlib.proxy.turn import AgentBody
 
 
-class EngineEntry(Body):
+class EngineEntry(AgentBody):
     """One engine of a configuration."""
 
     base_url: str
@@ -21,7 +21,7 @@ class EngineEntry(Body):
     timeout: int = Field(default=1200, gt=0)
 
 
-class Engines(Body):
+class Engines(AgentBody):
     """Engines of one model."""
 
     model_name: str

@@ -15,9 +15,9 @@ from pydantic import Field
 from atroposlib.proxy import sse
 from atroposlib.proxy.errors import invalid
 from atroposlib.proxy.turn import (
-    Answer,
-    Ask,
-    Body,
+    AgentAnswer,
+    AgentBody,
+    AgentRequest,
     read_messages,
     text_content,
     text_field,
@@ -27,7 +27,7 @@ from atroposlib.proxy.turn import (
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesBody(Body):
+class MessagesBody(AgentBody):
     """A request for a message."""
 
     messages: list[dict[str, Any]]
@@ -42,7 +42,7 @@ class MessagesBody(Body):
     stream: bool | None = None
 
 
-def read(body: MessagesBody) -> Ask:
+def read(body: MessagesBody) -> AgentRequest:
     """Translate a request. Raises ProxyError for what cannot be answered as asked."""
     messages: list[dict[str, Any]] = []
     if body.system:
@@ -57,7 +57,7 @@ def read(body: MessagesBody) -> Ask:
         "stop": body.stop_sequences or None,
     }
     choice = (body.tool_choice or {}).get("type")
-    return Ask(
+    return AgentRequest(
         messages=read_messages(messages),
         tools=[_tool(tool, i) for i, tool in enumerate(body.tools or [])] or None,
         tool_choice="none" if choice == "none" else None,
@@ -101,7 +101,7 @@ def _tool(tool: Mapping[str, Any], index: int) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def write(answer: Answer) -> dict[str, Any]:
+def write(answer: AgentAnswer) -> dict[str, Any]:
     """Return the response body."""
     choice = answer.choices[0]
     blocks: list[dict[str, Any]] = []
@@ -134,7 +134,7 @@ def write(answer: Answer) -> dict[str, Any]:
     }
 
 
-def stream(answer: Answer) -> Iterator[bytes]:
+def stream(answer: AgentAnswer) -> Iterator[bytes]:
     """Return the response as events."""
     for fields in _events(write(answer)):
         yield sse.event(fields, name=fields["type"])

@@ -15,9 +15,9 @@ from pydantic import Field
 from atroposlib.proxy import sse
 from atroposlib.proxy.errors import ProxyError, invalid
 from atroposlib.proxy.turn import (
-    Answer,
-    Ask,
-    Body,
+    AgentAnswer,
+    AgentBody,
+    AgentRequest,
     read_messages,
     text_content,
     text_field,
@@ -28,7 +28,7 @@ History = MutableMapping[str, list[dict[str, Any]]]
 """Response id -> the messages up to and including that response, without its instructions."""
 
 
-class ResponsesBody(Body):
+class ResponsesBody(AgentBody):
     """A request for a response."""
 
     input: str | list[dict[str, Any]] = Field(default_factory=list)
@@ -47,7 +47,7 @@ class ResponsesBody(Body):
     stream: bool | None = None
 
 
-def read(body: ResponsesBody, history: History) -> tuple[Ask, list[dict[str, Any]]]:
+def read(body: ResponsesBody, history: History) -> tuple[AgentRequest, list[dict[str, Any]]]:
     """Translate a request; the second value is the conversation to remember, without instructions."""
     if body.background:
         raise invalid("background responses are not supported", param="background")
@@ -81,7 +81,7 @@ def read(body: ResponsesBody, history: History) -> tuple[Ask, list[dict[str, Any
             "type": text_field(text_format, "type", "text.format"),
             **({"json_schema": inner} if inner else {}),
         }
-    ask = Ask(
+    ask = AgentRequest(
         messages=read_messages([*system, *conversation], param="input"),
         tools=[_tool(tool, i) for i, tool in enumerate(body.tools or [])] or None,
         tool_choice=_tool_choice(body.tool_choice),
@@ -150,7 +150,7 @@ def _tool_choice(choice: Any) -> Any:
 
 
 def remember(
-    history: History, answer: Answer, conversation: list[dict[str, Any]], *, at_most: int
+    history: History, answer: AgentAnswer, conversation: list[dict[str, Any]], *, at_most: int
 ) -> None:
     """Keep a conversation under its response's id, and forget the oldest beyond `at_most`."""
     message = {**answer.choices[0].message(), "content": answer.choices[0].content or ""}
@@ -159,7 +159,7 @@ def remember(
         del history[next(iter(history))]
 
 
-def write(answer: Answer, body: ResponsesBody) -> dict[str, Any]:
+def write(answer: AgentAnswer, body: ResponsesBody) -> dict[str, Any]:
     """Return the response body."""
     cut_off = answer.choices[0].finish_reason == "length"
     status = "incomplete" if cut_off else "completed"
@@ -196,7 +196,7 @@ def write(answer: Answer, body: ResponsesBody) -> dict[str, Any]:
     }
 
 
-def _items(answer: Answer, status: str) -> list[dict[str, Any]]:
+def _items(answer: AgentAnswer, status: str) -> list[dict[str, Any]]:
     choice = answer.choices[0]
     items: list[dict[str, Any]] = []
     if choice.content or not choice.tool_calls:
@@ -224,7 +224,7 @@ def _items(answer: Answer, status: str) -> list[dict[str, Any]]:
     return items
 
 
-def stream(answer: Answer, body: ResponsesBody) -> Iterator[bytes]:
+def stream(answer: AgentAnswer, body: ResponsesBody) -> Iterator[bytes]:
     """Return the response as events."""
     for number, fields in enumerate(_events(write(answer, body))):
         yield sse.event({**fields, "sequence_number": number}, name=fields["type"])

@@ -34,7 +34,7 @@ from atroposlib.proxy.sessions import (
     SessionOptions,
     Sessions,
 )
-from atroposlib.proxy.turn import Answer, Ask, Body
+from atroposlib.proxy.turn import AgentAnswer, AgentBody, AgentRequest
 from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -49,7 +49,7 @@ DROPPED_HEADER = "X-Atropos-Dropped"
 """Of an answer: the sampling parameters of the request that were not used."""
 
 
-class NewSession(Body):
+class NewSession(AgentBody):
     """The body of `/sessions/create`; all but the first three are not the original's."""
 
     tool_parser: str | None = DEFAULT_TOOL_PARSER
@@ -198,9 +198,9 @@ class Routes:
 
     async def _chat(self, request: Request) -> Response:
         session = await self._session(request)
-        body = await self._body(request, chat.ChatBody)
+        body = await self._body(request, chat.AgentChatBody)
 
-        def write(answer: Answer) -> Response:
+        def write(answer: AgentAnswer) -> Response:
             if body.stream:
                 return _stream(chat.stream(answer, shows_usage=body.shows_usage), answer)
             return _json(chat.write(answer), answer)
@@ -209,7 +209,7 @@ class Routes:
 
     async def _render(self, request: Request) -> Response:
         session = await self._session(request)
-        rendered = session.render(chat.read(await self._body(request, chat.ChatBody)))
+        rendered = session.render(chat.read(await self._body(request, chat.AgentChatBody)))
         return _json(
             {
                 "prompt_text": rendered.text,
@@ -220,8 +220,8 @@ class Routes:
 
     async def _completions(self, request: Request) -> Response:
         session = await self._session(request)
-        body = await self._body(request, completions.CompletionBody)
-        ask = Ask(
+        body = await self._body(request, completions.AgentCompletionBody)
+        ask = AgentRequest(
             messages=[],
             sampling=body.sampling(),
             n=body.n or 1,
@@ -229,7 +229,7 @@ class Routes:
             wants_logprobs=body.logprobs is not None,
         )
 
-        def write(answer: Answer) -> Response:
+        def write(answer: AgentAnswer) -> Response:
             if body.stream:
                 return _stream(completions.stream(answer, shows_usage=body.shows_usage), answer)
             return _json(completions.write(answer), answer)
@@ -243,7 +243,7 @@ class Routes:
         ask, conversation = responses.read(body, session.responses)
         limit = self._sessions.limits.max_nodes
 
-        def write(answer: Answer) -> Response:
+        def write(answer: AgentAnswer) -> Response:
             if body.stream:
                 written = _stream(responses.stream(answer, body), answer)
             else:
@@ -258,7 +258,7 @@ class Routes:
         session = await self._session(request)
         body = await self._body(request, messages.MessagesBody)
 
-        def write(answer: Answer) -> Response:
+        def write(answer: AgentAnswer) -> Response:
             if body.stream:
                 return _stream(messages.stream(answer), answer)
             return _json(messages.write(answer), answer)
@@ -406,19 +406,19 @@ def _same(given: str | None, secret: str) -> bool:
     return given is not None and hmac.compare_digest(given.encode(), secret.encode())
 
 
-def _json(content: Any, answer: Answer | None = None, *, status: int = 200) -> Response:
+def _json(content: Any, answer: AgentAnswer | None = None, *, status: int = 200) -> Response:
     body = msgspec.json.encode(content)
     return Response(
         body, status_code=status, media_type="application/json", headers=_dropped(answer)
     )
 
 
-def _stream(events: Iterable[bytes], answer: Answer) -> Response:
+def _stream(events: Iterable[bytes], answer: AgentAnswer) -> Response:
     headers = {"Cache-Control": "no-cache", **_dropped(answer)}
     return Response(b"".join(events), media_type="text/event-stream", headers=headers)
 
 
-def _dropped(answer: Answer | None) -> dict[str, str]:
+def _dropped(answer: AgentAnswer | None) -> dict[str, str]:
     if answer is None or not answer.dropped:
         return {}
     return {DROPPED_HEADER: ", ".join(answer.dropped)}

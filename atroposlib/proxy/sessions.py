@@ -36,7 +36,7 @@ from atroposlib.proxy.errors import (
     invalid,
     too_long,
 )
-from atroposlib.proxy.turn import Answer, Ask, Choice, TokenLogprob
+from atroposlib.proxy.turn import AgentAnswer, AgentRequest, Choice, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class Session:
         managed = self.managed
         return managed.num_nodes if isinstance(managed, ManagedServer) else len(self.nodes())
 
-    async def ask(self, ask: Ask, write: Callable[[Answer], T]) -> T:
+    async def ask(self, ask: AgentRequest, write: Callable[[AgentAnswer], T]) -> T:
         """Sample the next message(s) and return what `write` makes of them; what it cannot write is not kept."""
         kwargs: dict[str, Any] = {"messages": ask.messages, **ask.template}
         if ask.tools:
@@ -214,7 +214,9 @@ class Session:
         self.last_messages = [*ask.messages, {**said, "content": said["content"] or ""}]
         return written
 
-    async def complete(self, prompt: str, ask: Ask, write: Callable[[Answer], T]) -> T:
+    async def complete(
+        self, prompt: str, ask: AgentRequest, write: Callable[[AgentAnswer], T]
+    ) -> T:
         """Sample text that follows a prompt and return what `write` makes of it; what it cannot write is not kept."""
         _, written = await self._sample(self._text_turn, ask, {"prompt": prompt}, write)
         return written
@@ -225,7 +227,7 @@ class Session:
         self.responses.clear()
         self.last_messages = []
 
-    def render(self, ask: Ask) -> Prompt:
+    def render(self, ask: AgentRequest) -> Prompt:
         """Return the prompt that `ask` would send, without sending it."""
         if not isinstance(self.managed, ManagedServer):
             raise NotImplementedError("an API without token ids does not show its prompts")
@@ -280,10 +282,10 @@ class Session:
     async def _sample(
         self,
         send: Turn,
-        ask: Ask,
+        ask: AgentRequest,
         kwargs: dict[str, Any],
-        write: Callable[[Answer], T],
-    ) -> tuple[Answer, T]:
+        write: Callable[[AgentAnswer], T],
+    ) -> tuple[AgentAnswer, T]:
         if self.num_nodes >= self._limits.max_nodes:
             raise invalid(
                 f"this session has {self.num_nodes} sequences, which is all it may have",
@@ -328,9 +330,9 @@ class Session:
         self,
         completion: Any,
         answers: Sequence[TokenCompletions],
-        ask: Ask,
+        ask: AgentRequest,
         dropped: tuple[str, ...],
-    ) -> Answer:
+    ) -> AgentAnswer:
         choices = []
         for i, choice in enumerate(completion.choices):
             message = getattr(choice, "message", None)
@@ -350,7 +352,7 @@ class Session:
                 )
             )
         usage = completion.usage
-        return Answer(
+        return AgentAnswer(
             id=uuid.uuid4().hex,
             created=int(time.time()),
             model=self.model_name,

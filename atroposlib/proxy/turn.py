@@ -18,14 +18,14 @@ _KEPT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_con
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
-class Body(BaseModel):
+class AgentBody(BaseModel):
     """A request body; fields that are not named are ignored, as at OpenAI."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class AgentRequest:
     """One request for the next message."""
 
     messages: list[dict[str, Any]]
@@ -71,7 +71,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class AgentAnswer:
     """All choices of one request."""
 
     id: str

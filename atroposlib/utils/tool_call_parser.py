@@ -17,7 +17,7 @@ ERROR_NAME = "-ERROR-"
 DEFAULT_TAGS = ("tool_call",)
 
 
-class ToolCall(NamedTuple):
+class ParsedToolCall(NamedTuple):
     """One call; `name` is `ERROR_NAME` when `is_error`."""
 
     name: str
@@ -43,7 +43,7 @@ def parse_tool_call(
     response: str,
     available_tools: Sequence[str | Mapping[str, Any]] | None = None,
     preferred_tags: Sequence[str] | None = None,
-) -> ToolCall:
+) -> ParsedToolCall:
     """Return (name, arguments, is_error) of the first tool call in `response`.
 
     `available_tools` are names or OpenAI tool descriptions; without them every name is accepted. An unknown name
@@ -53,17 +53,17 @@ def parse_tool_call(
     call = None if content is None else _load(content)
     if not isinstance(call, dict):
         logger.debug("no readable tool call in %.200r", response)
-        return ToolCall(ERROR_NAME, {}, True)
+        return ParsedToolCall(ERROR_NAME, {}, True)
     name, arguments = call.get("name"), call.get("arguments", {})
     if isinstance(arguments, str):  # OpenAI's form: JSON inside JSON
         arguments = _load(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         logger.debug("the tool call has no name or no arguments object: %.200r", content)
-        return ToolCall(ERROR_NAME, {}, True)
+        return ParsedToolCall(ERROR_NAME, {}, True)
     if available_tools and name not in {_name_of(tool) for tool in available_tools}:
         logger.debug("unknown tool %r", name)
-        return ToolCall(ERROR_NAME, arguments, True)
-    return ToolCall(name, arguments, False)
+        return ParsedToolCall(ERROR_NAME, arguments, True)
+    return ParsedToolCall(name, arguments, False)
 
 
 def _name_of(tool: str | Mapping[str, Any]) -> str:

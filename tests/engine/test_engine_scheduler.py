@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from atroposlib.engine import scheduler
 from atroposlib.engine.sampling import SamplingParams
-from atroposlib.engine.scheduler import Completion, Engine, FinishReason, PauseMode, Request
+from atroposlib.engine.scheduler import Completion, Engine, EngineRequest, FinishReason, PauseMode
 from atroposlib.engine.server import EngineConfig, Loaded, load
 from atroposlib.engine.weights import read_checkpoint
 from atroposlib.errors import EngineError, EngineRejected, EngineUnavailable
@@ -48,7 +48,7 @@ def engine(loaded: Loaded) -> Engine:
 
 def generate(engine: Engine, prompt: list[int], **params: object) -> list[Completion]:
     settings = {"max_tokens": 8, "ignore_eos": True, **params}
-    request = Request(prompt, SamplingParams(**settings))  # type: ignore[arg-type]
+    request = EngineRequest(prompt, SamplingParams(**settings))  # type: ignore[arg-type]
     return engine.submit(request).result(timeout=TIMEOUT_S)
 
 
@@ -77,7 +77,7 @@ def test_logprobs_are_those_of_a_plain_forward_when_lengths_are_mixed(
     # More sequences than rows, lengths 1..40, ends at every step: joins, leaves, shifts and growth all happen.
     prompts = [[(7 * i + j) % 250 for j in range(1 + (i * 11) % 40)] for i in range(40)]
     requests = [
-        Request(
+        EngineRequest(
             prompt,
             SamplingParams(max_tokens=1 + (i * 5) % 23, ignore_eos=True, temperature=1 + i % 3),
         )
@@ -156,7 +156,7 @@ def test_weights_swap_in_flight_and_versions_tell_which_sampled_what(
 ) -> None:
     prompt = [4, 5, 6]
     tensors = read_checkpoint(engine.model, other_dir)
-    request = Request(prompt, SamplingParams(max_tokens=400, ignore_eos=True))
+    request = EngineRequest(prompt, SamplingParams(max_tokens=400, ignore_eos=True))
     future = engine.submit(request)
     while engine.stats.decode_steps < 20:
         engine.snapshot().result(timeout=TIMEOUT_S)
@@ -182,9 +182,9 @@ def test_weights_swap_in_flight_and_versions_tell_which_sampled_what(
 
 def test_pause_wait_lets_running_finish_and_holds_back_arrivals(engine: Engine) -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
-    running = engine.submit(Request([1], params))
+    running = engine.submit(EngineRequest([1], params))
     drain = engine.pause(PauseMode.WAIT)
-    held = engine.submit(Request([2], params))
+    held = engine.submit(EngineRequest([2], params))
     drain.result(timeout=TIMEOUT_S)
     assert running.done()
     assert engine.snapshot().result(timeout=TIMEOUT_S)["waiting"] == 1
@@ -195,13 +195,13 @@ def test_pause_wait_lets_running_finish_and_holds_back_arrivals(engine: Engine) 
 
 def test_pause_wait_refuses_to_wait_for_frozen_sequences(engine: Engine) -> None:
     engine.pause(PauseMode.KEEP).result(timeout=TIMEOUT_S)
-    engine.submit(Request([1], SamplingParams(max_tokens=5)))
+    engine.submit(EngineRequest([1], SamplingParams(max_tokens=5)))
     with pytest.raises(EngineRejected, match="for ever"):
         engine.pause(PauseMode.WAIT).result(timeout=TIMEOUT_S)
 
 
 def test_pause_abort_returns_what_was_sampled(engine: Engine) -> None:
-    future = engine.submit(Request([1], SamplingParams(max_tokens=500, ignore_eos=True)))
+    future = engine.submit(EngineRequest([1], SamplingParams(max_tokens=500, ignore_eos=True)))
     while engine.stats.decode_steps < 3:
         engine.snapshot().result(timeout=TIMEOUT_S)
     engine.pause(PauseMode.ABORT).result(timeout=TIMEOUT_S)
@@ -214,7 +214,7 @@ def test_a_dead_thread_fails_every_waiter_and_every_later_call(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.pause(PauseMode.KEEP).result(timeout=TIMEOUT_S)
-    waiting = engine.submit(Request([1], SamplingParams(max_tokens=5)))
+    waiting = engine.submit(EngineRequest([1], SamplingParams(max_tokens=5)))
 
     def explode(*args: object, **kwargs: object) -> None:
         raise RuntimeError("lightning")
@@ -224,7 +224,7 @@ def test_a_dead_thread_fails_every_waiter_and_every_later_call(
     with pytest.raises(EngineUnavailable, match="lightning"):
         waiting.result(timeout=TIMEOUT_S)
     with pytest.raises(EngineUnavailable, match="lightning"):
-        engine.submit(Request([1], SamplingParams(max_tokens=5)))
+        engine.submit(EngineRequest([1], SamplingParams(max_tokens=5)))
     assert engine.failure is not None
 
 
@@ -242,7 +242,7 @@ def test_diverged_weights_fail_the_request_and_not_the_engine(
 
 
 def test_close_answers_those_who_wait(engine: Engine) -> None:
-    future = engine.submit(Request([1], SamplingParams(max_tokens=500, ignore_eos=True)))
+    future = engine.submit(EngineRequest([1], SamplingParams(max_tokens=500, ignore_eos=True)))
     engine.close()
     with pytest.raises(EngineUnavailable, match="closed"):
         future.result(timeout=TIMEOUT_S)
@@ -287,7 +287,7 @@ def test_tied_embeddings_reload_both_ends(tmp_path: Path) -> None:
 def test_prefill_passes_are_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "_MAX_PREFILL_TOKENS", 30)
     futures = [
-        engine.submit(Request([i] * 12, SamplingParams(max_tokens=3, ignore_eos=True)))
+        engine.submit(EngineRequest([i] * 12, SamplingParams(max_tokens=3, ignore_eos=True)))
         for i in range(7)
     ]
     assert all(len(f.result(timeout=TIMEOUT_S)[0].token_ids) == 3 for f in futures)

@@ -11,10 +11,10 @@ import pytest
 from atroposlib.envs import sandbox
 from atroposlib.envs.sandbox import (
     BubblewrapSandbox,
-    Limits,
     ProcessSandbox,
-    Result,
     Sandbox,
+    SandboxLimits,
+    SandboxResult,
     local_sandbox,
     run_code,
 )
@@ -22,7 +22,7 @@ from atroposlib.errors import EnvError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
-PATIENT = Limits(wall_s=60)
+PATIENT = SandboxLimits(wall_s=60)
 
 
 @pytest.fixture(params=["bubblewrap", "plain"])
@@ -34,14 +34,16 @@ def box(request: pytest.FixtureRequest) -> Sandbox:
     return local_sandbox()
 
 
-def run(box: Sandbox, source: str, stdin: str = "", limits: Limits = PATIENT) -> Result:
+def run(
+    box: Sandbox, source: str, stdin: str = "", limits: SandboxLimits = PATIENT
+) -> SandboxResult:
     return run_code(source, stdin=stdin, limits=limits, sandbox=box)
 
 
 def test_program_reads_its_input_and_its_output_comes_back(box: Sandbox) -> None:
     source = "import sys; print(sum(map(int, sys.stdin)), 'é'); print('no', file=sys.stderr)"
     result = run(box, source, "1\n2\n39\n")
-    assert result == Result(reason="exit", stdout="42 é\n", stderr="no\n", exit_code=0)
+    assert result == SandboxResult(reason="exit", stdout="42 é\n", stderr="no\n", exit_code=0)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +66,10 @@ def test_the_way_it_ended_is_said(
 
 
 def test_program_that_reaches_a_time_limit_is_killed(box: Sandbox) -> None:
-    assert run(box, "import time; time.sleep(99)", limits=Limits(wall_s=2)).reason == "timeout"
-    busy = Limits(wall_s=60, cpu_s=1)
+    assert (
+        run(box, "import time; time.sleep(99)", limits=SandboxLimits(wall_s=2)).reason == "timeout"
+    )
+    busy = SandboxLimits(wall_s=60, cpu_s=1)
     assert run(box, "while True: pass", limits=busy).reason == "timeout"
 
 
@@ -140,7 +144,7 @@ def test_each_running_program_has_a_user_of_its_own() -> None:
 
 def test_any_object_with_run_is_a_sandbox() -> None:
     class Remote:
-        def run(self, source: str, *, stdin: str, limits: Limits) -> Result:
-            return Result(reason="exit", stdout=f"{source} {stdin}", stderr="", exit_code=0)
+        def run(self, source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
+            return SandboxResult(reason="exit", stdout=f"{source} {stdin}", stderr="", exit_code=0)
 
     assert run(Remote(), "a", "b").stdout == "a b"

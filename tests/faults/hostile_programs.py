@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from atroposlib.envs.sandbox import Limits, run_code
+from atroposlib.envs.sandbox import SandboxLimits, run_code
 
 HANG_S = 1.5
 """Deadline of programs that are to reach it."""
@@ -222,6 +222,6 @@ ATTACKS = {
 
 def judge(source: str, stdin: str, expected: str, wall_s: float) -> list[object]:
     """Run a program; return how it ended, and whether it printed what was expected. Runs in a reward worker."""
-    limits = Limits(wall_s=wall_s, memory_mb=256, num_processes=8, output_bytes=100_000)
+    limits = SandboxLimits(wall_s=wall_s, memory_mb=256, num_processes=8, output_bytes=100_000)
     result = run_code(source, stdin=stdin, limits=limits)
     return [result.reason, result.exit_code == 0 and result.stdout.strip() == expected]

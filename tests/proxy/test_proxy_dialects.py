@@ -12,7 +12,7 @@ from atroposlib.errors import EngineUnavailable
 from atroposlib.proxy import chat, messages, responses
 from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.local import serve_locally
-from atroposlib.proxy.turn import Answer, Choice, read_messages, tool_call
+from atroposlib.proxy.turn import AgentAnswer, Choice, read_messages, tool_call
 
 CALL = tool_call("c1", "weather", {"city": "Oslo"})
 SAID = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}
@@ -24,8 +24,8 @@ TOOL = {
 }
 
 
-def answer(*choices: Choice) -> Answer:
-    return Answer(
+def answer(*choices: Choice) -> AgentAnswer:
+    return AgentAnswer(
         id="abc",
         created=5,
         model="tiny",

@@ -479,7 +479,7 @@ async def test_half_a_character_in_a_call_reaches_the_agent_once_and_replaced(di
 async def test_an_answer_that_cannot_be_written_is_not_kept() -> None:
     async with Proxy() as proxy:
         session = await proxy.sessions.open()
-        ask = chat.read(chat.ChatBody(messages=HELLO["messages"]))
+        ask = chat.read(chat.AgentChatBody(messages=HELLO["messages"]))
 
         def unwritable(answer: Any) -> bytes:
             raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")

@@ -58,7 +58,7 @@ async def test_many_sessions_with_many_sequences_keep_rounds_short(
             history = [{"role": "user", "content": "question " * 20}]
             for number in range(num):
                 kept = 2 * rng.randrange((min(len(history), 20) + 1) // 2) + 1  # branch anywhere
-                ask = chat.read(chat.ChatBody(messages=history[:kept]))
+                ask = chat.read(chat.AgentChatBody(messages=history[:kept]))
                 # What tools take: 400 turns a second, which is a third of what this loop can do.
                 proxy.engine.delay_s = rng.random() * 0.02
                 await asyncio.sleep(rng.random() * num_sessions / 200)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from atroposlib.inference.scripted_answers import made_up_logprobs
-from atroposlib.inference.scripted_engine.generation import Ask, Sample
+from atroposlib.inference.scripted_engine.generation import Generated, GenerationRequest
 
 MAX_LOGPROBS = 20
 """vLLM's --max-logprobs."""
@@ -53,11 +53,11 @@ class Model:
     weight_version: str = ""
 
 
-class Result(NamedTuple):
+class Generations(NamedTuple):
     """One prompt and its completions."""
 
-    ask: Ask
-    samples: list[Sample]
+    ask: GenerationRequest
+    samples: list[Generated]
 
 
 def error_body(message: str, *, status: int, param: str | None = None) -> Body:
@@ -71,7 +71,7 @@ def error_body(message: str, *, status: int, param: str | None = None) -> Body:
 # Requests.
 
 
-def read_completions(body: Body, model: Model) -> list[Ask]:
+def read_completions(body: Body, model: Model) -> list[GenerationRequest]:
     """`/v1/completions`: a text, a list of ids, or lists of either."""
     prompt = body.get("prompt")
     if prompt is None or prompt == []:
@@ -81,7 +81,7 @@ def read_completions(body: Body, model: Model) -> list[Ask]:
     return [_read_vllm(body, _to_tokens(one, model), model) for one in prompt]
 
 
-def read_chat(body: Body, model: Model) -> list[Ask]:
+def read_chat(body: Body, model: Model) -> list[GenerationRequest]:
     """`/v1/chat/completions`: without a limit, as long as the context allows."""
     messages = body.get("messages")
     if not messages:
@@ -101,14 +101,14 @@ def read_chat(body: Body, model: Model) -> list[Ask]:
     return [_read_vllm({**body, "max_tokens": limit, "logprobs": logprobs}, list(tokens), model)]
 
 
-def read_original(body: Body, model: Model) -> list[Ask]:
+def read_original(body: Body, model: Model) -> list[GenerationRequest]:
     """The original's `/generate`: `{"prompt": {"prompt_token_ids": [...]}}` or text."""
     prompt = body["prompt"]
     tokens = prompt["prompt_token_ids"] if isinstance(prompt, dict) else _to_tokens(prompt, model)
     return [_read_vllm({**body, "model": None}, tokens, model)]
 
 
-def read_scale_out(body: Body, model: Model) -> list[Ask]:
+def read_scale_out(body: Body, model: Model) -> list[GenerationRequest]:
     """vLLM's `/inference/v1/generate`."""
     tokens = body.get("token_ids")
     if not tokens:
@@ -117,7 +117,7 @@ def read_scale_out(body: Body, model: Model) -> list[Ask]:
     return [_read_vllm({**params, "model": body.get("model")}, tokens, model)]
 
 
-def read_sglang(body: Body, model: Model) -> list[Ask]:
+def read_sglang(body: Body, model: Model) -> list[GenerationRequest]:
     """SGLang's `/generate`: `input_ids` or `text`, one or several."""
     params = body.get("sampling_params") or {}
     prompts = body.get("input_ids")
@@ -138,7 +138,7 @@ def read_sglang(body: Body, model: Model) -> list[Ask]:
     return asks
 
 
-def read_trl(body: Body, model: Model) -> list[Ask]:
+def read_trl(body: Body, model: Model) -> list[GenerationRequest]:
     """`trl vllm-serve`'s `/generate/`: texts, or lists of ids in newer versions."""
     prompts = body.get("prompts")
     if not prompts:
@@ -155,7 +155,7 @@ def _to_tokens(prompt: Any, model: Model) -> list[int]:
     return list(prompt)
 
 
-def _read_vllm(body: Body, tokens: list[int], model: Model) -> Ask:
+def _read_vllm(body: Body, tokens: list[int], model: Model) -> GenerationRequest:
     name = body.get("model")
     if name and name != model.name:
         raise Refused(
@@ -205,10 +205,12 @@ def _check_prompt(tokens: list[int], model: Model) -> None:
         raise Refused(f"Token id {wrong} is out of vocabulary")
 
 
-def _ask(params: Mapping[str, Any], tokens: list[int], limit: int, n: int | None = None) -> Ask:
+def _ask(
+    params: Mapping[str, Any], tokens: list[int], limit: int, n: int | None = None
+) -> GenerationRequest:
     stop = params.get("stop") or ()
     seed = params.get("seed")
-    return Ask(
+    return GenerationRequest(
         prompt_tokens=tokens,
         n=int(params.get("n") or 1) if n is None else n,
         max_tokens=limit,
@@ -223,7 +225,7 @@ def _ask(params: Mapping[str, Any], tokens: list[int], limit: int, n: int | None
 # Answers.
 
 
-def write_completions(body: Body, results: Sequence[Result], model: Model) -> Body:
+def write_completions(body: Body, results: Sequence[Generations], model: Model) -> Body:
     """Choices prompt-major; ids only where `return_token_ids` asks for them."""
     choices: list[Body] = []
     for ask, samples in results:
@@ -248,7 +250,7 @@ def write_completions(body: Body, results: Sequence[Result], model: Model) -> Bo
     return {**_envelope("cmpl", "text_completion", body, results, model), "choices": choices}
 
 
-def write_chat(body: Body, results: Sequence[Result], model: Model) -> Body:
+def write_chat(body: Body, results: Sequence[Generations], model: Model) -> Body:
     """Prompt ids are at the top level here, unlike in completions."""
     ((ask, samples),) = results
     wants_ids = bool(body.get("return_token_ids"))
@@ -273,7 +275,7 @@ def write_chat(body: Body, results: Sequence[Result], model: Model) -> Body:
     }
 
 
-def write_original(body: Body, results: Sequence[Result], model: Model) -> Body:
+def write_original(body: Body, results: Sequence[Generations], model: Model) -> Body:
     """Per sequence, per token, a list that holds one `{"<id>": logprob}`."""
     ((ask, samples),) = results
     answer: Body = {
@@ -298,7 +300,7 @@ def write_original(body: Body, results: Sequence[Result], model: Model) -> Body:
     return answer
 
 
-def write_scale_out(body: Body, results: Sequence[Result], model: Model) -> Body:
+def write_scale_out(body: Body, results: Sequence[Generations], model: Model) -> Body:
     """Ids and logprobs only, and the weight versions as `[start, end)`."""
     ((ask, samples),) = results
     params = body.get("sampling_params") or {}
@@ -337,7 +339,7 @@ def write_scale_out(body: Body, results: Sequence[Result], model: Model) -> Body
     }
 
 
-def write_sglang(body: Body, results: Sequence[Result], model: Model) -> Body | list[Body]:
+def write_sglang(body: Body, results: Sequence[Generations], model: Model) -> Body | list[Body]:
     """One object for one completion, a list for several."""
     wants_text = bool(body.get("return_text_in_logprobs"))
     answers: list[Body] = []
@@ -372,7 +374,7 @@ def write_sglang(body: Body, results: Sequence[Result], model: Model) -> Body | 
     return answers[0] if len(answers) == 1 else answers
 
 
-def write_trl(body: Body, results: Sequence[Result], model: Model) -> Body:
+def write_trl(body: Body, results: Sequence[Generations], model: Model) -> Body:
     """Completions prompt-major."""
     samples = [sample for _, all_samples in results for sample in all_samples]
     return {
@@ -382,7 +384,9 @@ def write_trl(body: Body, results: Sequence[Result], model: Model) -> Body:
     }
 
 
-def _envelope(prefix: str, kind: str, body: Body, results: Sequence[Result], model: Model) -> Body:
+def _envelope(
+    prefix: str, kind: str, body: Body, results: Sequence[Generations], model: Model
+) -> Body:
     prompt = sum(len(ask.prompt_tokens) for ask, _ in results)
     sampled = sum(len(sample.tokens) for _, samples in results for sample in samples)
     return {
@@ -415,7 +419,7 @@ def _piece(token: int, model: Model) -> str:
     return "" if "\ufffd" in text else text
 
 
-def _text_logprobs(sample: Sample, model: Model) -> Body:
+def _text_logprobs(sample: Generated, model: Model) -> Body:
     pieces = [_piece(token, model) for token in sample.tokens]
     offsets, at = [], 0
     for piece in pieces:
@@ -431,7 +435,7 @@ def _text_logprobs(sample: Sample, model: Model) -> Body:
     }
 
 
-def _chat_logprobs(sample: Sample, model: Model) -> list[Body]:
+def _chat_logprobs(sample: Generated, model: Model) -> list[Body]:
     content = []
     for token, logprob in zip(sample.tokens, sample.logprobs, strict=False):
         piece = _piece(token, model)
@@ -454,7 +458,9 @@ def _likelier(token: int, logprob: float, num_top: int, model: Model) -> list[tu
     ]
 
 
-def _prompt_logprobs(ask: Ask, num_top: Any, model: Model) -> list[Body | None] | None:
+def _prompt_logprobs(
+    ask: GenerationRequest, num_top: Any, model: Model
+) -> list[Body | None] | None:
     """Per position the `num_top` likeliest ids and the prompt's own; None at the first."""
     if num_top is None:
         return None
@@ -477,7 +483,13 @@ def _prompt_logprobs(ask: Ask, num_top: Any, model: Model) -> list[Body | None] 
 
 
 def _sglang_logprobs(
-    ask: Ask, sample: Sample, model: Model, *, start: int, num_top: int, wants_text: bool
+    ask: GenerationRequest,
+    sample: Generated,
+    model: Model,
+    *,
+    start: int,
+    num_top: int,
+    wants_text: bool,
 ) -> Body:
     def triple(logprob: float | None, token: int) -> list[Any]:
         return [logprob, token, _piece(token, model) if wants_text else None]

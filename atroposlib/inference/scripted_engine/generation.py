@@ -28,7 +28,7 @@ PRINTABLE = range(32 + 3, 127 + 3)
 ANY_BYTE = range(3, 259)
 
 
-class Overloaded(Exception):
+class QueueFull(Exception):
     """Too many completions wait in line."""
 
 
@@ -37,7 +37,7 @@ class Paused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GenerationRequest:
     """One prompt and what is wanted of it."""
 
     prompt_tokens: list[int]
@@ -53,7 +53,7 @@ class Ask:
 
 
 @dataclass(slots=True, kw_only=True)
-class Sample:
+class Generated:
     """One completion."""
 
     tokens: list[int]
@@ -202,7 +202,9 @@ class Generator:
 
     # Generating.
 
-    async def generate(self, ask: Ask, *, swaps_weights: bool = False) -> list[Sample]:
+    async def generate(
+        self, ask: GenerationRequest, *, swaps_weights: bool = False
+    ) -> list[Generated]:
         """Return `ask.n` completions after as long as the script says.
 
         `swaps_weights`: the weights change when half of the longest one is there.
@@ -237,7 +239,9 @@ class Generator:
         self.num_generated_tokens += sum(len(sample.tokens) for sample in samples)
         return samples
 
-    def _plan(self, ask: Ask, choice: int, call: int) -> tuple[list[int] | None, int, str]:
+    def _plan(
+        self, ask: GenerationRequest, choice: int, call: int
+    ) -> tuple[list[int] | None, int, str]:
         """Return (scripted tokens or None, how many tokens, finish reason)."""
         script, limit = self._script, ask.max_tokens
         text: str | None = None
@@ -257,7 +261,7 @@ class Generator:
         )
         return None, min(drawn, limit), "stop" if drawn <= limit else "length"
 
-    def _seed(self, ask: Ask) -> int:
+    def _seed(self, ask: GenerationRequest) -> int:
         if ask.greedy:
             return -1
         return self._script.seed if ask.seed is None else ask.seed
@@ -297,13 +301,13 @@ class Generator:
 
     def _finish(
         self,
-        ask: Ask,
+        ask: GenerationRequest,
         choice: int,
         plan: tuple[list[int] | None, int, str],
         version: str,
         flight: _Flight,
         sampled: int,
-    ) -> Sample:
+    ) -> Generated:
         scripted, num_tokens, reason = plan
         if sampled < num_tokens:
             num_tokens, reason = sampled, "abort"
@@ -330,7 +334,7 @@ class Generator:
                 reason = "stop"
                 spans = _cut_spans(version, flight.changes, len(tokens))
         logprobs = made_up_logprobs(ask.prompt_tokens, tokens, spans=spans)
-        return Sample(
+        return Generated(
             tokens=tokens,
             logprobs=logprobs,
             finish_reason=reason,
@@ -340,7 +344,7 @@ class Generator:
         )
 
     def _stop(
-        self, ask: Ask, tokens: list[int], text: str
+        self, ask: GenerationRequest, tokens: list[int], text: str
     ) -> tuple[list[int], str, int | str | None]:
         """Cut at the first stop id or string: ids keep it, the text does not keep the string."""
         for end in range(1, len(tokens) + 1):
@@ -367,7 +371,7 @@ class Generator:
             return
         most = self._script.max_waiting
         if most is not None and self.num_waiting + n > most:
-            raise Overloaded
+            raise QueueFull
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._line.append((n, turn))
         self.num_waiting += n

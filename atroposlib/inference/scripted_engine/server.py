@@ -19,13 +19,13 @@ from aiohttp import web
 
 from atroposlib.inference.scripted_answers import ByteTokenizer, Respond
 from atroposlib.inference.scripted_engine import dialects
-from atroposlib.inference.scripted_engine.dialects import Model, Refused, Result
+from atroposlib.inference.scripted_engine.dialects import Generations, Model, Refused
 from atroposlib.inference.scripted_engine.generation import (
-    Ask,
+    Generated,
+    GenerationRequest,
     Generator,
-    Overloaded,
     Paused,
-    Sample,
+    QueueFull,
 )
 from atroposlib.inference.scripted_engine.script import (
     FAULT_HEADER,
@@ -45,7 +45,7 @@ _CLEAN_UP_S = 1.0
 
 
 @dataclass(slots=True)
-class Served:
+class ServedModel:
     """One request that asked for tokens, as the engine saw it."""
 
     path: str
@@ -58,8 +58,8 @@ class Served:
 
 
 class _Dialect(NamedTuple):
-    read: Callable[[dict[str, Any], Model], list[Ask]]
-    write: Callable[[dict[str, Any], Sequence[Result], Model], Any]
+    read: Callable[[dict[str, Any], Model], list[GenerationRequest]]
+    write: Callable[[dict[str, Any], Sequence[Generations], Model], Any]
 
 
 _COMPLETIONS = _Dialect(dialects.read_completions, dialects.write_completions)
@@ -115,7 +115,7 @@ class ScriptedEngine:
         """The one it listens on, once started; kept over `kill` and `start`."""
         self.counts: Counter[str] = Counter()
         """Requests by path, faults met by kind, and `status <number>` of every answer."""
-        self.served: deque[Served] = deque(maxlen=NUM_KEPT_REQUESTS)
+        self.served: deque[ServedModel] = deque(maxlen=NUM_KEPT_REQUESTS)
         """What was asked for tokens, oldest first."""
         self._generator = Generator(
             tokenizer=self.tokenizer,
@@ -215,7 +215,7 @@ class ScriptedEngine:
             if fault is not None:
                 self.counts[fault.kind] += 1
                 if fault.kind in ("drop_before", "status") and generates:
-                    self.served.append(Served(path, _object(payload), fault.kind))
+                    self.served.append(ServedModel(path, _object(payload), fault.kind))
                 if fault.kind == "drop_before":
                     return _dropped(request)
                 if fault.kind == "status":
@@ -254,19 +254,19 @@ class ScriptedEngine:
     async def _generate(self, path: str, payload: bytes, fault: Fault | None) -> _Reply:
         kept = self._answers.get((path, payload)) if fault is None else None
         if kept is not None and self._generator.is_answer_fixed:
-            self.served.append(Served(path, kept.request, None, True))
+            self.served.append(ServedModel(path, kept.request, None, True))
             return _Reply(200, kept.answer, {})
         body = _object(payload)
         dialect = self._dialect(path, body)
         asks = dialect.read(body, self._model())
-        served = Served(path, body, None if fault is None else fault.kind)
+        served = ServedModel(path, body, None if fault is None else fault.kind)
         self.served.append(served)
         version, is_fixed = self.weight_version, self._generator.is_answer_fixed
         samples = await self._sample(asks, swaps_weights=served.fault == "swap_weights")
         served.was_generated = True
         if served.fault == "wrong_lengths":
             samples[0][0].logprobs.pop()
-        results = [Result(ask, each) for ask, each in zip(asks, samples, strict=True)]
+        results = [Generations(ask, each) for ask, each in zip(asks, samples, strict=True)]
         answer = msgspec.json.encode(dialect.write(body, results, self._model()))
         if fault is None and is_fixed and version == self.weight_version:
             self._answers[path, payload] = _Kept(body, answer)
@@ -274,7 +274,9 @@ class ScriptedEngine:
                 self._answers.popitem(last=False)
         return _Reply(200, answer, {})
 
-    async def _sample(self, asks: Sequence[Ask], *, swaps_weights: bool) -> list[list[Sample]]:
+    async def _sample(
+        self, asks: Sequence[GenerationRequest], *, swaps_weights: bool
+    ) -> list[list[Generated]]:
         generate = self._generator.generate
         try:
             if len(asks) == 1:
@@ -283,7 +285,7 @@ class ScriptedEngine:
                 samples = await asyncio.gather(
                     *(generate(ask, swaps_weights=swaps_weights) for ask in asks)
                 )
-        except Overloaded:
+        except QueueFull:
             raise Refused(
                 "too many requests wait", status=429, retry_after_s=self.script.retry_after_s
             ) from None

@@ -14,7 +14,7 @@ from typing import Any
 
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
-from atroposlib.inference.servers.openai_routes import OpenAIRoutesServer, Request
+from atroposlib.inference.servers.openai_routes import CallKeywords, OpenAIRoutesServer
 from atroposlib.inference.servers.reasoning import ReasoningConfig, is_official_openai
 
 __all__ = ["OPENAI_URL", "APIServerConfig", "OpenAIServer"]
@@ -59,7 +59,7 @@ class OpenAIServer(OpenAIRoutesServer):
         self._limit_name: str | None = None
         """The name of the token limit that was found to be the accepted one; None while the caller's is."""
 
-    async def _post(self, path: str, body: dict[str, Any], request: Request) -> dict[str, Any]:
+    async def _post(self, path: str, body: dict[str, Any], request: CallKeywords) -> dict[str, Any]:
         if path != "/chat/completions":
             return await super()._post(path, body, request)
         try:

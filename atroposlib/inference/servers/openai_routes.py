@@ -74,7 +74,7 @@ def _built(kind: Any, body: dict[str, Any]) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class CallKeywords:
     """One call's keywords, divided into what the server reads and what only this side reads."""
 
     body: dict[str, Any]
@@ -84,7 +84,7 @@ class Request:
     skip_reasoning: bool
 
 
-def read_request(kwargs: dict[str, Any], *, timeout_s: float) -> Request:
+def read_request(kwargs: dict[str, Any], *, timeout_s: float) -> CallKeywords:
     """Divide keywords. None means "not given", as in the openai package; `timeout` is in seconds."""
     body = {key: value for key, value in kwargs.items() if value is not None}
     if body.pop("stream", False):
@@ -95,7 +95,7 @@ def read_request(kwargs: dict[str, Any], *, timeout_s: float) -> Request:
     query = body.pop("extra_query", {})
     skip_reasoning = bool(body.pop("skip_reasoning", False))
     body.pop("split", None)
-    return Request(
+    return CallKeywords(
         body={**body, **extra_body},
         timeout_s=float(own_timeout) if own_timeout is not None else timeout_s,
         headers=headers,
@@ -205,7 +205,9 @@ class OpenAIRoutesServer(APIServer):
                     f"{self._label}: choices[{i}] has no {holds}: {str(choice)[:400]}"
                 )
 
-    async def _complete(self, path: str, body: dict[str, Any], request: Request) -> dict[str, Any]:
+    async def _complete(
+        self, path: str, body: dict[str, Any], request: CallKeywords
+    ) -> dict[str, Any]:
         """Return a body with exactly `n` choices, also from servers that ignore `n`."""
         n, num_prompts = int(body.get("n", 1)), count_prompts(body.get("prompt"))
         if num_prompts > 1:
@@ -263,7 +265,7 @@ class OpenAIRoutesServer(APIServer):
                 f"{self._label} answered {len(answer['choices'])} choices, expected {num_choices} (n = {n})"
             )
 
-    async def _post(self, path: str, body: dict[str, Any], request: Request) -> dict[str, Any]:
+    async def _post(self, path: str, body: dict[str, Any], request: CallKeywords) -> dict[str, Any]:
         answer = await self._peer.post_json(
             self._prefix + path,
             body,

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 
-class _Span(Protocol):
+class _VersionSpan(Protocol):
     @property
     def weight_version(self) -> str: ...
 
@@ -28,7 +28,7 @@ class SamplingNotes:
         self._oldest: int | None = None
         self._is_known = True
 
-    def add(self, answers: Sequence[Sequence[_Span] | None]) -> None:
+    def add(self, answers: Sequence[Sequence[_VersionSpan] | None]) -> None:
         """Note the spans of several completions; None or a version that is no number makes the oldest unknown."""
         for spans in answers:
             versions = [span.weight_version for span in spans or ()]
@@ -76,7 +76,7 @@ def noted() -> SamplingNotes | None:
 
 
 def note_sampling(
-    asked: Mapping[str, Any], versions: Sequence[Sequence[_Span] | None] = ()
+    asked: Mapping[str, Any], versions: Sequence[Sequence[_VersionSpan] | None] = ()
 ) -> None:
     """Note what was sampled on a request with the keywords `asked`; nothing happens outside an item or in evaluation.
 

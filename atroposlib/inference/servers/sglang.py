@@ -22,8 +22,8 @@ from atroposlib.inference.servers.api_server import (
 from atroposlib.inference.servers.choices import with_seed
 from atroposlib.inference.servers.http_peer import strip_v1
 from atroposlib.inference.servers.openai_routes import (
+    CallKeywords,
     OpenAIRoutesServer,
-    Request,
     read_request,
     read_weight_info,
 )
@@ -110,7 +110,7 @@ class _FinishReason(msgspec.Struct, gc=False):
     type: str
 
 
-class _Span(msgspec.Struct, gc=False):
+class _SglangSpan(msgspec.Struct, gc=False):
     version: str | int
     start: int
     end: int
@@ -121,7 +121,7 @@ class _Meta(msgspec.Struct, gc=False):
     finish_reason: str | _FinishReason | None = None
     completion_tokens: int | None = None
     weight_version: str | int | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[_SglangSpan] | None = None
     input_token_logprobs: list[_PromptPair] = []
     input_top_logprobs: list[list[_Pair] | None] | None = None
 
@@ -198,7 +198,7 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
             self._version_paths = tuple(p for p in self._version_paths if p != path)
         return None
 
-    async def _generate(self, body: dict[str, Any], request: Request) -> list[_Result]:
+    async def _generate(self, body: dict[str, Any], request: CallKeywords) -> list[_Result]:
         """Return `n` results, also from servers that ignore `n`; large answers are asked for in parts."""
         sampling = body["sampling_params"]
         n = int(sampling.get("n", 1))
@@ -216,7 +216,7 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
         check_count(results, n=n, what="completions", where=f"{self._label}/generate")
         return results
 
-    async def _post_generate(self, body: dict[str, Any], request: Request) -> list[_Result]:
+    async def _post_generate(self, body: dict[str, Any], request: CallKeywords) -> list[_Result]:
         return await self._peer.post(
             "/generate",
             body,

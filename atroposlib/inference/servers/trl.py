@@ -25,7 +25,7 @@ from atroposlib.inference.servers.api_server import (
 )
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, HttpPeer, excerpt, strip_v1
 from atroposlib.inference.servers.openai_routes import (
-    Request,
+    CallKeywords,
     chat_completion_from,
     completion_from,
     read_request,
@@ -84,7 +84,7 @@ class _Answer(msgspec.Struct, gc=False):
 _answer = msgspec.json.Decoder(_Answer)
 
 
-class Sampled(NamedTuple):
+class TrlAnswer(NamedTuple):
     """One answer of `/generate/`; one entry per completion."""
 
     prompt_ids: list[int] | None
@@ -175,7 +175,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
         return text.removeprefix(bos) if doubled else text
 
     async def _complete(
-        self, prompt: str, request: Request
+        self, prompt: str, request: CallKeywords
     ) -> tuple[list[tuple[str, str]], dict[str, int] | None]:
         """Return text and finish reason per completion, and the token counts if the server tells enough."""
         sampled = await self._generate(prompt, request)
@@ -191,7 +191,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
             "total_tokens": num_prompt + num_sampled,
         }
 
-    def _read_text(self, token_ids: list[int], request: Request) -> tuple[str, str]:
+    def _read_text(self, token_ids: list[int], request: CallKeywords) -> tuple[str, str]:
         """Decode a completion up to the first stop string; `length` unless something shows that it ended itself."""
         stop = request.body.get("stop") or []
         text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -247,7 +247,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
             " or serve the model with vLLM and set server_type to 'vllm'"
         )
 
-    async def _generate_after(self, prompt_tokens: list[int], request: Request) -> Sampled:
+    async def _generate_after(self, prompt_tokens: list[int], request: CallKeywords) -> TrlAnswer:
         """Sample after token ids; servers that take only text are sent the text of the ids."""
         if self._takes_token_ids:
             try:
@@ -267,7 +267,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
 
     # The one route.
 
-    async def _generate(self, prompt: str | list[int], request: Request) -> Sampled:
+    async def _generate(self, prompt: str | list[int], request: CallKeywords) -> TrlAnswer:
         body = self._body(prompt, request)
         return await self._peer.post(
             "/generate/",
@@ -278,7 +278,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
             query=request.query,
         )
 
-    def _body(self, prompt: str | list[int], request: Request) -> dict[str, Any]:
+    def _body(self, prompt: str | list[int], request: CallKeywords) -> dict[str, Any]:
         body: dict[str, Any] = {"prompts": [prompt], **DEFAULTS}
         generation: dict[str, Any] = {}
         for name, value in request.body.items():
@@ -296,7 +296,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
         return body
 
 
-def read_answer(raw: bytes, *, n: int, where: str) -> Sampled:
+def read_answer(raw: bytes, *, n: int, where: str) -> TrlAnswer:
     """Decode `completion_ids` and, from servers that have them, `prompt_ids` and `logprobs`.
 
     Logprobs come as one number per token, or as a list per token whose ids `logprob_token_ids` gives: the sampled one
@@ -308,7 +308,7 @@ def read_answer(raw: bytes, *, n: int, where: str) -> Sampled:
         check_count(answer.prompt_ids, n=1, what="prompts", where=where)
     prompt_ids = None if answer.prompt_ids is None else answer.prompt_ids[0]
     if answer.logprobs is None:
-        return Sampled(prompt_ids, answer.completion_ids, None)
+        return TrlAnswer(prompt_ids, answer.completion_ids, None)
     check_count(answer.logprobs, n=n, what="lists of logprobs", where=where)
     top_ids = answer.logprob_token_ids or [[]] * n
     check_count(top_ids, n=n, what="lists of logprob_token_ids", where=where)
@@ -318,7 +318,7 @@ def read_answer(raw: bytes, *, n: int, where: str) -> Sampled:
         values = _of_sampled(answer.logprobs[i], top_ids[i], token_ids, where=here)
         check_sampled(token_ids, values, where=here)
         logprobs.append(values)
-    return Sampled(prompt_ids, answer.completion_ids, logprobs)
+    return TrlAnswer(prompt_ids, answer.completion_ids, logprobs)
 
 
 def _of_sampled(

@@ -25,8 +25,8 @@ from atroposlib.inference.servers.api_server import (
 from atroposlib.inference.servers.choices import part_of
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, excerpt, strip_v1
 from atroposlib.inference.servers.openai_routes import (
+    CallKeywords,
     OpenAIRoutesServer,
-    Request,
     read_request,
     read_weight_info,
 )
@@ -35,7 +35,7 @@ from atroposlib.inference.servers.vllm_bodies import (
     DEFAULT_MAX_TOKENS,
     NEUTRAL_SAMPLING,
     NoTokenIds,
-    Sampled,
+    SampledCompletion,
     completions_of,
     completions_per_request,
     read_completions,
@@ -141,8 +141,8 @@ class VLLMServer(OpenAIRoutesServer):
         return token_ids[1:] if bos is not None and token_ids[:2] == [bos, bos] else token_ids
 
     async def _sample_at_tokens_route(
-        self, prompt_tokens: list[int], body: dict[str, Any], request: Request
-    ) -> list[Sampled] | None:
+        self, prompt_tokens: list[int], body: dict[str, Any], request: CallKeywords
+    ) -> list[SampledCompletion] | None:
         """Return completions with their policy versions; None where the server or the keywords do not allow it."""
         if not self._uses_tokens_route:
             return None
@@ -152,7 +152,7 @@ class VLLMServer(OpenAIRoutesServer):
         if tokens_request(prompt_tokens, body) is None:
             return None
 
-        async def send(part: dict[str, Any]) -> list[Sampled]:
+        async def send(part: dict[str, Any]) -> list[SampledCompletion]:
             read = functools.partial(read_tokens, label=self._label)
             asked = tokens_request(prompt_tokens, part) or {}
             return await self._send(TOKENS_ROUTE, asked, request, read)
@@ -167,9 +167,9 @@ class VLLMServer(OpenAIRoutesServer):
             return None
 
     async def _sample_at_completions(
-        self, prompt_tokens: list[int], body: dict[str, Any], request: Request
+        self, prompt_tokens: list[int], body: dict[str, Any], request: CallKeywords
     ) -> TokenCompletions:
-        async def send(part: dict[str, Any]) -> list[Sampled]:
+        async def send(part: dict[str, Any]) -> list[SampledCompletion]:
             read = functools.partial(
                 read_completions, prompt_tokens=prompt_tokens, label=self._label
             )
@@ -187,8 +187,8 @@ class VLLMServer(OpenAIRoutesServer):
         return answer
 
     async def _sample_at_generate(
-        self, prompt_tokens: list[int], request: Request
-    ) -> list[Sampled]:
+        self, prompt_tokens: list[int], request: CallKeywords
+    ) -> list[SampledCompletion]:
         body = {**rename_max_tokens(request.body), "prompt": {"prompt_token_ids": prompt_tokens}}
         body.pop("model", None)
         body.setdefault("logprobs", 0)
@@ -196,7 +196,7 @@ class VLLMServer(OpenAIRoutesServer):
         sampled = await self._send(ORIGINAL_ROUTE, body, request, read)
         return self._checked_count(sampled, int(body.get("n", 1)))
 
-    async def _sample(self, body: dict[str, Any], send: Any) -> list[Sampled]:
+    async def _sample(self, body: dict[str, Any], send: Any) -> list[SampledCompletion]:
         """Return exactly `n` completions, in requests of bounded size, also from servers that ignore `n`."""
         n = int(body.get("n", 1))
         parts = await self._ask_for(
@@ -207,7 +207,7 @@ class VLLMServer(OpenAIRoutesServer):
         )
         return self._checked_count([each for part in parts for each in part], n)
 
-    def _checked_count(self, sampled: list[Sampled], n: int) -> list[Sampled]:
+    def _checked_count(self, sampled: list[SampledCompletion], n: int) -> list[SampledCompletion]:
         if len(sampled) != n:
             raise EngineProtocolError(
                 f"{self._label} answered {len(sampled)} choices, expected n = {n}"
@@ -215,7 +215,7 @@ class VLLMServer(OpenAIRoutesServer):
         return sampled
 
     async def _send(
-        self, path: str, body: dict[str, Any], request: Request, read: Callable[[bytes], T]
+        self, path: str, body: dict[str, Any], request: CallKeywords, read: Callable[[bytes], T]
     ) -> T:
         return await self._peer.post(
             path,

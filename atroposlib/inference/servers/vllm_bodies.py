@@ -69,7 +69,7 @@ class NoTokenIds(EngineProtocolError):
     """The server answered /v1/completions without token ids: it does not know `return_token_ids`."""
 
 
-class Sampled(NamedTuple):
+class SampledCompletion(NamedTuple):
     """One completion."""
 
     tokens: list[int]
@@ -78,7 +78,7 @@ class Sampled(NamedTuple):
     weight_versions: list[WeightSpan] | None
 
 
-class _Span(msgspec.Struct, gc=False):
+class _VllmSpan(msgspec.Struct, gc=False):
     """The local engine's `weight_version` and `num_tokens`, or vLLM's `version`, `start` and `end`."""
 
     weight_version: str | int | None = None
@@ -114,7 +114,7 @@ class _CompletionChoice(msgspec.Struct, gc=False):
     prompt_token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: Any = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[_VllmSpan] | None = None
 
 
 class _Completions(msgspec.Struct, gc=False):
@@ -134,7 +134,7 @@ class _TokensChoice(msgspec.Struct, gc=False):
     token_ids: list[int]
     logprobs: _TokenLogprobs | None = None
     finish_reason: Any = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[_VllmSpan] | None = None
 
 
 class _Tokens(msgspec.Struct, gc=False):
@@ -199,7 +199,9 @@ def tokens_request(prompt_tokens: list[int], body: dict[str, Any]) -> dict[str, 
 # Answers.
 
 
-def read_completions(answer: bytes, *, prompt_tokens: list[int], label: str) -> list[Sampled]:
+def read_completions(
+    answer: bytes, *, prompt_tokens: list[int], label: str
+) -> list[SampledCompletion]:
     """Read token ids and sampled-token logprobs out of a `/v1/completions` body.
 
     Raises `NoTokenIds` where the server does not know `return_token_ids`.
@@ -227,7 +229,7 @@ def read_completions(answer: bytes, *, prompt_tokens: list[int], label: str) -> 
     return found
 
 
-def read_tokens(answer: bytes, *, label: str) -> list[Sampled]:
+def read_tokens(answer: bytes, *, label: str) -> list[SampledCompletion]:
     """Read a `/inference/v1/generate` body: ids, their logprobs, and the policy versions they were sampled under."""
     found = []
     for i, choice in enumerate(_tokens.decode(answer).choices):
@@ -248,7 +250,7 @@ def read_tokens(answer: bytes, *, label: str) -> list[Sampled]:
     return found
 
 
-def read_generated(answer: bytes, *, label: str) -> list[Sampled]:
+def read_generated(answer: bytes, *, label: str) -> list[SampledCompletion]:
     """Read the original's `/generate` body: per sequence, per token, a list holding one `{"<id>": logprob}`."""
     where = f"{label}/generate"
     generated = _generated.decode(answer)
@@ -272,10 +274,10 @@ def _checked(
     tokens: list[int],
     logprobs: list[float],
     finish_reason: Any,
-    spans: list[_Span] | None,
+    spans: list[_VllmSpan] | None,
     *,
     where: str,
-) -> Sampled:
+) -> SampledCompletion:
     if len(logprobs) != len(tokens):
         raise EngineProtocolError(f"{where}: {len(logprobs)} logprobs for {len(tokens)} token ids")
     if logprobs and min(logprobs) <= NO_LOGPROB:
@@ -286,11 +288,13 @@ def _checked(
         )
     if tokens and min(tokens) < 0:
         raise EngineProtocolError(f"{where}: token id {min(tokens)} is negative")
-    return Sampled(tokens, logprobs, finish_reason, _read_spans(spans, len(tokens), where=where))
+    return SampledCompletion(
+        tokens, logprobs, finish_reason, _read_spans(spans, len(tokens), where=where)
+    )
 
 
 def _read_spans(
-    spans: list[_Span] | None, num_tokens: int, *, where: str
+    spans: list[_VllmSpan] | None, num_tokens: int, *, where: str
 ) -> list[WeightSpan] | None:
     if spans is None:
         return None
@@ -300,7 +304,9 @@ def _read_spans(
     return read
 
 
-def completions_of(prompt_tokens: list[int], found: Sequence[Sampled]) -> TokenCompletions:
+def completions_of(
+    prompt_tokens: list[int], found: Sequence[SampledCompletion]
+) -> TokenCompletions:
     """Gather the completions of one prompt."""
     return TokenCompletions(
         prompt_tokens,

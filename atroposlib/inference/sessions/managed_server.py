@@ -34,14 +34,18 @@ from atroposlib.inference.sessions.chat_template import (
 )
 from atroposlib.inference.sessions.sequences import (
     ChatPlace,
-    Match,
+    NodeMatch,
     PendingTurn,
     SampledMessage,
     SampledTurn,
     SequenceNode,
     SequenceStore,
 )
-from atroposlib.inference.tools.tool_messages import ToolCall, as_dict, completion_with_tool_calls
+from atroposlib.inference.tools.tool_messages import (
+    OpenAIToolCall,
+    as_dict,
+    completion_with_tool_calls,
+)
 from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -304,7 +308,7 @@ class ManagedServer:
 
     def _continue(
         self,
-        match: Match,
+        match: NodeMatch,
         messages: list[dict[str, Any]],
         before: tuple[str, ...],
         options: TemplateOptions,
@@ -329,7 +333,7 @@ class ManagedServer:
         kept = match.tokens(stage.num_tokens)
         return self._after(match, kept, pieces[-1] + _opening(messages), place=place)
 
-    def _go_on(self, match: Match, added: str, *, place: ChatPlace | None) -> PendingTurn:
+    def _go_on(self, match: NodeMatch, added: str, *, place: ChatPlace | None) -> PendingTurn:
         """Prepare sampling from within a turn, or the end of a text: without the token that ended it."""
         kept = match.tokens(match.stage.num_tokens)
         if match.stage.end:
@@ -338,7 +342,7 @@ class ManagedServer:
         return dataclasses.replace(turn, visible_text=match.stage.visible_text + added)
 
     def _after(
-        self, match: Match, kept: list[int], added: str, *, place: ChatPlace | None
+        self, match: NodeMatch, kept: list[int], added: str, *, place: ChatPlace | None
     ) -> PendingTurn:
         stage = match.stage
         full_text = stage.full_text
@@ -463,7 +467,11 @@ class ManagedServer:
         said, calls = self._translator.remember(read)
         content = said.removeprefix(continued) or None
         reason = "length" if sampled.finish_reason == "length" else "tool_calls"
-        return {**reply, "content": content, "tool_calls": list(map(ToolCall.of, calls))}, reason
+        return {
+            **reply,
+            "content": content,
+            "tool_calls": list(map(OpenAIToolCall.of, calls)),
+        }, reason
 
     def _envelope(
         self, turn: PendingTurn, completions: Sequence[SampledTurn], kind: str

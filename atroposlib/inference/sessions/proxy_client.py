@@ -21,7 +21,11 @@ from atroposlib.inference.servers.openai_routes import (
 )
 from atroposlib.inference.servers.sampling_notes import note_sampling
 from atroposlib.inference.sessions.sequences import SequenceNode
-from atroposlib.inference.tools.tool_messages import ToolCall, as_dict, completion_with_tool_calls
+from atroposlib.inference.tools.tool_messages import (
+    OpenAIToolCall,
+    as_dict,
+    completion_with_tool_calls,
+)
 
 TOKEN_VARIABLE = "ATROPOS_PROXY_TOKEN"
 OWNER_HEADER = "X-Atropos-Owner-Key"
@@ -70,7 +74,7 @@ class ProxyManagedServer:
         for choice in body["choices"]:
             if calls := choice["message"].get("tool_calls"):
                 has_calls = True
-                choice["message"]["tool_calls"] = [ToolCall.of(call) for call in calls]
+                choice["message"]["tool_calls"] = [OpenAIToolCall.of(call) for call in calls]
         return completion_with_tool_calls(body) if has_calls else chat_completion_from(body)
 
     async def completion(self, **kwargs: Any) -> Any:

@@ -90,7 +90,7 @@ class _Tracked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
+class NodeMatch:
     """A stage that a prompt continues, and the node that holds it."""
 
     tracked: _Tracked
@@ -109,7 +109,7 @@ class PendingTurn:
     tokens: list[int]
     full_text: str
     visible_text: str
-    parent: Match | None = None
+    parent: NodeMatch | None = None
     num_kept: int = 0
     """Tokens of the parent's node that this prompt begins with."""
     place: ChatPlace | None = None
@@ -146,7 +146,7 @@ class _Point:
     def __init__(self) -> None:
         self.next: dict[str, _Point] = {}
         """The points after one more message, by its identity."""
-        self.matches: list[Match] = []
+        self.matches: list[NodeMatch] = []
         """Stages of chats that end here."""
 
 
@@ -166,7 +166,7 @@ class SequenceStore:
 
     def clear(self) -> None:
         self._tracked: list[_Tracked] = []
-        self._matches: list[Match] = []
+        self._matches: list[NodeMatch] = []
         """Every stage, with the node that it was added to; branches share the stages before them."""
         self._chats = _Point()
 
@@ -199,13 +199,13 @@ class SequenceStore:
 
     def find_messages(
         self, messages: Sequence[str], call_ids: Sequence[tuple[str, ...]] = ()
-    ) -> Match | None:
+    ) -> NodeMatch | None:
         """Return the longest stage whose messages begin `messages`.
 
         `call_ids`, one per message, decide between turns that made the same tool calls.
         """
         point = self._chats
-        found: list[Match] = []
+        found: list[NodeMatch] = []
         index = -1
         for i, message in enumerate(messages):
             following = point.next.get(message)
@@ -215,7 +215,7 @@ class SequenceStore:
             if point.matches:
                 found, index = point.matches, i
 
-        def rank(match: Match) -> tuple[bool, bool, int, int]:
+        def rank(match: NodeMatch) -> tuple[bool, bool, int, int]:
             assert match.stage.message is not None
             same_ids = index < len(call_ids) and call_ids[index] == match.stage.message.call_ids
             first = match.tracked.order, match.tracked.choice
@@ -223,12 +223,12 @@ class SequenceStore:
 
         return max(found, key=rank, default=None)
 
-    def find_opened(self, before: Sequence[str], content: str) -> tuple[Match, str] | None:
+    def find_opened(self, before: Sequence[str], content: str) -> tuple[NodeMatch, str] | None:
         """Return the longest turn sampled after `before` whose text begins `content`, and the rest of `content`."""
         point: _Point | None = self._chats
         for message in before:
             point = point and point.next.get(message)
-        best: Match | None = None
+        best: NodeMatch | None = None
         best_rank = (-1, False)
         for following in point.next.values() if point else ():
             for match in following.matches:
@@ -243,9 +243,9 @@ class SequenceStore:
                         best, best_rank = match, rank
         return None if best is None else (best, content[best_rank[0] :])
 
-    def find_text(self, prompt: str) -> tuple[Match, str] | None:
+    def find_text(self, prompt: str) -> tuple[NodeMatch, str] | None:
         """Return the longest stage whose text begins `prompt`, and the rest of the prompt."""
-        best: Match | None = None
+        best: NodeMatch | None = None
         best_rank = (-1, False)
         for match in self._matches:
             for text in (match.stage.full_text, match.stage.visible_text):
@@ -274,7 +274,7 @@ class SequenceStore:
 
     def _index(self, tracked: _Tracked) -> None:
         """Make the last stage of a node findable."""
-        match = Match(tracked=tracked, stage=tracked.stages[-1])
+        match = NodeMatch(tracked=tracked, stage=tracked.stages[-1])
         self._matches.append(match)
         if match.stage.place is None or match.stage.message is None:
             return
@@ -283,7 +283,7 @@ class SequenceStore:
             point = point.next.setdefault(message, _Point())
         point.matches.append(match)
 
-    def _can_grow(self, match: Match) -> bool:
+    def _can_grow(self, match: NodeMatch) -> bool:
         # Of equally long prefixes the end of a node is preferred: going on there grows it instead of branching off.
         is_last = match.stage is match.tracked.stages[-1]
         return is_last and not any(stage is match.stage for stage in self._continued)

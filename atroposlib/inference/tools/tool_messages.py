@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 
-class ToolCall(dict[str, Any]):
+class OpenAIToolCall(dict[str, Any]):
     """A part of a tool call: a dict whose items are attributes, too."""
 
     def __getattr__(self, name: str) -> Any:
@@ -23,7 +23,7 @@ class ToolCall(dict[str, Any]):
             raise AttributeError(f"a tool call has no {name!r}; it has {', '.join(self)}") from None
 
     @classmethod
-    def of(cls, call: Any) -> ToolCall:
+    def of(cls, call: Any) -> OpenAIToolCall:
         """Wrap a call given as a mapping or as an object of the `openai` package."""
         values = dict(call) if isinstance(call, Mapping) else call.model_dump(exclude_none=True)
         return cls({**values, "function": cls(values["function"])})
@@ -31,7 +31,7 @@ class ToolCall(dict[str, Any]):
     def model_dump(self, **options: Any) -> dict[str, Any]:
         """Return plain dicts, as the objects of the `openai` package do."""
         return {
-            key: value.model_dump() if isinstance(value, ToolCall) else value
+            key: value.model_dump() if isinstance(value, OpenAIToolCall) else value
             for key, value in self.items()
         }
 

@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 # Exact, so that the build and the lint see the same torch everywhere; override it for another build.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test drills lint bench clean
+
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,12 +19,16 @@ demo: $(VENV)/.installed
 	$(BIN)/atropos-demo $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+drills: $(VENV)/.installed
+	$(PYTEST) -m "drill and not slow" tests $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/contract/test_layers.py
 
 bench: $(VENV)/.installed
 	for script in benchmarks/[a-z]*.py; do PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done

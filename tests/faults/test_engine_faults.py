@@ -31,7 +31,7 @@ from atroposlib.inference.scripted_engine import (
     Latency,
     Script,
     ScriptedEngine,
-    Served,
+    ServedModel,
     made_up_logprobs,
     made_up_tokens,
 )
@@ -161,8 +161,8 @@ def sampled_runs(node: SequenceNode) -> list[tuple[int, int]]:
     return runs
 
 
-def attempts_by_prompt(served: Sequence[Served]) -> dict[tuple[int, ...], list[Served]]:
-    found: dict[tuple[int, ...], list[Served]] = defaultdict(list)
+def attempts_by_prompt(served: Sequence[ServedModel]) -> dict[tuple[int, ...], list[ServedModel]]:
+    found: dict[tuple[int, ...], list[ServedModel]] = defaultdict(list)
     for each in served:
         keys = ("token_ids", "prompt", "input_ids")
         prompt = next(each.body[key] for key in keys if key in each.body)

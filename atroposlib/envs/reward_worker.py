@@ -1,0 +1,232 @@
+"""The worker process of `rewards.RewardWorkers`: calls scoring functions by name, and answers in JSON lines.
+
+On Linux it is two processes: a child, which calls the function under a memory limit, and its keeper, which ends all
+that comes of the child. `rewards.py` starts it and says what the lines hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+from atroposlib.envs.sandbox import hide_this_process
+
+_TAIL_BYTES = 4000
+"""Of a traceback that a reply carries."""
+_IS_LINUX = sys.platform == "linux"
+_MAX_LOGGED_LINES = 10
+"""Warnings of this library that one reply carries to the parent's log."""
+_MAX_CHILDREN = 16
+"""A worker with more children after a call is replaced: the scoring code leaves them behind."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+"""Both from linux/prctl.h."""
+
+
+def _work(settings: dict[str, Any]) -> None:
+    """Be a worker; on Linux as the keeper of a child that does the work."""
+    if not _IS_LINUX:
+        _serve(settings)
+        return
+    keeper = os.getpid()
+    hide_this_process()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # The child may answer its first call, and be closed, before the keeper has its handlers.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == keeper:  # else it died before the line above
+            _serve(settings)
+    else:
+        _keep(child)
+
+
+def _keep(child: int) -> None:
+    """Wait until the child dies or the parent closes its end of the pipe, then end all that came of the child."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 1)  # the child's end of file is the end of the child
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    poll = select.poll()
+    poll.register(0, 0)  # requests are the child's; a hang-up is reported without being asked for
+    poll.register(woken, select.POLLIN)
+    status = _collect(child)
+    while status is None:
+        if any(fd == 0 for fd, _ in poll.poll()) or signal.SIGTERM in os.read(woken, 4096):
+            break
+        status = _collect(child)
+    with contextlib.suppress(ProcessLookupError):
+        # All at once first: they may fork faster than they can be listed.
+        os.killpg(child, signal.SIGKILL)
+    while (left := _children()) or status is None:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        ended, code = os.waitpid(-1, 0)
+        status = code if ended == child else status
+    signal.set_wakeup_fd(-1)
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _collect(child: int) -> int | None:
+    """Collect what has died; return the child's status if it is among them."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                status = ended[1]
+    return status
+
+
+def _children() -> list[int]:
+    """Return this process's children, unreaped dead ones included."""
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/children") as file:
+                found += map(int, file.read().split())
+        except (
+            FileNotFoundError
+        ):  # a thread that has just ended, or a kernel that keeps no such list
+            continue
+    return found
+
+
+def _serve(settings: dict[str, Any]) -> None:
+    """Answer requests until the parent closes the pipe."""
+    requests, replies = _take_the_pipes()
+    if settings["memory_limit_mb"] is not None:
+        limit = settings["memory_limit_mb"] << 20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        for name in settings["preload"]:
+            importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - the parent raises it
+        _reply(replies, {"nonce": "", "unusable": _describe(error)})
+        return
+    _reply(replies, {"nonce": "", "ready": True})
+    warnings = _Warnings(logging.WARNING)
+    logging.getLogger("atroposlib").addHandler(warnings)
+    server = os.getpid()
+    for line in requests:
+        request = json.loads(line)
+        reply = _answer(request, max_output_bytes=settings["max_output_bytes"])
+        reply["nonce"] = request["nonce"]
+        if warnings.texts:
+            reply["logged"] = [*warnings.texts]
+            warnings.texts.clear()
+        if os.getpid() != server:
+            os._exit(0)  # a fork of the scoring code that came back as if it were the worker
+        if _IS_LINUX and len(_children()) > _MAX_CHILDREN:
+            reply["is_worn"] = True
+        _reply(replies, reply)
+
+
+class _Warnings(logging.Handler):
+    """Keeps this library's warnings for the next reply: a worker's stderr is not read."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self.texts) < _MAX_LOGGED_LINES:
+            self.texts.append(record.getMessage()[:1000])
+
+
+def _take_the_pipes() -> tuple[IO[bytes], IO[bytes]]:
+    """Keep the pipes for the protocol alone: what scoring code prints or reads goes nowhere."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    return requests, replies
+
+
+def _answer(request: dict[str, Any], *, max_output_bytes: int) -> dict[str, Any]:
+    try:
+        function = _resolve(request["module"], request["file"], request["qualname"])
+    except Exception as error:  # noqa: BLE001 - the parent raises it
+        return {"unusable": _describe(error)}
+    try:
+        value = function(*request["args"])
+        try:
+            size = len(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            return {"reason": "output", "detail": f"the result cannot be sent: {error}"}
+        if size > max_output_bytes:
+            return {"reason": "output", "detail": f"the result exceeds {max_output_bytes} bytes"}
+    except MemoryError as error:
+        return {"reason": "memory", "detail": _describe(error)}
+    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt included
+        return {"reason": "exception", "detail": _describe(error)}
+    return {"value": value}
+
+
+def _resolve(module_name: str, file: str | None, qualname: str) -> Callable[..., Any]:
+    found: Any = _import(module_name, file)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise TypeError(f"{module_name}:{qualname} is not callable")
+    return found  # type: ignore[no-any-return]
+
+
+def _import(module_name: str, file: str | None) -> ModuleType:
+    """Import by name; a script's own module, or one not on the path, is loaded from its file."""
+    if module_name != "__main__":
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if file is None or error.name not in {module_name, module_name.partition(".")[0]}:
+                raise
+    alias = f"_scored_by_{Path(file).stem}" if file else module_name
+    if alias in sys.modules:
+        return sys.modules[alias]
+    if file is None:
+        raise ModuleNotFoundError(f"module {module_name!r} has no file to load")
+    spec = importlib.util.spec_from_file_location(alias, file)
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"{file} is not a Python file")
+    module = sys.modules[alias] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _reply(replies: IO[bytes], reply: dict[str, Any]) -> None:
+    replies.write(json.dumps(reply).encode() + b"\n")
+    replies.flush()
+
+
+def _describe(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-_TAIL_BYTES:].strip()
+
+
+if __name__ == "__main__":
+    _work(json.loads(sys.argv[1]))

@@ -1,1 +1,0 @@
-"""Builders shared by tests."""

@@ -11,10 +11,8 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import json
-import os
 import resource
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,102 +22,32 @@ from typing import Literal
 
 import httpx
 import yaml
-from pydantic import BaseModel, Field
 from rich.console import Console
 
-import atroposlib
+from atroposlib.cli._demo.commands import (
+    MODEL_NAME,
+    DemoConfig,
+    RunFiles,
+    engine_command,
+    engine_variables,
+    environment_command,
+    environment_file,
+    environment_variables,
+    python,
+    trainer_command,
+    warm_up_command,
+)
 from atroposlib.cli._demo.evaluation import Accuracy, measure
 from atroposlib.cli._demo.parts import Part, Parts, free_port, terminate_like_interrupt
 from atroposlib.cli._demo.progress import Display, JsonLines, StepMetrics
 from atroposlib.cli._demo.report import draw_learning_curve, write_rollouts_page
-from atroposlib.cli._demo.tiny_model import MAX_POSITIONS
 from atroposlib.config import parse_flags
 from atroposlib.errors import AtroposError, ConfigError, MissingDependency, cli_boundary
 from atroposlib.utils.letter_reversal import Split, distinct_prompts
 
-PROMPTS_PER_STEP = 32
-GROUP_SIZE = 8
-SEQUENCES_PER_STEP = PROMPTS_PER_STEP * GROUP_SIZE
-TRAINER_RECIPE = {
-    "batch_size": SEQUENCES_PER_STEP,
-    "gradient_accumulation_steps": 1,
-    "seq_len": 32,
-    "lr": 1.5e-4,
-    "warmup_steps": 10,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.99,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-    "clip_eps": 0.2,
-    "loss_mean": "token",
-    "scale_advantages": True,
-    "kl_coef": 0.0,
-}
-"""Found by trying: at twice the learning rate without a warm-up the model forgets the task."""
-
 NUM_HELDOUT_PROMPTS = 500
-MODEL_NAME = "demo"
 _STARTUP_TIMEOUT_S = {"local": 180.0, "vllm": 600.0}
 _NEEDED_MODULES = ("torch", "transformers", "safetensors", "matplotlib")
-
-
-class DemoConfig(BaseModel):
-    """Flags of the demo."""
-
-    seed: int = Field(default=0, description="Seed of the weights, the rows and the sampling")
-    steps: int = Field(default=150, ge=1, description="Optimizer steps of reinforcement learning")
-    out: Path = Field(
-        default=Path("runs/demo"),
-        description="Directory to leave the results in; an earlier run there is moved aside",
-    )
-    engine: Literal["local", "vllm"] = Field(
-        default="local", description="Inference engine: atropos-engine, or vLLM"
-    )
-    vllm_python: str | None = Field(
-        default=None,
-        description="Interpreter of the virtual environment that has vLLM; with --engine vllm",
-    )
-    wandb: bool = Field(default=False, description="Log to Weights & Biases as well")
-    max_minutes: float | None = Field(
-        default=30.0, gt=0, description="Stop training after this long and measure; None: no limit"
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFiles:
-    """Where everything of one run lies."""
-
-    root: Path
-
-    @property
-    def logs(self) -> Path:
-        """One log file per part."""
-        return self.root / "logs"
-
-    @property
-    def model(self) -> Path:
-        """The model after the warm-up."""
-        return self.root / "model"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The trainer's checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def rollouts(self) -> Path:
-        """Every group the environment accepted, one JSON line each."""
-        return self.root / "rollouts.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """The trainer's metrics, one JSON line per step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def warm_up_progress(self) -> Path:
-        """Validation accuracy during the warm-up, one JSON line per check."""
-        return self.root / "warm_up.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +82,7 @@ def _main(argv: Sequence[str] | None) -> None:
 def run_demo(config: DemoConfig, files: RunFiles, display: Display) -> None:
     """Run everything and write the results into the claimed directory."""
     started_at = time.monotonic()
-    with Parts(log_dir=files.logs, env=_environment_variables()) as parts:
+    with Parts(log_dir=files.logs, env=environment_variables()) as parts:
         outcome = _warm_up_and_train(config, files, display, parts)
     # All parts are reaped by now, so their CPU time is counted.
     summary = {
@@ -196,18 +124,18 @@ def _warm_up_and_train(
     hub_port, engine_port = free_port(), free_port()
     hub_url, engine_url = f"http://127.0.0.1:{hub_port}", f"http://127.0.0.1:{engine_port}"
     commands = {
-        "warm up": _warm_up_command(config, files),
-        "hub": _python("atroposlib.cli.run_api", host="127.0.0.1", port=hub_port, memory=True),
-        "engine": _engine_command(config, files, port=engine_port),
-        "trainer": _trainer_command(config, files, hub_url=hub_url, engine_url=engine_url),
-        "environment": _environment_command(config, files, hub_url=hub_url, engine_url=engine_url),
+        "warm up": warm_up_command(config, files),
+        "hub": python("atroposlib.cli.run_api", host="127.0.0.1", port=hub_port, memory=True),
+        "engine": engine_command(config, files, port=engine_port),
+        "trainer": trainer_command(config, files, hub_url=hub_url, engine_url=engine_url),
+        "environment": environment_command(config, files, hub_url=hub_url, engine_url=engine_url),
     }
     _record_config(config, commands, files)
 
     hub = parts.start("hub", commands["hub"])
     display.say("warming up: supervised steps until a quarter of the sampled answers are right")
     _warm_up(parts, commands["warm up"], files, display)
-    engine = parts.start("engine", commands["engine"], env=_engine_variables(config))
+    engine = parts.start("engine", commands["engine"], env=engine_variables(config))
     with httpx.Client(timeout=5.0) as http:
         for part, url in ((hub, f"{hub_url}/healthz"), (engine, f"{engine_url}/health")):
             parts.wait_until(
@@ -269,136 +197,9 @@ class _OutOfTime(Exception):
     """The time limit is reached."""
 
 
-# ---------------------------------------------------------------------------------------------------
-# Command lines
-
-
-def _python(module: str, **flags: object) -> list[str]:
-    return [sys.executable, "-m", module, *_flags(flags)]
-
-
-def _flags(flags: dict[str, object]) -> list[str]:
-    return [f"--{name}={value}" for name, value in flags.items()]
-
-
-def _warm_up_command(config: DemoConfig, files: RunFiles) -> list[str]:
-    return _python(
-        "atroposlib.cli._demo.warm_up",
-        out=files.model,
-        progress=files.warm_up_progress,
-        seed=config.seed,
-    )
-
-
-def _engine_command(config: DemoConfig, files: RunFiles, *, port: int) -> list[str]:
-    common = {"model": files.model, "host": "127.0.0.1", "port": port, "dtype": "float32"}
-    if config.engine == "local":
-        return _python(
-            "atroposlib.engine.server",
-            **common,
-            device="cpu",
-            threads=1,
-            max_num_seqs=SEQUENCES_PER_STEP,
-            served_model_name=MODEL_NAME,
-            seed=config.seed,
-        )
-    command = [str(config.vllm_python), "-m", "vllm.entrypoints.openai.api_server"]
-    flags = {**common, "served-model-name": MODEL_NAME, "max-model-len": 64, "seed": config.seed}
-    return [*command, *_flags(flags), "--enforce-eager"]
-
-
-def _engine_variables(config: DemoConfig) -> dict[str, str]:
-    """vLLM serves the routes that replace weights only in its development mode."""
-    if config.engine == "local":
-        return {}
-    return {
-        "PYTHONPATH": "",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-
-
-def _trainer_command(
-    config: DemoConfig, files: RunFiles, *, hub_url: str, engine_url: str
-) -> list[str]:
-    wandb = {"use_wandb": True, "wandb_project": "atropos-demo"} if config.wandb else {}
-    return _python(
-        "example_trainer.grpo",
-        model_name=files.model,
-        hub_url=hub_url,
-        bridge="reload",
-        engine_url=engine_url,
-        device="cpu",
-        dtype="float32",
-        num_steps=config.steps,
-        seed=config.seed,
-        save_path=files.checkpoints,
-        checkpoint_interval=0,
-        metrics_path=files.metrics,
-        **TRAINER_RECIPE,
-        **wandb,
-    )
-
-
-def _environment_command(
-    config: DemoConfig, files: RunFiles, *, hub_url: str, engine_url: str
-) -> list[str]:
-    flags = {
-        "env.rollout_server_url": hub_url,
-        "env.tokenizer_name": files.model,
-        "env.group_size": GROUP_SIZE,
-        "env.max_num_workers": PROMPTS_PER_STEP,
-        "env.max_batches_offpolicy": 1,
-        "env.max_token_length": MAX_POSITIONS,
-        # One more than there will be: the environment is stopped after the trainer, not before.
-        "env.total_steps": config.steps + 1,
-        "env.steps_per_eval": 0,
-        "env.seed": config.seed,
-        "env.use_wandb": config.wandb,
-        "env.data_path_to_save_groups": files.rollouts,
-        "openai.base_url": f"{engine_url}/v1",
-        "openai.model_name": MODEL_NAME,
-        "openai.server_type": "vllm",
-    }
-    return [sys.executable, str(_environment_file()), "serve", *_flags(flags)]
-
-
-def _environment_file() -> Path:
-    """Return the environment's file: in the checkout, or the copy in an installed package."""
-    name = "letter_reversal_server.py"
-    package = Path(atroposlib.__file__).parent
-    candidates = [package.parent / "environments" / name, package / "cli" / "_demo" / name]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    raise ConfigError(
-        f"the demo's environment is missing: neither {candidates[0]} nor {candidates[1]} exists; "
-        "run the demo from a checkout of the repository"
-    )
-
-
-def _environment_variables() -> dict[str, str]:
-    """One thread per process: more of them than cores spin on each other and cost minutes."""
-    source = str(Path(atroposlib.__file__).parents[1])
-    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-
-
-# ---------------------------------------------------------------------------------------------------
-# Small things
-
-
 def _check_prerequisites(config: DemoConfig) -> None:
     """Refuse at once what would otherwise fail after minutes."""
-    _environment_file()
+    environment_file()
     needed = [*_NEEDED_MODULES, *(["wandb"] if config.wandb else [])]
     missing = [module for module in needed if importlib.util.find_spec(module) is None]
     if missing:

@@ -1,0 +1,223 @@
+"""What the demo's parts are started with: its settings, its files, and the command line of each part.
+
+`demo.py` starts them; `config.yaml` in the demo's directory records them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+import atroposlib
+from atroposlib.cli._demo.tiny_model import MAX_POSITIONS
+from atroposlib.errors import ConfigError
+
+PROMPTS_PER_STEP = 32
+GROUP_SIZE = 8
+SEQUENCES_PER_STEP = PROMPTS_PER_STEP * GROUP_SIZE
+TRAINER_RECIPE = {
+    "batch_size": SEQUENCES_PER_STEP,
+    "gradient_accumulation_steps": 1,
+    "seq_len": 32,
+    "lr": 1.5e-4,
+    "warmup_steps": 10,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.99,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "clip_eps": 0.2,
+    "loss_mean": "token",
+    "scale_advantages": True,
+    "kl_coef": 0.0,
+}
+"""Found by trying: at twice the learning rate without a warm-up the model forgets the task."""
+
+MODEL_NAME = "demo"
+
+
+class DemoConfig(BaseModel):
+    """Flags of the demo."""
+
+    seed: int = Field(default=0, description="Seed of the weights, the rows and the sampling")
+    steps: int = Field(default=150, ge=1, description="Optimizer steps of reinforcement learning")
+    out: Path = Field(
+        default=Path("runs/demo"),
+        description="Directory to leave the results in; an earlier run there is moved aside",
+    )
+    engine: Literal["local", "vllm"] = Field(
+        default="local", description="Inference engine: atropos-engine, or vLLM"
+    )
+    vllm_python: str | None = Field(
+        default=None,
+        description="Interpreter of the virtual environment that has vLLM; with --engine vllm",
+    )
+    wandb: bool = Field(default=False, description="Log to Weights & Biases as well")
+    max_minutes: float | None = Field(
+        default=30.0, gt=0, description="Stop training after this long and measure; None: no limit"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """Where everything of one run lies."""
+
+    root: Path
+
+    @property
+    def logs(self) -> Path:
+        """One log file per part."""
+        return self.root / "logs"
+
+    @property
+    def model(self) -> Path:
+        """The model after the warm-up."""
+        return self.root / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The trainer's checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        """Every group the environment accepted, one JSON line each."""
+        return self.root / "rollouts.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """The trainer's metrics, one JSON line per step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def warm_up_progress(self) -> Path:
+        """Validation accuracy during the warm-up, one JSON line per check."""
+        return self.root / "warm_up.jsonl"
+
+
+def python(module: str, **flags: object) -> list[str]:
+    """Return the command that runs a module of this interpreter with flags."""
+    return [sys.executable, "-m", module, *_flags(flags)]
+
+
+def _flags(flags: dict[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def warm_up_command(config: DemoConfig, files: RunFiles) -> list[str]:
+    """Return the command of the supervised warm-up."""
+    return python(
+        "atroposlib.cli._demo.warm_up",
+        out=files.model,
+        progress=files.warm_up_progress,
+        seed=config.seed,
+    )
+
+
+def engine_command(config: DemoConfig, files: RunFiles, *, port: int) -> list[str]:
+    """Return the command of the inference engine."""
+    common = {"model": files.model, "host": "127.0.0.1", "port": port, "dtype": "float32"}
+    if config.engine == "local":
+        return python(
+            "atroposlib.engine.server",
+            **common,
+            device="cpu",
+            threads=1,
+            max_num_seqs=SEQUENCES_PER_STEP,
+            served_model_name=MODEL_NAME,
+            seed=config.seed,
+        )
+    command = [str(config.vllm_python), "-m", "vllm.entrypoints.openai.api_server"]
+    flags = {**common, "served-model-name": MODEL_NAME, "max-model-len": 64, "seed": config.seed}
+    return [*command, *_flags(flags), "--enforce-eager"]
+
+
+def engine_variables(config: DemoConfig) -> dict[str, str]:
+    """vLLM serves the routes that replace weights only in its development mode."""
+    if config.engine == "local":
+        return {}
+    return {
+        "PYTHONPATH": "",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def trainer_command(
+    config: DemoConfig, files: RunFiles, *, hub_url: str, engine_url: str
+) -> list[str]:
+    """Return the command of the trainer."""
+    wandb = {"use_wandb": True, "wandb_project": "atropos-demo"} if config.wandb else {}
+    return python(
+        "example_trainer.grpo",
+        model_name=files.model,
+        hub_url=hub_url,
+        bridge="reload",
+        engine_url=engine_url,
+        device="cpu",
+        dtype="float32",
+        num_steps=config.steps,
+        seed=config.seed,
+        save_path=files.checkpoints,
+        checkpoint_interval=0,
+        metrics_path=files.metrics,
+        **TRAINER_RECIPE,
+        **wandb,
+    )
+
+
+def environment_command(
+    config: DemoConfig, files: RunFiles, *, hub_url: str, engine_url: str
+) -> list[str]:
+    """Return the command of the environment."""
+    flags = {
+        "env.rollout_server_url": hub_url,
+        "env.tokenizer_name": files.model,
+        "env.group_size": GROUP_SIZE,
+        "env.max_num_workers": PROMPTS_PER_STEP,
+        "env.max_batches_offpolicy": 1,
+        "env.max_token_length": MAX_POSITIONS,
+        # One more than there will be: the environment is stopped after the trainer, not before.
+        "env.total_steps": config.steps + 1,
+        "env.steps_per_eval": 0,
+        "env.seed": config.seed,
+        "env.use_wandb": config.wandb,
+        "env.data_path_to_save_groups": files.rollouts,
+        "openai.base_url": f"{engine_url}/v1",
+        "openai.model_name": MODEL_NAME,
+        "openai.server_type": "vllm",
+    }
+    return [sys.executable, str(environment_file()), "serve", *_flags(flags)]
+
+
+def environment_file() -> Path:
+    """Return the environment's file: in the checkout, or the copy in an installed package."""
+    name = "letter_reversal_server.py"
+    package = Path(atroposlib.__file__).parent
+    candidates = [package.parent / "environments" / name, package / "cli" / "_demo" / name]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise ConfigError(
+        f"the demo's environment is missing: neither {candidates[0]} nor {candidates[1]} exists; "
+        "run the demo from a checkout of the repository"
+    )
+
+
+def environment_variables() -> dict[str, str]:
+    """One thread per process: more of them than cores spin on each other and cost minutes."""
+    source = str(Path(atroposlib.__file__).parents[1])
+    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }

@@ -27,8 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atroposlib.engine import scheduler
-from atroposlib.engine.command import EngineConfig, main
-from atroposlib.engine.protocol import (
+from atroposlib.engine.bodies import (
     ApiError,
     ChatBody,
     CompletionBody,
@@ -44,6 +43,7 @@ from atroposlib.engine.protocol import (
     read_prompts,
     sampling_params,
 )
+from atroposlib.engine.command import EngineConfig, main
 from atroposlib.engine.sampling import SamplingParams
 from atroposlib.engine.scheduler import Completion, Engine, PauseMode
 from atroposlib.engine.weights import read_checkpoint

@@ -4,3 +4,5 @@ Importing this package loads nothing heavy. The README's reading order says wher
 """
 
 __version__ = "0.5.0"
+
+__all__ = ["__version__"]

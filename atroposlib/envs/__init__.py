@@ -25,6 +25,24 @@ _EXPORTS = dict.fromkeys(_BASE, "atroposlib.envs.base") | {
     "ToolEnv": "atroposlib.envs.tool_env",
 }
 
+__all__ = [
+    "APIServer",
+    "APIServerConfig",
+    "AgentEnv",
+    "BaseEnv",
+    "BaseEnvConfig",
+    "DatasetEnv",
+    "EvalHandlingEnum",
+    "Item",
+    "JudgeEnv",
+    "MultiTurnEnv",
+    "OpenaiConfig",
+    "ScoredDataGroup",
+    "ScoredDataItem",
+    "ServerBaseline",
+    "ToolEnv",
+]
+
 
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:

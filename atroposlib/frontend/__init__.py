@@ -1,1 +1,3 @@
 """Pages for people: rollouts as HTML."""
+
+__all__ = ["jsonl2html"]

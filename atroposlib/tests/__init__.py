@@ -1,1 +1,3 @@
 """What the tests of other projects import from here."""
+
+__all__ = ["api_test_utils"]

@@ -2,3 +2,5 @@
 
 Every module imports its trainer's package, which is installed beside ours: the README says which and how.
 """
+
+__all__ = ["tinker_client", "trl_worker"]

@@ -1,1 +1,14 @@
 """The hub over HTTP: the table of routes, rights, limits, bodies and metrics."""
+
+__all__ = [
+    "allocator",
+    "connections",
+    "decoding",
+    "handlers",
+    "limits",
+    "metrics",
+    "payloads",
+    "routes",
+    "security",
+    "sending",
+]

@@ -22,3 +22,6 @@ def load_tokenizer(source: str, *, flag: str = "--env.tokenizer_name") -> Any:
             f"cannot load the tokenizer {source!r}: {reason}; "
             f"give a Hugging Face name or a local directory with {flag}"
         ) from error
+
+
+__all__ = ["load_tokenizer"]

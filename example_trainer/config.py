@@ -256,7 +256,8 @@ class TrainerConfig(BaseModel):
     bridge: Literal["restart", "reload", "transfer", "lora"] = Field(
         "restart",
         description="restart: the trainer starts an engine and restarts it on new weights; "
-        "reload: running engines load new weights in place, from disk; transfer: over NCCL or CUDA IPC; "
+        "reload: running engines load new weights in place, from disk; transfer: over NCCL or CUDA IPC, "
+        "by the vllm beside the trainer; "
         "lora: running engines swap the adapter",
     )
     weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "lora_restart"] | None = Field(

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from atroposlib.client import TrainerClient
-from example_trainer.bridges import EngineWatch, make_bridge, shares_gpu
+from example_trainer.bridges import EngineWatch, make_bridge
 from example_trainer.checkpointing import Checkpoints
 from example_trainer.config import TrainerConfig
 from example_trainer.data import make_batch
@@ -40,6 +40,7 @@ from example_trainer.records import (
     progress_line,
 )
 from example_trainer.step import data_options, describe_result, take_step
+from example_trainer.vllm_process import shares_gpu
 from example_trainer.weights import WeightsDirectory
 
 logger = logging.getLogger(__name__)

@@ -1,12 +1,13 @@
 """An inference engine (or another server) that this process owns: its command line, its port, when it is healthy.
 
-A port that another process listens on is refused before anything starts. The engine may live in another virtual
-environment (vLLM pins its own torch and transformers): it is started by that environment's Python and spoken to over
-HTTP only. Called by `bridges/`, `run.py`, the demo and the tests; it does not know what the engine serves.
+A port on which another process listens is refused before anything starts. The engine may live in another virtual
+environment (vLLM pins its own torch and transformers): it is started by that environment's Python and used over HTTP
+only. Called by `bridges/`, `run.py` and the tests; it does not know what the engine serves.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -18,18 +19,19 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import torch
 
 from atroposlib.errors import ConfigError, EngineError
 from atroposlib.utils.owned_process import POLL_INTERVAL_S, OwnedProcess
+from example_trainer.config import TrainerConfig
+from example_trainer.model import choose_device, choose_dtype
 
 logger = logging.getLogger(__name__)
-
-HEALTH_TIMEOUT_S = 5.0
 
 _OF_TORCHRUN = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$|(GROUP|ROLE|TORCHELASTIC)_"
 )
-"""By these vLLM's processes would join the trainer's group, and wait for its store for ever."""
+"""With these vLLM's processes would join the trainer's group, and wait for its store for ever."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM accepts as --max-lora-rank (0.32)."""
@@ -39,7 +41,7 @@ class EngineProcess(OwnedProcess):
     """One engine, from its command line to its end.
 
     `url` is where it will answer (`http://127.0.0.1:9001`); `GET {url}{health_route}` answering 200 means ready.
-    As a context manager it is healthy inside the block and gone after it. `what` is what messages call it.
+    As a context manager it is healthy inside the block and gone after it. `what` is its name in messages.
     """
 
     def __init__(
@@ -55,39 +57,47 @@ class EngineProcess(OwnedProcess):
         stop_grace_s: float = 5.0,
     ) -> None:
         self.url = url.rstrip("/")
-        super().__init__(
-            argv,
-            name=f"{what} at {self.url}",
-            log_path=log_path,
-            env=env,
-            stop_grace_s=stop_grace_s,
-        )
+        name = f"{what} at {self.url}"
+        super().__init__(argv, name=name, log_path=log_path, env=env, stop_grace_s=stop_grace_s)
+        parts = urlsplit(self.url)
+        if parts.scheme != "http" or parts.hostname is None or parts.port is None:
+            raise ConfigError(f"engine url {url!r}: expected http://HOST:PORT")
+        self._address = (parts.hostname, parts.port)
         self._startup_timeout_s = startup_timeout_s
-        self._address = _address_of(self.url)
         self._health_url = f"{self.url}{health_route}"
 
     def start(self) -> None:
         """Start the engine and return at once; `wait_ready` waits for it.
 
-        Raises `ConfigError` if the program does not exist, `EngineError` if something already listens on
-        the engine's port.
+        Raises `ConfigError` if the program does not exist, `EngineError` if a process already listens on its port.
         """
         self.check_program()
-        _refuse_taken_port(self._address, self.name)
+        host, port = self._address
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            # As servers do: connections of an engine that has just ended do not count, a listener does.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as e:
+                raise EngineError(
+                    f"{self.name}: cannot listen on port {port} of {host} ({e.strerror}). If another "
+                    "process uses it, stop that process or choose another port; it was left alone"
+                ) from e
         super().start()
 
     def wait_ready(self) -> None:
         """Return when `/health` answers 200; raise `EngineError` if the engine dies or takes too long."""
         started = time.monotonic()
-        deadline = started + self._startup_timeout_s
-        with httpx.Client(trust_env=False, timeout=HEALTH_TIMEOUT_S) as http:
+        with httpx.Client(trust_env=False, timeout=5.0) as http:
             while True:
-                # Asked in this order: an answer counts only if our own engine is alive after it.
-                healthy = _is_healthy(http, self._health_url)
-                self.check_alive()
+                try:
+                    healthy = http.get(self._health_url).status_code == httpx.codes.OK
+                except httpx.TransportError:
+                    healthy = False
+                self.check_alive()  # after the request: another process may have answered it
                 if healthy:
                     break
-                if time.monotonic() > deadline:
+                if time.monotonic() > started + self._startup_timeout_s:
                     raise EngineError(
                         f"{self.name}: not healthy after {self._startup_timeout_s:.0f} s; "
                         f"raise its startup timeout or see its log.\n{self.log_tail()}"
@@ -96,109 +106,108 @@ class EngineProcess(OwnedProcess):
         logger.info("%s healthy after %.1f s", self.name, time.monotonic() - started)
 
 
-def vllm_command(
-    *,
-    python: str | Path,
-    model: str | Path,
-    port: int,
-    host: str = "127.0.0.1",
-    served_model_name: str | None = None,
-    max_model_len: int | None = None,
-    gpu_memory_utilization: float | None = None,
-    dtype: str = "auto",
-    enforce_eager: bool = False,
-    cpu: bool = False,
-    seed: int | None = None,
-    lora_rank: int | None = None,
-    processed_logprobs: bool = False,
-    extra_args: Sequence[str] = (),
-) -> list[str]:
-    """Return the command line of vLLM's OpenAI server, run by `python`.
+def make_engine(
+    config: TrainerConfig, model: str | Path, *, extra_args: Sequence[str] = ()
+) -> EngineProcess:
+    """Return the engine that the configuration describes, on `model`, not yet started.
 
-    `served_model_name` keeps the name that clients ask for while `model` moves from checkpoint to
-    checkpoint. None leaves a choice to vLLM. `cpu` is for the CPU build: it implies `enforce_eager`,
-    runs the model in the engine core's own process (starts in 30 s instead of 39 s on two cores) and
-    ignores `gpu_memory_utilization`. `python -m` works for both distributions: the console script
-    `vllm` of the CPU rebuild looks for the metadata of a distribution of another name, and dies.
-
-    `lora_rank` makes it serve adapters of up to that rank: one at a time, because vLLM (0.32) dies of a batch with two
-    versions of an adapter, and more in memory, so that none is read again from disk. After a swap new requests wait for
-    those in flight under the previous adapter.
+    It computes in the dtype of the published weights: vLLM's own choice for float32 weights is 16 bits.
     """
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model), "--host", host, "--port", str(port), "--dtype", dtype]
-    if served_model_name is not None:
-        command += ["--served-model-name", served_model_name]
-    if max_model_len is not None:
-        command += ["--max-model-len", str(max_model_len)]
-    if gpu_memory_utilization is not None and not cpu:
-        command += ["--gpu-memory-utilization", str(gpu_memory_utilization)]
-    if cpu:
-        command += ["--distributed-executor-backend", "uni"]
-    if enforce_eager or cpu:
-        command.append("--enforce-eager")
-    if seed is not None:
-        command += ["--seed", str(seed)]
-    if processed_logprobs:
-        command += ["--logprobs-mode", "processed_logprobs"]
-    if lora_rank is not None:
-        command += ["--enable-lora", "--max-lora-rank", str(_allowed_rank(lora_rank))]
-        command += ["--max-loras", "1", "--max-cpu-loras", "8"]
-    return [*command, *extra_args]
+    device = choose_device(config)
+    dtype = str(choose_dtype(config, device)).removeprefix("torch.")
+    flags: dict[str, str | int | float | None] = {
+        "--model": str(model),
+        "--host": "127.0.0.1",
+        "--port": config.vllm_port,
+        "--dtype": dtype,
+    }
+    env = None
+    if config.engine == "local":
+        program = [sys.executable, "-m", "atroposlib.engine.server"]
+        flags |= {"--served_model_name": config.model_name, "--device": device.type}
+        flags |= {"--threads": config.num_threads or 1, "--seed": config.seed}
+    else:
+        # Not the console script `vllm`: that of the CPU build needs a distribution of another name, and dies.
+        program = [config.vllm_python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        flags |= {"--served-model-name": config.model_name, "--max-model-len": config.max_model_len}
+        if device.type == "cpu":  # in the engine core's own process: starts in 30 s instead of 39
+            flags |= {"--distributed-executor-backend": "uni", "--enforce-eager": None}
+        else:
+            flags["--gpu-memory-utilization"] = config.gpu_memory_utilization
+        if config.reports_processed:
+            flags["--logprobs-mode"] = "processed_logprobs"
+        if (
+            config.bridge == "lora"
+        ):  # one at a time: vLLM (0.32) dies of a batch with two versions of an adapter
+            flags |= {"--enable-lora": None, "--max-lora-rank": _allowed_rank(config.lora_r)}
+            flags |= {"--max-loras": 1, "--max-cpu-loras": 8}
+        backend = ""
+        if config.bridge == "transfer":
+            backend = transfer_backend(config, num_gpus=torch.cuda.device_count())
+            flags["--weight-transfer-config"] = json.dumps({"backend": backend})
+        env = vllm_environment(
+            gpu=config.vllm_gpu, cpu=device.type == "cpu", takes_handles=backend == "ipc"
+        )
+    words = [str(word) for flag in flags.items() for word in flag if word is not None]
+    return EngineProcess(
+        [*program, *words, *extra_args],
+        env=env,
+        url=f"http://127.0.0.1:{config.vllm_port}",
+        log_path=config.log_dir / "engine.log",
+        startup_timeout_s=config.engine_timeout_s,
+    )
+
+
+def shares_gpu(config: TrainerConfig, *, num_gpus: int) -> bool:
+    """Whether the engine computes on the trainer's GPU, as far as the configuration says."""
+    if any(urlsplit(url).hostname not in ("localhost", "127.0.0.1") for url in config.engine_urls):
+        return False
+    if config.vllm_gpu is None:
+        return num_gpus == 1
+    return config.vllm_gpu == int(config.device.partition(":")[2] or 0)
+
+
+def transfer_backend(config: TrainerConfig, *, num_gpus: int) -> str:
+    """Return the configured backend, else the one that can work: NCCL refuses one GPU for two processes."""
+    shared = "ipc" if shares_gpu(config, num_gpus=num_gpus) else "nccl"
+    return config.transfer_backend or shared
 
 
 def vllm_environment(
     *,
-    gpu: int | str | None = None,
+    gpu: int | None = None,
     cpu: bool = False,
-    cache_dir: Path | None = None,
     takes_handles: bool = False,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the environment to start vLLM in: `base` (default: this process's) with what it needs.
 
-    `gpu` is the device it may see; `cpu` keeps the CPU build from taking every core and 40 % of the memory,
-    where `base` does not say otherwise; `cache_dir` is where compiled code is kept between starts.
-
-    Switches on vLLM's development routes (`/collective_rpc`, `/pause`, `/update_weight_version`) and the
+    `gpu` is the device it may see, as this process counts; `cpu` keeps the CPU build from taking every core and 40 %
+    of the memory, unless `base` sets that. Switches on vLLM's development routes (`/collective_rpc`, `/pause`) and the
     swapping of adapters: they ask for no password, so the engine belongs on loopback or a private network.
-    `takes_handles` lets it unpickle handles of GPU memory from a request, which is to run whatever code one sends.
+    `takes_handles` lets it unpickle handles of GPU memory from a request, which can run any code.
     """
-    environment = dict(os.environ if base is None else base)
-    for name in [each for each in environment if _OF_TORCHRUN.match(each)]:
-        del environment[name]
-    # They name this process's packages, which are not the engine's.
-    for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
-        environment.pop(name, None)
-    environment["VLLM_SERVER_DEV_MODE"] = "1"
-    environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    # The Python variables name this process's packages, which are not the engine's.
+    strange = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    found = {
+        name: value
+        for name, value in (os.environ if base is None else base).items()
+        if name not in strange and not _OF_TORCHRUN.match(name)
+    }
+    found |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    defaults = {"VLLM_NO_USAGE_STATS": "1"}
     if takes_handles:
-        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+        found["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = _visible(gpu, environment.get("CUDA_VISIBLE_DEVICES"))
-    if cpu:
-        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        # Pinned or spinning OpenMP threads starve the trainer on a small machine.
-        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        environment.setdefault("OMP_NUM_THREADS", "1")
-    if cache_dir is not None:
-        environment["VLLM_CACHE_ROOT"] = str(cache_dir)
-    return environment
-
-
-def _visible(gpu: int | str, inherited: str | None) -> str:
-    """Return the device that this process calls `gpu`: it may see only some itself.
-
-    >>> _visible(1, "4,5"), _visible(1, None)
-    ('5', '1')
-    """
-    names = [name.strip() for name in (inherited or "").split(",") if name.strip()]
-    if not names or isinstance(gpu, str):
-        return str(gpu)
-    if gpu >= len(names):
-        raise ConfigError(f"--vllm_gpu {gpu}: CUDA_VISIBLE_DEVICES is {inherited!r} here")
-    return names[gpu]
+        visible = found.get("CUDA_VISIBLE_DEVICES", "")
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+        if names and gpu >= len(names):
+            raise ConfigError(f"--vllm_gpu {gpu}: CUDA_VISIBLE_DEVICES is {visible!r} here")
+        found["CUDA_VISIBLE_DEVICES"] = names[gpu] if names else str(gpu)
+    if cpu:  # pinned or spinning OpenMP threads starve the trainer on a small machine
+        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        defaults["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    return defaults | found
 
 
 def _allowed_rank(rank: int) -> int:
@@ -207,55 +216,3 @@ def _allowed_rank(rank: int) -> int:
         if rank <= allowed:
             return allowed
     raise ConfigError(f"--lora_r {rank}: vLLM serves adapters of rank {LORA_RANKS[-1]} at most")
-
-
-def local_engine_command(
-    *,
-    model: str | Path,
-    port: int,
-    python: str | Path = sys.executable,
-    host: str = "127.0.0.1",
-    served_model_name: str | None = None,
-    device: str = "auto",
-    dtype: str = "float32",
-    threads: int = 1,
-    seed: int = 0,
-    extra_args: Sequence[str] = (),
-) -> list[str]:
-    """Return the command line of this project's own engine (`atropos-engine`)."""
-    command = [str(python), "-m", "atroposlib.engine.server"]
-    command += ["--model", str(model), "--host", host, "--port", str(port)]
-    command += ["--device", device, "--dtype", dtype]
-    command += ["--threads", str(threads), "--seed", str(seed)]
-    if served_model_name is not None:
-        command += ["--served_model_name", served_model_name]
-    return [*command, *extra_args]
-
-
-def _address_of(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    if parts.scheme != "http" or parts.hostname is None or parts.port is None:
-        raise ConfigError(f"engine url {url!r}: expected http://HOST:PORT")
-    return parts.hostname, parts.port
-
-
-def _refuse_taken_port(address: tuple[str, int], name: str) -> None:
-    host, port = address
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers do: connections of an engine that has just gone do not count, a listener does.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as e:
-            raise EngineError(
-                f"{name}: cannot listen on port {port} of {host} ({e.strerror}). If another "
-                "process uses it, stop that process or choose another port; it was left alone"
-            ) from e
-
-
-def _is_healthy(http: httpx.Client, url: str) -> bool:
-    try:
-        return http.get(url).status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False

@@ -1,39 +1,29 @@
-"""Calls to a running engine's control routes, and the same done to several engines at once.
+"""HTTP calls to the control routes of one running engine, and the same call to several engines at once.
 
-Owns the retries: an engine that cannot be reached is tried again until `retry_s`; any answer but 2xx is final. Called
-by `engines.py` and the bridges to engines that run already; it does not know what a route does.
+Owns the retries: an engine that is unreachable is retried until `retry_s`; any answer but 2xx is final. Called by
+`engines.py` and the bridges; it does not know what a route does.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception_type,
-    stop_after_delay,
-    wait_exponential,
-)
 
 from atroposlib.errors import EngineRejected, EngineUnavailable
+from atroposlib.patience import Backoff
 
 logger = logging.getLogger(__name__)
 
 DETAIL_CHARS = 300
 
-T = TypeVar("T")
-
-
-HEALTH_TIMEOUT_S = 10.0
-
 
 class Unreachable(EngineUnavailable):
-    """No HTTP answer, or not healthy yet: the failures that are tried again."""
+    """No HTTP answer, or not healthy yet: the failures that are retried."""
 
 
 class NoSuchRoute(EngineRejected):
@@ -41,7 +31,7 @@ class NoSuchRoute(EngineRejected):
 
 
 class Control:
-    """A connection to one engine; `url` is its address without `/v1`, `api_key` the one it asks for, if any."""
+    """A connection to one engine; `url` is its address without `/v1`, `api_key` the one that it requires, if any."""
 
     def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
         self.url = url
@@ -49,36 +39,35 @@ class Control:
             base_url=url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             timeout=httpx.Timeout(timeout_s, connect=5.0),
-            # A connection kept for minutes may be closed just as the next call goes out, which then cannot be told
-            # from an engine that died of it.
+            # A connection kept for minutes may be closed just as the next call goes out, which looks the same as an
+            # engine that died of the call.
             limits=httpx.Limits(max_keepalive_connections=0),
             trust_env=False,
         )
 
-    def get(self, route: str, **request: Any) -> httpx.Response:
-        return self._call("GET", route, **request)
-
     def post(self, route: str, body: Any = None, **request: Any) -> httpx.Response:
-        return self._call("POST", route, json=body, **request)
+        return self.call("POST", route, json=body, **request)
 
     def look(self, route: str, **request: Any) -> Any:
-        """Return what a GET answers, as JSON; None when the engine has no such route or answers no JSON."""
+        """Return the JSON that a GET answers; None when the engine has no such route or answers no JSON."""
         try:
-            answer = self.get(route, **request)
-            return answer.json()
+            return self.call("GET", route, **request).json()
         except (NoSuchRoute, ValueError):
             return None
+
+    def require_healthy(self) -> None:
+        self.call("GET", "/health", timeout=10.0)
 
     def close(self) -> None:
         self._http.close()
 
-    def _call(self, method: str, route: str, **request: Any) -> httpx.Response:
+    def call(self, method: str, route: str, **request: Any) -> httpx.Response:
         try:
             answer = self._http.request(method, route, **request)
         except httpx.TransportError as error:
             raise Unreachable(
                 f"engine {self.url}: {route} got no answer ({error!r}); is an engine running there? "
-                "--engine_url names the engines that are running already"
+                "--engine_url gives the addresses of the engines that are running already"
             ) from error
         if answer.is_success:
             return answer
@@ -91,38 +80,30 @@ class Control:
         raise kind(detail, status=answer.status_code)
 
 
-def retrying(action: Callable[[], T], *, retry_s: float) -> T:
-    """Return what `action` returns; while it raises `Unreachable`, repeat it until `retry_s` have passed."""
-    attempts = Retrying(
-        retry=retry_if_exception_type(Unreachable),
-        wait=wait_exponential(multiplier=0.2, max=5.0),
-        stop=stop_after_delay(retry_s),
-        before_sleep=_say_once,
-        reraise=True,
-    )
-    return attempts(action)
-
-
-def for_each(engines: Sequence[Any], action: Callable[[Any], Any], *, retry_s: float) -> None:
+def for_each(
+    controls: Sequence[Control], action: Callable[[Control], Any], *, retry_s: float
+) -> None:
     """Do `action` to every engine at once, with retries; when all have ended, raise the first failure."""
-    if len(engines) == 1:  # in this thread, where Ctrl-C can end it
-        retrying(lambda: action(engines[0]), retry_s=retry_s)
+    if len(controls) == 1:  # in this thread, where Ctrl-C can end it
+        _with_retries(action, controls[0], retry_s)
         return
-    with ThreadPoolExecutor(max_workers=max(1, len(engines))) as pool:
-        pending = [
-            pool.submit(retrying, lambda engine=engine: action(engine), retry_s=retry_s)
-            for engine in engines
-        ]
+    with ThreadPoolExecutor(max_workers=len(controls)) as pool:
+        pending = [pool.submit(_with_retries, action, each, retry_s) for each in controls]
     for future in pending:
         future.result()
 
 
-def require_healthy(engines: Sequence[Control]) -> None:
-    """Raise EngineError for the first engine that is not there."""
-    for engine in engines:
-        engine.get("/health", timeout=HEALTH_TIMEOUT_S)
-
-
-def _say_once(state: RetryCallState) -> None:
-    if state.attempt_number == 1 and state.outcome is not None:
-        logger.warning("%s; trying again", state.outcome.exception())
+def _with_retries(action: Callable[[Control], Any], control: Control, retry_s: float) -> None:
+    deadline_s = time.monotonic() + retry_s
+    backoff = Backoff(first_s=0.2, cap_s=5.0)
+    while True:
+        try:
+            action(control)
+            return
+        except Unreachable as error:
+            pause_s = backoff.next()
+            if time.monotonic() + pause_s > deadline_s:
+                raise
+            if backoff.num_failed == 1:
+                logger.warning("%s; retrying", error)
+            time.sleep(pause_s)

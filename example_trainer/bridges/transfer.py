@@ -1,140 +1,290 @@
-"""The transfer bridge: weights go from the trainer's memory into running engines, without a disk between.
+"""The transfer bridge: weights go from the trainer's memory into running vLLMs, without a disk between.
 
-Parameters are gathered one by one (every process takes part), cast to the published dtype, packed in buckets and
-handed to each vLLM in turn: over NCCL to GPUs of its own, or over CUDA IPC on the trainer's GPU.
-Guarantee: when `publish` returns, every engine samples from the new weights and says so; requests in
-flight were frozen meanwhile. An engine whose transfer breaks off stays frozen rather than sample from half of each.
+vLLM's own trainer side sends them (vLLM 0.32 beside the trainer): one NCCL broadcast to all engines, on GPUs of their
+own, or CUDA IPC on the trainer's GPU. Guarantee: when `publish` returns, every engine samples from the new weights and
+reports their version; requests in flight were frozen meanwhile. After an error the engines stay frozen, because they
+may hold parts of two versions.
 
-Tested on the CPU, over gloo, against a peer and vLLM's own receiving code; NCCL and CUDA IPC themselves were never run.
+Run on the CPU with both sides of a real vLLM, its broadcast replaced; NCCL and CUDA IPC were never run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any
+import base64
+import logging
+import pickle  # noqa: TID251 - what vLLM reads; nothing is unpickled here
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from atroposlib.errors import ConfigError
-from example_trainer.bridges.buckets import Bucket, buckets, require_plain_names
-from example_trainer.bridges.control import Control, for_each, require_healthy
-from example_trainer.bridges.engines import RunningEngine, VllmEngine, identify
-from example_trainer.bridges.links import IpcLink, Link, Meet, NcclLink, meet_over_nccl
-from example_trainer.model import Policy
+from atroposlib.errors import (
+    ConfigError,
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    require,
+)
+from example_trainer.adapters import ADAPTER, merged_weights, plain_name
+from example_trainer.bridges.control import Control
+from example_trainer.bridges.engines import VllmEngine
+from example_trainer.bridges.running import RunningEngines
+from example_trainer.model import Policy, base_model
+from example_trainer.parallel import whole
+
+logger = logging.getLogger(__name__)
 
 
-class IpcBuffer:
-    """GPU memory of one process that an engine on the same GPU may open; one export serves a whole update.
+class Parameter(NamedTuple):
+    """One published parameter, as vLLM's `ParamMeta` describes it."""
 
-    A worker of vLLM opens the copy of its own GPU, so every process keeps one and they exchange handles.
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class PolicyWeights:
+    """A policy's weights as vLLM's `WeightSource`: in the published dtype, adapters merged into what they adapt.
+
+    Tied parameters come once, as in a checkpoint. Iteration gathers one parameter at a time: every process must go
+    through all of it.
     """
 
-    def __init__(self, policy: Policy, num_bytes: int) -> None:
-        from torch.multiprocessing.reductions import reduce_tensor
+    def __init__(self, policy: Policy) -> None:
+        if getattr(base_model(policy.model), "_weight_conversions", None):  # such as fused experts
+            raise ConfigError(
+                f"--bridge transfer: the parameters of {type(base_model(policy.model)).__name__} are named and shaped "
+                "differently in a checkpoint, which is what engines load; use --bridge reload"
+            )
+        self.policy = policy
+        self._parameters = dict(policy.model.named_parameters())
 
-        largest = max(p.numel() for p in policy.model.parameters()) * policy.dtype.itemsize
-        self._world = policy.world
-        self._buffer = torch.empty(max(num_bytes, largest), dtype=torch.uint8, device=policy.device)
-        _, arguments = reduce_tensor(self._buffer)
-        gpu = str(torch.cuda.get_device_properties(policy.device).uuid)
-        handles: list[dict[str, Any]] = [{gpu: arguments}]
-        if self._world.size > 1:
-            handles = [{} for _ in range(self._world.size)]
-            dist.all_gather_object(handles, {gpu: arguments}, group=self._world.control)
-        self._handles = {gpu: value for handle in handles for gpu, value in handle.items()}
+    def metadata(self) -> list[Parameter]:
+        """Describe what iteration yields, without gathering anything."""
+        return [
+            Parameter(plain_name(name), self.policy.dtype, tuple(parameter.shape))
+            for name, parameter in self._parameters.items()
+            if ".lora_" not in name
+        ]
 
-    def share(self, bucket: Bucket) -> dict[str, Any]:
-        """Copy the bucket in, in every process; return the handles by GPU. `release` before the next."""
-        packed = bucket.packed()
-        self._buffer[: packed.numel()].copy_(packed)
-        torch.cuda.current_stream(self._buffer.device).synchronize()
-        self._world.barrier()
-        return self._handles
-
-    def release(self) -> None:
-        """Wait until the engines have read what was shared."""
-        self._world.barrier()
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters.items():
+            if not self.policy.is_adapted:  # cast first: half the traffic
+                yield name, whole(parameter.detach().to(self.policy.dtype))
+            elif ".lora_" not in name:
+                module = name.rpartition(".base_layer.")[0]
+                parts = [name, *(f"{module}.lora_{side}.{ADAPTER}.weight" for side in "AB")]
+                found = {n: self._parameters[n] for n in parts if n in self._parameters}
+                state = {n: whole(value.detach()) for n, value in found.items()}
+                for plain, value in merged_weights(state, self.policy.model).items():
+                    yield plain, value.to(self.policy.dtype)
 
 
-class TransferBridge:
-    """A `WeightBridge` to engines that run already; `urls` are without `/v1`."""
+class EngineClient:
+    """vLLM's `VLLMWeightSyncClient`: the calls that its trainer side makes, each to all engines at once."""
+
+    def __init__(self, engines: Sequence[VllmEngine], *, backend: str) -> None:
+        self.engines = engines
+        self.failed: Future[None] = Future()
+        """Gets the first failure of a call: the collective that it belongs to never ends."""
+        self.ranks = [1]
+        """In the NCCL group, of each engine's first process; the trainer has 0. The last is the size of the group."""
+        for engine in engines if backend == "nccl" else ():
+            size = engine.control.call("GET", "/get_world_size").json()["world_size"]
+            self.ranks.append(self.ranks[-1] + int(size))
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        infos = [init_info] * len(self.engines)
+        if "rank_offset" in init_info:
+            infos = [init_info | {"rank_offset": rank} for rank in self.ranks[:-1]]
+        self._post("/init_weight_transfer_engine", [{"init_info": info} for info in infos])
+
+    def start_weight_update(self) -> None:
+        self._post("/start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        info = {name: value for name, value in update_info.items() if value is not None}
+        if handles := info.pop("ipc_handles", None):
+            info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
+        self._post("/update_weights", [{"update_info": info}] * len(self.engines))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post("/finish_weight_update")
+
+    def _post(self, route: str, bodies: Sequence[Any] | None = None) -> None:
+        pairs = zip(self.engines, bodies or [None] * len(self.engines), strict=True)
+        calls = [_in_background(partial(each.control.post, route, body)) for each, body in pairs]
+        try:
+            for call in wait(calls, return_when=FIRST_EXCEPTION).done:
+                call.result()
+        except EngineError as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
+
+
+def vllm_sender(
+    weights: PolicyWeights, client: EngineClient, *, backend: str, bucket_bytes: int
+) -> Any:
+    """Connect vLLM's trainer side to the engines; return its `TrainerWeightTransferEngine`."""
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+    from vllm.utils.network_utils import get_ip, get_open_port
+
+    rank = weights.policy.world.rank
+    if backend == "ipc":
+        largest = max(p.numel() for p in weights.policy.model.parameters())
+        num_bytes = max(bucket_bytes, largest * weights.policy.dtype.itemsize)
+        info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=num_bytes)
+    else:
+        where = (get_ip(), get_open_port())  # VLLM_HOST_IP where the engines know another address
+        info = NCCLTrainerInitInfo(
+            *where, client.ranks[-1], rank=rank, packed_buffer_size_bytes=bucket_bytes
+        )
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=weights)
+
+
+class TransferBridge(RunningEngines):
+    """A `WeightBridge`; `urls` are addresses of vLLMs without `/v1`."""
 
     name = "transfer"
 
     def __init__(
         self,
         *,
-        urls: Sequence[str],
         backend: str = "nccl",
         bucket_bytes: int = 512 * 2**20,
-        timeout_s: float = 600.0,
-        api_key: str | None = None,
-        meet: Meet = meet_over_nccl,
+        open_sender: Callable[..., Any] = vllm_sender,
+        **engines: Any,
     ) -> None:
-        self._controls = [Control(url, timeout_s=timeout_s, api_key=api_key) for url in urls]
-        self._is_ipc = backend == "ipc"
+        super().__init__(**engines)
+        self._backend = backend
         self._bucket_bytes = bucket_bytes
-        self._meet = meet
-        self._timeout_s = timeout_s
-        self._links: list[Link] = []
+        self._open_sender = open_sender
+        self._client = EngineClient([], backend=backend)
+        self._sender: Any = None
 
     def start(self, policy: Policy, version: int) -> None:
-        """Open the way to every engine, once it is healthy, and hand the initial weights over."""
-        require_plain_names(policy)
-        if self._is_ipc and policy.device.type != "cuda":
-            raise ConfigError(
-                f"--transfer_backend ipc: shares GPU memory, and the trainer runs on {policy.device}"
-            )
+        """Connect to every engine, once it is healthy, and hand over the initial weights."""
+        weights = PolicyWeights(policy)
+        if self._open_sender is vllm_sender:
+            if policy.device.type != "cuda":
+                raise ConfigError(
+                    f"--transfer_backend {self._backend}: GPU to GPU, and the trainer runs on {policy.device}; use "
+                    "--bridge reload"
+                )
+            require("vllm.distributed.weight_transfer.nccl_engine", extra="transfer")
         if policy.world.is_main:
-            for_each(self._controls, lambda c: c.get("/health"), retry_s=self._timeout_s)
-            for control in self._controls:
-                self._links.append(self._open(identify(control), policy.device))
+            self.wait_healthy()
+            engines = [self._ready(control) for control in self._controls]
+            self._client = EngineClient(engines, backend=self._backend)
+        settings = {"backend": self._backend, "bucket_bytes": self._bucket_bytes}
+        connect = partial(self._open_sender, weights, self._client, **settings)
+        self._sender = self._watched(connect, policy)
         self.publish(policy, version)
 
     def publish(self, policy: Policy, version: int) -> int:
-        """Hand the weights to every engine; EngineError naming engine, route and answer when one breaks off."""
-        ipc = IpcBuffer(policy, self._bucket_bytes) if self._is_ipc else None
+        """Hand the weights to every engine; EngineError naming engine, route and answer if one refuses."""
+        engines = self._client.engines  # none but in the first process
         with ExitStack() as frozen:
-            for link in self._links:  # only the first process has links
-                frozen.enter_context(link.engine.frozen(resume_after_error=False))
-                link.begin()
-            for bucket in buckets(policy, self._bucket_bytes):
-                shared = ipc.share(bucket) if ipc else None
-                for link in self._links:
-                    link.send(bucket, shared)
-                if ipc:
-                    ipc.release()
-            for link in self._links:
-                link.finish()
-                link.engine.forget_cache()
-                link.engine.set_version(version)
-        for link in self._links:
-            link.engine.check_version(version)
+            for engine in engines:
+                frozen.enter_context(engine.frozen(resume_after_error=False))
+            self._watched(self._sender.send_weights, policy)
+            for engine in engines:
+                engine.forget_cache()
+                engine.set_version(version)
+        for engine in engines:
+            engine.check_version(version)
         return version
 
-    def check(self) -> None:
-        require_healthy(self._controls)
-
     def close(self) -> None:
-        """Leave the groups and close the connections; the engines keep running."""
-        while self._links:
-            self._links.pop().close()
-        for control in self._controls:
-            control.close()
+        """Leave the group and close the connections; the engines keep running."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            for engine in self._client.engines:
+                with suppress(EngineError):  # it may have ended
+                    engine.control.post("/shutdown_weight_transfer_engine")
+            sender.shutdown()
+        super().close()
 
-    def _open(self, engine: RunningEngine, device: torch.device) -> Link:
+    def _watched(self, action: Callable[[], Any], policy: Policy) -> Any:
+        """Return what `action` returns; raise the first failure of a call to an engine, or a timeout, at once.
+
+        `action` may wait for such an engine for ever: its thread does not keep the process alive.
+        """
+
+        def act() -> Any:
+            is_cuda = policy.device.type == "cuda"  # a thread starts on the first device
+            try:
+                with torch.cuda.device(policy.device) if is_cuda else nullcontext():
+                    if is_cuda:
+                        torch.cuda.synchronize()  # vLLM reads the weights on its own streams
+                    return action()
+            except RuntimeError as error:  # of NCCL, CUDA, or the store where both sides meet
+                raise EngineUnavailable(f"--bridge transfer: {error}") from error
+
+        if not policy.world.is_main:
+            return act()
+        acted = _in_background(act)
+        done = wait([acted, self._client.failed], self._timeout_s, FIRST_COMPLETED).done
+        try:
+            if not done:
+                raise EngineUnavailable(
+                    f"--bridge transfer: an engine has not taken its part for {self._timeout_s:.0f} s"
+                )
+            return [future.result() for future in done][0]
+        except BaseException:
+            self._sender = None  # the group is broken: closing it would wait as well
+            raise
+
+    def _ready(self, control: Control) -> VllmEngine:
+        """Return the engine; EngineError or ConfigError if it cannot take weights this way."""
+        engine = self.engine_at(control)
         if not isinstance(engine, VllmEngine):
             raise ConfigError(
-                f"--bridge transfer: engine {engine.control.url} is {engine.kind}; use --bridge reload"
+                f"--bridge transfer: engine {control.url} is {engine.kind}; use --bridge reload"
             )
-        if self._is_ipc:
-            return IpcLink(engine)
-        return NcclLink(
-            engine,
-            device=device,
-            bucket_bytes=self._bucket_bytes,
-            timeout_s=self._timeout_s,
-            meet=self._meet,
+        found = engine.config("weight_transfer_config").get("backend")
+        if found != self._backend:  # vLLM dies of a transfer that it was not started for
+            raise EngineRejected(
+                f"engine {control.url}: its weight transfer is {found!r}; --bridge transfer needs vLLM 0.32 or "
+                f'later with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{{"backend": "{self._backend}"}}\''
+            )
+        if self._backend == "nccl" and torch.cuda.is_available():
+            require_same_nccl(engine, torch.cuda.nccl.version())
+        with suppress(EngineError):  # no update is active, which is as it should be
+            control.post("/finish_weight_update")
+            logger.warning(
+                "engine %s: ended an update that another trainer did not finish", control.url
+            )
+        return engine
+
+
+def require_same_nccl(engine: VllmEngine, own: tuple[int, ...]) -> None:
+    """Raise ConfigError if the engine reports another version of NCCL: two versions cannot communicate."""
+    found = re.search(r"nvidia-nccl-cu\d+==(\d+)\.(\d+)\.(\d+)", str(engine.info.get("system_env")))
+    if found and tuple(map(int, found.groups())) != own:
+        raise ConfigError(
+            f"--transfer_backend nccl: engine {engine.control.url} has NCCL {'.'.join(found.groups())}, the trainer "
+            f"{'.'.join(map(str, own))}; install the same vllm in both environments, or use --bridge reload"
         )
+
+
+def _in_background(call: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -24,6 +24,12 @@ ROUTES = {
         "/update_weight_version",
         "/weight_info",
         "/server_info",
+        "/get_world_size",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/shutdown_weight_transfer_engine",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     },
@@ -59,6 +65,8 @@ class FakeEngine:
         self.device = "cuda"
         self.keys: set[str | None] = set()
         self.max_loras = 1
+        self.num_workers = 1
+        self.is_updating = False
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -101,13 +109,17 @@ class FakeEngine:
         """Answer a question; None for what is none."""
         config: Any = f"model='m', device_config={self.device}, seed=0"
         if is_json:
-            config = {"lora_config": {"max_loras": self.max_loras}}
+            config = {
+                "lora_config": {"max_loras": self.max_loras},
+                "weight_transfer_config": {"backend": "nccl"},
+            }
         version = {"weight_version": self.versions[-1] if self.versions else "default"}
         answers = {
             "/openapi.json": {"paths": dict.fromkeys(ROUTES[self.kind], {})},
             "/weight_info": version,
             "/model_info": version,
             "/server_info": {"vllm_config": config},
+            "/get_world_size": {"world_size": self.num_workers},
         }
         is_known = route in ROUTES[self.kind] or route == "/openapi.json"
         return answers.get(route) if is_known else None
@@ -128,6 +140,10 @@ class FakeEngine:
         elif route.endswith("/unload_lora_adapter"):
             if self.adapters.pop(body["lora_name"], None) is None:
                 return 404 if self.kind == "vllm" else 400, b"cannot be found"
+        elif route in ("/start_weight_update", "/finish_weight_update"):
+            if self.is_updating == (route == "/start_weight_update"):
+                return 500, b"an update is already, or not, active"
+            self.is_updating = not self.is_updating
         elif route == "/lora/load":
             self.adapters[body["adapter_name"]] = body["adapter_path"]
         return 200, b'{"success": true}'

@@ -15,12 +15,7 @@ import httpx
 import pytest
 
 from atroposlib.errors import ConfigError, EngineError
-from example_trainer.vllm_process import (
-    EngineProcess,
-    local_engine_command,
-    vllm_command,
-    vllm_environment,
-)
+from example_trainer.vllm_process import EngineProcess, vllm_environment
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 
@@ -211,39 +206,6 @@ def test_url_without_host_or_port_is_refused(url: str, tmp_path: Path) -> None:
         EngineProcess(["python"], url=url, log_path=tmp_path / "log")
 
 
-def test_every_setting_reaches_vllm() -> None:
-    command = vllm_command(
-        python="/venv/bin/python",
-        model=Path("/run/step_3"),
-        port=9001,
-        served_model_name="base",
-        max_model_len=256,
-        gpu_memory_utilization=0.45,
-        dtype="float32",
-        enforce_eager=True,
-        seed=7,
-        extra_args=["--swap-space", "0"],
-    )
-    assert command[:3] == ["/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
-    flags = dict(zip(command[3::2], command[4::2], strict=False))
-    assert flags["--model"] == "/run/step_3"
-    assert flags["--port"] == "9001"
-    assert flags["--host"] == "127.0.0.1"
-    assert flags["--served-model-name"] == "base"
-    assert flags["--max-model-len"] == "256"
-    assert flags["--gpu-memory-utilization"] == "0.45"
-    assert flags["--dtype"] == "float32"
-    assert "--enforce-eager" in command
-    assert command[-4:] == ["--seed", "7", "--swap-space", "0"]
-
-
-def test_vllm_on_the_cpu_is_started_the_quick_way() -> None:
-    command = vllm_command(python="p", model="/m", port=1, cpu=True, gpu_memory_utilization=0.5)
-    assert "--enforce-eager" in command
-    assert command[command.index("--distributed-executor-backend") + 1] == "uni"
-    assert "--gpu-memory-utilization" not in command
-
-
 def test_vllm_environment_hides_this_process_s_packages_and_opens_the_development_routes() -> None:
     base = {
         "PYTHONPATH": "/here",
@@ -284,10 +246,3 @@ def test_the_engines_gpu_is_one_of_those_that_the_trainer_sees() -> None:
     assert found == ["4", "GPU-b7c"]
     with pytest.raises(ConfigError, match="--vllm_gpu 2: CUDA_VISIBLE_DEVICES is '4,GPU-b7c'"):
         vllm_environment(base=base, gpu=2)
-
-
-def test_local_engine_command_is_what_the_engine_s_flags_are_called() -> None:
-    command = local_engine_command(model="/m", port=1, served_model_name="base", device="cpu")
-    assert command[:3] == [sys.executable, "-m", "atroposlib.engine.server"]
-    assert command[-2:] == ["--served_model_name", "base"]
-    assert command[command.index("--device") :][:2] == ["--device", "cpu"]

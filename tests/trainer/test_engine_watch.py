@@ -6,7 +6,7 @@ import pytest
 
 from atroposlib.errors import EngineUnavailable
 from example_trainer.bridges import EngineWatch
-from example_trainer.bridges.reload import ReloadBridge
+from example_trainer.bridges.running import ReloadBridge
 from tests.trainer.helpers_reload import fake_engine
 
 

@@ -26,7 +26,7 @@ WATCH_S = 0.05
 
 
 class Engines:
-    """Makes fake engines on one port and remembers them; `options` by version, else for all."""
+    """Makes fake engines on one port and remembers them; `options` by the model's name, else for all."""
 
     def __init__(self, directory: Path) -> None:
         with socket.socket() as probe:
@@ -35,15 +35,15 @@ class Engines:
         self.url = f"http://127.0.0.1:{self.port}"
         self.directory = directory
         self.options: list[str] = []
-        self.options_of: dict[int, list[str]] = {}
+        self.options_of: dict[str, list[str]] = {}
         self.made: list[EngineProcess] = []
 
-    def __call__(self, model: Path, version: int) -> EngineProcess:
+    def __call__(self, model: Path) -> EngineProcess:
         argv = [sys.executable, str(FAKE_ENGINE), str(self.port), "--model", str(model)]
         engine = EngineProcess(
-            [*argv, *self.options_of.get(version, self.options)],
+            [*argv, *self.options_of.get(model.name, self.options)],
             url=self.url,
-            log_path=self.directory / f"engine_{version}.log",
+            log_path=self.directory / f"engine_{model.name}.log",
         )
         self.made.append(engine)
         return engine
@@ -146,7 +146,7 @@ def test_a_version_that_does_not_come_up_is_rolled_back_and_the_old_one_named(
     make_checkpoint: Callable[[int], Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engines.options_of[1] = ["--die", "out of memory"]
+    engines.options_of["version_1"] = ["--die", "out of memory"]
     bridge.start(base, 0)
     assert bridge.publish(make_checkpoint(1), 1) == 0
     assert engines.served_model() == str(base)
@@ -163,23 +163,11 @@ def test_the_second_version_in_a_row_that_does_not_come_up_is_an_error_with_its_
     base: Path,
     make_checkpoint: Callable[[int], Path],
 ) -> None:
-    engines.options_of = {1: ["--die", "first"], 2: ["--die", "out of memory"]}
+    engines.options_of = {"version_1": ["--die", "first"], "version_2": ["--die", "out of memory"]}
     bridge.start(base, 0)
     assert bridge.publish(make_checkpoint(1), 1) == 0
     with pytest.raises(EngineError, match="out of memory"):
         bridge.publish(make_checkpoint(2), 2)
-
-
-def test_engine_that_is_already_started_is_taken_as_it_is(engines: Engines, base: Path) -> None:
-    def started(model: Path, version: int) -> EngineProcess:
-        engine = engines(model, version)
-        engine.start()
-        return engine
-
-    bridge = RestartBridge(start_engine=started)
-    bridge.start(base, 0)
-    assert engines.served_model() == str(base)
-    bridge.close()
 
 
 def test_an_engine_that_is_killed_is_started_again_on_the_version_it_served(

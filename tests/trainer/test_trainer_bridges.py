@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from atroposlib.errors import ConfigError
-from example_trainer.bridges import CheckpointBridge, make_bridge, make_engine, transfer_backend
+from example_trainer.bridges import CheckpointBridge, make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_policy
+from example_trainer.vllm_process import make_engine, transfer_backend
 from example_trainer.weights import WeightsDirectory
 from tests.tiny_model import make_tiny_model
 
@@ -38,8 +39,17 @@ def test_the_local_engine_computes_in_the_trainers_dtype() -> None:
 def test_vllm_runs_in_its_own_python_and_keeps_the_models_name() -> None:
     command = command_of(engine="vllm", vllm_python="/venv/bin/python", max_model_len=77)
     assert command[0] == "/venv/bin/python"
+    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert value_of(command, "--model") == "/weights/version_3"
     assert value_of(command, "--served-model-name") == "org/name"
+    assert (value_of(command, "--host"), value_of(command, "--port")) == ("127.0.0.1", "9123")
     assert (value_of(command, "--dtype"), value_of(command, "--max-model-len")) == ("float32", "77")
+
+
+def test_vllm_on_the_cpu_is_started_the_quick_way() -> None:
+    command = command_of(engine="vllm", gpu_memory_utilization=0.5)
+    assert "--enforce-eager" in command
+    assert value_of(command, "--distributed-executor-backend") == "uni"
     assert "--gpu-memory-utilization" not in command
 
 
@@ -83,10 +93,14 @@ def test_vllm_that_is_started_here_reports_what_it_sampled_from() -> None:
     assert "--logprobs-mode" not in command_of(engine="vllm", logprobs_mode="raw")
 
 
+class Unused:
+    save = save_adapter = None
+
+
 def test_the_flag_chooses_the_bridge() -> None:
     for name in ("restart", "reload", "transfer", "lora"):
         config = TrainerConfig(model_name="m", bridge=name)  # type: ignore[arg-type]
-        bridge = make_bridge(config, cast(WeightsDirectory, None))
+        bridge = make_bridge(config, Unused())  # type: ignore[arg-type]
         assert bridge.name == name
         bridge.close()
 
@@ -107,6 +121,8 @@ class Engines:
         self.start(checkpoint_dir, version)
         return version if self.serves is None else self.serves
 
+    def check(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -126,7 +142,7 @@ def test_lora_restart_hands_over_the_whole_model_with_the_adapter_merged(tmp_pat
             if ".lora_B." in name:
                 parameter.fill_(0.5)
     with WeightsDirectory(config, policy) as weights:
-        bridge = CheckpointBridge(weights, engines)
+        bridge = CheckpointBridge(weights.save, engines)  # type: ignore[arg-type]
         bridge.start(policy, 0)
         assert bridge.publish(policy, 1) == 1
         engines.serves = 1

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
-from example_trainer.bridges.lora import LoraBridge
+from example_trainer.bridges import CheckpointBridge
+from example_trainer.bridges.running import LoraBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import Policy, load_policy
 from example_trainer.weights import KEEP_ADAPTERS, WeightsDirectory
@@ -35,11 +36,12 @@ def policy_of(model_dir: Path) -> Policy:
 
 
 @contextmanager
-def bridge_to(policy: Policy, directory: Path, *engines: FakeEngine) -> Iterator[LoraBridge]:
+def bridge_to(policy: Policy, directory: Path, *engines: FakeEngine) -> Iterator[CheckpointBridge]:
     config = TrainerConfig(model_name="m", bridge="lora", weights_dir=directory)
     urls = [engine.url for engine in engines]
     with WeightsDirectory(config, policy) as weights:
-        bridge = LoraBridge(weights, urls=urls, lora_name="policy", timeout_s=5.0)
+        engines_of = LoraBridge(urls=urls, lora_name="policy", timeout_s=5.0, api_key="secret")
+        bridge = CheckpointBridge(weights.save_adapter, engines_of)
         yield bridge
         bridge.close()
 
@@ -94,12 +96,9 @@ def test_a_vllm_that_mixes_adapters_in_a_batch_is_drained_for_the_swap(
 def test_an_engine_that_asks_for_a_key_gets_it_with_every_call(
     policy: Policy, tmp_path: Path
 ) -> None:
-    config = TrainerConfig(model_name="m", bridge="lora", weights_dir=tmp_path)
-    with fake_engine() as engine, WeightsDirectory(config, policy) as weights:
-        bridge = LoraBridge(weights, urls=[engine.url], lora_name="policy", api_key="secret")
+    with fake_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
         bridge.start(policy, 0)
         bridge.check()
-        bridge.close()
         assert engine.keys == {"Bearer secret"}
 
 

@@ -11,7 +11,7 @@ import pytest
 from atroposlib.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
 from example_trainer.bridges.control import Control
 from example_trainer.bridges.engines import identify
-from example_trainer.bridges.reload import ReloadBridge
+from example_trainer.bridges.running import ReloadBridge
 from tests.trainer.helpers_reload import FakeEngine, fake_engine
 
 VLLM = [

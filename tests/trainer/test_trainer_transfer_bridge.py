@@ -1,4 +1,4 @@
-"""`bridges/transfer.py`: what is sent, and that processes which receive as engines do end up with the same bits."""
+"""`bridges/transfer.py`: what is sent, what engines are asked, and failures. tests/vllm has both of vLLM's sides."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from atroposlib.errors import ConfigError, EngineRejected, EngineUnavailable
-from example_trainer.bridges.buckets import buckets, whole_weights
+from atroposlib.errors import ConfigError, EngineRejected, EngineUnavailable, MissingDependency
 from example_trainer.bridges.control import Control
-from example_trainer.bridges.links import require_same_nccl, together
-from example_trainer.bridges.transfer import TransferBridge
+from example_trainer.bridges.engines import VllmEngine
+from example_trainer.bridges.transfer import (
+    EngineClient,
+    PolicyWeights,
+    TransferBridge,
+    require_same_nccl,
+    vllm_sender,
+)
 from example_trainer.config import TrainerConfig
 from example_trainer.model import Policy, load_policy
 from tests.processes import ROOT
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_reload import FakeEngine, fake_engine
-from tests.trainer.helpers_transfer import (
-    Peer,
-    assert_bit_for_bit,
-    bodies_for_a_gpu,
-    meet_over_gloo,
-    transfer_peer,
-)
+from tests.trainer.helpers_transfer import KeptSender, assert_bit_for_bit
 
-BUCKET = 20_000
-"""Bytes: a few tensors of the tiny model; its embedding is larger."""
+BEGIN = ["/health", "/finish_weight_update", "/init_weight_transfer_engine"]
+UPDATE = [
+    *("/pause?mode=keep", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    *("/reset_prefix_cache?reset_running_requests=true", "/update_weight_version", "/resume"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +48,10 @@ def policy_of(model_dir: Path, **settings: Any) -> Policy:
     return load_policy(TrainerConfig(model_name=str(model_dir), device="cpu", **settings))
 
 
-def disturb(policy: Policy) -> None:
-    """Change every trained weight, as a step does."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-
-
-def bridge_to(*engines: Peer | FakeEngine, **settings: Any) -> TransferBridge:
+def bridge_to(*engines: FakeEngine, **settings: Any) -> TransferBridge:
     urls = [engine.url for engine in engines]
-    return TransferBridge(
-        urls=urls, bucket_bytes=BUCKET, meet=meet_over_gloo, **{"timeout_s": 30.0} | settings
-    )
+    defaults = {"timeout_s": 30.0, "bucket_bytes": 1000, "open_sender": KeptSender}
+    return TransferBridge(urls=urls, **defaults | settings)
 
 
 @pytest.mark.parametrize(
@@ -69,90 +59,77 @@ def bridge_to(*engines: Peer | FakeEngine, **settings: Any) -> TransferBridge:
     [{}, {"dtype": "bfloat16"}, {"lora": True}, {"lora": True, "dtype": "bfloat16"}],
     ids=str,
 )
-def test_what_is_sent_is_what_a_checkpoint_holds(
+def test_what_is_sent_is_declared_first_and_is_what_a_checkpoint_holds(
     model_dir: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     policy = policy_of(model_dir, **settings)
-    disturb(policy)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     policy.save(tmp_path / "saved", merged=True)
-    assert_bit_for_bit(dict(whole_weights(policy)), tmp_path / "saved")
+    weights = PolicyWeights(policy)
+    found = dict(weights)
+    assert_bit_for_bit(found, tmp_path / "saved")
+    assert weights.metadata() == [(n, t.dtype, tuple(t.shape)) for n, t in found.items()]
 
 
 def test_tied_embeddings_are_sent_once(tmp_path: Path) -> None:
     policy = policy_of(make_tiny_model(tmp_path / "tied", tie_word_embeddings=True))
-    names = [name for name, _ in whole_weights(policy)]
+    names = [name for name, _ in PolicyWeights(policy)]
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
 
 
-def test_a_bucket_holds_at_most_so_many_bytes_unless_one_parameter_is_larger(
-    model_dir: Path,
-) -> None:
+def test_every_engine_is_frozen_updated_and_labelled(model_dir: Path) -> None:
     policy = policy_of(model_dir)
-    found = list(buckets(policy, BUCKET))
-    assert [n for b in found for n in b.names] == [n for n, _ in whole_weights(policy)]
-    assert all(sum(b.sizes) <= BUCKET or len(b.names) == 1 for b in found)
-    assert max(len(b.names) for b in found) > 1
-    assert max(sum(b.sizes) for b in found) > BUCKET
-    for bucket in found:
-        assert bucket.packed().numel() == sum(bucket.sizes)
-
-
-@pytest.mark.timeout(120)
-def test_engines_receive_every_bit_of_every_version(model_dir: Path, tmp_path: Path) -> None:
-    """One process behind the first peer, two behind the second; processes all, over gloo."""
-    policy = policy_of(model_dir, dtype="bfloat16")
-    with (
-        transfer_peer(tmp_path / "one") as one,
-        transfer_peer(tmp_path / "two", "--workers=2") as two,
-    ):
+    with fake_engine() as one, fake_engine() as two:
         bridge = bridge_to(one, two)
         bridge.start(policy, 0)
-        for version in (0, 1):
-            if version:
-                disturb(policy)
-                assert bridge.publish(policy, version) == version
-            policy.save(tmp_path / f"saved_{version}")
-            for found in (one.received(), two.received(0), two.received(1)):
-                assert_bit_for_bit(found, tmp_path / f"saved_{version}")
-        calls = one.calls()
-        assert two.calls() == calls
+        assert bridge.publish(policy, 1) == 1
+        sender = bridge._sender
         bridge.close()
         bridge.close()
-        assert one.calls()[len(calls) :] == ["/shutdown_weight_transfer_engine"]
-    num_buckets = len(list(buckets(policy, BUCKET)))
-    update = ["/pause", "/start_weight_update", *["/update_weights"] * num_buckets]
-    update += ["/finish_weight_update", "/reset_prefix_cache", "/update_weight_version", "/resume"]
-    begin = ["/health", "/finish_weight_update", "/init_weight_transfer_engine"]
-    assert calls == [*begin, *update, *update]
+        assert not sender.is_open
+        for engine in (one, two):
+            assert engine.calls == [*BEGIN, *UPDATE, *UPDATE, "/shutdown_weight_transfer_engine"]
+            assert engine.versions == ["0", "1"]
 
 
-@pytest.mark.timeout(120)
+def test_each_engine_gets_ranks_of_its_own_in_one_group(model_dir: Path) -> None:
+    with fake_engine() as one, fake_engine() as two:
+        one.num_workers = 4
+        bridge = bridge_to(one, two)
+        bridge.start(policy_of(model_dir), 0)
+        assert bridge._client.ranks == [1, 5, 6], "the last is the size of the group"
+        infos = [dict(e.bodies)["/init_weight_transfer_engine"]["init_info"] for e in (one, two)]
+        assert [info["rank_offset"] for info in infos] == [1, 5]
+        bridge.close()
+
+
 def test_an_update_that_a_killed_trainer_began_is_ended_first(
-    model_dir: Path, tmp_path: Path
+    model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM refuses to begin a second one, so that no trainer could resume."""
-    policy = policy_of(model_dir)
-    with transfer_peer(tmp_path / "peer") as peer:
-        httpx.post(f"{peer.url}/start_weight_update", trust_env=False).raise_for_status()
-        refused = httpx.post(f"{peer.url}/start_weight_update", trust_env=False)
-        assert "already active" in refused.text
-        bridge = bridge_to(peer)
-        bridge.start(policy, 4)
-        policy.save(tmp_path / "saved")
-        assert_bit_for_bit(peer.received(), tmp_path / "saved")
+    with fake_engine() as engine:
+        engine.is_updating = True
+        bridge = bridge_to(engine)
+        bridge.start(policy_of(model_dir), 4)
+        assert engine.versions == ["4"]
         bridge.close()
+    assert "another trainer did not finish" in caplog.text
 
 
 @pytest.mark.timeout(240)
 def test_two_trainer_processes_gather_and_the_first_sends(model_dir: Path, tmp_path: Path) -> None:
-    with transfer_peer(tmp_path / "peer") as peer:
+    with fake_engine() as engine:
         worker = Path(__file__).with_name("transfer_worker.py")
-        arguments = {"model": str(model_dir), "url": peer.url, "out": str(tmp_path / "saved")}
+        arguments = {"model": str(model_dir), "url": engine.url, "out": str(tmp_path / "saved")}
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
-                *("--standalone", str(worker), json.dumps(arguments | {"bucket": BUCKET})),
+                *("--standalone", str(worker), json.dumps(arguments)),
             ],
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             capture_output=True,
@@ -161,72 +138,78 @@ def test_two_trainer_processes_gather_and_the_first_sends(model_dir: Path, tmp_p
             check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]
-        assert_bit_for_bit(peer.received(), tmp_path / "saved")
-        assert load_file(tmp_path / "saved" / "model.safetensors").keys()
+        assert engine.calls == [*BEGIN, *UPDATE, "/shutdown_weight_transfer_engine"]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/update_weights"])
-def test_an_engine_that_refuses_ends_the_hand_over_at_once_and_stays_frozen(
-    model_dir: Path, tmp_path: Path, route: str
+def test_an_engine_that_refuses_ends_the_transfer_at_once_and_stays_frozen(
+    model_dir: Path, route: str
 ) -> None:
-    """The other half of a collective would wait for the one that never comes."""
-    with transfer_peer(tmp_path / "peer", f"--refuse={route}") as peer:
-        bridge = bridge_to(peer, timeout_s=60.0)
-        begun = time.monotonic()
+    """The other half of a collective waits for the one that never comes."""
+    with fake_engine() as one, fake_engine() as two:
+        one.faults[route] = (500, b"refused by the test")
+        bridge = bridge_to(one, two)
         with pytest.raises(EngineUnavailable, match=f"{route} answered 500.*refused by the test"):
             bridge.start(policy_of(model_dir), 0)
-        assert time.monotonic() - begun < 30
-        assert "/resume" not in peer.calls()
         bridge.close()
+        for engine in (one, two):
+            assert "/resume" not in engine.calls
+            assert "/shutdown_weight_transfer_engine" not in engine.calls, "it would not answer"
 
 
-def test_half_of_a_collective_that_never_ends_is_an_error_after_the_timeout() -> None:
-    with pytest.raises(EngineUnavailable, match="engine x: /y: not done after 0 s"):
-        together(lambda: None, lambda: time.sleep(5), what="engine x: /y", timeout_s=0.05)
+def test_an_engine_that_never_does_its_part_is_an_error_after_the_timeout(model_dir: Path) -> None:
+    class Stuck(KeptSender):
+        def send_weights(self) -> None:
+            time.sleep(5)
+
+    with fake_engine() as engine, pytest.raises(EngineUnavailable, match="its part for 0 s"):
+        bridge_to(engine, open_sender=Stuck, timeout_s=0.3).start(policy_of(model_dir), 0)
 
 
 def test_vllm_without_the_backend_is_told_the_flag_and_not_asked_further(model_dir: Path) -> None:
     """Asked to transfer weights without the backend, vLLM's engine dies."""
     with fake_engine() as engine:
-        for config, words in (
-            ("text", "needs vLLM 0.32"),
-            ({"weight_transfer_config": None}, '--weight-transfer-config .*"backend": "nccl"'),
-            ({"weight_transfer_config": {"backend": "ipc"}}, '\'ipc\'.*"backend": "nccl"'),
-        ):
+        for config in ("text", {"weight_transfer_config": {"backend": "ipc"}}):
             answer = json.dumps({"vllm_config": config}).encode()
             engine.faults["/server_info"] = (200, answer)
-            with pytest.raises(EngineRejected, match=words):
+            with pytest.raises(EngineRejected, match='needs vLLM 0.32.* .*"backend": "nccl"'):
                 bridge_to(engine).start(policy_of(model_dir), 0)
-    assert engine.calls == ["/health"] * 3
+    assert engine.calls == ["/health"] * 2
 
 
-def test_vllm_on_a_gpu_is_met_by_a_unique_id_of_nccl_or_handed_memory() -> None:
-    """Only the bodies: there is no GPU to run the collective on. vLLM refuses an id and an address together."""
+def test_handles_of_gpu_memory_are_pickled_as_vllm_reads_them() -> None:
+    """Only the body: there is no GPU to share memory on. vLLM refuses a rank where there is no group."""
     with fake_engine() as engine:
-        nccl, ipc, update = bodies_for_a_gpu(engine)
-    assert base64.b64decode(nccl.pop("nccl_unique_id_b64")) == bytes(range(128))
-    assert nccl == {
-        "rank_offset": 1,
-        "world_size": 3,
-        "packed": True,
-        "packed_buffer_size_bytes": 1000,
-        "packed_num_buffers": 1,
-    }
-    assert ipc == {"packed": True}
-    handles = pickle.loads(base64.b64decode(update.pop("ipc_handles_pickled")))
-    assert handles == {"GPU-1": ["handle"]}
-    assert update == {
-        "names": ["a", "b"],
-        "dtype_names": ["float32", "float32"],
-        "shapes": [[2, 3], [1]],
-        "tensor_sizes": [24, 4],
-    }
+        client = EngineClient([VllmEngine(Control(engine.url, timeout_s=5.0))], backend="ipc")
+        client.init_weight_transfer_engine({"packed": True})
+        client.update_weights({"names": ["a"], "ipc_handles": {"GPU-1": ("handle",)}})
+        (_, init), (_, update) = engine.bodies
+    assert init == {"init_info": {"packed": True}}
+    handles = pickle.loads(base64.b64decode(update["update_info"].pop("ipc_handles_pickled")))
+    assert handles == {"GPU-1": ("handle",)}
+    assert update == {"update_info": {"names": ["a"]}}
 
 
-def test_memory_of_a_gpu_is_shared_only_where_there_is_one(model_dir: Path) -> None:
-    with fake_engine() as engine, pytest.raises(ConfigError, match="--transfer_backend ipc.*cpu"):
-        bridge_to(engine, backend="ipc").start(policy_of(model_dir), 0)
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_a_trainer_on_the_cpu_is_told_before_any_engine_is_touched(
+    model_dir: Path, backend: str
+) -> None:
+    with fake_engine() as engine, pytest.raises(ConfigError, match=f"{backend}.*cpu.*reload"):
+        bridge_to(engine, backend=backend, open_sender=vllm_sender).start(policy_of(model_dir), 0)
+    assert engine.calls == []
+
+
+def test_a_trainer_without_vllm_is_told_how_to_install_it(model_dir: Path) -> None:
+    class OnGpu(Policy):
+        device = torch.device("cuda:0")  # type: ignore[misc]
+
+    policy = policy_of(model_dir)
+    fields = {name: getattr(policy, name) for name in ("model", "tokenizer", "dtype", "module")}
+    on_gpu = object.__new__(OnGpu)
+    for name, value in fields.items():
+        object.__setattr__(on_gpu, name, value)
+    with fake_engine() as engine, pytest.raises(MissingDependency, match=r"atroposlib\[transfer\]"):
+        bridge_to(engine, open_sender=vllm_sender).start(on_gpu, 0)
     assert engine.calls == []
 
 
@@ -238,16 +221,15 @@ def test_models_whose_checkpoint_is_laid_out_differently_are_refused(model_dir: 
 
 
 def test_another_nccl_than_the_trainers_is_named_before_anything_starts() -> None:
-    """Two versions do not speak to each other: NCCL says so after the first step, or not at all."""
+    """Two versions cannot communicate: NCCL reports it after the first step, or not at all."""
     with fake_engine() as engine:
         packages = "[pip3] numpy==2.3.5\n[pip3] nvidia-nccl-cu13==2.28.9\n"
         answer = json.dumps({"vllm_config": {}, "system_env": {"pip_packages": packages}})
         engine.faults["/server_info"] = (200, answer.encode())
-        control = Control(engine.url, timeout_s=5.0)
-        require_same_nccl(control, (2, 28, 9))
+        found = VllmEngine(Control(engine.url, timeout_s=5.0))
+        require_same_nccl(found, (2, 28, 9))
         with pytest.raises(ConfigError, match=r"has NCCL 2\.28\.9, the trainer 2\.29\.7"):
-            require_same_nccl(control, (2, 29, 7))
-        control.close()
+            require_same_nccl(found, (2, 29, 7))
 
 
 def test_sglang_is_told_to_reload(model_dir: Path) -> None:

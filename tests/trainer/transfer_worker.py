@@ -1,4 +1,4 @@
-"""One trainer process among those that torchrun starts: hand the weights over, and save them for comparison."""
+"""One trainer process among those that torchrun starts: send the weights, and compare them with the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from example_trainer.bridges.transfer import TransferBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import choose_device, load_policy
 from example_trainer.parallel import is_sharded, processes
-from tests.trainer.helpers_transfer import meet_over_gloo
+from tests.trainer.helpers_transfer import KeptSender, assert_bit_for_bit
 
 if __name__ == "__main__":
     arguments = json.loads(sys.argv[1])
@@ -18,9 +18,9 @@ if __name__ == "__main__":
     with processes(choose_device(config)) as world:
         policy = load_policy(config, world)
         assert is_sharded(policy.module)
-        bridge = TransferBridge(
-            urls=[arguments["url"]], bucket_bytes=arguments["bucket"], meet=meet_over_gloo
-        )
+        bridge = TransferBridge(urls=[arguments["url"]], open_sender=KeptSender)
         bridge.start(policy, 0)
         policy.save(Path(arguments["out"]))
+        if world.is_main:
+            assert_bit_for_bit(bridge._sender.sent, Path(arguments["out"]))
         bridge.close()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from example_trainer.vllm_process import EngineProcess, vllm_command, vllm_environment
+from example_trainer.config import TrainerConfig
+from example_trainer.vllm_process import EngineProcess, make_engine, vllm_environment
 
 MAX_MODEL_LEN = 128
 STARTUP_TIMEOUT_S = 240.0
@@ -45,22 +46,24 @@ def vllm_engine(
     log_path: Path,
     max_model_len: int = MAX_MODEL_LEN,
     extra_args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    **settings: Any,
 ) -> EngineProcess:
-    """Return vLLM's CPU build on `model`, not yet started."""
-    argv = vllm_command(
-        python=vllm_python(),
-        model=model,
-        port=port,
-        served_model_name=str(model),
+    """Return vLLM's CPU build on `model`, not yet started, as a trainer with these settings starts it."""
+    config = TrainerConfig(
+        model_name=str(model),
+        device="cpu",
+        vllm_python=str(vllm_python()),
+        vllm_port=port,
         max_model_len=max_model_len,
-        dtype="float32",
-        cpu=True,
-        extra_args=extra_args,
+        logprobs_mode="raw",
+        **settings,
     )
+    offline = {"HF_HUB_OFFLINE": "1"}
     return EngineProcess(
-        argv,
+        make_engine(config, model, extra_args=extra_args).argv,
         url=f"http://127.0.0.1:{port}",
-        env={**vllm_environment(cpu=True), "HF_HUB_OFFLINE": "1"},
+        env=vllm_environment(cpu=True) | offline | dict(env or {}),
         log_path=log_path,
         startup_timeout_s=STARTUP_TIMEOUT_S,
     )

@@ -1,4 +1,4 @@
-"""The bridges against a real vLLM (CPU build): requests in flight, adapters, a kill, and its own receiving code.
+"""The bridges against a real vLLM (CPU build): requests in flight, adapters, a kill, and its own trainer side.
 
 Run with `ATROPOS_VLLM_PYTHON=.venv-vllm/bin/python pytest -m vllm tests/vllm -rs`. Whole runs with the reload and the
 restart bridge are in test_vllm_loop.py.
@@ -7,9 +7,11 @@ restart bridge are in test_vllm_loop.py.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,22 +27,14 @@ from transformers import AutoModelForCausalLM
 from atroposlib.errors import EngineRejected
 from example_trainer.bridges.control import Control
 from example_trainer.bridges.engines import identify
-from example_trainer.bridges.reload import ReloadBridge
 from example_trainer.bridges.restart import RestartBridge
-from example_trainer.bridges.transfer import TransferBridge
+from example_trainer.bridges.running import ReloadBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import Policy, load_policy
-from example_trainer.vllm_process import EngineProcess, vllm_command, vllm_environment
+from example_trainer.vllm_process import EngineProcess
 from example_trainer.weights import WeightsDirectory
-from tests.processes import free_port
+from tests.processes import ROOT, free_port
 from tests.tiny_model import make_tiny_model
-from tests.trainer.helpers_reload import fake_engine
-from tests.trainer.helpers_transfer import (
-    assert_bit_for_bit,
-    bodies_for_a_gpu,
-    meet_over_gloo,
-    transfer_peer,
-)
 from tests.vllm.helpers_vllm import (
     STARTUP_TIMEOUT_S,
     Sample,
@@ -74,26 +68,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @contextmanager
 def adapting_vllm(directory: Path, *flags: str) -> Iterator[Served]:
-    python = vllm_python()
     model = make_tiny_model(directory / "model")
-    port = free_port()
-    argv = vllm_command(
-        python=python,
-        model=model,
-        port=port,
-        served_model_name=str(model),
-        max_model_len=LENGTH,
-        dtype="float32",
-        cpu=True,
-        lora_rank=RANK,
-        extra_args=flags,
-    )
-    engine = EngineProcess(
-        argv,
-        url=f"http://127.0.0.1:{port}",
-        env={**vllm_environment(cpu=True), "HF_HUB_OFFLINE": "1"},
+    engine = vllm_engine(
+        model,
+        port=free_port(),
         log_path=directory / "engine.log",
-        startup_timeout_s=STARTUP_TIMEOUT_S,
+        max_model_len=LENGTH,
+        extra_args=flags,
+        bridge="lora",
+        lora_r=RANK,
     )
     with engine:
         # The first request after a start takes up to 20 s more on the CPU.
@@ -319,7 +302,7 @@ def test_a_vllm_that_is_killed_is_started_again_on_the_version_it_served(tmp_pat
     model = make_tiny_model(tmp_path / "model")
     port = free_port()
 
-    def engine_on(path: Path, version: int) -> EngineProcess:
+    def engine_on(path: Path) -> EngineProcess:
         return vllm_engine(path, port=port, log_path=tmp_path / "engine.log")
 
     bridge = RestartBridge(start_engine=engine_on)
@@ -350,26 +333,41 @@ def labelled(port: int) -> bool:
     return answer.status_code == 200 and answer.json()["weight_version"] == "7"
 
 
-def test_vllms_own_code_takes_transferred_weights_apart_bit_for_bit(
-    tmp_path: Path,
-) -> None:
-    """Its classes read the bodies and its consumer cuts the buckets; only the collective is gloo's, not NCCL's.
-
-    The bodies that a trainer on a GPU would send are read by its classes as well.
-    """
-    python = vllm_python()
+def test_vllms_trainer_side_hands_weights_to_a_vllm_that_serves(tmp_path: Path) -> None:
+    """Both sides are vLLM's and the server is real; only its broadcast goes through a store instead of NCCL."""
     model = make_tiny_model(tmp_path / "model")
-    policy = load_policy(TrainerConfig(model_name=str(model), device="cpu", dtype="bfloat16"))
-    policy.save(tmp_path / "saved")
-    with fake_engine() as engine:
-        bodies = bodies_for_a_gpu(engine)
-    with transfer_peer(tmp_path / "peer", "--vllm", python=python) as peer:
-        bridge = TransferBridge(
-            urls=[peer.url], bucket_bytes=20_000, timeout_s=120, meet=meet_over_gloo
+    plugin = tmp_path / "plugin" / "store_collective-0.dist-info"
+    plugin.mkdir(parents=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: store_collective\nVersion: 0\n")
+    (plugin / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nstore = tests.vllm.store_collective:install\n"
+    )
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's class reads handles of memory
+    engine = vllm_engine(
+        model,
+        port=free_port(),
+        log_path=tmp_path / "engine.log",
+        extra_args=["--weight-transfer-config", '{"backend": "nccl"}'],
+        env={"PYTHONPATH": f"{ROOT}:{plugin.parent}"},
+    )
+    with engine:
+        before = sample(engine.url, str(model), PROMPT, num_samples=8, max_tokens=12)
+        worker = Path(__file__).with_name("transfer_worker.py")
+        arguments = {"model": str(model), "url": engine.url, "out": str(tmp_path / "saved")}
+        done = subprocess.run(
+            [vllm_python(), str(worker), json.dumps(arguments)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
-        bridge.start(policy, 0)
-        assert peer.calls().count("/update_weights") > 3
-        assert_bit_for_bit(peer.received(), tmp_path / "saved")
-        bridge.close()
-        read = httpx.post(f"{peer.url}/read", json=bodies, timeout=60, trust_env=False).json()
-    assert read == {"success": True, "message": "128 bytes of id, {'GPU-1': ['handle']}"}
+        assert done.returncode == 0, done.stderr[-4000:]
+        after = sample(engine.url, str(model), PROMPT, num_samples=8, max_tokens=12)
+        version = httpx.get(f"{engine.url}/weight_info", trust_env=False).json()["weight_version"]
+    assert version == "1"
+    assert largest_gap(before, model) <= MAX_GAP
+    assert largest_gap(after, tmp_path / "saved") <= MAX_GAP
+    assert largest_gap(after, model) > 10 * MAX_GAP, "the transfer changed nothing"

@@ -1,0 +1,111 @@
+"""The base of the bridges to running engines, and the two whose engines read a directory: checkpoints or adapters.
+
+Guarantee: when `publish` returns, every engine samples from the new weights and reports their version where it can.
+Each engine changes at its own pace, so that for moments two of them serve different versions, which their samples
+carry. These bridges never start or stop an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from example_trainer.bridges.control import Control, for_each
+from example_trainer.bridges.engines import RunningEngine, identify
+from example_trainer.weights import require_checkpoint
+
+
+class RunningEngines:
+    """The base of the bridges to running engines; `urls` are addresses without `/v1`. Kinds may be mixed."""
+
+    name = ""
+
+    def __init__(
+        self,
+        *,
+        urls: Sequence[str],
+        timeout_s: float = 600.0,
+        retry_s: float = 600.0,
+        api_key: str | None = None,
+    ) -> None:
+        self._controls = [Control(url, timeout_s=timeout_s, api_key=api_key) for url in urls]
+        self._timeout_s = timeout_s
+        self._retry_s = retry_s
+        self._engines: dict[str, RunningEngine] = {}
+
+    def wait_healthy(self) -> None:
+        for_each(self._controls, Control.require_healthy, retry_s=self._timeout_s)
+
+    def engine_at(self, control: Control) -> RunningEngine:
+        """Return the engine at this address; it is asked once what it is."""
+        if control.url not in self._engines:
+            self._engines[control.url] = identify(control)
+        return self._engines[control.url]
+
+    def check(self) -> None:
+        for control in self._controls:
+            control.require_healthy()
+
+    def close(self) -> None:
+        """Close the connections; the engines keep running."""
+        for control in self._controls:
+            control.close()
+
+
+class DirectoryReaders(RunningEngines):
+    """Engines that read new weights from a directory."""
+
+    def start(self, directory: Path, version: int) -> None:
+        """Wait until every engine is healthy and load the initial weights; an earlier run may have left others."""
+        self.wait_healthy()
+        self.publish(directory, version)
+
+    def publish(self, directory: Path, version: int) -> int:
+        """Load `directory` into every engine at once; raise EngineError naming engine, route and answer."""
+        path = directory.resolve()
+
+        def update(control: Control) -> None:
+            engine = self.engine_at(control)
+            self.load(engine, path, version)
+            engine.check_version(version)
+
+        for_each(self._controls, update, retry_s=self._retry_s)
+        return version
+
+    def load(self, engine: RunningEngine, directory: Path, version: int) -> None:
+        raise NotImplementedError
+
+
+class ReloadBridge(DirectoryReaders):
+    """Engines load whole checkpoints in place; requests in flight are frozen meanwhile, not lost."""
+
+    name = "reload"
+
+    def publish(self, directory: Path, version: int) -> int:
+        require_checkpoint(directory)
+        return super().publish(directory, version)
+
+    def load(self, engine: RunningEngine, directory: Path, version: int) -> None:
+        with engine.frozen():
+            engine.load_checkpoint(directory, version)
+            engine.forget_cache()
+            engine.set_version(version)
+
+
+class LoraBridge(DirectoryReaders):
+    """Engines swap the adapter called `lora_name` and keep the base model.
+
+    Requests in flight end under the adapter that they began with. Environments request the adapter by its name: their
+    `model_name` is `lora_name`, not the base model's.
+    """
+
+    name = "lora"
+
+    def __init__(self, *, lora_name: str, **engines: Any) -> None:
+        super().__init__(**engines)
+        self._lora_name = lora_name
+
+    def load(self, engine: RunningEngine, directory: Path, version: int) -> None:
+        engine.load_adapter(self._lora_name, directory)
+        engine.set_version(version)

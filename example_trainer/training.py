@@ -49,7 +49,8 @@ logger = logging.getLogger(__name__)
 def train(config: TrainerConfig) -> None:
     """Train until `config.num_steps` steps are behind the model and leave it in `<save_path>/final_model`.
 
-    SIGTERM or Ctrl-C: the step under way is finished and saved, and the function returns; a second signal ends at once.
+    SIGTERM or Ctrl-C: the step under way is finished and saved, and the function returns; a second signal ends
+    at once, except under torchrun.
     Raises ConfigError for a model, device or path that cannot be used, EngineError when weights cannot be handed over
     or engine and trainer disagree, GroupError for groups that cannot be trained on, HubError when the hub refuses.
     """
@@ -67,12 +68,17 @@ def train(config: TrainerConfig) -> None:
             MetricsLog(config, start=start, last=metrics, is_main=world.is_main)
         )
         weights = stack.enter_context(WeightsDirectory(config, policy))
-        bridge = stack.enter_context(closing(make_bridge(config, weights)))
+        stopping = threading.Event()
+        bridge = stack.enter_context(
+            closing(make_bridge(config, weights, is_stopping=stopping.is_set))
+        )
         empty_cache(policy.device)
         bridge.start(policy, start)
-        is_stopping = stack.enter_context(stop_on_signals())
+        stack.enter_context(stop_on_signals(stopping))
         engines = EngineWatch(bridge, patience_s=config.engine_retry_s)
-        feed = stack.enter_context(make_feed(config, log, world, experiment, is_stopping, engines))
+        feed = stack.enter_context(
+            make_feed(config, log, world, experiment, stopping.is_set, engines)
+        )
         feed.begin(step=start)
         options = data_options(config, policy)
         gap = LogprobGap(policy, limit=config.max_logprob_gap)
@@ -185,34 +191,37 @@ def make_feed(
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Yield a question: was this process asked to stop? The first signal is noted, the second unwinds at once."""
-    asked = threading.Event()
+def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
+    """Have the first signal set `stopping`; the second unwinds at once, but under torchrun, which sends repeats.
+
+    A signal to all processes of a job reaches this one twice, from its sender and from torchrun; torchrun itself kills
+    what does not end in time.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set  # signals belong to the main thread
+        yield  # signals belong to the main thread
         return
+    is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
 
     def note(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+        if stopping.is_set():
+            if is_under_torchrun:
+                return
             for each in numbers:
                 signal.signal(each, signal.SIG_IGN)  # a third must not cut the unwinding short
             raise SystemExit(128 + number)
-        asked.set()
-        logger.info("asked to stop: finishing the step under way%s", _torchrun_note())
+        stopping.set()
+        limit = "; torchrun kills this process after its --shutdown-timeout, 30 s unless given"
+        logger.info(
+            "asked to stop: finishing the step under way%s", limit if is_under_torchrun else ""
+        )
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(number, note) for number in numbers]
     try:
-        yield asked.is_set
+        yield
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-
-
-def _torchrun_note() -> str:
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ""
-    return "; torchrun kills this process after its --shutdown-timeout, 30 s unless given"
 
 
 def warn_of_memory(policy: Policy, config: TrainerConfig) -> None:

@@ -14,7 +14,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -85,8 +85,11 @@ class EngineProcess(OwnedProcess):
                 ) from e
         super().start()
 
-    def wait_ready(self) -> None:
-        """Return when `/health` answers 200; raise `EngineError` if the engine dies or takes too long."""
+    def wait_ready(self, *, is_ending: Callable[[], bool] = lambda: False) -> None:
+        """Return when `/health` answers 200.
+
+        Raises `EngineError` if the engine dies or takes too long, or when the run that it belongs to ends meanwhile.
+        """
         started = time.monotonic()
         with httpx.Client(trust_env=False, timeout=5.0) as http:
             while True:
@@ -97,6 +100,8 @@ class EngineProcess(OwnedProcess):
                 self.check_alive()  # after the request: another process may have answered it
                 if healthy:
                     break
+                if is_ending():
+                    raise EngineError(f"{self.name}: not waited for, because the run ends")
                 if time.monotonic() > started + self._startup_timeout_s:
                     raise EngineError(
                         f"{self.name}: not healthy after {self._startup_timeout_s:.0f} s; "

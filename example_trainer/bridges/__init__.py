@@ -121,11 +121,14 @@ class EngineWatch:
             self._failing_since_s = None
 
 
-def make_bridge(config: TrainerConfig, weights: WeightsDirectory) -> WeightBridge:
+def make_bridge(
+    config: TrainerConfig, weights: WeightsDirectory, *, is_stopping: Callable[[], bool]
+) -> WeightBridge:
     """Build the bridge that the configuration names."""
     if config.bridge == "restart":
         return CheckpointBridge(
-            weights.save, RestartBridge(start_engine=partial(make_engine, config))
+            weights.save,
+            RestartBridge(start_engine=partial(make_engine, config), is_stopping=is_stopping),
         )
     running: dict[str, Any] = {
         "urls": config.engine_urls,

@@ -32,14 +32,22 @@ class Served(NamedTuple):
 
 
 class RestartBridge:
-    """One engine, owned by the trainer; `start_engine(model)` returns it for a model directory, not yet started."""
+    """One engine, owned by the trainer; `start_engine(model)` returns it for a model directory, not yet started.
+
+    Once `is_stopping`, no engine is waited for.
+    """
 
     name = "restart"
 
     def __init__(
-        self, *, start_engine: Callable[[Path], EngineProcess], watch_interval_s: float = 1.0
+        self,
+        *,
+        start_engine: Callable[[Path], EngineProcess],
+        is_stopping: Callable[[], bool] = lambda: False,
+        watch_interval_s: float = 1.0,
     ) -> None:
         self._start_engine = start_engine
+        self._is_stopping = is_stopping
         self._watch_interval_s = watch_interval_s
         self.engine: EngineProcess | None = None
         """The running engine; None before `start` and after `close`."""
@@ -64,7 +72,7 @@ class RestartBridge:
 
         When the new engine does not become healthy, the old checkpoint is served again, the reason logged and its
         version returned. EngineError when that fails too, or the second time in a row, or when the checkpoint is not
-        complete.
+        complete. A run that is to stop does not wait for the engine: the trainer saves within the time that it has left.
         """
         require_checkpoint(checkpoint_dir)
         with self._replacing:
@@ -73,6 +81,8 @@ class RestartBridge:
             try:
                 self._replace_engine(Served(checkpoint_dir, version))
             except EngineError as error:
+                if self._is_stopping():
+                    return version if before is None else before.version
                 if before is None or self._rolled_back or not before.model.exists():
                     raise
                 logger.error(
@@ -93,8 +103,6 @@ class RestartBridge:
     def close(self) -> None:
         """Stop the engine, if one runs; EngineError if it died during the run and could not be started again."""
         self._closing.set()
-        if self.engine is not None:  # ends the wait for an engine that the watcher is starting
-            self.engine.stop()
         if self._watcher.is_alive():
             self._watcher.join()
         with self._replacing:
@@ -106,12 +114,13 @@ class RestartBridge:
         self._served = None
         self.engine = self._start_engine(served.model)  # set at once: close() must reach it
         self.engine.start()
-        if self._closing.is_set():  # close() looked for an engine before there was this one
-            raise EngineError("the engine is not waited for: the bridge is being closed")
-        self.engine.wait_ready()
+        self.engine.wait_ready(is_ending=self._is_ending)
         with closing(Control(self.engine.url, timeout_s=30.0)) as control:
             VllmEngine(control).set_version(served.version)
         self._served = served
+
+    def _is_ending(self) -> bool:
+        return self._closing.is_set() or self._is_stopping()
 
     def _stop_engine(self) -> None:
         if self.engine is not None:
@@ -123,7 +132,7 @@ class RestartBridge:
         while not self._closing.wait(self._watch_interval_s):
             with self._replacing:
                 died = self.engine is not None and self.engine.poll() is not None
-                if not died or self._served is None or self._closing.is_set():
+                if not died or self._served is None or self._is_ending():
                     continue
                 assert self.engine is not None
                 logger.error(
@@ -134,7 +143,7 @@ class RestartBridge:
                 try:
                     self._replace_engine(self._served)
                 except AtroposError as error:
-                    if self._closing.is_set():
+                    if self._is_ending():
                         return
                     self._failure = EngineError(f"the engine died and did not come back: {error}")
             if self._failure is not None:

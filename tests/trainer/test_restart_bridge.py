@@ -208,6 +208,20 @@ def test_an_engine_that_does_not_come_back_ends_the_run(
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_run_that_is_to_stop_waits_for_no_engine(
+    engines: Engines, base: Path, checkpoint: Path
+) -> None:
+    """What kills the trainer some seconds after a signal would come before its last checkpoint."""
+    stopping = threading.Event()
+    bridge = RestartBridge(start_engine=engines, is_stopping=stopping.is_set)
+    bridge.start(base, 0)
+    engines.options = ["--never-healthy"]
+    threading.Timer(0.3, stopping.set).start()
+    assert bridge.publish(checkpoint, 1) == 0
+    bridge.close()
+    assert [engine.pid for engine in engines.made] == [None, None]
+
+
 def test_closing_ends_an_engine_that_is_just_being_started_again(
     engines: Engines, base: Path
 ) -> None:

@@ -100,7 +100,7 @@ class Unused:
 def test_the_flag_chooses_the_bridge() -> None:
     for name in ("restart", "reload", "transfer", "lora"):
         config = TrainerConfig(model_name="m", bridge=name)  # type: ignore[arg-type]
-        bridge = make_bridge(config, Unused())  # type: ignore[arg-type]
+        bridge = make_bridge(config, Unused(), is_stopping=lambda: False)  # type: ignore[arg-type]
         assert bridge.name == name
         bridge.close()
 

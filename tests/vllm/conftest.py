@@ -1,4 +1,4 @@
-"""One real vLLM for all tests that need no more than a small model: a start takes 30 to 70 s."""
+"""Two real vLLMs that tests share: a start takes 30 to 70 s."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.processes import free_port
+from tests.tiny_model import make_tiny_model
 from tests.vllm.helpers_vllm import vllm_engine, vllm_python
 from tests.vllm.taught_model import MAX_LENGTH, make_taught_model
 
@@ -38,4 +39,13 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedMod
         extra_args=["--enable-scale-out"],
     )
     with engine:
+        yield ServedModel(engine.url, model)
+
+
+@pytest.fixture(scope="session")
+def reloadable_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
+    """A vLLM on `tests.tiny_model` whose weights each test replaces; a trainer that starts loads its own."""
+    directory = tmp_path_factory.mktemp("reloadable")
+    model = make_tiny_model(directory / "model")
+    with vllm_engine(model, port=free_port(), log_path=directory / "engine.log") as engine:
         yield ServedModel(engine.url, model)

@@ -16,12 +16,12 @@ import pytest
 
 from tests.processes import ROOT, Process, answers, free_port, running, wait_for
 from tests.tiny_model import make_tiny_model
+from tests.vllm.conftest import ServedModel
 from tests.vllm.helpers_vllm import (
     MAX_MODEL_LEN,
     STARTUP_TIMEOUT_S,
     largest_gap,
     sample,
-    vllm_engine,
     vllm_python,
 )
 
@@ -33,38 +33,27 @@ MAX_GAP = 1e-3
 PROMPT = [10, 20, 30, 40, 50]
 
 
-def test_five_steps_with_weights_reloaded_in_place_after_each(tmp_path: Path) -> None:
-    """One vLLM, five versions; afterwards it samples exactly what the final checkpoint says."""
-    model = make_tiny_model(tmp_path / "model")
-    hub_port, engine_port = free_port(), free_port()
-    with vllm_engine(model, port=engine_port, log_path=tmp_path / "engine.log") as engine:
-        before = sample(engine.url, str(model), PROMPT, num_samples=8, max_tokens=12)
-        run_loop(
-            tmp_path,
-            model,
-            hub_port=hub_port,
-            engine_port=engine_port,
-            trainer_flags=["--bridge=reload", f"--engine_url={engine.url}", "--publish_interval=1"],
-        )
-        version = httpx.get(f"{engine.url}/weight_info", trust_env=False).json()["weight_version"]
-        after = sample(engine.url, str(model), PROMPT, num_samples=8, max_tokens=12)
-
-    check_metrics(tmp_path)
-    assert version == str(NUM_STEPS)
-    final = tmp_path / "checkpoints" / "final_model"
-    assert largest_gap(before, model) <= MAX_GAP
-    assert largest_gap(after, final) <= MAX_GAP
-    assert largest_gap(after, model) > 10 * MAX_GAP, "the reload changed nothing"
-
-
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_five_steps_with_the_engine_restarted_on_new_weights(
-    tmp_path: Path, num_processes: int
+def test_five_steps_with_weights_reloaded_in_place_after_each(
+    reloadable_model: ServedModel, tmp_path: Path
 ) -> None:
+    """One vLLM, five versions; afterwards it samples exactly what the final checkpoint says."""
+    url, model = reloadable_model
+    run_loop(
+        tmp_path,
+        model,
+        hub_port=free_port(),
+        engine_port=int(url.rpartition(":")[2]),
+        trainer_flags=["--bridge=reload", f"--engine_url={url}", "--publish_interval=1"],
+    )
+    check_metrics(tmp_path)
+    assert_serves(url, model, tmp_path / "checkpoints" / "final_model", version=NUM_STEPS)
+
+
+def test_five_steps_with_the_engine_restarted_on_new_weights(tmp_path: Path) -> None:
     """The trainer starts vLLM and restarts it on a checkpoint after the third of five steps, itself under torchrun.
 
     Starts of vLLM are most of the time here; one hand-over and the start are what is shown. With what torchrun sets
-    for its own processes vLLM would wait for ever for a store.
+    for its own processes vLLM would wait for ever for a store. Two processes: test_vllm_resume.py.
     """
     python = vllm_python()
     model = make_tiny_model(tmp_path / "model")
@@ -83,17 +72,26 @@ def test_five_steps_with_the_engine_restarted_on_new_weights(
             f"--max_model_len={MAX_MODEL_LEN}",
             f"--engine_timeout_s={STARTUP_TIMEOUT_S}",
         ],
-        launcher=[
-            "-m",
-            "torch.distributed.run",
-            f"--nproc_per_node={num_processes}",
-            "--standalone",
-        ],
+        launcher=["-m", "torch.distributed.run", "--nproc_per_node=1", "--standalone"],
     )
     check_metrics(tmp_path)
-    starts = (tmp_path / "engine.log").read_text(errors="replace").count("\n--- ")
-    assert starts >= 1 + (NUM_STEPS - 1) // RESTART_INTERVAL
+    assert num_starts(tmp_path) >= 1 + (NUM_STEPS - 1) // RESTART_INTERVAL
     assert not answers(f"http://127.0.0.1:{engine_port}/health"), "the engine was left behind"
+
+
+def num_starts(directory: Path) -> int:
+    """Return how often a trainer with this log directory has started its engine."""
+    path = directory / "engine.log"
+    return path.read_text(errors="replace").count("\n--- ") if path.exists() else 0
+
+
+def assert_serves(url: str, model: Path, weights: Path, *, version: int) -> None:
+    """Assert that the engine, started on `model`, samples from `weights` by now and names them as `version`."""
+    served = httpx.get(f"{url}/weight_info", trust_env=False).json()
+    assert served["weight_version"] == str(version)
+    samples = sample(url, str(model), PROMPT, num_samples=8, max_tokens=12)
+    assert largest_gap(samples, weights) <= MAX_GAP
+    assert largest_gap(samples, model) > 10 * MAX_GAP, "the weights are still the first ones"
 
 
 def run_loop(

@@ -192,7 +192,7 @@ def make_feed(
 
 @contextmanager
 def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
-    """Have the first signal set `stopping`; the second unwinds at once, but under torchrun, which sends repeats.
+    """Have the first signal set `stopping`; the second unwinds at once, except under torchrun.
 
     A signal to all processes of a job reaches this one twice, from its sender and from torchrun; torchrun itself kills
     what does not end in time.

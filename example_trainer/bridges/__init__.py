@@ -135,6 +135,7 @@ def make_bridge(
         "timeout_s": config.engine_timeout_s,
         "retry_s": config.engine_retry_s,
         "api_key": config.engine_api_key or os.environ.get("ATROPOS_ENGINE_API_KEY"),
+        "is_stopping": is_stopping,
     }
     if config.bridge == "reload":
         return CheckpointBridge(weights.save, ReloadBridge(**running))

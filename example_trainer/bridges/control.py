@@ -1,7 +1,7 @@
 """HTTP calls to the control routes of one running engine, and the same call to several engines at once.
 
-Owns the retries: an engine that is unreachable is retried until `retry_s`; any answer but 2xx is final. Called by
-`engines.py` and the bridges; it does not know what a route does.
+Owns the retries: an engine that is unreachable is retried until `retry_s`, or until the run is to stop; any answer but
+2xx is final. Called by `engines.py` and the bridges; it does not know what a route does.
 """
 
 from __future__ import annotations
@@ -81,29 +81,39 @@ class Control:
 
 
 def for_each(
-    controls: Sequence[Control], action: Callable[[Control], Any], *, retry_s: float
+    controls: Sequence[Control],
+    action: Callable[[Control], Any],
+    *,
+    retry_s: float,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Do `action` to every engine at once, with retries; when all have ended, raise the first failure."""
+    """Do `action` to every engine at once, with retries; when all have ended, raise the first failure.
+
+    Once `is_stopping()`, an unreachable engine is passed over with a warning.
+    """
+
+    def attempt(control: Control) -> None:
+        deadline_s = time.monotonic() + retry_s
+        backoff = Backoff(first_s=0.2, cap_s=5.0)
+        while True:
+            try:
+                action(control)
+                return
+            except Unreachable as error:
+                if is_stopping():
+                    logger.warning("stopping without waiting for an engine: %s", error)
+                    return
+                pause_s = backoff.next()
+                if time.monotonic() + pause_s > deadline_s:
+                    raise
+                if backoff.num_failed == 1:
+                    logger.warning("%s; retrying", error)
+                time.sleep(pause_s)
+
     if len(controls) == 1:  # in this thread, where Ctrl-C can end it
-        _with_retries(action, controls[0], retry_s)
+        attempt(controls[0])
         return
     with ThreadPoolExecutor(max_workers=len(controls)) as pool:
-        pending = [pool.submit(_with_retries, action, each, retry_s) for each in controls]
+        pending = [pool.submit(attempt, control) for control in controls]
     for future in pending:
         future.result()
-
-
-def _with_retries(action: Callable[[Control], Any], control: Control, retry_s: float) -> None:
-    deadline_s = time.monotonic() + retry_s
-    backoff = Backoff(first_s=0.2, cap_s=5.0)
-    while True:
-        try:
-            action(control)
-            return
-        except Unreachable as error:
-            pause_s = backoff.next()
-            if time.monotonic() + pause_s > deadline_s:
-                raise
-            if backoff.num_failed == 1:
-                logger.warning("%s; retrying", error)
-            time.sleep(pause_s)

@@ -72,7 +72,7 @@ class RestartBridge:
 
         When the new engine does not become healthy, the old checkpoint is served again, the reason logged and its
         version returned. EngineError when that fails too, or the second time in a row, or when the checkpoint is not
-        complete. A run that is to stop does not wait for the engine: the trainer saves within the time that it has left.
+        complete. A run that is to stop does not wait for the engine.
         """
         require_checkpoint(checkpoint_dir)
         with self._replacing:

@@ -7,7 +7,7 @@ carry. These bridges never start or stop an engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ class RunningEngines:
         timeout_s: float = 600.0,
         retry_s: float = 600.0,
         api_key: str | None = None,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._controls = [Control(url, timeout_s=timeout_s, api_key=api_key) for url in urls]
         self._timeout_s = timeout_s
         self._retry_s = retry_s
+        self._is_stopping = is_stopping
         self._engines: dict[str, RunningEngine] = {}
 
     def wait_healthy(self) -> None:
@@ -70,7 +72,7 @@ class DirectoryReaders(RunningEngines):
             self.load(engine, path, version)
             engine.check_version(version)
 
-        for_each(self._controls, update, retry_s=self._retry_s)
+        for_each(self._controls, update, retry_s=self._retry_s, is_stopping=self._is_stopping)
         return version
 
     def load(self, engine: RunningEngine, directory: Path, version: int) -> None:

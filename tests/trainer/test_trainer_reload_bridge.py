@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,22 @@ def test_a_missing_engine_is_named_after_the_timeout(checkpoint: Path) -> None:
         EngineUnavailable, match=rf"{engine.url}: /health got no answer.*--engine_url"
     ):
         bridge_to(engine, timeout_s=0.3).start(checkpoint, 0)
+
+
+def test_a_run_that_is_to_stop_waits_for_no_engine(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What kills the trainer some seconds after a signal would come before its last checkpoint."""
+    stopping = threading.Event()
+    with fake_engine() as gone:
+        pass
+    with fake_engine() as engine:
+        urls = [gone.url, engine.url]
+        bridge = ReloadBridge(urls=urls, retry_s=600.0, is_stopping=stopping.is_set)
+        threading.Timer(0.3, stopping.set).start()
+        bridge.publish(checkpoint, 1)
+        assert engine.versions == ["1"]
+    assert f"stopping without waiting for an engine: engine {gone.url}" in caplog.text
 
 
 def test_one_engine_of_several_that_fails_is_named_and_the_others_have_the_weights(

@@ -17,6 +17,7 @@ import msgspec
 
 from atroposlib.api.stores.base import GroupStore
 from atroposlib.api.stores.memory import MemoryStore
+from atroposlib.api.stores.segments import Files
 from atroposlib.errors import ConfigError
 
 RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -41,10 +42,9 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970."""
 
 
-class _Marker(msgspec.Struct, kw_only=True, omit_defaults=True):
+class _Marker(msgspec.Struct, tag_field="atropos", tag="run", kw_only=True, omit_defaults=True):
     """`run.json`."""
 
-    atropos: str = "run"
     kept: Kept | None = None
 
 
@@ -147,27 +147,26 @@ class DirectoryRuns:
     def store(self, name: str) -> GroupStore:
         """Raises `ConfigError` for a directory of that name which holds something else."""
         directory = self._root / name
-        if _read_marker(directory) is None:
-            if directory.exists() and any(directory.iterdir()):
-                raise ConfigError(
-                    f"{directory} is not a run of a hub; choose another name or --data-dir"
-                )
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_marker(directory, _read_marker(directory) or _Marker())
+        marker = _read_marker(directory)
+        if marker is None and directory.exists() and any(directory.iterdir()):
+            raise ConfigError(
+                f"{directory} is not a run of a hub; choose another name or --data-dir"
+            )
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_marker(directory, marker or _Marker())
         return self._make_store(directory)
 
     def set_aside(self, name: str, *, experiment: str, step: int, resumed: Kept | None) -> str:
         kept = _kept(name, {path.name for path in self._root.iterdir()}, experiment, step)
         _write_marker(self._root / name, _Marker(kept=kept))
         (self._root / name).rename(self._root / kept.name)
-        _sync(self._root)
+        Files().sync_directory(self._root)
         return kept.name
 
     def bring_back(self, kept: Kept) -> None:
-        source = self._root / kept.name
-        source.rename(self._root / kept.of_run)
+        (self._root / kept.name).rename(self._root / kept.of_run)
         _write_marker(self._root / kept.of_run, _Marker())
-        _sync(self._root)
+        Files().sync_directory(self._root)
 
     def forget(self, name: str) -> None:
         delete_run(self._root / name)
@@ -228,8 +227,6 @@ def _read_marker(directory: Path) -> _Marker | None:
         return _Marker() if _is_of_earlier_version(directory) else None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    if marker.atropos != "run":
-        return None
     # Renaming and writing are two steps: a marker that names another directory was about to move, or has moved back.
     is_kept = marker.kept is not None and marker.kept.name == directory.name
     return marker if is_kept else _Marker()
@@ -244,18 +241,10 @@ def _is_of_earlier_version(directory: Path) -> bool:
 def _write_marker(directory: Path, marker: _Marker) -> None:
     partial = directory / f"{MARKER}.partial"
     with partial.open("wb") as file:
-        file.write(msgspec.json.encode(msgspec.to_builtins(marker) | {"atropos": "run"}))
+        file.write(msgspec.json.encode(marker))
         file.flush()
         os.fsync(file.fileno())
     partial.replace(directory / MARKER)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _kept(of_run: str, taken: Iterable[str], experiment: str, step: int) -> Kept:

@@ -102,12 +102,22 @@ def size_of(index: int) -> int:
 # Hub
 
 
+_RUN_WITH_FEW_FILES = """
+import resource, sys
+from atroposlib.cli.run_api import main
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv.pop(1)),) * 2)
+sys.exit(main())
+"""
+
+
 @dataclass(slots=True)
 class HubProcess:
     """`run-api` on one port and one data directory, to be killed and started again."""
 
     directory: Path
     flags: tuple[str, ...] = ()
+    max_files: int | None = None
+    """Open files and connections that the system lets it have; None: as many as this process may."""
     port: int = field(default_factory=free_port)
     process: Process | None = None
     start_times_s: list[float] = field(default_factory=list)
@@ -126,6 +136,8 @@ class HubProcess:
         """Start the process and do not wait for it."""
         assert self.process is None or self.process.popen.poll() is not None
         argv = ["-m", "atroposlib.cli.run_api", "--port", str(self.port)]
+        if self.max_files is not None:
+            argv[:2] = ["-c", _RUN_WITH_FEW_FILES, str(self.max_files)]
         if "--memory" not in self.flags:
             argv += ["--data-dir", str(self.directory / "data")]
         self.process = Process("hub", [*argv, *self.flags], log_path=self.directory / "hub.log")
@@ -172,9 +184,9 @@ def is_ready(url: str) -> bool:
 
 
 @contextmanager
-def hub_process(directory: Path, *flags: str) -> Iterator[HubProcess]:
+def hub_process(directory: Path, *flags: str, max_files: int | None = None) -> Iterator[HubProcess]:
     """A running hub for the length of the block; whatever it left behind is killed at the end."""
-    hub = HubProcess(directory, flags)
+    hub = HubProcess(directory, flags, max_files)
     try:
         hub.start()
         yield hub

@@ -27,7 +27,14 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from tests.faults.drivers import HubProcess, assert_balanced, hub_process, peak_rss_bytes
+from atroposlib.client import TrainerClient
+from tests.faults.drivers import (
+    HubProcess,
+    assert_balanced,
+    hub_process,
+    peak_rss_bytes,
+    registration,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -313,6 +320,46 @@ def test_slow_and_idle_clients_are_cut_off_and_hold_up_nobody(hub: HubProcess) -
     while hub.get("/batch")["batch"] is not None:
         pass
     assert_works(hub)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_crowd_larger_than_the_open_files_of_the_hub_stops_no_work(
+    tmp_path: Path, is_busy: bool
+) -> None:
+    """Four times as many connections as it has room for, which say nothing or begin a body and do not end it.
+
+    While they are busy, only health checks and acknowledgements get through.
+    """
+    begun = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
+    with ExitStack() as opened:
+        hub = opened.enter_context(hub_process(tmp_path, max_files=256))
+        trainer = opened.enter_context(TrainerClient(hub.url))
+        trainer.register(registration(batch_size=4))
+        for _ in range(3):
+            assert post(hub, "/scored_data", GOOD) == 200
+        held = trainer.lease_batch(10.0)
+        assert held is not None
+        crowd = []
+        for _ in range(400):
+            each = opened.enter_context(socket.create_connection(("127.0.0.1", hub.port), 30))
+            crowd.append(each)
+            if is_busy:
+                each.sendall(begun)
+        assert num_files(hub) < 256
+        assert hub.get("/healthz") == {"status": "ok"}
+        trainer.ack(held)
+        if is_busy:
+            assert last_words(crowd[0])[:13] == b"HTTP/1.1 408 "  # as all that were let in
+        assert post(hub, "/scored_data", GOOD) == 200
+        batch = trainer.lease_batch(10.0)
+        assert batch is not None
+        trainer.ack(batch)
+        ledger = hub.get("/ledger")
+        assert_balanced(ledger)
+        assert ledger["trained"] == 2
+        assert hub.process is not None
+        assert "Traceback" not in hub.process.log()
+    print(f"400 connections to a hub with 256 files, {is_busy=}: {ledger}")
 
 
 def last_words(connection: socket.socket) -> bytes:

@@ -313,11 +313,29 @@ async def test_calls_take_effect_in_the_order_in_which_they_were_made(
     assert saved.groups[0].deliveries == 99
 
 
-async def test_a_change_that_names_an_absent_group_raises_key_error(store: GroupStore) -> None:
-    await store.append([new_group(0)])
-    with pytest.raises(KeyError):
-        await store.commit(Change(moves=[Move(number=9, place=Place.QUEUED)]))
-    assert await store.read([0]) == [b"payload"]
+async def test_a_change_that_names_an_absent_group_raises_key_error_and_changes_nothing(
+    store: GroupStore, reopen: Reopen
+) -> None:
+    """Nor does it undo the changes that were made at the same time."""
+    await store.append([new_group(0), new_group(1)])
+    kept = [Move(number=n, place=Place.DEAD, reason="kept") for n in (0, 1)]
+    outcomes = await asyncio.gather(
+        store.commit(Change(moves=kept[:1], document=b"kept")),
+        store.commit(
+            Change(
+                moves=[Move(number=0, place=Place.QUEUED)],
+                ends=[End(number=1, fate=Fate.TRAINED), End(number=9, fate=Fate.TRAINED)],
+                document=b"lost",
+            )
+        ),
+        store.commit(Change(moves=kept[1:])),
+        return_exceptions=True,
+    )
+    assert [type(outcome) for outcome in outcomes] == [type(None), KeyError, type(None)]
+    again, saved = await reopen(store)
+    assert (saved.document, saved.ended) == (b"kept", {})
+    assert [(group.place, group.reason) for group in saved.groups] == [(Place.DEAD, "kept")] * 2
+    assert await again.read([0, 1]) == [b"payload"] * 2
 
 
 @pytest.mark.parametrize("num_cached", [0, 1, 100])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.stores import disk
+from atroposlib.api.stores import space
 from atroposlib.api.stores.base import (
     Appended,
     Change,
@@ -443,7 +443,7 @@ async def test_500_mb_are_open_again_within_a_second_after_a_crash(tmp_path: Pat
         (tmp_path / name).write_bytes((tmp_path / "run" / name).read_bytes())
     await store.append(groups[2340:])
     copied = {name: (tmp_path / name).read_bytes() for name in ("state.db", "state.db-wal")}
-    store._log.abandon()
+    store._log.end_segment()
     await store.close()
     for name, content in copied.items():
         (tmp_path / "run" / name).write_bytes(content)
@@ -471,7 +471,7 @@ async def test_appends_that_come_together_share_a_sync(tmp_path: Path) -> None:
     await store.open()
     outcomes = await asyncio.gather(*(store.append([group]) for group in make_groups(200)))
     assert outcomes == [[Appended.STORED]] * 200
-    # The first may be alone; the limit of a commit is 256 groups.
+    # The first may be alone.
     assert files.num_syncs <= 20
     await store.close()
 
@@ -507,7 +507,7 @@ async def test_a_network_file_system_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert file_system_of(Path("/proc/self")) == "proc"
-    monkeypatch.setattr(disk, "file_system_of", lambda directory: "nfs4")
+    monkeypatch.setattr(space, "file_system_of", lambda directory: "nfs4")
     store = open_store(tmp_path / "run")
     await store.open()
     await store.close()

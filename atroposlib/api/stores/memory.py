@@ -15,7 +15,6 @@ from atroposlib.api.stores.base import (
     SavedRun,
     StoredBatch,
     StoredGroup,
-    StoreFull,
     StoreUsage,
 )
 
@@ -23,8 +22,9 @@ from atroposlib.api.stores.base import (
 class MemoryStore:
     """Dicts. Implements `GroupStore`; opening it again returns what it holds, as a restart would."""
 
-    def __init__(self, *, max_bytes: int | None = None) -> None:
-        self._max_bytes = max_bytes
+    durability = Durability.MEMORY
+
+    def __init__(self) -> None:
         self._forget()
 
     def _forget(self) -> None:
@@ -38,10 +38,6 @@ class MemoryStore:
         self._num_bytes = 0
         self._next_number = 0
 
-    @property
-    def durability(self) -> Durability:
-        return Durability.MEMORY
-
     async def open(self) -> SavedRun:
         return SavedRun(
             document=self._document,
@@ -53,11 +49,6 @@ class MemoryStore:
         )
 
     async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
-        size = sum(len(group.payload) for group in groups)
-        if self._max_bytes is not None and self._num_bytes + size > self._max_bytes:
-            raise StoreFull(
-                f"{self._num_bytes} of {self._max_bytes} bytes are in use, no room for {size}"
-            )
         return [self._append_one(group) for group in groups]
 
     def _append_one(self, group: NewGroup) -> Appended:
@@ -76,6 +67,9 @@ class MemoryStore:
         return Appended.STORED
 
     async def commit(self, change: Change) -> None:
+        named = [move.number for move in change.moves] + [end.number for end in change.ends]
+        if unknown := set(named) - self._groups.keys():
+            raise KeyError(f"groups {sorted(unknown)} are not stored")
         for move in change.moves:
             self._groups[move.number] = replace(
                 self._groups[move.number],
@@ -102,10 +96,7 @@ class MemoryStore:
         return [self._payloads[number] for number in numbers]
 
     def usage(self) -> StoreUsage:
-        free = None if self._max_bytes is None else max(0, self._max_bytes - self._num_bytes)
-        return StoreUsage(
-            payload_bytes=self._num_bytes, stored_bytes=self._num_bytes, free_bytes=free
-        )
+        return StoreUsage(payload_bytes=self._num_bytes, stored_bytes=self._num_bytes)
 
     async def clear(self) -> None:
         self._forget()

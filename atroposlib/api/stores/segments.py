@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import struct
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,6 @@ from typing import Final, NamedTuple
 import msgspec
 from isal.isal_zlib import crc32
 
-from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.stores.base import NewGroup, Place
 
 _FILE_MAGIC: Final = b"ATROSEG1"
@@ -56,17 +56,11 @@ class Files:
         return os.pwritev(fd, buffers, offset)
 
     def sync(self, fd: int) -> None:
-        if sys.platform == "linux":
-            os.fdatasync(fd)
-        else:
-            os.fsync(fd)
+        getattr(os, "fdatasync", os.fsync)(fd)
 
     def sync_directory(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY)
-        try:
+        with opened(path) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)
@@ -83,12 +77,10 @@ class Files:
                 os.pwrite(fd, bytes(min(_CHUNK_BYTES, size - start)), start)
 
     def free_bytes(self, path: Path) -> int:
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
+        return shutil.disk_usage(path).free
 
     def total_bytes(self, path: Path) -> int:
-        found = os.statvfs(path)
-        return found.f_blocks * found.f_frsize
+        return shutil.disk_usage(path).total
 
 
 class RecordMeta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
@@ -104,37 +96,24 @@ class RecordMeta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, 
     digest: bytes = b""
     place: int = Place.QUEUED
 
-    def header(self, num_bytes: int) -> GroupHeader:
-        """The header of the group, whose payload has `num_bytes`."""
-        return GroupHeader(
-            number=self.number,
-            env_id=self.env_id,
-            num_sequences=self.num_sequences,
-            num_tokens=self.num_tokens,
-            num_bytes=num_bytes,
-            policy_version=self.policy_version,
-            arrival_step=self.arrival_step,
+    @classmethod
+    def of(cls, group: NewGroup) -> RecordMeta:
+        header = group.header
+        return cls(
+            number=header.number,
+            group_id=group.group_id,
+            env_id=header.env_id,
+            num_sequences=header.num_sequences,
+            num_tokens=header.num_tokens,
+            policy_version=header.policy_version,
+            arrival_step=header.arrival_step,
+            digest=group.digest,
+            place=group.place,
         )
 
 
 _meta_encoder = msgspec.json.Encoder()
 _meta_decoder = msgspec.json.Decoder(RecordMeta)
-
-
-class Record(NamedTuple):
-    """A record about to be written."""
-
-    meta: bytes
-    payload: bytes
-    crc: int
-    """Of the payload."""
-
-
-class EncodedGroup(NamedTuple):
-    """A new group, ready to be written."""
-
-    meta: RecordMeta
-    record: Record
 
 
 class Location(NamedTuple):
@@ -157,14 +136,6 @@ class Mark(NamedTuple):
     offset: int
 
 
-class Written(NamedTuple):
-    """What one `append` wrote."""
-
-    start: int
-    """Where the segment ended before."""
-    locations: list[Location]
-
-
 class ScannedRecord(NamedTuple):
     """An intact record that a scan came upon."""
 
@@ -177,9 +148,7 @@ class Scan(NamedTuple):
 
     records: list[ScannedRecord]
     end: int
-    """Behind the last intact record; where the scan began if there is none."""
-    size: int
-    """Of the file. What lies between `end` and here was begun and never finished."""
+    """Behind the last intact record; where the scan began if there is none. What lies behind was never finished."""
     num_damaged: int
     """Damaged stretches with an intact record behind them."""
 
@@ -192,59 +161,38 @@ class DamagedPayload(Exception):
     """The bytes at a location are not those that were written there."""
 
 
-def encode_record(group: NewGroup) -> EncodedGroup:
-    """Make the record of a new group."""
-    header = group.header
-    meta = RecordMeta(
-        number=header.number,
-        group_id=group.group_id,
-        env_id=header.env_id,
-        num_sequences=header.num_sequences,
-        num_tokens=header.num_tokens,
-        policy_version=header.policy_version,
-        arrival_step=header.arrival_step,
-        digest=group.digest,
-        place=group.place,
-    )
-    crc = crc32(group.payload)
-    return EncodedGroup(meta, Record(_meta_encoder.encode(meta), group.payload, crc))
-
-
-def copy_record(meta: RecordMeta, payload: bytes, crc: int) -> Record:
-    """Make the record of a group that moves to another segment."""
-    return Record(_meta_encoder.encode(meta), payload, crc)
-
-
 def segment_path(directory: Path, number: int) -> Path:
     """The file of a segment."""
     return directory / f"{number:010d}{_SUFFIX}"
 
 
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open a file or directory for reading."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def read_payload(fd: int, location: Location) -> bytes:
     """Read and verify one payload; raise `DamagedPayload`."""
     payload = os.pread(fd, location.length, location.offset)
-    while len(payload) < location.length:  # one pread stops at 2 GiB or at a signal
-        more = os.pread(fd, location.length - len(payload), location.offset + len(payload))
-        if not more:
-            raise DamagedPayload(f"{location}: the file ends early")
-        payload += more
+    if len(payload) < location.length:
+        raise DamagedPayload(f"{location}: the file ends early")
     if crc32(payload) != location.crc:
         raise DamagedPayload(f"{location}: the checksum disagrees")
     return payload
 
 
-def read_cached_payload(fd: int, location: Location, buffer: memoryview) -> bytes | None:
-    """Read and verify one payload that the operating system holds in memory; None for any other.
-
-    `buffer` is for the bytes on their way, and at least as long as they are.
-    """
-    view = buffer[: location.length]
-    try:
-        if os.preadv(fd, [view], location.offset, os.RWF_NOWAIT) < location.length:
-            return None
-    except OSError:
-        return None
-    return bytes(view) if crc32(view) == location.crc else None
+def read_cached_payload(fd: int, location: Location) -> bytes:
+    """Read one payload that the operating system holds in memory; raise BlockingIOError for any other."""
+    buffer = bytearray(location.length)
+    num_read = os.preadv(fd, [buffer], location.offset, os.RWF_NOWAIT)
+    if num_read < location.length or crc32(buffer) != location.crc:
+        raise BlockingIOError("only a read that waits for the disk can tell what is there")
+    return bytes(buffer)
 
 
 class SegmentLog:
@@ -259,36 +207,29 @@ class SegmentLog:
         self._is_synced = is_synced
         self._fd: int | None = None
         self._number = -1
-        self._size = 0
         self._marker = b""
+        self._end = 0
+        """Of what is written, in the segment that is open."""
+        self._unwritten: list[bytes] = []
         self.sizes: dict[int, int] = {}
-        """Bytes of each segment file, the one open for appending included."""
+        """Bytes of each segment file, the open one and its unwritten records included."""
 
     @property
     def mark(self) -> Mark:
-        """Behind everything that was appended."""
-        if self._fd is None:
-            return Mark(self._number + 1, 0)
-        return Mark(self._number, self._size)
+        """Behind everything that was written."""
+        return Mark(self._number + 1, 0) if self._fd is None else Mark(self._number, self._end)
 
-    def load(self) -> None:
-        """Find the segment files."""
+    def load(self, mark: Mark) -> None:
+        """Find the segment files. Nothing is ever appended before `mark`, even if files have gone missing."""
         for path in self._directory.glob(f"*{_SUFFIX}"):
             if path.stem.isdigit():
                 self.sizes[int(path.stem)] = path.stat().st_size
-        self._number = max(self.sizes, default=-1)
-
-    def begin_behind(self, mark: Mark) -> None:
-        """Never append before `mark`, even if files have gone missing."""
-        self._number = max(self._number, mark.segment if mark.offset else mark.segment - 1)
+        self._number = max([*self.sizes, mark.segment if mark.offset else mark.segment - 1])
 
     def scan(self, number: int, *, start: int) -> Scan:
         """Read what segment `number` holds from `start` on (0: from its beginning)."""
-        fd = os.open(segment_path(self._directory, number), os.O_RDONLY)
-        try:
+        with opened(segment_path(self._directory, number)) as fd:
             return _scan(fd, number, start)
-        finally:
-            os.close(fd)
 
     def secure(self, number: int, *, start: int, end: int) -> None:
         """Cut segment `number` at `end` and make sure that its bytes from `start` on are on the disk.
@@ -308,32 +249,29 @@ class SegmentLog:
         finally:
             self._files.close(fd)
 
-    def append(self, records: Sequence[Record]) -> Written:
-        """Write records, synced if the log is, and say where their payloads are.
+    # Appending. An OSError of `LATER_ERRNOS` means that it may work later, once `cut` has undone what was begun. After
+    # any other error the log must be scanned.
 
-        Raises OSError (`LATER_ERRNOS`) when the system has no room, file or memory to spare; then nothing was written.
-        Raises `LogBroken` when anything else fails.
-        """
-        if self._fd is None or self._size >= self._segment_bytes:
+    def add(self, meta: RecordMeta, payload: bytes) -> Location:
+        """Take a record for the next `write`, and say where its payload will be."""
+        if self._fd is None or (self._end >= self._segment_bytes and not self._unwritten):
             self._begin_segment()
+        encoded = _meta_encoder.encode(meta)
+        crc = crc32(payload)
+        head = _RECORD_HEAD.pack(self._marker, len(encoded), len(payload), crc, 0)[:_HEAD_CRC_AT]
+        head_crc = crc32(encoded, crc32(head)).to_bytes(4, "little")
+        self._unwritten += [b"".join((head, head_crc, encoded)), payload]
+        offset = self.sizes[self._number] + _RECORD_HEAD.size + len(encoded)
+        location = Location(self._number, offset, len(payload), crc)
+        self.sizes[self._number] = location.end
+        return location
+
+    def write(self) -> None:
+        """Write the records that were added; sync them if the log is synced."""
+        if not self._unwritten:
+            return
         assert self._fd is not None
-        start = self._size
-        buffers: list[bytes] = []
-        locations = []
-        at = start
-        for record in records:
-            head = self._head(record)
-            buffers += [head, record.payload]
-            at += len(head)
-            locations.append(Location(self._number, at, len(record.payload), record.crc))
-            at += len(record.payload)
-        try:
-            self._write_all(self._fd, buffers, start)
-        except OSError as e:
-            if e.errno not in LATER_ERRNOS:
-                raise LogBroken(f"segment {self._number}: {e}") from e
-            self._cut(start)
-            raise
+        self._write_all(self._fd, self._unwritten, self._end)
         if self._is_synced:
             try:
                 self._files.sync(self._fd)
@@ -341,59 +279,41 @@ class SegmentLog:
                 # Not even "disk full" may be tried again: the kernel may have dropped the pages that it could not
                 # write, and would report success (https://wiki.postgresql.org/wiki/Fsync_Errors).
                 raise LogBroken(f"segment {self._number} could not be synced: {e}") from e
-        self._size = self.sizes[self._number] = at
-        return Written(start, locations)
+        self._unwritten = []
+        self._end = self.sizes[self._number]
 
-    def take_back(self, written: Written) -> None:
-        """Undo the last `append`."""
-        self._cut(written.start)
-
-    def _cut(self, size: int) -> None:
-        assert self._fd is not None
+    def cut(self, mark: Mark) -> None:
+        """Undo what was added or written since `mark` was the log's."""
+        self._unwritten = []
+        if self._fd is None:
+            return
         try:
-            self._files.truncate(self._fd, size)
+            if mark.segment == self._number and mark.offset > 0:
+                self._files.truncate(self._fd, mark.offset)
+                self._end = self.sizes[self._number] = mark.offset
+            else:  # the segment was begun since
+                self.end_segment()
+                self._files.unlink(self.forget(self._number))
         except OSError as e:
-            raise LogBroken(f"segment {self._number} could not be cut at {size}: {e}") from e
-        self._size = self.sizes[self._number] = size
-
-    def _head(self, record: Record) -> bytes:
-        head = _RECORD_HEAD.pack(
-            self._marker, len(record.meta), len(record.payload), record.crc, 0
-        )[:_HEAD_CRC_AT]
-        crc = crc32(record.meta, crc32(head))
-        return b"".join((head, crc.to_bytes(4, "little"), record.meta))
+            raise LogBroken(f"segment {self._number} could not be cut at {mark}: {e}") from e
 
     def _begin_segment(self) -> None:
+        self.end_segment()
         # The number is used up even if the attempt fails: a leftover file is never in the way.
         self._number += 1
-        path = segment_path(self._directory, self._number)
-        marker = os.urandom(8)
-        head = _FILE_MAGIC + marker
-        self._close_fd()
-        try:
-            fd = self._files.create(path)
-            try:
-                self._write_all(fd, [head + crc32(head).to_bytes(4, "little")], 0)
-            except OSError:
-                self._files.close(fd)
-                self._files.unlink(path)
-                raise
-        except OSError as e:
-            if e.errno in LATER_ERRNOS:
-                raise
-            raise LogBroken(f"segment {self._number} could not be begun: {e}") from e
-        self._fd, self._size, self._marker = fd, _FILE_HEAD.size, marker
-        self.sizes[self._number] = self._size
+        self._fd = self._files.create(segment_path(self._directory, self._number))
+        self._marker = os.urandom(8)
+        head = _FILE_MAGIC + self._marker
+        self._unwritten = [head + crc32(head).to_bytes(4, "little")]
+        self._end = 0
+        self.sizes[self._number] = _FILE_HEAD.size
         if self._is_synced:
             try:
                 self._files.sync_directory(self._directory)
             except OSError as e:
+                # Without a file to spare the directory was not even opened; after a failed sync nothing is known.
                 if e.errno not in _NO_FILE_ERRNOS:
                     raise LogBroken(f"{self._directory} could not be synced: {e}") from e
-                # The directory could not even be opened, and nothing relies on the empty segment yet.
-                self._close_fd()
-                self.forget(self._number)
-                self._files.unlink(path)
                 raise
 
     def _write_all(self, fd: int, buffers: Sequence[bytes], offset: int) -> None:
@@ -410,61 +330,46 @@ class SegmentLog:
             if written:
                 left[first] = left[first][written:]
 
-    def forget(self, number: int) -> int:
-        """Stop counting a segment whose file is to be dropped; return its bytes."""
-        assert number != self._number or self._fd is None
-        return self.sizes.pop(number, 0)
+    def forget(self, number: int) -> Path:
+        """Stop counting a segment that is not open, and return its file, which the caller deletes."""
+        assert not self.is_open(number)
+        self.sizes.pop(number, None)
+        return segment_path(self._directory, number)
 
-    def end_segment(self) -> None:
-        """Begin a new segment with the next record."""
-        self._close_fd()
-
-    def is_active(self, number: int) -> bool:
-        """Records may still be appended to it."""
+    def is_open(self, number: int) -> bool:
+        """Whether records may still be appended to it."""
         return number == self._number and self._fd is not None
 
-    def close(self) -> None:
-        """Sync and close the segment that is open for appending."""
-        if self._fd is not None:
-            try:
-                self._files.sync(self._fd)
-            finally:
-                self._close_fd()
-
-    def abandon(self) -> None:
-        """Close it as it is: after a failure nothing may be written any more."""
-        self._close_fd()
-
-    def _close_fd(self) -> None:
+    def end_segment(self) -> None:
+        """Close the open segment as it is; the next record begins another."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             self._files.close(fd)
+
+    def sync(self) -> None:
+        """Force the open segment to the disk, also where `write` does not."""
+        if self._fd is not None:
+            self._files.sync(self._fd)
 
 
 def _scan(fd: int, number: int, start: int) -> Scan:
     size = os.fstat(fd).st_size
     marker = _read_marker(fd, number, size)
     if marker is None or size <= start:
-        return Scan([], start, size, 0)
+        return Scan([], start, 0)
     records: list[ScannedRecord] = []
-    at = end = max(start, _FILE_HEAD.size)
     num_damaged = 0
-    is_damaged = False
-    while at < size:
+    at: int | None = max(start, _FILE_HEAD.size)
+    end = max(start, _FILE_HEAD.size)
+    while at is not None and at < size:
         record = _read_record(fd, number, at, marker, size)
         if record is None:
-            is_damaged = True
-            found = _find(fd, marker, at + 1, size)
-            if found is None:
-                break
-            at = found
+            at = _find(fd, marker, at + 1, size)
             continue
-        if is_damaged:
-            num_damaged += 1
-            is_damaged = False
+        num_damaged += at > end
         records.append(record)
         at = end = record.location.end
-    return Scan(records, end, size, num_damaged)
+    return Scan(records, end, num_damaged)
 
 
 def _read_marker(fd: int, number: int, size: int) -> bytes | None:
@@ -475,9 +380,7 @@ def _read_marker(fd: int, number: int, size: int) -> bytes | None:
             return bytes(marker)
     # A damaged beginning does not take the whole file along: the first record repeats the marker.
     marker = head[_FILE_HEAD.size :]
-    if _read_record(fd, number, _FILE_HEAD.size, marker, size) is not None:
-        return marker
-    return None
+    return marker if _read_record(fd, number, _FILE_HEAD.size, marker, size) else None
 
 
 def _read_record(fd: int, number: int, at: int, marker: bytes, size: int) -> ScannedRecord | None:
@@ -506,13 +409,3 @@ def _find(fd: int, marker: bytes, start: int, size: int) -> int | None:
         if index >= 0:
             return at + index
     return None
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """Open a file for reading."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        yield fd
-    finally:
-        os.close(fd)

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 BALLAST: Final = "ballast"
 """Name of the file."""
 _BALLAST_BYTES: Final = 64 << 20
+_NETWORK_FILE_SYSTEMS: Final = frozenset(
+    {"nfs", "nfs4", "lustre", "gpfs", "cifs", "smb3", "9p", "ceph", "beegfs", "fuse.sshfs"}
+)
 _FREE_SPACE_AGE_S: Final = 0.1
 """How old a look at the free space may be when an append is admitted."""
 
@@ -41,8 +44,8 @@ class DiskSpace:
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._directory = directory
-        self._min_free_bytes = min_free_bytes
+        self.directory = directory
+        self._asked_min_free_bytes = min_free_bytes
         self._files = files or Files()
         self._clock = clock
         self._lock = threading.RLock()
@@ -50,45 +53,42 @@ class DiskSpace:
         self._ballast_path = directory / BALLAST
         self._ballast_bytes = 0
         self._has_ballast = False
-        self._min_free = 0
+        self._min_free_bytes = 0
         self._free_bytes = 0
         self._measured_s = float("-inf")
 
     @property
     def room_bytes(self) -> int:
         """What appends may still use."""
-        return max(0, self._free_bytes - self._min_free)
+        return max(0, self._free_bytes - self._kept_bytes)
+
+    @property
+    def _kept_bytes(self) -> int:
+        return self._min_free_bytes + (0 if self._has_ballast else self._ballast_bytes)
 
     def prepare(self) -> None:
         """Learn the size of the disk; on one that is full, make room for recovery."""
-        total = self._files.total_bytes(self._directory)
+        total = self._files.total_bytes(self.directory)
         path = self._ballast_path
         with self._lock:
-            self._min_free = (
-                max(total // 50, 1 << 30) if self._min_free_bytes is None else self._min_free_bytes
-            )
+            asked = self._asked_min_free_bytes
+            self._min_free_bytes = max(total // 50, 1 << 30) if asked is None else asked
             self._ballast_bytes = min(_BALLAST_BYTES, total // 8)
-            self._free_bytes = self._files.free_bytes(self._directory)
             self._has_ballast = path.exists() and path.stat().st_size == self._ballast_bytes
-            if self._free_bytes < self._ballast_bytes:
+            if self._files.free_bytes(self.directory) < self._ballast_bytes:
                 self._release_ballast()
 
     def warn_if_full(self) -> None:
         """Log that appends are refused, if they are."""
         if not self._has_ballast:
-            logger.warning(
-                "%s: %d bytes are free and %d must stay free; no group is taken until there is room",
-                self._directory,
-                self._free_bytes,
-                self._min_free + self._ballast_bytes,
-            )
+            logger.warning("%s; no group is taken until there is room", self.refusal())
 
     def take(self, num_bytes: int) -> bool:
         """Reserve room for an append; False when the watermark would be crossed."""
         with self._lock:
             if self._clock() - self._measured_s >= _FREE_SPACE_AGE_S:
                 self.measure()
-            if not self._has_ballast or self._free_bytes - num_bytes < self._min_free:
+            if not self._has_ballast or self._free_bytes - num_bytes < self._min_free_bytes:
                 return False
             self._free_bytes -= num_bytes
             return True
@@ -96,27 +96,30 @@ class DiskSpace:
     def refusal(self) -> StoreFull:
         """Say why an append was refused."""
         return StoreFull(
-            f"the disk of {self._directory} is full: {self._free_bytes} bytes are left,"
-            f" of which {self._min_free} are kept for the hub itself"
+            f"the disk of {self.directory} is full: {self._free_bytes} bytes are left,"
+            f" of which {self._kept_bytes} are kept for the hub itself"
         )
-
-    def expire(self) -> None:
-        """What was measured is no longer true."""
-        self._measured_s = float("-inf")
 
     def measure(self) -> None:
         """Look at the disk, and take the ballast back if there is room for it."""
         with self._lock:
-            self._free_bytes = self._files.free_bytes(self._directory)
             self._measured_s = self._clock()
-            if not self._has_ballast and self._free_bytes >= self._min_free + self._ballast_bytes:
+            self._free_bytes = self._files.free_bytes(self.directory)
+            if not self._has_ballast and self._free_bytes >= self._kept_bytes:
                 self._take_ballast()
-                self._free_bytes = self._files.free_bytes(self._directory)
+                self._free_bytes = self._files.free_bytes(self.directory)
+
+    @contextlib.contextmanager
+    def without_ballast(self) -> Iterator[None]:
+        """Give up the ballast: SQLite needs it now. No other store takes it back before the block ends."""
+        with self._lock:
+            self._release_ballast()
+            yield
 
     def _take_ballast(self) -> None:
+        open_file = self._files.open if self._ballast_path.exists() else self._files.create
         try:
-            exists = self._ballast_path.exists()
-            fd = (self._files.open if exists else self._files.create)(self._ballast_path)
+            fd = open_file(self._ballast_path)
             try:
                 self._files.allocate(fd, self._ballast_bytes)
             finally:
@@ -127,16 +130,20 @@ class DiskSpace:
                 raise
             self._release_ballast()
 
-    @contextlib.contextmanager
-    def without_ballast(self) -> Iterator[None]:
-        """Give up the ballast: SQLite needs it now. No other store takes it back before the block ends."""
-        with self._lock:
-            self._release_ballast()
-            yield
-
     def _release_ballast(self) -> None:
         self._files.unlink(self._ballast_path)
         self._has_ballast = False
+
+
+def warn_of_network_file_system(directory: Path) -> None:
+    """Log that the disk may not keep what it promises, if a network lies between."""
+    kind = file_system_of(directory)
+    if kind in _NETWORK_FILE_SYSTEMS:
+        logger.warning(
+            "%s is on %s: locks and syncs there may not hold what they promise; use a local disk",
+            directory,
+            kind,
+        )
 
 
 def file_system_of(directory: Path) -> str:

@@ -7,27 +7,30 @@ committed. `DiskStore` calls it from its writer thread; it holds no payload and 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import sqlite3
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from atroposlib.api.run.types import GroupHeader
+import msgspec
+
 from atroposlib.api.stores.base import (
-    BatchState,
     Change,
     Fate,
-    Place,
+    SavedRun,
     StoredBatch,
     StoredGroup,
     UnreadableRun,
 )
 from atroposlib.api.stores.segments import Location, Mark, RecordMeta
-from atroposlib.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _FORMAT: Final = 2
 _FACTS: Final = "create table facts (name text primary key, value blob not null) without rowid"
@@ -90,65 +93,34 @@ pragma user_version = {_FORMAT};
 commit;
 """
 _IS_HEX: Final = re.compile("[0-9a-f]{32}").fullmatch
-_DAMAGED: Final = frozenset({sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT})
+_DAMAGED: Final = ("SQLITE_NOTADB", "SQLITE_CORRUPT")
 
 
 class DamagedState(Exception):
     """The file is not the database that was written."""
 
 
-class LocatedGroup(NamedTuple):
-    """A held group and where its payload lies."""
-
-    group: StoredGroup
-    location: Location
-
-
-class LoadedState(NamedTuple):
-    """All rows, as they were found."""
-
-    groups: list[LocatedGroup]
-    """By number, ascending."""
-    batches: list[StoredBatch]
-    ended: Counter[Fate]
-    document: bytes | None
-    facts: dict[str, bytes]
-    next_number: int
-    mark: Mark
-
-
 def is_full(error: sqlite3.Error) -> bool:
-    """The disk, and nothing else, is in the way."""
-    return _primary_code(error) == sqlite3.SQLITE_FULL
-
-
-def _primary_code(error: sqlite3.Error) -> int:
-    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+    """Whether the disk, and nothing else, is in the way."""
+    return getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
 
 
 class StateDb:
     """Rows. Everything that changes them happens inside `transaction`."""
 
     def __init__(self, path: Path, *, is_synced: bool) -> None:
-        """Open or make the file.
-
-        Raises `DamagedState`, `ConfigError` if another process holds it, `UnreadableRun` if a newer version wrote it.
-        """
+        """Open or make the file. Raises `DamagedState`, `UnreadableRun` if a newer version wrote it."""
         self._is_synced = is_synced
         # Made here, because SQLite would give it the permissions that the umask leaves; its WAL gets the same.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0)
+        self._db.row_factory = sqlite3.Row
         try:
             self._set_up(path)
-        except sqlite3.Error as e:
+        except BaseException as e:
             self._db.close()
-            if _primary_code(e) in _DAMAGED:
+            if getattr(e, "sqlite_errorname", "").startswith(_DAMAGED):
                 raise DamagedState(f"{path}: {e}") from e
-            if _primary_code(e) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                raise ConfigError(f"another hub uses {path.parent}") from e
-            raise
-        except (DamagedState, ConfigError):
-            self._db.close()
             raise
 
     def _set_up(self, path: Path) -> None:
@@ -181,35 +153,34 @@ class StateDb:
                 lambda old: str(uuid.UUID(bytes=old)) if isinstance(old, bytes) else _key(old),
             )
             self._db.executescript(_FROM_FORMAT_1)
+        (self._next_number,) = self._db.execute("select next_number from run").fetchone()
 
-    def load(self) -> LoadedState:
-        """Read all rows."""
-        document, next_number, segment, offset = self._db.execute(
-            "select document, next_number, mark_segment, mark_offset from run"
-        ).fetchone()
-        batches = [
-            StoredBatch(
-                number=row[0],
-                state=BatchState(row[1]),
-                step=row[2],
-                epoch=row[3],
-                lease_id=row[4],
-                ttl_s=row[5],
-                request_id=row[6],
-                is_plain=bool(row[7]),
+    def load(self) -> tuple[SavedRun, dict[int, Location]]:
+        """Read all rows. The locations are those of the payloads of all groups, by number."""
+        rows = self._db.execute("select *, length as num_bytes from groups order by number")
+        groups: list[StoredGroup] = []
+        locations: dict[int, Location] = {}
+        for row in map(dict, rows):
+            fields = row | {"header": row, "group_id": _group_id(row["group_id"])}
+            groups.append(msgspec.convert(fields, StoredGroup))
+            locations[row["number"]] = Location(
+                row["segment"], row["offset"], row["length"], row["crc"]
             )
-            for row in self._db.execute("select * from batches order by number")
-        ]
-        ended = Counter({Fate(fate): num for fate, num in self._db.execute("select * from ended")})
-        return LoadedState(
-            groups=[_located_group(row) for row in self._db.execute(_SELECT_GROUPS)],
-            batches=batches,
-            ended=ended,
+        (document,) = self._db.execute("select document from run").fetchone()
+        saved = SavedRun(
             document=document,
-            facts=dict(self._db.execute("select name, value from facts order by name")),
-            next_number=next_number,
-            mark=Mark(segment, offset),
+            facts=dict(self._db.execute("select name, value from facts order by name").fetchall()),
+            groups=groups,
+            batches=[
+                msgspec.convert(dict(row), StoredBatch, strict=False)
+                for row in self._db.execute("select * from batches order by number")
+            ],
+            ended=Counter(
+                {Fate(fate): num for fate, num in self._db.execute("select * from ended")}
+            ),
+            next_number=self._next_number,
         )
+        return saved, locations
 
     @contextlib.contextmanager
     def transaction(self, *, is_durable: bool) -> Iterator[None]:
@@ -242,149 +213,93 @@ class StateDb:
         ).fetchone()
         return None if row is None else bytes(row[0])
 
-    def insert(self, meta: RecordMeta, location: Location) -> None:
-        """List a group."""
+    def insert(self, meta: RecordMeta, location: Location) -> bool:
+        """List a group; False if one of its number or id is listed."""
+        number, group_id, *rest = msgspec.structs.astuple(meta)
+        self._next_number = max(self._next_number, number + 1)
+        inserted = self._db.execute(
+            "insert or ignore into groups values (?, ?, ?, ?, ?, ?, ?, ?, ?, null, 0, null, ?, ?, ?, ?)",
+            (number, _key(group_id), *rest, *location),
+        )
+        return inserted.rowcount == 1
+
+    def relocate(self, number: int, location: Location) -> None:
+        """Note that the payload of a group lies elsewhere now."""
         self._db.execute(
-            "insert into groups values (?, ?, ?, ?, ?, ?, ?, ?, ?, null, 0, null, ?, ?, ?, ?)",
-            (
-                meta.number,
-                _key(meta.group_id),
-                meta.env_id,
-                meta.num_sequences,
-                meta.num_tokens,
-                meta.policy_version,
-                meta.arrival_step,
-                meta.digest,
-                meta.place,
-                *location,
-            ),
-        )
-
-    def relocate(self, moved: Iterable[tuple[int, Location]]) -> None:
-        """Note that the payloads of groups, by number, lie elsewhere now."""
-        self._db.executemany(
             "update groups set segment = ?, offset = ?, length = ?, crc = ? where number = ?",
-            [(*location, number) for number, location in moved],
+            (*location, number),
         )
-
-    def records_in(self, segment: int) -> list[RecordMeta]:
-        """What the records of the held groups in a segment would say today. Looks at all groups."""
-        rows = self._db.execute(
-            "select number, group_id, env_id, num_sequences, num_tokens, policy_version,"
-            " arrival_step, digest, place from groups where segment = ? order by number",
-            (segment,),
-        )
-        return [
-            RecordMeta(
-                number=row[0],
-                group_id=_group_id(row[1]),
-                env_id=row[2],
-                num_sequences=row[3],
-                num_tokens=row[4],
-                policy_version=row[5],
-                arrival_step=row[6],
-                digest=row[7],
-                # A record knows no batches, nor does what is rebuilt from records.
-                place=Place.BUFFERED if row[8] == Place.BUFFERED else Place.QUEUED,
-            )
-            for row in rows
-        ]
 
     def apply(self, change: Change) -> None:
-        """Apply all of `change`, whose groups and closed batches exist."""
-        run = self._db.executemany
-        if change.moves:
-            run(
-                "update groups set place = ?, batch = ?, deliveries = ?, reason = ? where number = ?",
-                [(m.place, m.batch, m.deliveries, m.reason, m.number) for m in change.moves],
-            )
+        """Apply `change`; raise KeyError, with nothing applied, if it names what is not there."""
+        self._db.execute("savepoint change")
+        try:
+            self._apply(change)
+        except KeyError:
+            self._db.execute("rollback to change")
+            raise
+        self._db.execute("release change")
+
+    def _apply(self, change: Change) -> None:
+        self._alter(
+            "update groups set place = ?, batch = ?, deliveries = ?, reason = ? where number = ?",
+            [(m.place, m.batch, m.deliveries, m.reason, m.number) for m in change.moves],
+        )
         if change.ends:
-            run(
-                "insert into done select group_id, digest from groups"
+            ended = [(end.number,) for end in change.ends]
+            self._db.executemany(
+                "insert or ignore into done select group_id, digest from groups"
                 " where number = ? and digest != x''",
-                [(end.number,) for end in change.ends],
+                ended,
             )
-            run("delete from groups where number = ?", [(end.number,) for end in change.ends])
-            run(
+            self._alter("delete from groups where number = ?", ended)
+            self._db.executemany(
                 "insert into ended values (?, ?) on conflict do"
                 " update set num_groups = num_groups + excluded.num_groups",
                 list(Counter(end.fate for end in change.ends).items()),
             )
-        if change.batches:
-            run(
-                "insert or replace into batches values (?, ?, ?, ?, ?, ?, ?, ?)",
-                [_batch_row(batch) for batch in change.batches],
-            )
-        if change.closed_batches:
-            run("delete from batches where number = ?", [(n,) for n in change.closed_batches])
+        self._alter(
+            "insert or replace into batches values"
+            " (:number, :state, :step, :epoch, :lease_id, :ttl_s, :request_id, :is_plain)",
+            [asdict(batch) for batch in change.batches],
+        )
+        self._alter("delete from batches where number = ?", [(n,) for n in change.closed_batches])
         if change.document is not None:
             self._db.execute("update run set document = ?", (change.document,))
-        if change.facts:
-            run("insert or replace into facts values (?, ?)", list(change.facts.items()))
+        self._alter("insert or replace into facts values (?, ?)", list(change.facts.items()))
 
-    def set_mark(self, mark: Mark, *, next_number: int) -> None:
+    def _alter(self, statement: str, rows: Sequence[Any]) -> None:
+        """Run `statement` for each of `rows`; raise KeyError unless each alters one."""
+        if rows and self._db.executemany(statement, rows).rowcount != len(rows):
+            raise KeyError(f"{statement!r} found less than the {len(rows)} rows that were named")
+
+    def mark(self) -> Mark:
+        """Up to where the log is listed."""
+        return Mark(*self._db.execute("select mark_segment, mark_offset from run").fetchone())
+
+    def set_mark(self, mark: Mark) -> None:
         """Note that the log is listed up to `mark`."""
         self._db.execute(
             "update run set mark_segment = ?, mark_offset = ?, next_number = ?",
-            (*mark, next_number),
+            (*mark, self._next_number),
         )
 
-    def clear(self, mark: Mark) -> None:
-        """Forget all rows; the log before `mark` holds nothing."""
+    def clear(self) -> None:
+        """Forget all rows."""
         for table in ("groups", "done", "ended", "batches", "facts"):
             self._db.execute(f"delete from {table}")
         self._db.execute("update run set document = null")
-        self.set_mark(mark, next_number=0)
+        self._next_number = 0
 
     def checkpoint(self) -> None:
         """Move everything from the WAL into the database file, and force it to the disk."""
         self._db.execute("pragma wal_checkpoint(TRUNCATE)").fetchone()
 
     def close(self) -> None:
-        self._db.close()
-
-
-_SELECT_GROUPS: Final = (
-    "select number, group_id, env_id, num_sequences, num_tokens, policy_version, arrival_step,"
-    " place, batch, deliveries, reason, segment, offset, length, crc from groups order by number"
-)
-
-
-def _located_group(row: Sequence[Any]) -> LocatedGroup:
-    number, group_id, env_id, num_sequences, num_tokens, policy_version, arrival_step = row[:7]
-    place, batch, deliveries, reason, *position = row[7:]
-    location = Location(*position)
-    header = GroupHeader(
-        number=number,
-        env_id=env_id,
-        num_sequences=num_sequences,
-        num_tokens=num_tokens,
-        num_bytes=location.length,
-        policy_version=policy_version,
-        arrival_step=arrival_step,
-    )
-    group = StoredGroup(
-        header=header,
-        group_id=_group_id(group_id),
-        place=Place(place),
-        batch=batch,
-        deliveries=deliveries,
-        reason=reason,
-    )
-    return LocatedGroup(group, location)
-
-
-def _batch_row(batch: StoredBatch) -> tuple[object, ...]:
-    return (
-        batch.number,
-        batch.state,
-        batch.step,
-        batch.epoch,
-        batch.lease_id,
-        batch.ttl_s,
-        batch.request_id,
-        batch.is_plain,
-    )
+        try:
+            self._db.close()
+        except sqlite3.Error:
+            logger.exception("the database did not close cleanly")
 
 
 def _key(group_id: str) -> bytes | str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.api.run.batching import NoBatch, oldest_subset, plan_batch, sequence_floors
+from atroposlib.api.run.batching import NoBatch, oldest_subset, sequence_floors
+from atroposlib.api.run.queue import GroupQueue
 from atroposlib.api.run.types import GroupHeader
 
 Group = dict[str, Any]
@@ -44,11 +45,11 @@ def grab_batch_with_minimum_allocations(
 def _grab(
     queue: list[Group], batch_size: int, floors: Mapping[int, int]
 ) -> tuple[list[Group] | None, list[Group]]:
-    headers = [
-        GroupHeader(number=n, env_id=group.get("env_id"), num_sequences=len(group["tokens"]))
-        for n, group in enumerate(queue)
-    ]
-    plan = plan_batch(headers, batch_size=batch_size, floors=floors)
+    queued = GroupQueue()
+    for number, group in enumerate(queue):
+        if size := len(group["tokens"]):
+            queued.add(GroupHeader(number=number, env_id=group.get("env_id"), num_sequences=size))
+    plan = queued.plan(batch_size=batch_size, floors=floors)
     if isinstance(plan, NoBatch):
         return None, queue
     taken = {header.number for header in plan.groups}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -13,8 +13,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from atroposlib.api.http.limits import HubLimits
+from atroposlib.api.run.batching import NO_FLOORS, GroupHeader, NoBatch, Plan
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.hub import Hub as Runs
+from atroposlib.api.run.queue import GroupQueue
 from atroposlib.api.run.types import RunPolicy
 
 FOURTEEN_KEYS = [
@@ -65,6 +67,17 @@ def group(num_sequences: int = 2, first_token: int = 7, **changes: Any) -> dict[
         "masks": [[-100, i] for i in range(num_sequences)],
         "scores": [float(i) for i in range(num_sequences)],
     } | changes
+
+
+def plan_batch(
+    groups: Iterable[GroupHeader], *, batch_size: int, floors: Mapping[int, int] = NO_FLOORS
+) -> Plan | NoBatch:
+    """What is cut from a queue of these groups; empty ones never come to a queue."""
+    queue = GroupQueue()
+    for group in groups:
+        if group.num_sequences:
+            queue.add(group)
+    return queue.plan(batch_size=batch_size, floors=floors)
 
 
 class Hub:

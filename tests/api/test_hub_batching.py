@@ -21,7 +21,6 @@ from atroposlib.api.run.batching import (
     NoBatch,
     Plan,
     oldest_subset,
-    plan_batch,
     plan_lines,
     sequence_floors,
 )
@@ -31,6 +30,7 @@ from atroposlib.api.utils import (
     grab_batch_with_minimum_allocations,
     grab_exact_from_heterogeneous_queue,
 )
+from tests.api.helpers_api import plan_batch
 
 
 def queue_of(sizes: list[int], env_ids: list[int | None] | None = None) -> list[GroupHeader]:

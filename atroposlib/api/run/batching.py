@@ -6,12 +6,7 @@ environment leave in arrival order; an additional group never makes a feasible b
 environment with a floor supplies a part, and the earliest of all other groups complete the batch. The parts exceed the
 floors by as little as possible. They are sought among the oldest groups of each, so a floor may be waived that groups
 further back could have honoured. The work is bounded by the batch, the number of different sizes and that of floors,
-never by the length of the queue. `GroupQueue` calls it; tokens and time never enter it.
-
->>> sizes = [3, 4, 4]
->>> queue = [GroupHeader(number=n, env_id=0, num_sequences=s) for n, s in enumerate(sizes)]
->>> [group.number for group in plan_batch(queue, batch_size=8).groups]
-[1, 2]
+never by the length of the queue. `GroupQueue.plan` calls it; tokens and time never enter it.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from __future__ import annotations
 import enum
 import heapq
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
@@ -103,28 +98,6 @@ def sequence_floors(batch_size: int, minimums: Mapping[int, float]) -> dict[int,
     return {env_id: max(1, floor * batch_size // total) for env_id, floor in floors.items()}
 
 
-def plan_batch(
-    queue: Iterable[GroupHeader],
-    *,
-    batch_size: int,
-    floors: Mapping[int, int] = NO_FLOORS,
-) -> Plan | NoBatch:
-    """Choose the next batch from `queue`, which is in arrival order.
-
-    `floors` are sequences that an environment must supply, in order of importance. An environment
-    that has not queued its floor is waited for. When all have, and the oldest groups still cannot
-    honour every floor at once, the last floors are waived until a batch exists: waiting would not
-    help.
-    """
-    lines: dict[int, list[GroupHeader]] = defaultdict(list)
-    own: dict[int | None, list[GroupHeader]] = defaultdict(list)
-    for group in queue:
-        if group.num_sequences > 0:
-            lines[group.num_sequences].append(group)
-            own[group.env_id].append(group)
-    return plan_lines(lines, own=own, batch_size=batch_size, floors=floors)
-
-
 class Line(Protocol):
     """Queued groups of one size, oldest first. Only the oldest are visited."""
 
@@ -132,39 +105,73 @@ class Line(Protocol):
     def __iter__(self) -> Iterator[GroupHeader]: ...
 
 
-Lines = Mapping[int, Line]
-"""By number of sequences per group, which is positive."""
 _Floors = Mapping[int | None, int]
 _Candidates = Mapping[int | None, Sequence[GroupHeader]]
 """For each environment with a floor, the oldest groups, among which its part is chosen."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Stock:
+    """The groups that a batch can be made of: `lines` by size, less those `taken`."""
+
+    lines: Mapping[int, Line]
+    num_groups: Mapping[int, int]
+    """By size."""
+    taken: Set[int] = frozenset()
+    """Their numbers."""
+
+    def without(self, groups: Iterable[GroupHeader]) -> _Stock:
+        num_groups = dict(self.num_groups)
+        numbers = set(self.taken)
+        for group in groups:
+            num_groups[group.num_sequences] -= 1
+            numbers.add(group.number)
+        return _Stock(self.lines, num_groups, numbers)
+
+    def can_sum_to(self, target: int) -> bool:
+        return bool(sums_of(self.num_groups, target) >> target & 1)
+
+    def in_order(self, target: int) -> Iterator[GroupHeader]:
+        """The groups that could be part of a choice that sums to `target`, oldest first."""
+        left = (
+            (group for group in line if group.number not in self.taken) if self.taken else line
+            for line in self.lines.values()
+        )
+        could_take_part = (
+            islice(line, target // size) for size, line in zip(self.lines, left, strict=True)
+        )
+        return heapq.merge(*could_take_part, key=_number)
+
+
 def plan_lines(
-    lines: Lines,
+    lines: Mapping[int, Line],
     *,
     batch_size: int,
     floors: Mapping[int, int] = NO_FLOORS,
     own: Mapping[int | None, Iterable[GroupHeader]],
     overdue: Iterable[GroupHeader] = (),
 ) -> Plan | NoBatch:
-    """`plan_batch` for a queue that is kept by size. `own`: groups of single environments, oldest first.
+    """Choose the next batch from `lines`, queued groups by their size, which is positive.
+
+    `floors` are sequences that an environment must supply, in order of importance; `own` are the groups of these
+    environments, oldest first. An environment that has not queued its floor is waited for. When all have, and the
+    oldest groups still cannot honour every floor at once, the last floors are waived until a batch exists: waiting
+    would not help.
 
     The earliest batch can pass over a group for ever: with batches of 8, a group of 5 while 2 and 6, then 1 and 7, keep
     arriving. So of the groups `overdue`, each the oldest of its environment and size, the first that can be part of a
     batch is part of this one. (Floors can rule out that a group is part of it; then only the next few are tried.)
     """
     lines = {size: line for size, line in lines.items() if size <= batch_size}
-    required = [env_id for env_id, floor in floors.items() if floor > 0]
-    needed: _Floors = {env_id: floors[env_id] for env_id in required}
+    stock = _Stock(lines, {size: len(line) for size, line in lines.items()})
+    needed: _Floors = {env_id: floor for env_id, floor in floors.items() if floor > 0}
     candidates = {
         env_id: _oldest(own.get(env_id, ()), floor, batch_size) for env_id, floor in needed.items()
     }
-    missing = _what_is_missing(lines, candidates, batch_size, needed)
+    missing = _what_is_missing(stock, candidates, batch_size, needed)
     if missing is not None:
         return missing
-    if not _can_sum_to(batch_size, lines):
-        return _stuck(lines, batch_size)
-    groups, num_kept = _choose(lines, candidates, batch_size, needed)
+    groups, num_kept = _choose(stock, candidates, batch_size, needed)
     kept = dict(islice(needed.items(), num_kept))
     numbers = {group.number for group in groups}
     spare = batch_size - sum(kept.values())
@@ -172,16 +179,17 @@ def plan_lines(
     def could_be_part(group: GroupHeader) -> bool:
         num_spare = group.num_sequences - kept.get(group.env_id, 0)
         rest = batch_size - group.num_sequences
-        return num_spare <= spare and _can_sum_to(rest, _without([group], lines))
+        return num_spare <= spare and stock.without([group]).can_sum_to(rest)
 
     for group in islice(filter(could_be_part, overdue), _NUM_OVERDUE_TRIED):
         if group.number in numbers:
             break
-        with_it = _choose_with(group, lines, candidates, batch_size, kept)
+        with_it = _choose_with(group, stock, candidates, batch_size, kept)
         if with_it is not None:
             groups = with_it
             break
-    return Plan(groups=tuple(sorted(groups, key=_number)), waived=tuple(required[num_kept:]))
+    waived = [env_id for env_id in floors if env_id in needed and env_id not in kept]
+    return Plan(groups=tuple(sorted(groups, key=_number)), waived=tuple(waived))
 
 
 def oldest_subset(sizes: Sequence[int], target: int) -> list[int]:
@@ -242,9 +250,9 @@ def _oldest(own: Iterable[GroupHeader], floor: int, batch_size: int) -> list[Gro
 
 
 def _what_is_missing(
-    lines: Lines, candidates: _Candidates, batch_size: int, floors: _Floors
+    stock: _Stock, candidates: _Candidates, batch_size: int, floors: _Floors
 ) -> NoBatch | None:
-    have = sum(size * len(line) for size, line in lines.items())
+    have = sum(size * num for size, num in stock.num_groups.items())
     if have < batch_size:
         return NoBatch(
             blocker=Blocker.TOO_FEW,
@@ -253,34 +261,26 @@ def _what_is_missing(
             need=batch_size,
         )
     for env_id, floor in floors.items():
-        have = sum(map(_size, candidates[env_id]))
-        if have < floor:
+        supply = sum(map(_size, candidates[env_id]))
+        if supply < floor:
             return NoBatch(
                 blocker=Blocker.MINIMUM,
                 reason=f"environment {env_id} must supply {floor} of {batch_size} sequences"
-                f" (min_batch_allocation) and has {have} queued",
-                have=have,
+                f" (min_batch_allocation) and has {supply} queued",
+                have=supply,
                 need=floor,
                 env_id=env_id,
             )
-    return None
-
-
-def _stuck(lines: Lines, batch_size: int) -> NoBatch:
-    could_take_part = {
-        size: min(len(line), batch_size // size) for size, line in sorted(lines.items())
-    }
+    if stock.can_sum_to(batch_size):
+        return None
+    could_take_part = {n: min(stock.num_groups[n], batch_size // n) for n in sorted(stock.lines)}
     return NoBatch(
         blocker=Blocker.SIZES,
         reason=f"no choice of whole groups sums to {batch_size} sequences"
         f" (queued, size: groups that could take part: {could_take_part})",
-        have=sum(size * len(line) for size, line in lines.items()),
+        have=have,
         need=batch_size,
     )
-
-
-def _can_sum_to(target: int, lines: Lines) -> bool:
-    return bool(sums_of({size: len(line) for size, line in lines.items()}, target) >> target & 1)
 
 
 class _Choice(NamedTuple):
@@ -289,40 +289,36 @@ class _Choice(NamedTuple):
     """The first floors, which these groups honour."""
 
 
-def _choose(lines: Lines, candidates: _Candidates, target: int, floors: _Floors) -> _Choice:
+def _choose(stock: _Stock, candidates: _Candidates, target: int, floors: _Floors) -> _Choice:
     """The earliest batch of all if it honours the floors; else what they need, then the earliest that completes it."""
-    groups = _earliest(_in_order(lines, target), target)
+    groups = _earliest(stock.in_order(target), target)
     supplied: Counter[int | None] = Counter()
-    for group in groups:
-        supplied[group.env_id] += group.num_sequences
+    if floors:
+        for group in groups:
+            supplied[group.env_id] += group.num_sequences
     if all(supplied[env_id] >= floor for env_id, floor in floors.items()):
         return _Choice(groups, len(floors))
-    groups, num_kept = _honour(floors, lines, candidates, target)
+    groups, num_kept = _honour(floors, stock, candidates, target)
     target -= sum(map(_size, groups))
-    others = _in_order(_without(groups, lines), target)
+    others = stock.without(groups).in_order(target)
     return _Choice(groups + _earliest(others, target), num_kept)
 
 
 def _choose_with(
-    group: GroupHeader,
-    lines: Lines,
-    candidates: _Candidates,
-    target: int,
-    floors: _Floors,
+    group: GroupHeader, stock: _Stock, candidates: _Candidates, target: int, floors: _Floors
 ) -> list[GroupHeader] | None:
     """`group` and what completes it, as some groups do; None when none that do honour the floors."""
-    target -= group.num_sequences
-    lines = _without([group], lines)
     if group.env_id in floors:
         left = [each for each in candidates[group.env_id] if each is not group]
         candidates = {**candidates, group.env_id: left}
         floors = {**floors, group.env_id: floors[group.env_id] - group.num_sequences}
         floors = {env_id: floor for env_id, floor in floors.items() if floor > 0}
-    others, num_kept = _choose(lines, candidates, target, floors)
+    target -= group.num_sequences
+    others, num_kept = _choose(stock.without([group]), candidates, target, floors)
     return [group, *others] if num_kept == len(floors) else None
 
 
-def _honour(floors: _Floors, lines: Lines, candidates: _Candidates, target: int) -> _Choice:
+def _honour(floors: _Floors, stock: _Stock, candidates: _Candidates, target: int) -> _Choice:
     """The parts of as many of the first environments as a batch can honour, as small as it can have them.
 
     A batch exists if the sums of the parts, made of candidates, and of the other groups reach the batch size.
@@ -337,10 +333,9 @@ def _honour(floors: _Floors, lines: Lines, candidates: _Candidates, target: int)
 
     def completable(num_floors: int) -> int:
         """What the first parts can sum to so that all else completes the batch."""
-        num_others = {size: len(line) for size, line in lines.items()}
+        num_others = Counter(stock.num_groups)
         for num_groups in sizes[:num_floors]:
-            for size, num in num_groups.items():
-                num_others[size] -= num
+            num_others.subtract(num_groups)
         others = sums_of(num_others, target)
         # Mirrored: bit n is set if the others reach the target from n.
         return together[num_floors] & int(f"{others:0{target + 1}b}"[::-1], 2)
@@ -367,48 +362,22 @@ def _earliest(queue: Iterable[GroupHeader], target: int) -> list[GroupHeader]:
 
     What a choice leaves out of such a prefix is mostly little: sums are needed up to that, not up to `target`.
     """
-    sizes: list[int] = []
     prefix: list[GroupHeader] = []
     excess = -target
-    limit = min(64, target)
-    sums = 1
+    limit = sums = 0
     for group in queue if target else ():
         size = group.num_sequences
         prefix.append(group)
-        sizes.append(size)
         excess += size
+        if excess < 0:
+            continue
+        if excess == 0:
+            return prefix
         if limit < min(excess, target):
             limit = min(2 * excess, target)
-            sums = sums_of(Counter(sizes), limit)
+            sums = sums_of(Counter(map(_size, prefix)), limit)
         else:
             sums |= sums << size & (2 << limit) - 1
-        if excess >= 0 and sums >> min(excess, target) & 1:
+        if sums >> min(excess, target) & 1:
             break
-    return [prefix[index] for index in oldest_subset(sizes, target)]
-
-
-def _in_order(lines: Lines, target: int) -> Iterator[GroupHeader]:
-    """The groups that could be part of a choice that sums to `target`, oldest first."""
-    could_take_part = (islice(line, target // size) for size, line in lines.items())
-    return heapq.merge(*could_take_part, key=_number)
-
-
-def _without(groups: Iterable[GroupHeader], lines: Lines) -> Lines:
-    numbers: dict[int, set[int]] = defaultdict(set)
-    for group in groups:
-        numbers[group.num_sequences].add(group.number)
-    return {**lines, **{size: _Rest(lines[size], taken) for size, taken in numbers.items()}}
-
-
-class _Rest:
-    """A line without some of its groups."""
-
-    def __init__(self, line: Line, taken: Set[int]) -> None:
-        self._line = line
-        self._taken = taken
-
-    def __len__(self) -> int:
-        return len(self._line) - len(self._taken)
-
-    def __iter__(self) -> Iterator[GroupHeader]:
-        return (group for group in self._line if group.number not in self._taken)
+    return [prefix[index] for index in oldest_subset(list(map(_size, prefix)), target)]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
@@ -45,9 +44,6 @@ class GroupQueue:
     def __iter__(self) -> Iterator[GroupHeader]:
         """In arrival order. Costs the length of the queue."""
         return map(self._headers.__getitem__, sorted(self._headers))
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._headers
 
     def add(self, header: GroupHeader) -> None:
         """Queue a group. A group that returns, with a number lower than others, gets its old place."""
@@ -103,14 +99,8 @@ class GroupQueue:
         """Environments with something queued."""
         return list(self._environments)
 
-    def num_groups(self, env_id: int | None) -> int:
-        return len(self._environments[env_id].groups) if env_id in self._environments else 0
-
     def num_sequences(self, env_id: int | None) -> int:
         return self._environments[env_id].num_sequences if env_id in self._environments else 0
-
-    def num_bytes(self, env_id: int | None) -> int:
-        return self._environments[env_id].num_bytes if env_id in self._environments else 0
 
     def largest(self, env_id: int | None) -> int:
         """Sequences of the environment's largest queued group; 0 without any."""
@@ -147,7 +137,7 @@ class GroupQueue:
         floors: Mapping[int, int] = NO_FLOORS,
         overdue_before: int | None = None,
     ) -> Plan | NoBatch:
-        """Choose the next batch, as `plan_batch` would from the whole queue; nothing is removed.
+        """Choose the next batch, see `plan_lines`; nothing is removed.
 
         With `overdue_before`, groups of an older version are not passed over any longer: the oldest of a size, or of an
         environment with a floor, that can be part of a batch at all is part of this one.
@@ -174,29 +164,27 @@ class GroupQueue:
 class _Totals:
     """What one environment has queued."""
 
-    __slots__ = ("groups", "num_bytes", "num_sequences", "sizes")
+    __slots__ = ("groups", "num_sequences", "sizes")
 
     def __init__(self) -> None:
         self.groups = _Line()
         self.num_sequences = 0
-        self.num_bytes = 0
-        self.sizes: Counter[int] = Counter()
+        self.sizes: dict[int, int] = {}
         """Groups by number of sequences; no entry for a size without any."""
 
     def add(self, header: GroupHeader) -> None:
+        size = header.num_sequences
         self.groups.add(header)
-        self._count(header, +1)
+        self.num_sequences += size
+        self.sizes[size] = self.sizes.get(size, 0) + 1
 
     def remove(self, header: GroupHeader) -> None:
+        size = header.num_sequences
         self.groups.remove(header.number)
-        self._count(header, -1)
-
-    def _count(self, header: GroupHeader, sign: int) -> None:
-        self.num_sequences += sign * header.num_sequences
-        self.num_bytes += sign * header.num_bytes
-        self.sizes[header.num_sequences] += sign
-        if not self.sizes[header.num_sequences]:
-            del self.sizes[header.num_sequences]
+        self.num_sequences -= size
+        self.sizes[size] -= 1
+        if not self.sizes[size]:
+            del self.sizes[size]
 
 
 class _Line:

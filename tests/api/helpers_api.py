@@ -13,11 +13,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from atroposlib.api.http.limits import HubLimits
-from atroposlib.api.run.batching import NO_FLOORS, GroupHeader, NoBatch, Plan
+from atroposlib.api.run.batching import NO_FLOORS, NoBatch, Plan
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.run.queue import GroupQueue
-from atroposlib.api.run.types import RunPolicy
+from atroposlib.api.run.types import GroupHeader, RunPolicy
 
 FOURTEEN_KEYS = [
     "tokens",

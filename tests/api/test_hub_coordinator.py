@@ -193,7 +193,7 @@ async def test_policy_version_stands_after_a_resume_until_another_is_published(
     await coordinator.register(RegisterTrainer(**fields))
     await coordinator.tick()
     ledger = coordinator.ledger()
-    assert (coordinator.current_version, ledger.queued, ledger.expired) == (version, 10, 0)
+    assert (coordinator.state.current_version, ledger.queued, ledger.expired) == (version, 10, 0)
     await coordinator.set_policy(version + 2)
     await coordinator.tick()
     assert coordinator.ledger().expired == 10
@@ -587,8 +587,8 @@ async def test_environments_that_the_next_experiment_takes_over_survive_a_restar
     await following.open()
     await following.take_over(earlier)
     again = await restarted(following, store)
-    assert again.num_connected == 1
-    assert again.knows(0)
+    assert again.state.environments.num_active == 1
+    assert again.state.environments.find(0) is not None
 
 
 async def test_a_name_longer_than_128_characters_is_refused() -> None:
@@ -698,7 +698,7 @@ async def test_a_superseded_trainer_changes_nothing(call: Callable[[Coordinator]
     with pytest.raises(Superseded):
         await call(coordinator)
     await coordinator.tick()
-    assert (coordinator.current_version, coordinator.ledger().queued) == (3, 1)
+    assert (coordinator.state.current_version, coordinator.ledger().queued) == (3, 1)
 
 
 async def test_explain_names_the_missing_trainer_and_a_ready_batch() -> None:

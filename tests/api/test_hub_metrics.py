@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,12 +33,20 @@ LEDGER = {
 class Run:
     """What a coordinator shows."""
 
-    queued_sequences = 14
-    queued_tokens = 1400
-    queued_bytes = 9000
-    num_connected = 2
     tokens_in = 5000
     tokens_out = 3000
+    store = SimpleNamespace(
+        usage=lambda: StoreUsage(payload_bytes=10_000, stored_bytes=16_384, free_bytes=None)
+    )
+    state = SimpleNamespace(
+        queue=SimpleNamespace(
+            total_sequences=14,
+            total_tokens=1400,
+            total_bytes=9000,
+            versions=lambda: {10: 4, 7: 2, -40: 1},
+        ),
+        environments=SimpleNamespace(num_active=2),
+    )
 
     def __init__(self, policy_version: int | None = 10) -> None:
         self._status = SimpleNamespace(current_step=6, queue_size=7, policy_version=policy_version)
@@ -52,12 +59,6 @@ class Run:
 
     def lease_ages_s(self) -> list[float]:
         return [3.0, 41.5]
-
-    def store_usage(self) -> StoreUsage:
-        return StoreUsage(payload_bytes=10_000, stored_bytes=16_384, free_bytes=None)
-
-    def queued_versions(self) -> Mapping[int, int]:
-        return {10: 4, 7: 2, -40: 1}
 
 
 def samples(metrics: HubMetrics) -> dict[str, float]:

@@ -191,7 +191,7 @@ async def test_a_long_list_of_dead_groups_leaves_the_event_loop_to_others() -> N
                 num_tokens=1,
                 num_bytes=1,
             )
-            hub.coordinator._dead.add(header, "larger than the batch")
+            hub.coordinator.state.dead.add(header, "larger than the batch")
         num_turns = 0
         asking = asyncio.create_task(hub.get("/dead"))
         while not asking.done():

@@ -256,7 +256,7 @@ async def test_min_free_bytes_is_what_groups_leave_free(
     config = RunApiConfig(data_dir=tmp_path, min_free_bytes=min_free_bytes)
     hub = Runs(_stores(config, pytest.fail))
     await hub.open()
-    assert (hub.runs["default"].store_usage().free_bytes != 0) == is_room
+    assert (hub.runs["default"].store.usage().free_bytes != 0) == is_room
     await hub.close()
 
 

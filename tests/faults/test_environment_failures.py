@@ -223,7 +223,7 @@ async def test_exit_from_a_hook_is_its_failure_and_stops_no_loop(
         else:
             with pytest.raises(EnvError, match=f"{type(raised).__name__}.* was raised by"):
                 await run
-        assert hub.coordinator.num_connected == 0
+        assert hub.coordinator.state.environments.num_active == 0
 
 
 async def test_process_tries_an_item_again_whose_group_is_malformed(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ async def test_hub_away_for_an_hour_costs_no_group(
             lambda: (
                 run.ledger.produced >= before.produced + held
                 and "the hub answers again" in log.text
-                and hub.coordinator.num_connected == 1
+                and hub.coordinator.state.environments.num_active == 1
             ),
             within_s=BACK_S,
         )

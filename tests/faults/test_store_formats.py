@@ -147,7 +147,7 @@ async def test_a_run_of_format_1_keeps_its_trainer_and_its_environments(tmp_path
     coordinator = Coordinator(open_store(tmp_path / "run"))
     await coordinator.open()
     await coordinator.set_policy(7)
-    document = msgspec.json.decode(coordinator._document())
+    document = msgspec.json.decode(coordinator.state.document())
     await coordinator.close()
     trainer = registration(batch_size=12, num_steps=34)
     names = ["short", "n" * 4000]  # longer than today's bound
@@ -172,7 +172,7 @@ async def test_a_run_of_format_1_keeps_its_trainer_and_its_environments(tmp_path
         assert "2 environments" in await coordinator.open()
         assert coordinator.info().batch_size == 12
         assert coordinator.status_env(0, env_uid="uid short").policy_version == 7
-        assert coordinator.num_connected == 1
+        assert coordinator.state.environments.num_active == 1
         await coordinator.close()
     coordinator = Coordinator(open_store(tmp_path / "run"))
     await coordinator.open()

@@ -151,7 +151,7 @@ async def test_hub_that_forgot_the_environment_gets_it_back() -> None:
         await hub.coordinator.reset()
         await asyncio.sleep(0.1)
         await hub.start_trainer()
-        await until(lambda: hub.coordinator.num_connected == 1)
+        await until(lambda: hub.coordinator.state.environments.num_active == 1)
         await until(lambda: hub.coordinator.status_env(0).self_queue_size >= 2)
         stop.set()
         await run
@@ -262,7 +262,7 @@ async def test_sigterm_stops_delivers_and_disconnects() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         outbox = await run
         assert outbox.num_held == 0
-        assert hub.coordinator.num_connected == 0
+        assert hub.coordinator.state.environments.num_active == 0
 
 
 async def test_group_larger_than_the_trainers_batch_is_a_config_error() -> None:
@@ -429,12 +429,12 @@ async def test_registering_again_is_the_same_environment() -> None:
         stop = asyncio.Event()
         server = asyncio.create_task(serve(env, timings=FAST, stop=stop))
         await until(lambda: produced(hub) == 2)
-        uid = hub.coordinator._environments.get(0).registration.env_uid
+        uid = hub.coordinator.state.environments.get(0).registration.env_uid
         assert uid is not None
         await hub.coordinator.reset()
         await hub.start_trainer()
-        await until(lambda: hub.coordinator.num_connected == 1)
-        assert hub.coordinator._environments.get(0).registration.env_uid == uid
+        await until(lambda: hub.coordinator.state.environments.num_active == 1)
+        assert hub.coordinator.state.environments.get(0).registration.env_uid == uid
         stop.set()
         await server
 

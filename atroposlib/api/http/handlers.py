@@ -213,7 +213,7 @@ def _riding_status(
     if not is_ours(request) or len(env_ids) != 1:
         return {}
     [env_id] = env_ids
-    if env_id is None or not run.knows(env_id):
+    if env_id is None or run.state.environments.find(env_id) is None:
         return {}
     return {"env_status": run.status_env(env_id).model_dump(exclude_none=True)}
 
@@ -479,7 +479,7 @@ async def readyz(request: Request) -> Ready:
     run = await hub.run() if hub.is_open else None
     if run is None or run.arrivals.is_closed:
         raise HTTPException(503, "starting or stopping")
-    return Ready(durability=run.durability.value)
+    return Ready(durability=run.store.durability.value)
 
 
 async def show_metrics(request: Request) -> Response:

@@ -1,7 +1,7 @@
 """Figures for Prometheus, and one log line per request that failed or was slow.
 
 `HubMetrics` has a registry of its own: no global state, so several applications live in one process. What the runs know
-is read from them at scrape time (`RunView`); what only happens is observed. Labels never hold what a client made up: a
+is read from them at scrape time; what only happens is observed. Labels never hold what a client made up: a
 route is its template, and a run is one that exists. No line and no figure holds a token or a body.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -20,8 +19,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.api.http.routes import Route
-from atroposlib.api.schemas import HubStatus, Ledger
-from atroposlib.api.stores.base import StoreUsage
+from atroposlib.api.run.coordinator import Coordinator
 
 logger = logging.getLogger(__name__)
 
@@ -35,45 +33,12 @@ _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _MAX_LOGGED_CHARS = 200
 
 
-class RunView(Protocol):
-    """What a run tells about itself."""
-
-    @property
-    def queued_sequences(self) -> int: ...
-    @property
-    def queued_bytes(self) -> int: ...
-    @property
-    def queued_tokens(self) -> int: ...
-    @property
-    def num_connected(self) -> int:
-        """Environments."""
-        ...
-
-    @property
-    def tokens_in(self) -> int:
-        """Of groups taken in since the process started."""
-        ...
-
-    @property
-    def tokens_out(self) -> int:
-        """Of groups handed out since the process started."""
-        ...
-
-    def ledger(self) -> Ledger: ...
-    def status(self) -> HubStatus: ...
-    def lease_ages_s(self) -> Sequence[float]: ...
-    def store_usage(self) -> StoreUsage: ...
-    def queued_versions(self) -> Mapping[int, int]:
-        """Policy version -> queued groups whose oldest token it sampled."""
-        ...
-
-
 class HubMetrics:
     """All figures of one application. `runs` gives the open runs by name whenever it is asked."""
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
-    def __init__(self, runs: Callable[[], Mapping[str, RunView]]) -> None:
+    def __init__(self, runs: Callable[[], Mapping[str, Coordinator]]) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_RunCollector(runs))
         self._requests = Histogram(
@@ -139,7 +104,7 @@ class HubMetrics:
 class _RunCollector(Collector):
     """Reads every run at scrape time."""
 
-    def __init__(self, runs: Callable[[], Mapping[str, RunView]]) -> None:
+    def __init__(self, runs: Callable[[], Mapping[str, Coordinator]]) -> None:
         self._runs = runs
 
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
@@ -183,7 +148,8 @@ class _RunCollector(Collector):
         for name, view in self._runs().items():
             ledger = view.ledger()
             status = view.status()
-            usage = view.store_usage()
+            usage = view.store.usage()
+            queue = view.state.queue
             for place, num_groups in [
                 ("queued", ledger.queued),
                 ("buffered", ledger.buffered),
@@ -202,13 +168,13 @@ class _RunCollector(Collector):
                 fates.add_metric([name, fate, ""], num_groups)
             for reason, num_groups in ledger.rejected.items():
                 fates.add_metric([name, "rejected", reason], num_groups)
-            sequences.add_metric([name], view.queued_sequences)
-            queued_tokens.add_metric([name], view.queued_tokens)
-            queued_bytes.add_metric([name], view.queued_bytes)
+            sequences.add_metric([name], queue.total_sequences)
+            queued_tokens.add_metric([name], queue.total_tokens)
+            queued_bytes.add_metric([name], queue.total_bytes)
             if status.policy_version is not None:
-                _add_staleness(staleness, name, view.queued_versions(), status.policy_version)
+                _add_staleness(staleness, name, queue.versions(), status.policy_version)
             step.add_metric([name], status.current_step)
-            connected.add_metric([name], view.num_connected)
+            connected.add_metric([name], view.state.environments.num_active)
             ages = view.lease_ages_s()
             leases.add_metric([name], len(ages))
             oldest.add_metric([name], max(ages, default=0.0))

@@ -1,8 +1,8 @@
-"""The environments of one run: who takes part, with what claim on the work, and who has gone silent.
+"""The environments of one run: which take part, with what claim on the work, and how much is queued ahead of them.
 
-An environment is *active* while it is connected and was heard of within the time-out; only active ones count in
-weights and minimums, so that nobody waits for a dead process. Pure: the clock is an argument. The coordinator owns
-the one registry of a run and decides what becomes of the groups of an environment that leaves.
+An environment is *active* while it is connected and has called within the time-out; only active ones count in weights
+and minimums, so that no batch waits for a dead process. Pure: the clock is an argument. What becomes of the groups of
+an environment that leaves is decided in `state`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from atroposlib.api.run.queue import GroupQueue
 from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.schemas import RegisterEnv
 from atroposlib.errors import AtroposError
@@ -19,8 +20,6 @@ MIN_ENV_WEIGHT = 0.01
 """The least share of the work an environment is told to do, as in the original."""
 _MAX_WEIGHT = 1e9
 """Larger weights count as this, so that sums of claims stay finite."""
-
-
 MAX_ENVIRONMENTS = 10_000
 """Ids that one run gives out."""
 
@@ -41,9 +40,9 @@ class Environment:
     registration: RegisterEnv
     name: str
     is_connected: bool = True
-    """False once it has said that it leaves."""
+    """False after it disconnects."""
     is_silent: bool = False
-    """It has not been heard of for longer than the time-out."""
+    """Whether its last sign of life is longer ago than the time-out."""
     last_seen: float
     """Injected clock, seconds."""
     buffered: list[GroupHeader] = field(default_factory=list)
@@ -187,11 +186,10 @@ class Environments:
         self._demand = None
         self._claimed = None
 
-    def successor(self) -> Environments:
-        """The same environments under the same ids, with nothing buffered: the registry of the next experiment."""
-        other = Environments()
-        other._all = [replace(environment, buffered=[]) for environment in self._all]
-        return other
+    def adopt(self, earlier: Environments) -> None:
+        """Take over the environments of an earlier experiment under their ids, with nothing buffered."""
+        self._all = [replace(environment, buffered=[]) for environment in earlier]
+        self._changed()
 
     @property
     def num_active(self) -> int:
@@ -226,3 +224,36 @@ class Environments:
             for env_id, each in enumerate(saved)
         ]
         self._changed()
+
+
+class Backlog:
+    """How much work others have queued ahead of an environment, kept up to date per change so that asking is cheap.
+
+    Per environment: queued sequences, rounded up to whole largest groups, less what its minimum claims.
+    """
+
+    def __init__(self, queue: GroupQueue, environments: Environments) -> None:
+        self._queue = queue
+        self._environments = environments
+        self._total = 0
+        self._of: dict[int | None, int] = {}
+        self._basis: tuple[int, int, int] | None = None
+
+    def of_others(self, env_id: int, *, batch_size: int, max_group_size: int) -> int:
+        """Sequences; counts again only what changed, everything when the rounding or a minimum did."""
+        touched = self._queue.touched
+        basis = (self._environments.version, batch_size, max_group_size)
+        if basis != self._basis:
+            self._basis = basis
+            self._total = 0
+            self._of.clear()
+            touched.update(self._queue.env_ids())
+        for each in touched:
+            rounded = -(-self._queue.num_sequences(each) // max_group_size) * max_group_size
+            environment = self._environments.find(each)
+            claimed = 0 if environment is None else int(batch_size * environment.share)
+            left = max(0, rounded - claimed)
+            self._total += left - self._of.get(each, 0)
+            self._of[each] = left
+        touched.clear()
+        return self._total - self._of.get(env_id, 0)

@@ -1,14 +1,20 @@
-"""What a trainer's registration means: begin an experiment, join the live one, or resume one. Pure.
+"""What a trainer's registration means: begin an experiment, join the live one, or resume one.
 
 An *experiment* is one training from its first step on, across restarts of the trainer and the hub. A run holds one
-experiment at a time; the earlier one is set aside under a name of its own. `Hub` carries out what `choose` says.
+experiment at a time; the earlier one is set aside under a name of its own, which is the business of `Hub`.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
+import secrets
+import uuid
 
-from atroposlib.api.schemas import RegisterTrainer
+from atroposlib.api.run.leases import Steps
+from atroposlib.api.run.state import RunState
+from atroposlib.api.schemas import RegisterTrainer, Registration, RegistrationReply, Resume
+from atroposlib.api.stores.base import Fate, Place
 
 TRAINER_TIMEOUT_S = 60.0
 """A trainer not heard from for this long no longer keeps an original client from beginning an experiment."""
@@ -41,3 +47,98 @@ def choose(asked: RegisterTrainer, *, current: str | None, is_trainer_alive: boo
     if is_trainer_alive:
         return Entry.JOIN
     return Entry.RESUME if asked.starting_step > 0 else Entry.BEGIN
+
+
+def entry_to(run: RunState, asked: RegisterTrainer, *, now: float) -> Entry:
+    seen = run.trainer_seen
+    is_alive = seen is not None and now - seen < TRAINER_TIMEOUT_S
+    return choose(asked, current=run.experiment, is_trainer_alive=is_alive)
+
+
+def register(run: RunState, asked: RegisterTrainer, *, now: float) -> RegistrationReply:
+    """Register the trainer of this run's experiment: the first one, one that joins, or one that resumes."""
+    entry = entry_to(run, asked, now=now)
+    run.trainer_seen = now
+    counts: dict[str, int] = {}
+    if entry is Entry.JOIN:
+        _note_conflicts(run, asked)
+    else:
+        mode = asked.resume
+        if run.trainer is None:
+            run.leases.steps = Steps(asked.starting_step)
+        elif mode is Resume.REPLAY and asked.batch_size != run.batch_size:
+            mode = Resume.REQUEUE
+        if entry is Entry.RESUME:
+            step = asked.starting_step if asked.resume_step is None else asked.resume_step
+            counts = _resume(run, step, mode)
+            counts["step"] = run.current_step
+        run.trainer = Registration.model_validate(
+            asked.model_dump(include=set(Registration.model_fields))
+        )
+        run.experiment = asked.experiment or run.experiment or secrets.token_hex(16)
+        run.conflicts = []
+        run.note_trainer()
+        run.bury_oversized()
+        run.log.info(
+            "trainer registered: batch_size %d, step %d of %d",
+            asked.batch_size,
+            run.current_step,
+            asked.num_steps,
+        )
+    if asked.experiment is None and asked.resume_step is None:
+        return RegistrationReply(uuid=uuid.uuid4().int)  # an original trainer
+    return RegistrationReply(
+        uuid=uuid.uuid4().int, epoch=run.leases.epoch, experiment=run.experiment, **counts
+    )
+
+
+def _note_conflicts(run: RunState, asked: RegisterTrainer) -> None:
+    """Note what a trainer that joins asked for in vain."""
+    assert run.trainer is not None
+    conflicts = [
+        f"{name}: {stays!r} stays, {getattr(asked, name)!r} was asked for"
+        for name, stays in run.trainer
+        if name != "starting_step" and getattr(asked, name) != stays
+    ]
+    run.conflicts = conflicts or run.conflicts
+    run.log.warning(
+        "a second trainer registered and joins the live run at step %d%s",
+        run.current_step,
+        f"; not changed for it: {'; '.join(conflicts)}" if conflicts else "",
+    )
+
+
+def _resume(run: RunState, step: int, mode: Resume) -> dict[str, int]:
+    """Void all leases; bring back what was trained after `step`, and what was not trained yet.
+
+    Return the counts that the trainer gets. The policy version stands until the trainer publishes another one: a step
+    is another unit.
+    """
+    was_leased = set(run.leases.leased)
+    counts = dict.fromkeys(("replayed", "requeued", "discarded"), 0)
+    for batch in run.leases.undo(step):
+        alive = list(batch.headers)
+        if mode is Resume.DISCARD:
+            run.end(alive, Fate.DISCARDED)
+            counts["discarded"] += len(alive)
+        elif batch.row.number in was_leased:
+            alive = run.count_failure(alive)
+        # A batch that lost a member is not the batch that was trained on.
+        if mode is Resume.REPLAY and len(alive) == len(batch.headers):
+            run.leases.replay(batch)
+            run.note_batch(batch, Place.REPLAY)
+            counts["replayed"] += len(alive)
+            continue
+        run.note_end(batch)
+        if mode is not Resume.DISCARD:
+            run.enqueue(alive)
+            counts["requeued"] += len(alive)
+    counts["forgotten_steps"] = max(0, run.leases.freed_step - step)
+    run.log.log(
+        logging.WARNING if any(counts.values()) else logging.INFO,
+        "a trainer resumes at step %d (epoch %d): %s",
+        step,
+        run.leases.epoch,
+        ", ".join(f"{name} {count}" for name, count in counts.items()),
+    )
+    return counts

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from atroposlib.api.run.coordinator import Coordinator
-from atroposlib.api.run.experiments import Entry
+from atroposlib.api.run.experiments import Entry, entry_to
 from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.schemas import RegisterTrainer, RegistrationReply
 from atroposlib.api.stores.base import UnreadableRun
@@ -75,17 +75,13 @@ class Hub:
         """Runs that are being opened, set aside or deleted; one change of a run at a time."""
         self._registering = asyncio.Lock()
         """Of two trainers that begin an experiment at once, the later one finds the earlier one's."""
-        self._runs: dict[str, Coordinator] = {}
+        self.runs: dict[str, Coordinator] = {}
+        """Open runs by name; only this class changes it."""
         self._last_epochs: dict[str, int] = {}
         """Of deleted runs: a trainer of one is not served by a new run of its name."""
         self.found: list[str] = []
         """One line per run that was found in its store."""
         self.is_open = False
-
-    @property
-    def runs(self) -> Mapping[str, Coordinator]:
-        """Open runs by name."""
-        return self._runs
 
     async def open(self) -> None:
         """Open the default run and every stored run that is not set aside.
@@ -106,7 +102,7 @@ class Hub:
     async def find(self, name: str) -> Coordinator | None:
         """Return a run, opened on first use; None for one that no trainer has begun. The default run always exists."""
         await self._until_unchanging(name)
-        run = self._runs.get(name)
+        run = self.runs.get(name)
         if run is None and (name == DEFAULT_RUN or self._stores.holds(name)):
             return await self.run(name)
         return run
@@ -114,7 +110,7 @@ class Hub:
     async def run(self, name: str = DEFAULT_RUN) -> Coordinator:
         """Return a run, made or opened on first use. Raises `TooManyRuns`, `StoreBroken`, `UnreadableRun`."""
         await self._until_unchanging(name)
-        if (run := self._runs.get(name)) is not None:
+        if (run := self.runs.get(name)) is not None:
             return run
         return await self._change(name, lambda: self._open(name))
 
@@ -128,18 +124,20 @@ class Hub:
             run = await self.run(name)
             kept = self._kept(name, registration, run)
             set_aside = None
-            is_another = registration.experiment not in (None, run.experiment)
-            must_leave = is_another or run.entry(registration) is Entry.BEGIN
-            if kept is not None or (run.experiment is not None and must_leave):
+            current = run.state.experiment
+            begins = entry_to(run.state, registration, now=self._clock()) is Entry.BEGIN
+            is_another = begins or registration.experiment not in (None, current)
+            if kept is not None or (current is not None and is_another):
                 set_aside = await self._change(name, lambda: self._replace(name, run, kept))
                 run = await self.run(name)
             reply = await run.register(registration)
-        return reply if set_aside is None else reply.model_copy(update={"set_aside": set_aside})
+        reply.set_aside = set_aside
+        return reply
 
     def _kept(self, name: str, registration: RegisterTrainer, run: Coordinator) -> Kept | None:
         """The experiment that the trainer resumes, where it was set aside."""
         asked = registration.experiment
-        if registration.resume_step is None or asked in (None, run.experiment):
+        if registration.resume_step is None or asked in (None, run.state.experiment):
             return None
         of_run = [each for each in self._stores.kept() if each.of_run == name]
         return next((each for each in of_run if each.experiment == asked), None)
@@ -163,9 +161,9 @@ class Hub:
         return await asyncio.shield(task)
 
     async def _open(self, name: str) -> Coordinator:
-        if name in self._runs:
-            return self._runs[name]
-        if len(self._runs) >= MAX_RUNS:
+        if name in self.runs:
+            return self.runs[name]
+        if len(self.runs) >= MAX_RUNS:
             raise TooManyRuns(
                 f"{MAX_RUNS} runs are open; end one with DELETE /runs/NAME before starting {name!r}"
             )
@@ -180,7 +178,7 @@ class Hub:
         if found:
             self.found.append(found)
             logger.info("%s", found)
-        self._runs[name] = run
+        self.runs[name] = run
         return run
 
     async def _replace(self, name: str, earlier: Coordinator, kept: Kept | None) -> str | None:
@@ -189,9 +187,9 @@ class Hub:
         Return the name under which the earlier one stays; None if no group ever came to it. After a crash in the
         middle the run is missing and begins empty; the trainer, which has no answer, registers once more.
         """
-        if kept is not None and kept.name in self._runs:
-            await self._runs.pop(kept.name).close()
-        self._runs.pop(name, None)
+        if kept is not None and kept.name in self.runs:
+            await self.runs.pop(kept.name).close()
+        self.runs.pop(name, None)
         summary, is_empty = earlier.summary(), earlier.ledger().produced == 0
         await earlier.close()
         set_aside = None
@@ -201,12 +199,12 @@ class Hub:
             set_aside = await asyncio.to_thread(
                 self._stores.set_aside,
                 name,
-                experiment=earlier.experiment or "",
-                step=earlier.current_step,
+                experiment=earlier.state.experiment or "",
+                step=earlier.state.current_step,
                 resumed=kept,
             )
-            for gone in [each for each in self._runs if not self._stores.holds(each)]:
-                await self._runs.pop(gone).close()
+            for gone in [each for each in self.runs if not self._stores.holds(each)]:
+                await self.runs.pop(gone).close()
             logger.warning(
                 "run %s: another experiment %s; the earlier one (%s) is set aside as %r: resume it with its trainer's"
                 " --resume, delete it with run-api --forget %s",
@@ -225,26 +223,26 @@ class Hub:
     async def forget(self, name: str) -> bool:
         """End a run and delete what is stored of it; False when there is none."""
         await self._until_unchanging(name)
-        if name not in self._runs and not self._stores.holds(name):
+        if name not in self.runs and not self._stores.holds(name):
             return False
         await self._change(name, lambda: self._delete(name))
         return True
 
     async def _delete(self, name: str) -> None:
-        run = self._runs.pop(name, None)
+        run = self.runs.pop(name, None)
         if run is not None:
-            self._last_epochs[name] = run.epoch
+            self._last_epochs[name] = run.state.leases.epoch
             await run.reset()
             await run.close()
         await asyncio.to_thread(self._stores.forget, name)
 
     async def tick(self) -> None:
         """Let time pass in every run."""
-        for run in list(self._runs.values()):
+        for run in list(self.runs.values()):
             await run.tick()
 
     def stop_waiting(self) -> None:
-        for run in self._runs.values():
+        for run in self.runs.values():
             run.stop_waiting()
 
     async def close(self) -> None:
@@ -252,6 +250,6 @@ class Hub:
         self.is_open = False
         if self._changing:
             await asyncio.wait(list(self._changing.values()))
-        for run in self._runs.values():
+        for run in self.runs.values():
             await run.close()
-        self._runs.clear()
+        self.runs.clear()

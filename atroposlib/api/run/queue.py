@@ -8,8 +8,9 @@ goes, `batching` which groups make up a batch.
 >>> for number, size in enumerate([3, 4, 4]):
 ...     queue.add(GroupHeader(number=number, env_id=0, num_sequences=size))
 >>> batch = queue.plan(batch_size=8)
->>> [group.number for group in queue.remove(group.number for group in batch.groups)]
+>>> [group.number for group in batch.groups]
 [1, 2]
+>>> queue.remove(batch.groups)
 >>> queue.num_sequences(0)
 3
 """
@@ -18,11 +19,12 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from atroposlib.api.run.batching import NO_FLOORS, NoBatch, Plan, plan_lines
-from atroposlib.api.run.types import GroupHeader
+from atroposlib.api.run.types import GroupHeader, version_of
 
 
 class GroupQueue:
@@ -32,66 +34,53 @@ class GroupQueue:
         self.total_sequences = 0
         self.total_bytes = 0
         self.total_tokens = 0
-        self._headers: dict[int, GroupHeader] = {}
-        self._lines: dict[int, _Line] = {}
-        self._environments: dict[int | None, _Totals] = {}
-        self._versions: dict[int, dict[int, GroupHeader]] = {}
-        self._sorted_versions: list[int] = []
+        self.version = 0
+        """Grows with every change."""
+        self.touched: set[int | None] = set()
+        """Environments whose groups came or left since the reader (`Backlog`) cleared this."""
+        self._num_groups = 0
+        self._lines: defaultdict[int, _Line] = defaultdict(_Line)
+        self._environments: defaultdict[int | None, _OwnLine] = defaultdict(_OwnLine)
+        self._versions: defaultdict[int, dict[int, GroupHeader]] = defaultdict(dict)
 
     def __len__(self) -> int:
-        return len(self._headers)
+        return self._num_groups
 
     def __iter__(self) -> Iterator[GroupHeader]:
         """In arrival order. Costs the length of the queue."""
-        return map(self._headers.__getitem__, sorted(self._headers))
+        return heapq.merge(*self._lines.values(), key=_number)
 
     def add(self, header: GroupHeader) -> None:
         """Queue a group. A group that returns, with a number lower than others, gets its old place."""
-        number = header.number
-        assert number not in self._headers, f"group {number} is queued already"
-        self._headers[number] = header
-        size = header.num_sequences
-        if size not in self._lines:
-            self._lines[size] = _Line()
-        self._lines[size].add(header)
-        if header.env_id not in self._environments:
-            self._environments[header.env_id] = _Totals()
+        same_version = self._versions[version_of(header)]
+        assert header.number not in same_version, f"group {header.number} is queued already"
+        same_version[header.number] = header
+        self._lines[header.num_sequences].add(header)
         self._environments[header.env_id].add(header)
-        version = _version(header)
-        if version not in self._versions:
-            self._versions[version] = {}
-            insort(self._sorted_versions, version)
-        self._versions[version][number] = header
-        self.total_sequences += header.num_sequences
-        self.total_bytes += header.num_bytes
-        self.total_tokens += header.num_tokens
+        self._count(header, +1)
 
-    def remove(self, numbers: Iterable[int]) -> list[GroupHeader]:
-        """Take groups out and return them in the order asked; all, or none and KeyError for one that is absent."""
-        headers = {number: self._headers[number] for number in numbers}
-        for header in headers.values():
-            self._remove(header)
-        return list(headers.values())
+    def remove(self, headers: Iterable[GroupHeader]) -> None:
+        """Take groups out. Raises KeyError for one that is not queued."""
+        for header in headers:
+            version, size, env_id = version_of(header), header.num_sequences, header.env_id
+            del self._versions[version][header.number]
+            self._lines[size].remove(header)
+            self._environments[env_id].remove(header)
+            if not self._versions[version]:
+                del self._versions[version]
+            if not self._lines[size]:
+                del self._lines[size]
+            if not self._environments[env_id]:
+                del self._environments[env_id]
+            self._count(header, -1)
 
-    def _remove(self, header: GroupHeader) -> None:
-        number = header.number
-        del self._headers[number]
-        line = self._lines[header.num_sequences]
-        line.remove(number)
-        if not line:
-            del self._lines[header.num_sequences]
-        environment = self._environments[header.env_id]
-        environment.remove(header)
-        if not environment.groups:
-            del self._environments[header.env_id]
-        version = _version(header)
-        del self._versions[version][number]
-        if not self._versions[version]:
-            del self._versions[version]
-            del self._sorted_versions[bisect_left(self._sorted_versions, version)]
-        self.total_sequences -= header.num_sequences
-        self.total_bytes -= header.num_bytes
-        self.total_tokens -= header.num_tokens
+    def _count(self, header: GroupHeader, sign: int) -> None:
+        self._num_groups += sign
+        self.total_sequences += sign * header.num_sequences
+        self.total_bytes += sign * header.num_bytes
+        self.total_tokens += sign * header.num_tokens
+        self.version += 1
+        self.touched.add(header.env_id)
 
     # Counts
 
@@ -100,13 +89,13 @@ class GroupQueue:
         return list(self._environments)
 
     def num_sequences(self, env_id: int | None) -> int:
-        return self._environments[env_id].num_sequences if env_id in self._environments else 0
+        own = self._environments.get(env_id)
+        return 0 if own is None else sum(size * num for size, num in own.sizes.items())
 
     def largest(self, env_id: int | None) -> int:
         """Sequences of the environment's largest queued group; 0 without any."""
-        if env_id not in self._environments:
-            return 0
-        return max(self._environments[env_id].sizes)
+        own = self._environments.get(env_id)
+        return 0 if own is None else max(own.sizes)
 
     def num_of_size(self, num_sequences: int) -> int:
         """Queued groups of exactly so many sequences."""
@@ -120,13 +109,12 @@ class GroupQueue:
 
     def versions(self) -> Mapping[int, int]:
         """Number of queued groups by policy version (for a group that names none: by the version at its arrival)."""
-        return {version: len(self._versions[version]) for version in self._sorted_versions}
+        return {version: len(groups) for version, groups in self._versions.items()}
 
     def stale(self, oldest_version: int) -> list[GroupHeader]:
         """Groups of a version older than `oldest_version`, in arrival order."""
-        num_stale = bisect_left(self._sorted_versions, oldest_version)
-        found = [self._versions[version] for version in self._sorted_versions[:num_stale]]
-        return sorted((h for group in found for h in group.values()), key=_number)
+        old = [groups for version, groups in self._versions.items() if version < oldest_version]
+        return sorted((header for groups in old for header in groups.values()), key=_number)
 
     # Batches
 
@@ -142,49 +130,20 @@ class GroupQueue:
         With `overdue_before`, groups of an older version are not passed over any longer: the oldest of a size, or of an
         environment with a floor, that can be part of a batch at all is part of this one.
         """
-        own: dict[int | None, _Line] = {
-            env_id: self._environments[env_id].groups
-            for env_id in floors
-            if env_id in self._environments
+        own: dict[int | None, _OwnLine] = {
+            each: self._environments[each] for each in floors if each in self._environments
         }
         overdue: list[GroupHeader] = []
-        if overdue_before is not None and self._sorted_versions[:1] < [overdue_before]:
+        if (
+            overdue_before is not None
+            and min(self._versions, default=overdue_before) < overdue_before
+        ):
             oldest = {next(iter(line)) for line in (*self._lines.values(), *own.values())}
-            late = [header for header in oldest if _version(header) < overdue_before]
+            late = [header for header in oldest if version_of(header) < overdue_before]
             overdue = sorted(late, key=_number)
         return plan_lines(
-            self._lines,
-            own=own,
-            batch_size=batch_size,
-            floors=floors,
-            overdue=overdue,
+            self._lines, own=own, batch_size=batch_size, floors=floors, overdue=overdue
         )
-
-
-class _Totals:
-    """What one environment has queued."""
-
-    __slots__ = ("groups", "num_sequences", "sizes")
-
-    def __init__(self) -> None:
-        self.groups = _Line()
-        self.num_sequences = 0
-        self.sizes: dict[int, int] = {}
-        """Groups by number of sequences; no entry for a size without any."""
-
-    def add(self, header: GroupHeader) -> None:
-        size = header.num_sequences
-        self.groups.add(header)
-        self.num_sequences += size
-        self.sizes[size] = self.sizes.get(size, 0) + 1
-
-    def remove(self, header: GroupHeader) -> None:
-        size = header.num_sequences
-        self.groups.remove(header.number)
-        self.num_sequences -= size
-        self.sizes[size] -= 1
-        if not self.sizes[size]:
-            del self.sizes[size]
 
 
 class _Line:
@@ -213,15 +172,32 @@ class _Line:
         else:
             insort(self._returned, header, key=_number)
 
-    def remove(self, number: int) -> None:
-        if number in self._arrived:
-            del self._arrived[number]
+    def remove(self, header: GroupHeader) -> None:
+        if header.number in self._arrived:
+            del self._arrived[header.number]
         else:
-            del self._returned[bisect_left(self._returned, number, key=_number)]
+            del self._returned[bisect_left(self._returned, header.number, key=_number)]
+
+
+class _OwnLine(_Line):
+    """What one environment has queued."""
+
+    __slots__ = ("sizes",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        """Groups by number of sequences; no entry for a size without any."""
+
+    def add(self, header: GroupHeader) -> None:
+        super().add(header)
+        self.sizes[header.num_sequences] = self.sizes.get(header.num_sequences, 0) + 1
+
+    def remove(self, header: GroupHeader) -> None:
+        super().remove(header)
+        self.sizes[header.num_sequences] -= 1
+        if not self.sizes[header.num_sequences]:
+            del self.sizes[header.num_sequences]
 
 
 _number = attrgetter("number")
-
-
-def _version(header: GroupHeader) -> int:
-    return header.arrival_step if header.policy_version is None else header.policy_version

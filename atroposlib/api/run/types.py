@@ -1,4 +1,4 @@
-"""What a run is told, given and asked, and what it answers: plain data and refusals.
+"""What a run takes and answers: plain data and refusals.
 
 The server, the decoder process and the coordinator share it; it knows none of them, nor FastAPI.
 """
@@ -46,7 +46,7 @@ class RunPolicy:
     max_queued_bytes: int | None = None
     max_queued_sequences: int | None = None
     max_queued_groups: int | None = 250_000
-    """Beyond any of them, groups are refused until batches leave; see `Admission`. A queued group takes 0.65 KiB of
+    """Beyond any of them, groups are refused until batches leave; see `admission`. A queued group takes 0.65 KiB of
     memory beside its payload."""
 
 
@@ -105,3 +105,8 @@ class GroupHeader:
     num_tokens: int = 0
     num_bytes: int = 0
     """Of the stored payload."""
+
+
+def version_of(header: GroupHeader) -> int:
+    """Policy version that sampled the group; one that came without is taken to be of its arrival."""
+    return header.arrival_step if header.policy_version is None else header.policy_version

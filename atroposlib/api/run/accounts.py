@@ -1,0 +1,150 @@
+"""What a run says about itself: where every group is, and why there is no batch. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from atroposlib.api.run.batching import NoBatch, sequence_floors
+from atroposlib.api.run.environments import Environment
+from atroposlib.api.run.leases import Batch
+from atroposlib.api.run.state import RunState
+from atroposlib.api.schemas import (
+    DeadGroup,
+    EnvironmentView,
+    EnvStatus,
+    Explanation,
+    HubStatus,
+    Ledger,
+)
+from atroposlib.api.stores.base import Fate
+
+
+def status(run: RunState) -> HubStatus:
+    return HubStatus(
+        current_step=run.current_step,
+        queue_size=len(run.queue) + _num_groups(run.leases.to_replay),
+        policy_version=run.policy_version,
+    )
+
+
+def env_status(run: RunState, environment: Environment) -> EnvStatus:
+    """How much work is ahead of an environment, by the original's formulas, without their side effects.
+
+    Other environments' sequences are rounded up to the largest queued group. Costs the same however much is queued.
+    """
+    env_id = environment.env_id
+    group_size = max(environment.registration.group_size, run.queue.largest(env_id))
+    max_group_size = max(1, run.queue.largest_of_all())
+    own = run.queue.num_sequences(env_id)
+    others = run.backlog.of_others(env_id, batch_size=run.batch_size, max_group_size=max_group_size)
+    return EnvStatus(
+        current_step=run.current_step,
+        queue_size=(own + others) // group_size,
+        unallocated_fraction=run.environments.unallocated_fraction(),
+        self_queue_size=own // group_size,
+        max_group_size=max_group_size,
+        env_weight=run.environments.weight(environment),
+        policy_version=run.policy_version,
+    )
+
+
+def ledger(run: RunState) -> Ledger:
+    """Where every group is. `produced` is counted apart from the places, so that a leak would show."""
+    return Ledger(
+        produced=run.num_accepted + run.rejected.total(),
+        queued=len(run.queue) + _num_groups(run.leases.to_replay),
+        buffered=sum(len(environment.buffered) for environment in run.environments),
+        leased=_num_groups(run.leases.leased.values()),
+        trained=run.ended[Fate.TRAINED] + _num_groups(run.leases.trained.values()),
+        expired=run.ended[Fate.EXPIRED],
+        dead=run.ended[Fate.DEAD] + len(run.dead),
+        discarded=run.ended[Fate.DISCARDED],
+        dead_reasons=run.dead.reasons() or None,
+        rejected=dict(run.rejected),
+        duplicates=run.num_duplicates,
+    )
+
+
+def _num_groups(batches: Iterable[Batch]) -> int:
+    return sum(len(batch.headers) for batch in batches)
+
+
+def summary(run: RunState) -> str:
+    """What the run holds, for a log line."""
+    held = ledger(run)
+    return (
+        f"step {run.current_step}, {held.queued} groups queued, {held.buffered} buffered,"
+        f" {held.leased} leased, {held.trained} trained, {held.dead} dead,"
+        f" {len(run.environments)} environments"
+    )
+
+
+def dead_groups(run: RunState) -> Iterator[DeadGroup]:
+    """Groups that are set aside now, oldest first; the run may change while they are described."""
+    return (
+        DeadGroup(
+            number=header.number,
+            env_id=header.env_id,
+            reason=reason,
+            deliveries=run.deliveries.get(header.number, 0),
+            num_sequences=header.num_sequences,
+            num_tokens=header.num_tokens,
+        )
+        for header, reason in list(run.dead)
+    )
+
+
+def explain(run: RunState, *, now: float) -> Explanation:
+    """Say why there is no batch, or that there is one."""
+    plan = None if run.trainer is None else run.look()
+    num_leased = len(run.leases.leased)
+    blocker, reason = None, "a batch is ready"
+    env_id = have = need = None
+    if plan is None:
+        blocker, reason = "no_trainer", "no trainer has registered, so the batch size is unknown"
+    elif isinstance(plan, NoBatch) and not run.leases.to_replay:
+        blocker, reason = str(plan.blocker), plan.reason
+        env_id, have, need = plan.env_id, plan.have, plan.need
+        buffered = sum(each.num_buffered_sequences for each in run.environments)
+        if buffered:
+            reason += f"; {buffered} sequences of odd-sized groups are buffered"
+        if num_leased:
+            reason += f"; {num_leased} batches are leased to the trainer"
+    floors = sequence_floors(run.batch_size, run.environments.shares()) if plan else {}
+    return Explanation(
+        batch="ready" if blocker is None else "none",
+        blocker=blocker,
+        reason=reason,
+        env_id=env_id,
+        have=have,
+        need=need,
+        batch_size=run.batch_size if plan else None,
+        current_step=run.current_step,
+        queued_groups=len(run.queue),
+        queued_sequences=run.queue.total_sequences,
+        leased_batches=num_leased,
+        replay_batches=len(run.leases.to_replay),
+        oldest_version=min(run.queue.versions(), default=None),
+        policy_version=run.current_version,
+        max_staleness=run.max_staleness,
+        dead=run.dead.reasons(),
+        conflicts=run.conflicts,
+        environments=[
+            EnvironmentView(
+                env_id=each.env_id,
+                name=each.name,
+                state=_state(each),
+                last_seen_s=now - each.last_seen,
+                queued_sequences=run.queue.num_sequences(each.env_id),
+                buffered_sequences=each.num_buffered_sequences,
+                floor=floors.get(each.env_id, 0),
+            )
+            for each in run.environments
+        ],
+    )
+
+
+def _state(environment: Environment) -> str:
+    if not environment.is_connected:
+        return "disconnected"
+    return "silent" if environment.is_silent else "active"

@@ -1,0 +1,86 @@
+"""Reading back what a run left in its store; `RunState.take_change` writes it."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from atroposlib.api.run.leases import Batch
+from atroposlib.api.run.state import ENVIRONMENT_FACT, TRAINER_FACT, RunState
+from atroposlib.api.run.types import GroupHeader
+from atroposlib.api.schemas import MAX_ENV_NAME_CHARS, Registration
+from atroposlib.api.stores.base import Place, SavedRun, UnreadableRun
+
+
+def restore(run: RunState, saved: SavedRun, *, now: float) -> None:
+    """Put everything where it was; what has to change at once is noted. Raises `UnreadableRun`."""
+    if saved.document is not None:
+        try:
+            facts = {name: msgspec.json.decode(fact) for name, fact in saved.facts.items()}
+            _restore_document(run, msgspec.json.decode(saved.document), facts, now=now)
+        except (KeyError, TypeError, ValueError, msgspec.DecodeError) as e:
+            raise UnreadableRun(
+                f"the stored state of run {run.name!r} cannot be read: {e!r}"
+            ) from e
+    _restore_groups(run, saved, now=now)
+
+
+def _restore_document(
+    run: RunState, document: Mapping[str, Any], facts: Mapping[str, Any], *, now: float
+) -> None:
+    trainer = facts.get(TRAINER_FACT)
+    environments = [fact for name, fact in facts.items() if name.startswith(ENVIRONMENT_FACT)]
+    is_without_facts = "environments" in document
+    if is_without_facts:  # written by a version that took names of any length
+        trainer, environments = document["trainer"], document["environments"]
+        for each in environments:
+            registration = each["registration"]
+            registration["desired_name"] = registration["desired_name"][:MAX_ENV_NAME_CHARS]
+    run.experiment = document.get("experiment")
+    run.environments.restore(environments, now=now)
+    if trainer is not None:
+        run.trainer = Registration.model_validate(trainer)
+        # None: of a version that gave experiments no name.
+        run.experiment = run.experiment or secrets.token_hex(16)
+    if is_without_facts:
+        run.note_trainer()
+        for environment in run.environments:
+            run.note_environment(environment)
+    run.has_started = document["has_started"]
+    run.policy_version = document["policy_version"]
+    run.leases.restore(document)
+    run.rejected = Counter(document["rejected"])
+    run.num_duplicates = document["duplicates"]
+
+
+def _restore_groups(run: RunState, saved: SavedRun, *, now: float) -> None:
+    run.next_number = saved.next_number
+    run.num_accepted = len(saved.groups) + saved.ended.total()
+    run.ended = Counter(saved.ended)
+    members: dict[int, list[GroupHeader]] = {row.number: [] for row in saved.batches}
+    buffered: list[GroupHeader] = []
+    for group in saved.groups:
+        number = group.header.number
+        if group.deliveries:
+            run.deliveries[number] = group.deliveries
+        if group.batch is not None:
+            members[group.batch].append(group.header)
+        elif group.place is Place.DEAD:
+            run.dead.add(group.header, group.reason or "")
+        elif group.place is Place.BUFFERED:
+            buffered.append(group.header)
+        else:
+            run.queue.add(group.header)
+            run.latest = number
+    batches = [Batch(row=row, headers=members[row.number]) for row in saved.batches]
+    run.leases.restore_batches(batches, now=now)
+    for batch in list(run.leases.leased.values()):
+        # A plain delivery's connection died with the process, before the body was confirmed.
+        if batch.row.is_plain:
+            run.take_back(batch, is_failure=False)
+    for header in buffered:
+        run.buffer(header)

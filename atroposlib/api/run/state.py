@@ -1,0 +1,437 @@
+"""One run in memory: what is registered, where each group is, and the rules by which groups change places.
+
+Every group that ever came in is in exactly one place of the ledger.
+
+    received -> (buffered ->) queued -> leased -> trained -> freed
+                                 ^--------'           with side exits expired, dead, discarded, rejected
+
+No store, no clock, no waiting: a method changes memory and notes what the store has to be told, and the coordinator
+hands that over (`take_change`) before its next await.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import Any
+
+import msgspec
+
+from atroposlib.api.run.batching import NoBatch, Plan, oldest_subset, sequence_floors
+from atroposlib.api.run.dead_letters import DeadLetters
+from atroposlib.api.run.environments import Backlog, Environment, Environments
+from atroposlib.api.run.leases import Batch, LeaseRequest, Leases
+from atroposlib.api.run.queue import GroupQueue
+from atroposlib.api.run.types import GroupHeader, IncomingGroup, Receipt, RunPolicy, version_of
+from atroposlib.api.schemas import Registration
+from atroposlib.api.stores.base import Appended, Change, End, Fate, Move, NewGroup, Place
+
+_MAX_BUFFERED_SIZES = 8
+"""Buffer limit for odd-sized groups, in multiples of the environment's group size."""
+PATIENCE_VERSIONS = 8
+"""A group older than this many policy versions is not passed over for others that fit better."""
+TRAINER_FACT = "trainer"
+ENVIRONMENT_FACT = "environment "
+"""Names of facts in the store; that of an environment ends with its id."""
+
+
+class RunLog(logging.LoggerAdapter[logging.Logger]):
+    """Starts each line with the name of the run."""
+
+    def process(
+        self, msg: str, kwargs: MutableMapping[str, Any]
+    ) -> tuple[str, MutableMapping[str, Any]]:
+        return f"run {self.extra['run'] if self.extra else ''}: {msg}", kwargs
+
+
+class RunState:
+    """Callers outside of the package `run` only read it."""
+
+    def __init__(
+        self, name: str, policy: RunPolicy, *, first_batch: int = 0, epoch: int = 0
+    ) -> None:
+        self.name = name
+        self.policy = policy
+        self.log = RunLog(logging.getLogger(__name__), {"run": name})
+        self.trainer: Registration | None = None
+        self.experiment: str | None = None
+        """Id of the training that the run holds; None before a trainer has registered."""
+        self.trainer_seen: float | None = None
+        """When a trainer made its last call, injected clock; None: not since this process opened the run."""
+        self.conflicts: list[str] = []
+        """What a trainer that joined the live run asked for and does not get."""
+        self.has_started = False
+        """Whether the trainer has asked for a batch; environments may register from then on."""
+        self.policy_version: int | None = None
+        self.leases = Leases(first_number=first_batch, epoch=epoch)
+        self.environments = Environments()
+        self.queue = GroupQueue()
+        self.backlog = Backlog(self.queue, self.environments)
+        self.dead = DeadLetters()
+        self.deliveries: dict[int, int] = {}
+        """Per held group: times it was leased without an acknowledgement. Absent: none."""
+        self.latest: int | bytes | None = None
+        """Payload of the group queued last, or its number after a restart."""
+        self.next_number = 0
+        self.num_accepted = 0
+        self.num_duplicates = 0
+        self.ended: Counter[Fate] = Counter()
+        self.rejected: Counter[str] = Counter()
+        self._plan: Plan | NoBatch | None = None
+        self._planned_for: tuple[int, ...] = ()
+        self._is_stuck = False
+        self._note_nothing()
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences; -1 before a trainer has registered."""
+        return -1 if self.trainer is None else self.trainer.batch_size
+
+    @property
+    def current_step(self) -> int:
+        """Batches handed out and not given back, counted from the trainer's starting step."""
+        return self.leases.steps.current
+
+    @property
+    def current_version(self) -> int:
+        """The policy version that groups sampled now would have: the step, where no trainer publishes versions."""
+        return self.current_step if self.policy_version is None else self.policy_version
+
+    @property
+    def max_staleness(self) -> int | None:
+        asked = None if self.trainer is None else self.trainer.max_staleness
+        return self.policy.max_staleness if asked is None else asked
+
+    # What the store has to be told
+
+    def _note_nothing(self) -> None:
+        self._moves: list[Move] = []
+        self._ends: list[End] = []
+        self._batches: list[Batch] = []
+        self._closed_batches: list[int] = []
+        self._facts: dict[str, bytes] = {}
+
+    def note_trainer(self) -> None:
+        assert self.trainer is not None
+        self._facts[TRAINER_FACT] = msgspec.json.encode(self.trainer.model_dump())
+
+    def note_environment(self, environment: Environment) -> None:
+        # Facts come back in the order of their names, so environments by id.
+        name = f"{ENVIRONMENT_FACT}{environment.env_id:08}"
+        self._facts[name] = msgspec.json.encode(environment.saved())
+
+    def note_batch(self, batch: Batch, place: Place) -> None:
+        """The groups of a batch came to `place`."""
+        self._move(batch.headers, place, batch=batch.row.number)
+        self._batches.append(batch)
+
+    def note_end(self, batch: Batch) -> None:
+        self._closed_batches.append(batch.row.number)
+
+    @property
+    def has_moves(self) -> bool:
+        return bool(self._moves)
+
+    def take_change(self, *, is_durable: bool) -> Change:
+        change = Change(
+            moves=self._moves,
+            ends=self._ends,
+            batches=[batch.row for batch in self._batches],
+            closed_batches=self._closed_batches,
+            document=self.document(),
+            facts=self._facts,
+            is_durable=is_durable,
+        )
+        self._note_nothing()
+        return change
+
+    def document(self) -> bytes:
+        """What may change with every batch; the trainer and the environments are facts, written when they change."""
+        document = {
+            "experiment": self.experiment,
+            "has_started": self.has_started,
+            "policy_version": self.policy_version,
+            "rejected": dict(self.rejected),
+            "duplicates": self.num_duplicates,
+        }
+        return msgspec.json.encode(document | self.leases.saved())
+
+    # Places
+
+    def _move(
+        self,
+        headers: Iterable[GroupHeader],
+        place: Place,
+        *,
+        batch: int | None = None,
+        reason: str | None = None,
+    ) -> None:
+        self._moves += [
+            Move(
+                number=header.number,
+                place=place,
+                batch=batch,
+                deliveries=self.deliveries.get(header.number, 0),
+                reason=reason,
+            )
+            for header in headers
+        ]
+
+    def fits(self, num_sequences: int) -> bool:
+        """Whether a group of so many sequences can be part of a batch; before a trainer registers, any can."""
+        return self.trainer is None or num_sequences <= self.trainer.batch_size
+
+    def enqueue(self, headers: Sequence[GroupHeader]) -> None:
+        """Queue groups; those that no longer fit into a batch are set aside as dead."""
+        fitting = [header for header in headers if self.fits(header.num_sequences)]
+        for header in fitting:
+            self.queue.add(header)
+        self._move(fitting, Place.QUEUED)
+        if len(fitting) < len(headers):
+            self._bury_too_large(h for h in headers if not self.fits(h.num_sequences))
+
+    def bury_oversized(self) -> None:
+        """Set queued groups aside that fit into no batch of the trainer that registered."""
+        if not self.fits(self.queue.largest_of_all()):
+            too_large = [h for h in self.queue if not self.fits(h.num_sequences)]
+            self.queue.remove(too_large)
+            self._bury_too_large(too_large)
+
+    def _bury_too_large(self, headers: Iterable[GroupHeader]) -> None:
+        self.bury(headers, f"larger than the trainer's batch of {self.batch_size} sequences")
+
+    def bury(self, headers: Iterable[GroupHeader], reason: str) -> None:
+        """Set groups aside as dead."""
+        headers = list(headers)
+        for header in headers:
+            self.dead.add(header, reason)
+        self._move(headers, Place.DEAD, reason=reason)
+        self.log.error("%d groups set aside as dead: %s", len(headers), reason)
+
+    def end(self, headers: Iterable[GroupHeader], fate: Fate) -> None:
+        for header in headers:
+            self.deliveries.pop(header.number, None)
+            self.ended[fate] += 1
+            self._ends.append(End(number=header.number, fate=fate))
+
+    # Batches
+
+    def look(self) -> Plan | NoBatch:
+        """The next batch of the queue, computed once per change of what it depends on."""
+        version = self.current_version
+        basis = (self.queue.version, self.environments.version, self.batch_size, version)
+        if self._plan is None or basis != self._planned_for:
+            self._planned_for = basis
+            self._plan = self.queue.plan(
+                batch_size=self.batch_size,
+                floors=sequence_floors(self.batch_size, self.environments.shares()),
+                overdue_before=version - PATIENCE_VERSIONS,
+            )
+        return self._plan
+
+    def lease_next(self, request: LeaseRequest | None, *, now: float) -> Batch | None:
+        """Take the next batch out of replay or queue and lease it."""
+        headers = None
+        if not self.leases.to_replay:
+            headers = self._cut()
+            if headers is None:
+                return None
+        ttl_s = self.policy.lease_ttl_s
+        batch = self.leases.lease(headers, request, default_ttl_s=ttl_s, now=now)
+        self.note_batch(batch, Place.LEASED)
+        return batch
+
+    def _cut(self) -> Sequence[GroupHeader] | None:
+        """Take the groups of the next batch out of the queue."""
+        plan = self.look()
+        was_stuck, self._is_stuck = self._is_stuck, isinstance(plan, NoBatch) and plan.is_stuck
+        if isinstance(plan, NoBatch):
+            if self._is_stuck and not was_stuck:
+                self.log.warning("there is no batch although enough is queued: %s", plan.reason)
+            return None
+        if plan.waived:
+            self.log.warning(
+                "no batch of whole groups honours every min_batch_allocation; waived for %s",
+                list(plan.waived),
+            )
+        self.queue.remove(plan.groups)
+        return plan.groups
+
+    def take_back(self, batch: Batch, *, is_failure: bool) -> None:
+        """End a lease without an acknowledgement; a failure counts against the groups."""
+        self.leases.take_back(batch)
+        self.note_end(batch)
+        self.enqueue(self.count_failure(batch.headers) if is_failure else batch.headers)
+
+    def bury_members(self, batch: Batch, numbers: Iterable[int], reason: str) -> int:
+        """End a lease because of some of its groups, which are set aside as dead; return how many others go back."""
+        bad = set(numbers)
+        good = [header for header in batch.headers if header.number not in bad]
+        self.leases.take_back(batch)
+        self.note_end(batch)
+        self.bury([header for header in batch.headers if header.number in bad], reason)
+        self.enqueue(good)
+        return len(good)
+
+    def count_failure(self, headers: Sequence[GroupHeader]) -> list[GroupHeader]:
+        """Count a lease without acknowledgement; return the groups still to be delivered."""
+        alive: list[GroupHeader] = []
+        poison: list[GroupHeader] = []
+        for header in headers:
+            failures = self.deliveries.get(header.number, 0) + 1
+            self.deliveries[header.number] = failures
+            (poison if failures >= self.policy.max_deliveries else alive).append(header)
+        if poison:
+            times = self.policy.max_deliveries
+            self.bury(poison, f"leased {times} times without an acknowledgement")
+        return alive
+
+    def acknowledge(self, batch: Batch, step: int | None) -> None:
+        """Count a batch as trained; free the oldest of those beyond what is kept without a checkpoint."""
+        self.leases.acknowledge(batch, step)
+        for header in batch.headers:
+            self.deliveries.pop(header.number, None)
+        self.note_batch(batch, Place.TRAINED)
+        self.free(self.leases.surplus(self.policy))
+
+    def free(self, batches: Iterable[Batch]) -> None:
+        """Forget batches that were trained on."""
+        for batch in batches:
+            self.leases.free(batch)
+            self.note_end(batch)
+            self.end(batch.headers, Fate.TRAINED)
+
+    # Groups that come in
+
+    def numbered(self, group: IncomingGroup) -> NewGroup:
+        header = GroupHeader(
+            number=self.next_number,
+            env_id=group.env_id,
+            num_sequences=group.num_sequences,
+            policy_version=group.policy_version,
+            arrival_step=self.current_version,
+            num_tokens=group.num_tokens,
+            num_bytes=len(group.payload),
+        )
+        self.next_number += 1
+        return NewGroup(
+            header=header,
+            group_id=group.group_id or uuid.uuid4().hex,
+            digest=group.digest,
+            payload=group.payload,
+            place=Place.BUFFERED if self._is_odd(header) else Place.QUEUED,
+        )
+
+    def _is_odd(self, header: GroupHeader) -> bool:
+        """Whether the group waits for others of its environment."""
+        environment = self.environments.find(header.env_id)
+        if environment is None or not environment.is_active:
+            return False
+        # Sizes beyond the batch are no use to anyone, and their sums would cost memory.
+        return header.num_sequences < environment.registration.group_size <= self.batch_size
+
+    def take_in(self, group: NewGroup, outcome: Appended, *, now: float) -> Receipt:
+        """Take a group into memory as the store has taken it."""
+        env_id = group.header.env_id
+        environment = self.environments.find(env_id)
+        if environment is not None:
+            self.hear_of(environment, now=now)
+        if outcome is not Appended.STORED:
+            is_duplicate = outcome is Appended.DUPLICATE
+            self.num_duplicates += is_duplicate
+            return Receipt(env_id=env_id, is_duplicate=is_duplicate)
+        self.num_accepted += 1
+        if group.place is Place.QUEUED or environment is None:
+            self.latest = group.payload
+            self.queue.add(group.header)
+            return Receipt(env_id=env_id)
+        version = self.queue.version
+        self.buffer(group.header)
+        if self.queue.version != version:
+            self.latest = group.payload
+        return Receipt(env_id=env_id, buffer_size=environment.num_buffered_sequences)
+
+    def buffer(self, header: GroupHeader) -> None:
+        """Buffer an odd-sized group; queue it with others when together they are a full one."""
+        environment = self.environments.find(header.env_id)
+        if environment is None:
+            self.enqueue([header])
+            return
+        environment.buffered.append(header)
+        if not self._is_odd(header):
+            self.flush_buffer(environment)
+            return
+        group_size = environment.registration.group_size
+        chosen = oldest_subset([each.num_sequences for each in environment.buffered], group_size)
+        if chosen:
+            self.enqueue([environment.buffered[index] for index in chosen])
+            for index in reversed(chosen):
+                del environment.buffered[index]
+        elif environment.num_buffered_sequences > _MAX_BUFFERED_SIZES * group_size:
+            self.log.warning(
+                "environment %d (%r) sends groups that do not add up to its group_size of %d; they are queued all the"
+                " same",
+                environment.env_id,
+                environment.name,
+                group_size,
+            )
+            self.flush_buffer(environment)
+
+    def flush_buffer(self, environment: Environment) -> None:
+        """Queue what waits for others that will not come."""
+        left, environment.buffered = environment.buffered, []
+        self.enqueue(left)
+
+    def hear_of(self, environment: Environment, *, now: float) -> None:
+        if self.environments.hear_of(environment, now=now):
+            self.log.info("environment %d (%r) is back", environment.env_id, environment.name)
+
+    # Time
+
+    def expire(self, *, now: float) -> bool:
+        """End leases, environments and groups whose time is over; return whether there were any."""
+        lost = self.leases.expired(now=now)
+        for batch in lost:
+            self.log.warning(
+                "the lease of batch %d (step %d) expired after %.0f s; its %d groups go back",
+                batch.row.number,
+                batch.row.step,
+                now - batch.leased_at,
+                len(batch.headers),
+            )
+            self.take_back(batch, is_failure=True)
+        silent = self.environments.silence(now=now, timeout_s=self.policy.env_timeout_s)
+        for environment in silent:
+            self.log.warning(
+                "environment %d (%r) has been silent for %.0f s; its minimum is suspended",
+                environment.env_id,
+                environment.name,
+                now - environment.last_seen,
+            )
+            self.flush_buffer(environment)
+        stale = self._take_stale()
+        self.end(stale, Fate.EXPIRED)
+        forgotten = self.dead.take_beyond(self.policy.keep_dead_bytes)
+        self.end(forgotten, Fate.DEAD)
+        return bool(lost or silent or stale or forgotten)
+
+    def _take_stale(self) -> list[GroupHeader]:
+        """Take out what was sampled too many policy versions ago."""
+        if self.max_staleness is None:
+            return []
+        oldest = self.current_version - self.max_staleness
+        stale = self.queue.stale(oldest)
+        self.queue.remove(stale)
+        for environment in self.environments:
+            stale += [h for h in environment.buffered if version_of(h) < oldest]
+            environment.buffered = [h for h in environment.buffered if version_of(h) >= oldest]
+        if stale:
+            self.log.warning(
+                "%d groups expired, sampled before policy version %d (by environment: %s)",
+                len(stale),
+                oldest,
+                dict(Counter(header.env_id for header in stale)),
+            )
+        return stale

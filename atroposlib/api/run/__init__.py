@@ -1,18 +1,18 @@
 """One run of the hub, without HTTP and without files: queue, batches, leases, environments, and the ledger."""
 
 __all__ = [
+    "accounts",
     "admission",
-    "backlog",
     "batching",
     "coordinator",
     "dead_letters",
     "environments",
     "experiments",
-    "explaining",
     "hub",
     "leases",
     "queue",
-    "signals",
+    "saved",
+    "state",
     "sums",
     "types",
 ]

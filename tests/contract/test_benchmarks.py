@@ -1,4 +1,4 @@
-"""`benchmarks/hub.py` and `env.py` run against started processes, and their figures are measurements."""
+"""The benchmarks run, and their figures are measurements."""
 
 from __future__ import annotations
 
@@ -250,6 +250,32 @@ def test_a_quick_run_compares_requests_with_bare_ones() -> None:
     assert rows[0]["times bare"] == "1.00"
     assert all(float(row["CPU us per request"]) > 50 for row in rows)
     assert all(0.05 < float(row["wall s"]) < 5 for row in rows)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_the_limiter_is_compared_with_no_limit_and_the_best_fixed_number() -> None:
+    def rows_of(*options: str) -> dict[str, dict[str, dict[str, str]]]:
+        run = subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks/concurrency.py"), "--seeds", "1", *options],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        tables = tables_of(run.stdout)
+        return {title: {row[""]: row for row in rows} for title, rows in tables.items()}
+
+    [slow] = rows_of("--only", "slows down").values()
+    rates = slow["completions per second"]
+    assert list(rates) == ["", "adaptive", "none", "fixed, 64"]
+    assert 1.5 * float(rates["none"]) < float(rates["adaptive"]) <= float(rates["fixed, 64"])
+    assert slow["requests given up"]["none"] == "0"
+
+    http = rows_of("--only", "no such server", "--http", "4")["Over HTTP"]
+    refused = {name: float(row["refused per completion"]) for name, row in http.items()}
+    assert 0 <= refused["adaptive"] < 0.5 < refused["none"]
 
 
 @pytest.mark.e2e

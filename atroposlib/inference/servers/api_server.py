@@ -28,11 +28,7 @@ import numpy as np
 
 from atroposlib.errors import EngineRejected, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.servers.concurrency import (
-    INITIAL_LIMIT,
-    ConcurrencyController,
-    ServerLoad,
-)
+from atroposlib.inference.servers.concurrency import ConcurrencyController
 from atroposlib.inference.servers.limiter import AsyncSemWithAdaptiveWeight
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.sampling_notes import note_sampling
@@ -49,8 +45,6 @@ HEALTH_POLL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
 HEALTH_REMINDER_S = 5.0
 """Pause between two probes of a server that is down and that no request waits for."""
-LOAD_POLL_S = 2.0
-"""Pause between two looks at a busy server's own figures."""
 MIN_PAUSE_S = 0.01
 BOUND_WAIT_S = 60.0
 """How long a session waits for its server while others are up: long enough for a restart."""
@@ -212,10 +206,8 @@ class APIServer(ABC):
         self.concurrency: ConcurrencyController | None = None
         """What adapts the number of requests in flight; None: the two configured numbers are all there is."""
         if config.adaptive_concurrency:
-            num_train, num_eval = config.num_max_requests_at_once, config.num_requests_for_eval
-            # Doubling from an eighth, a server that is fine is used fully after three rounds of answers.
             self.concurrency = ConcurrencyController(
-                num_train + num_eval, initial=max(INITIAL_LIMIT, num_train // 8)
+                config.num_max_requests_at_once + config.num_requests_for_eval
             )
             self._apply_limit()
         self.is_another_healthy: Callable[[], bool] = lambda: False
@@ -228,8 +220,6 @@ class APIServer(ABC):
         self._num_waiting = 0
         """Requests that wait for the server to be up."""
         self._health_asked_at = -HEALTH_REMINDER_S
-        self._load_task: asyncio.Task[None] | None = None
-        self._tells_load = type(self)._find_load is not APIServer._find_load
         self._healthy = asyncio.Event()
         self._healthy.set()
         self._asked = asyncio.Event()
@@ -329,11 +319,10 @@ class APIServer(ABC):
 
     async def close(self) -> None:
         """Stop watching the server. Subclasses close their sessions as well."""
-        tasks = [task for task in (self.check_task, self._load_task) if task is not None]
-        self.check_task = self._load_task = None
-        for task in tasks:
+        task, self.check_task = self.check_task, None
+        if task is not None:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(task, return_exceptions=True)
 
     # For concrete servers.
 
@@ -356,10 +345,6 @@ class APIServer(ABC):
 
     async def _find_fault(self) -> str | None:
         """Return None if the server is up, else the reason it is not; makes no paid request."""
-        return None
-
-    async def _find_load(self) -> ServerLoad | None:
-        """Return the server's own figures, or None if it has none: then it is not asked again."""
         return None
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
@@ -564,8 +549,6 @@ class APIServer(ABC):
         send: Callable[..., Awaitable[T]],
         kwargs: dict[str, Any],
     ) -> tuple[T, float]:
-        if self._tells_load and self._load_task is None:
-            self._load_task = asyncio.create_task(self._watch_load(controller))
         began = time.monotonic()
         controller.start(began)
         try:
@@ -573,12 +556,7 @@ class APIServer(ABC):
         except BaseException as e:
             now = time.monotonic()
             if says_later(e) or timed_out(e):
-                controller.refuse(
-                    now,
-                    started_at=began,
-                    retry_after_s=getattr(e, "retry_after_s", None),
-                    timed_out=timed_out(e),
-                )
+                controller.refuse(now, started_at=began)
             else:
                 controller.drop(now)
             self._apply_limit()
@@ -601,24 +579,6 @@ class APIServer(ABC):
             limit = self.concurrency.limit
             self.eval_sem.update_limit(limit)
             self.sem.update_limit(max(1, limit - self.eval_sem.in_use))
-
-    async def _watch_load(self, controller: ConcurrencyController) -> None:
-        """Tell the controller the server's own figures while requests are in flight."""
-        try:
-            await asyncio.sleep(LOAD_POLL_S)
-            while controller.in_flight:
-                try:
-                    load = await self._find_load()
-                    if load is None:
-                        self._tells_load = False
-                        return
-                    controller.observe(time.monotonic(), running=load.running, waiting=load.waiting)
-                    self._apply_limit()
-                except EngineUnavailable:
-                    pass  # the requests themselves show whether the server is down
-                await asyncio.sleep(LOAD_POLL_S)
-        finally:
-            self._load_task = None
 
     def _count(self, split: str, seconds: float, num_sent: int) -> None:
         timings, attempts = (

@@ -22,7 +22,6 @@ from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.api_server import HEALTH_TIMEOUT_S, APIServer
 from atroposlib.inference.servers.choices import merge_bodies, part_of, run_together, split_n
-from atroposlib.inference.servers.concurrency import ServerLoad, read_load
 from atroposlib.inference.servers.http_peer import (
     EngineHttpRejected,
     HttpPeer,
@@ -159,9 +158,6 @@ def read_weight_info(body: bytes) -> WeightInfo | None:
 class OpenAIRoutesServer(APIServer):
     """A server with `/chat/completions` and `/completions`."""
 
-    metrics_path: str | None = None
-    """Where the server tells how many requests run and wait, in Prometheus form; None: nowhere."""
-
     def __init__(
         self,
         config: APIServerConfig,
@@ -293,12 +289,6 @@ class OpenAIRoutesServer(APIServer):
 
     async def _find_fault(self) -> str | None:
         return await self._ask("/models", accept_4xx=True)
-
-    async def _find_load(self) -> ServerLoad | None:
-        if self.metrics_path is None:
-            return None
-        status, body = await self._peer.get(self.metrics_path, timeout_s=HEALTH_TIMEOUT_S)
-        return read_load(body) if status == 200 else None
 
     async def _ask(self, path: str, *, accept_4xx: bool) -> str | None:
         """GET a path and return why the server is not up, or None. `accept_4xx`: any answer shows that it is."""

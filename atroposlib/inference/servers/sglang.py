@@ -136,8 +136,6 @@ _results = msgspec.json.Decoder(_Result | list[_Result])
 class SGLangServer(WithTokenizer, OpenAIRoutesServer):
     """An SGLang engine; `base_url` may end in `/v1` or not."""
 
-    metrics_path = "/metrics"
-
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> None:

@@ -64,8 +64,6 @@ FORBIDDEN = 403
 class VLLMServer(OpenAIRoutesServer):
     """An engine with vLLM's routes; `base_url` may end in `/v1` or not."""
 
-    metrics_path = "/metrics"
-
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> None:

@@ -1,0 +1,407 @@
+"""What does it change that the number of requests at an inference server adapts to it?
+
+`PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/concurrency.py` simulates servers and clients in virtual time
+(`_simulated_engine.py`, a minute of CPU) with the limiter that environments use, with the configured maximum alone and
+with the best fixed number. `--http` then runs real requests, alternately with and without adaptation, against the
+scripted engine, beside the simulation of the same. `--sensitivity` halves and doubles each constant of the limiter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.scripted_engine import Latency, Script
+from atroposlib.inference.servers.concurrency import ConcurrencyController
+from atroposlib.inference.servers.vllm import VLLMServer
+from benchmarks._simulated_engine import (
+    TOKEN_TIME_S,
+    Client,
+    FixedLimit,
+    Limiter,
+    Server,
+    Simulation,
+)
+from benchmarks.inference import running_engine
+
+CAP = 576
+"""The defaults of `num_max_requests_at_once` and `num_requests_for_eval` together."""
+FIXED = (8, 16, 32, 64, 80, 128, 256)
+BEFORE_S, MEASURED_S = 60.0, 300.0
+"""Virtual seconds before a measurement begins, and that it lasts."""
+WINDOW_S, RECOVERED, GIVEN_UP_S = 3.0, 0.9, 300.0
+"""A server has recovered when a window has this share of the best rate."""
+
+MakeLimiter = Callable[[], Limiter]
+
+
+def adaptive() -> Limiter:
+    return ConcurrencyController(CAP)
+
+
+def fixed(limit: int) -> MakeLimiter:
+    return lambda: FixedLimit(limit)
+
+
+SERVERS: dict[str, Server] = {
+    "queues, as vLLM does": Server(),
+    "queues, and clients time out after 10 s": Server(timeout_s=10.0),
+    "refuses beyond its slots, Retry-After 1 s": Server(max_waiting=0),
+    "queues 16, then refuses, no Retry-After": Server(max_waiting=16, retry_after_s=None),
+    "slows down beyond its slots": Server(
+        runs_all=True, token_time=lambda n, slots: TOKEN_TIME_S * max(1.0, n / slots) ** 1.5
+    ),
+    "has room for all": Server(
+        runs_all=True, token_time=lambda n, slots: TOKEN_TIME_S * (1 + n / 64)
+    ),
+}
+
+
+class Result(NamedTuple):
+    """Means over the seeds."""
+
+    goodput: float
+    """Completions per second."""
+    p50_s: float
+    p99_s: float
+    again: float
+    """Attempts refused or timed out, per completion."""
+    failed: float
+    """Requests given up."""
+    smallest_part: float
+    """Tokens of the client that got fewest, 1: an equal part."""
+
+
+def measure(
+    make: Sequence[MakeLimiter], server: Server, seed: int, *, stagger_s: float = 0.0
+) -> Result:
+    """Let one client for each limiter share a server; each begins `stagger_s` after the one before."""
+    clients = [Client(one(), starts_at=i * stagger_s) for i, one in enumerate(make)]
+    simulation = Simulation(clients, replace(server), seed=seed)
+    began = BEFORE_S + stagger_s * len(clients)
+    simulation.run(began)
+    counts = [(one.num_refused + one.num_timed_out, one.num_failed) for one in clients]
+    tokens = [one.num_tokens for one in clients]
+    simulation.run(began + MEASURED_S)
+    found = [latency for one in clients for at, latency in one.latencies if at > began]
+    waits = sorted(found + simulation.ages())
+    num = max(1, len(found))
+    again = sum(one.num_refused + one.num_timed_out for one in clients)
+    parts = [one.num_tokens - before for one, before in zip(clients, tokens, strict=True)]
+    return Result(
+        goodput=len(found) / MEASURED_S,
+        p50_s=waits[len(waits) // 2],
+        p99_s=waits[int(len(waits) * 0.99)],
+        again=(again - sum(count for count, _ in counts)) / num,
+        failed=sum(one.num_failed for one in clients) - sum(count for _, count in counts),
+        smallest_part=min(parts) * len(parts) / max(1.0, sum(parts)),
+    )
+
+
+def recovery_s(make: MakeLimiter, server: Server, seed: int, *, slots: tuple[int, int]) -> float:
+    """Return the seconds until throughput is that of the second number of slots."""
+    client = Client(make())
+    simulation = Simulation([client], replace(server, slots=slots[0]), seed=seed)
+    simulation.run(BEFORE_S)
+    simulation.server.slots = slots[1]
+    return recovering_s(simulation, best=slots[1] / TOKEN_TIME_S)
+
+
+def recovering_s(simulation: Simulation, *, best: float) -> float:
+    [client], began = simulation.clients, simulation.now
+    while simulation.now < began + GIVEN_UP_S:
+        before = client.num_tokens
+        simulation.run(simulation.now + WINDOW_S)
+        if client.num_tokens - before >= RECOVERED * best * WINDOW_S:
+            break
+    return simulation.now - began
+
+
+def outage(make: MakeLimiter, seed: int) -> tuple[float, float]:
+    """Refuse everything (503) for 10 s; return the seconds to recover from it and the attempts refused."""
+    client = Client(make())
+    simulation = Simulation([client], Server(runs_all=True), seed=seed)
+    simulation.run(BEFORE_S)
+    simulation.server.refuses_all = True
+    simulation.run(BEFORE_S + 10)
+    simulation.server.refuses_all = False
+    return recovering_s(simulation, best=512 / TOKEN_TIME_S), client.num_refused
+
+
+def paced(make: MakeLimiter, server: Server, seed: int) -> float:
+    """Return completions per second where items come and go: 512 and 32 requests wanted for 30 s each."""
+    client = Client(make())
+    simulation = Simulation([client], replace(server), seed=seed)
+    for i in range(20):
+        client.num_workers = (512, 32)[i % 2]
+        simulation.run(30.0 * (i + 1))
+    return len(client.latencies) / simulation.now
+
+
+def first_minutes(make: MakeLimiter, seed: int) -> float:
+    """Return completions per second of the first 20 minutes, of answers that take one to two minutes."""
+    server = Server(
+        runs_all=True,
+        token_time=lambda n, slots: TOKEN_TIME_S * (1 + n / 256),
+        lengths=lambda rng: rng.randint(3000, 6000),
+    )
+    client = Client(make())
+    Simulation([client], server, seed=seed).run(1200.0)
+    return client.num_tokens / 4500 / 1200.0
+
+
+def mean(of: Callable[[int], float], seeds: int) -> float:
+    return statistics.fmean(of(seed) for seed in range(seeds))
+
+
+def mean_result(of: Callable[[int], Result], seeds: int) -> Result:
+    return Result(*map(statistics.fmean, zip(*map(of, range(seeds)), strict=True)))
+
+
+def best_fixed(server: Server, seeds: int) -> int:
+    """Return the number with most completions, to 1 %; of those the one with fewest refusals, then the smallest."""
+    results = {n: mean_result(lambda s, n=n: measure([fixed(n)], server, s), seeds) for n in FIXED}
+    most = max(result.goodput for result in results.values())
+    good = [n for n, result in results.items() if result.goodput >= 0.99 * most]
+    return min(good, key=lambda n: (round(results[n].again, 2), n))
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    print(f"\n### {title}\n")
+    for row in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join(row) + " |", flush=True)
+
+
+def describe(name: str, server: Server, seeds: int) -> None:
+    best = best_fixed(server, seeds)
+    makes: list[MakeLimiter] = [adaptive, fixed(CAP), fixed(best)]
+    alone = [mean_result(lambda s, m=m: measure([m], server, s), seeds) for m in makes]
+    both = [
+        mean_result(lambda s, m=m: measure([m, m], server, s, stagger_s=60.0), seeds) for m in makes
+    ]
+    rows = [
+        ["completions per second", *(f"{one.goodput:.1f}" for one in alone)],
+        ["latency p50 / p99, s", *(f"{one.p50_s:.1f} / {one.p99_s:.1f}" for one in alone)],
+        ["refused or timed out per completion", *(f"{one.again:.2f}" for one in alone)],
+        ["requests given up", *(f"{one.failed:.0f}" for one in alone)],
+    ]
+    if name != "has room for all":
+        for slots in ((64, 8), (8, 64)):
+            waits = [
+                statistics.fmean(
+                    recovery_s(one, server, seed, slots=slots) for seed in range(seeds)
+                )
+                for one in makes
+            ]
+            rows.append(
+                [
+                    f"recovery from {slots[0]} -> {slots[1]} slots, s",
+                    *(f"{wait:.0f}" if wait < GIVEN_UP_S else "never" for wait in waits),
+                ]
+            )
+    rows += [
+        ["two clients: completions per second", *(f"{one.goodput:.1f}" for one in both)],
+        ["two clients: smaller part (1: equal)", *(f"{one.smallest_part:.2f}" for one in both)],
+    ]
+    table(f"Server {name}", ["", "adaptive", "none", f"fixed, {best}"], rows)
+
+
+def describe_changes(seeds: int) -> None:
+    makes: list[MakeLimiter] = [adaptive, fixed(CAP), fixed(64)]
+    queues, room = SERVERS["queues, as vLLM does"], SERVERS["has room for all"]
+
+    def beside(make: MakeLimiter) -> float:
+        makes = [make, fixed(CAP)]
+        return mean(lambda s: measure(makes, queues, s, stagger_s=60.0).smallest_part / 2, seeds)
+
+    rows = [
+        [
+            "503 for 10 s: recovery, s / attempts refused",
+            *(
+                f"{mean(lambda s, m=m: outage(m, s)[0], seeds):.0f}"
+                f" / {mean(lambda s, m=m: outage(m, s)[1], seeds):.0f}"
+                for m in makes
+            ),
+        ],
+        [
+            "32 and 512 requests wanted in turn, server with room: completions per second",
+            *(f"{mean(lambda s, m=m: paced(m, room, s), seeds):.1f}" for m in makes),
+        ],
+        [
+            "first 20 minutes of answers that take 1 to 2: completions per second",
+            *(f"{mean(lambda s, m=m: first_minutes(m, s), seeds):.2f}" for m in makes),
+        ],
+        [
+            "queueing server, beside a client without limit: part of the server",
+            *(f"{beside(m):.2f}" for m in makes),
+        ],
+    ]
+    table("Changes", ["", "adaptive", "none", "fixed, 64"], rows)
+
+
+def describe_constants(seeds: int) -> None:
+    """Print what half and double of each constant change; shares count by their distance from 1."""
+    variants: dict[str, dict[str, float]] = {
+        "as they are": {},
+        "START 32": {"START": 32},
+        "START 128": {"START": 128},
+        "GROWTH 1.5": {"GROWTH": 1.5},
+        "GROWTH 4": {"GROWTH": 4.0},
+        "BACKOFF 0.9": {"BACKOFF": 0.9},
+        "BACKOFF 0.975": {"BACKOFF": 0.975},
+        "MAX_FALL 0.25": {"MAX_FALL": 0.25},
+        "MAX_FALL 0.75": {"MAX_FALL": 0.75},
+        "WORSE 0.8": {"WORSE": 0.8},
+        "WORSE 0.95": {"WORSE": 0.95},
+    }
+    queues, times_out, refuses, _, slows, _ = SERVERS.values()
+    rows = []
+    for name, constants in variants.items():
+        kind = type("Variant", (ConcurrencyController,), constants)
+
+        def make(kind: type[ConcurrencyController] = kind) -> Limiter:
+            return kind(CAP)
+
+        def rate(server: Server, make: MakeLimiter = make) -> Result:
+            return mean_result(lambda s: measure([make], server, s), seeds)
+
+        def part(server: Server, make: MakeLimiter = make) -> float:
+            both = [make, make]
+            return mean(lambda s: measure(both, server, s, stagger_s=60.0).smallest_part, seeds)
+
+        late = rate(times_out)
+        rows.append(
+            [
+                name,
+                f"{rate(refuses).goodput:.1f}",
+                f"{rate(slows).goodput:.1f}",
+                f"{late.goodput:.1f} / {late.again:.3f}",
+                f"{mean(lambda s, m=make: recovery_s(m, refuses, s, slots=(8, 64)), seeds):.0f}",
+                f"{mean(lambda s, m=make: outage(m, s)[0], seeds):.0f}",
+                f"{part(refuses):.2f}",
+                f"{part(queues):.2f}",
+                f"{mean(lambda s, m=make: first_minutes(m, s), seeds):.2f}",
+            ]
+        )
+    head = [
+        "",
+        "refuses, /s",
+        "slows down, /s",
+        "time-outs: /s / timed out",
+        "recovery 8 -> 64, s",
+        "after 503, s",
+        "smaller part, refuses",
+        "smaller part, queues",
+        "first 20 minutes, /s",
+    ]
+    table("Half and double of each constant", head, rows)
+
+
+# The same over HTTP.
+
+HTTP_SLOTS, HTTP_WORKERS, HTTP_LENGTHS = 16, 128, (20, 60)
+
+
+@dataclass
+class Counts:
+    finished: list[float] = field(default_factory=list)
+    """Seconds of every request that was answered, retries included."""
+    num_sent: int = 0
+
+
+async def ask_for(seconds: float, url: str, *, adapts: bool) -> Counts:
+    """Keep HTTP_WORKERS requests open and count what comes in the second half."""
+    server = VLLMServer(
+        APIServerConfig(
+            base_url=url, server_type="vllm", model_name="scripted", adaptive_concurrency=adapts
+        )
+    )
+    counts, half = Counts(), time.monotonic() + seconds / 2
+    send = server._completion_wrapper
+
+    async def counted(**kwargs: object) -> object:
+        counts.num_sent += time.monotonic() > half
+        return await send(**kwargs)
+
+    server._completion_wrapper = counted  # type: ignore[method-assign]
+
+    async def work(worker: int) -> None:
+        for i in range(10**9):
+            began = time.monotonic()
+            await server.completion(prompt=f"{worker} {i}", max_tokens=HTTP_LENGTHS[1], n=1)
+            if time.monotonic() > half:
+                counts.finished.append(time.monotonic() - began)
+
+    workers = [asyncio.create_task(work(worker)) for worker in range(HTTP_WORKERS)]
+    await asyncio.wait(workers, timeout=seconds)
+    for worker in workers:
+        worker.cancel()
+    await asyncio.gather(*workers, return_exceptions=True)
+    await server.close()
+    return counts
+
+
+def describe_http(seconds: float, repeats: int) -> None:
+    script = Script(
+        num_slots=HTTP_SLOTS,
+        max_waiting=0,
+        lengths=HTTP_LENGTHS,
+        latency=Latency(per_token_s=TOKEN_TIME_S),
+    )
+    rows = []
+    with running_engine(script) as url:
+        for number in range(repeats):
+            for adapts in (True, False):
+                found = asyncio.run(ask_for(seconds, url, adapts=adapts))
+                simulated = Server(
+                    slots=HTTP_SLOTS,
+                    max_waiting=0,
+                    overhead_tokens=0.0,
+                    lengths=lambda rng: rng.randint(*HTTP_LENGTHS),
+                )
+                client = Client(adaptive() if adapts else FixedLimit(CAP), num_workers=HTTP_WORKERS)
+                simulation = Simulation([client], simulated, seed=number)
+                simulation.run(seconds / 2)
+                before, refused = len(client.latencies), client.num_refused
+                simulation.run(seconds)
+                num, finished = len(client.latencies) - before, len(found.finished)
+                rows.append(
+                    [
+                        "adaptive" if adapts else "none",
+                        f"{2 * finished / seconds:.1f}",
+                        f"{2 * num / seconds:.1f}",
+                        f"{found.num_sent / max(1, finished) - 1:.2f}",
+                        f"{(client.num_refused - refused) / max(1, num):.2f}",
+                    ]
+                )
+    head = ["", "completions per second", "simulated", "refused per completion", "simulated"]
+    table(f"Over HTTP: {HTTP_SLOTS} slots and {HTTP_WORKERS} requests wanted", head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default="", help="servers whose name contains this")
+    parser.add_argument("--http", type=float, default=0.0, help="seconds of each run over HTTP")
+    parser.add_argument("--sensitivity", action="store_true", help="constants instead of servers")
+    args = parser.parse_args()
+    if args.sensitivity:
+        describe_constants(args.seeds)
+        return
+    for name, server in SERVERS.items():
+        if args.only in name:
+            describe(name, server, args.seeds)
+    if not args.only:
+        describe_changes(args.seeds)
+    if args.http:
+        describe_http(args.http, repeats=2)
+
+
+if __name__ == "__main__":
+    main()

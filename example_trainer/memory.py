@@ -14,7 +14,7 @@ from example_trainer.step import data_options
 GIB = 2**30
 
 HEAD_BYTES = 3 * 2**29
-"""Blocks of float32 logits, forward and backward (`head.GPU_CHUNK_BYTES`)."""
+"""A block of float32 logits (`head.GPU_CHUNK_BYTES`) and their gradient in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

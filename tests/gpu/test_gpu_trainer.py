@@ -118,7 +118,9 @@ def test_logprobs_of_a_large_vocabulary_need_less_than_one_tensor_of_logits() ->
 
 
 @pytest.mark.parametrize("chunk_size", [100, 4096])
-def test_the_bfloat16_head_sums_its_gradients_in_float32(chunk_size: int) -> None:
+def test_the_compiled_bfloat16_head_sums_its_gradients_in_float32(
+    chunk_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
     rng = np.random.default_rng(0)
     hidden = torch.tensor(rng.normal(size=(1000, 64)), dtype=torch.bfloat16)
     weight = torch.tensor(rng.normal(0, 0.2, (3000, 64))).bfloat16().double()
@@ -143,6 +145,7 @@ def test_the_bfloat16_head_sums_its_gradients_in_float32(chunk_size: int) -> Non
     torch.testing.assert_close(values[1], values[0], rtol=0, atol=0.05)
     error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
     assert error < 5e-3
+    assert "could not be compiled" not in caplog.text
 
 
 @needs_liger

@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from example_trainer import head
 from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
 from example_trainer.model import Policy, load_policy
@@ -113,3 +116,69 @@ def test_forward_and_losses_of_every_correction_stay_on_the_gpu(
 ) -> None:
     changes = {"correction": correction, "distill_coef": 0.3, "distill_loss": "reverse_kl"}
     take_one_step(models["whole"], torch.bfloat16, **changes, **LAYOUTS[layout])
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up what operations read and write, and notes what they write by shape and dtype.
+
+    Views, allocations and the few values that are picked out or put in place are not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self.written: set[tuple[tuple[int, ...], torch.dtype]] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._schema.name
+        skipped = ("aten::empty", "aten::gather", "aten::scatter", "prim::")
+        if not func.is_view and not name.startswith(skipped):
+            read = (args, {key: value for key, value in kwargs.items() if key != "out"})
+            written = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+            tensors = [each for each in tree_leaves(read) if isinstance(each, torch.Tensor)]
+            if name == "aten::copy_":
+                tensors = tensors[1:]
+            self.num_bytes += sum(each.nbytes for each in [*tensors, *written])
+            self.written |= {(tuple(each.shape), each.dtype) for each in written}
+        return out
+
+
+class Saved:
+    """What autograd keeps from the forward pass to the backward pass: its engine would ask for the device."""
+
+    needs_input_grad = (True, True, False)
+    saved_tensors: tuple[Any, ...]
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, wanted: bool) -> None:
+        assert not wanted
+
+
+def test_no_product_of_the_head_is_rounded_and_a_logit_costs_as_many_bytes_as_counted() -> None:
+    """`head.py` names the figures; what is compiled into one kernel there is counted one by one here."""
+    num_positions, vocabulary, size = 8192, 151_936, 896
+    rows = head.GPU_CHUNK_BYTES // (4 * vocabulary)
+    with FakeTensorMode():
+        hidden = torch.empty(num_positions, size, device="cuda", dtype=torch.bfloat16)
+        weight = torch.empty(vocabulary, size, device="cuda")
+        ids = torch.empty(num_positions, 1, device="cuda", dtype=torch.int64)
+        temperature, ones = (
+            torch.empty(n, device="cuda") for n in (num_positions, (num_positions, 1))
+        )
+        saved = Saved()
+        with OneDevice("cuda"), Traffic() as forward:
+            head._Head.forward(saved, hidden, weight, None, ids, temperature, rows)
+        with OneDevice("cuda"), Traffic() as backward:
+            found = head._Head.backward(saved, ones, None)
+    assert [each.dtype for each in found[:2] if each is not None] == [torch.bfloat16, torch.float32]
+    logits, gradient = (rows, vocabulary), (vocabulary, size)
+    assert {dtype for shape, dtype in forward.written if shape == logits} == {torch.float32}
+    assert (gradient, torch.float32) in backward.written
+    per_logit = (forward.num_bytes + backward.num_bytes) / (num_positions * vocabulary)
+    assert per_logit == pytest.approx(108, abs=1)

@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
-from example_trainer.head import HeadOutput, head_logprobs, logits_logprobs
+from example_trainer import head
+from example_trainer.head import (
+    HeadOutput,
+    _fused,
+    _gradient,
+    _sums,
+    head_logprobs,
+    logits_logprobs,
+)
 
 N, H, V, K = 7, 4, 11, 3
 
@@ -26,6 +37,7 @@ def inputs(*, bias: bool) -> list[torch.Tensor | None]:
 
 
 IDS = torch.randint(0, V, (N, K), generator=torch.Generator().manual_seed(1))
+IDS[1, 2] = IDS[1, 0]  # a teacher names the label too
 TEMPERATURE = torch.linspace(0.5, 2.0, N, dtype=torch.float64)
 
 
@@ -77,6 +89,41 @@ def test_logits_that_exist_give_the_same() -> None:
     found = logits_logprobs(logits, ids_NK=IDS, temperature_N=TEMPERATURE)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def blocks() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Return what is compiled on CUDA, with arguments."""
+    rng = torch.Generator().manual_seed(2)
+    logits = torch.randn(N, V, generator=rng)
+    temperature, gradient = TEMPERATURE.float(), torch.randn(N, K, generator=rng)
+    _, log_sum, entropy = _sums(logits, temperature, IDS, None, None)
+    backward = (logits, temperature, log_sum, entropy, gradient, gradient[:, 0])
+    return [
+        (_sums, (logits, temperature, IDS, None, None)),
+        (_gradient, (*backward, torch.float32, None)),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_blocks_compile_as_one_graph_that_gives_the_same(which: int) -> None:
+    function, arguments = blocks()[which]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    found, wanted = compiled(*arguments), function(*arguments)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_blocks_that_cannot_be_compiled_run_as_they_are_after_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    function, arguments = blocks()[0]
+    fused = _fused.__wrapped__(function)
+    with inductor.patch({"cpp.cxx": ("/no/compiler",), "fx_graph_cache": False}):
+        for _ in range(2):
+            torch.testing.assert_close(fused(*arguments), function(*arguments), rtol=0, atol=0)
+    warned = [record for record in caplog.records if record.name == head.__name__]
+    assert [record.getMessage().split(":")[0] for record in warned] == [
+        "_sums could not be compiled and runs slower and in more memory"
+    ]
 
 
 @pytest.mark.e2e

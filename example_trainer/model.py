@@ -24,7 +24,6 @@ from example_trainer.adapters import add_adapters, freeze_other_layers, merged_w
 from example_trainer.config import TrainerConfig
 from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
-from example_trainer.liger import apply_liger
 from example_trainer.parallel import ALONE, World, full_weights, is_sharded
 
 
@@ -224,11 +223,11 @@ def load_policy(
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model_name)
         if world.size == 1:
-            read = model = build_model(config, device, dtype=kept).to(device)
+            read = model = build_model(config, dtype=kept).to(device)
         else:
-            read = build_model(config, device, dtype="auto") if world.is_main else None
+            read = build_model(config, dtype="auto") if world.is_main else None
             with torch.device("meta"):
-                model = build_model(config, device, dtype=kept, has_weights=False)
+                model = build_model(config, dtype=kept, has_weights=False)
     except ConfigError:
         raise
     except (OSError, ValueError, ImportError) as error:
@@ -247,10 +246,8 @@ def load_policy(
     )
 
 
-def build_model(
-    config: TrainerConfig, device: torch.device, *, dtype: Any, has_weights: bool = True
-) -> Any:
-    """Return the model with adapters, kernels and checkpointing as configured, on the CPU.
+def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) -> Any:
+    """Return the model with adapters, checkpointing and compiled layers as configured, on the CPU.
 
     Without weights it is on the device of the context. What the checkpoint holds in 16 bits and "auto" leaves so is
     still trained in float32: `World.fill` widens it.
@@ -270,8 +267,6 @@ def build_model(
             f"--packing on: layers of {type(model).__name__} hand a state on from token to token, so that sequences in "
             "one row would read each other's; use --packing off"
         )
-    if config.use_liger:
-        apply_liger(model, device)
     if config.lora:
         model = add_adapters(model, config)
     elif config.train_layer_indices is not None:
@@ -281,15 +276,18 @@ def build_model(
         # transformers 5.x renamed it on the way; the old name warns there, the new one is missing before.
         newer = getattr(model, "activation_checkpointing_enable", None)
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    if config.compile_layers:
+        for layer in transformer_layers(model):
+            layer.compile()
     return model
 
 
 def transformer_layers(model: Any) -> list[nn.Module]:
-    """Return the blocks of the decoder, the units that are split over processes one by one."""
+    """Return the blocks of the decoder, the units that are compiled and split over processes one by one."""
     layers = getattr(base_model(model).get_decoder(), "layers", None)
     if layers is None:
         raise ConfigError(
-            f"{type(model).__name__} has no `layers`: it cannot be trained by several processes"
+            f"{type(model).__name__} has no `layers`: they can be neither split over processes nor compiled"
         )
     return list(layers)
 

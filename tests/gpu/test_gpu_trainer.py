@@ -1,6 +1,6 @@
 """What only a CUDA device can show of the trainer: bfloat16, flash attention over packed rows, memory, kernels.
 
-`pytest -m gpu tests/gpu`; flash_attn and liger_kernel are used where they are installed.
+`pytest -m gpu tests/gpu`; flash_attn is used where it is installed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ pytestmark = [
 ]
 needs_flash = pytest.mark.skipif(
     importlib.util.find_spec("flash_attn") is None, reason="flash_attn is not installed"
-)
-needs_liger = pytest.mark.skipif(
-    importlib.util.find_spec("liger_kernel") is None, reason="liger_kernel is not installed"
 )
 GROUPS = [make_group([1.0, 0.0, 0.3, 0.8], seed=s, length=9 + 40 * s) for s in range(3)]
 
@@ -148,11 +145,10 @@ def test_the_compiled_bfloat16_head_sums_its_gradients_in_float32(
     assert "could not be compiled" not in caplog.text
 
 
-@needs_liger
-def test_the_kernels_of_liger_give_the_same_logprobs(model_dir: Path, tmp_path: Path) -> None:
+def test_compiled_layers_give_the_same_logprobs(model_dir: Path, tmp_path: Path) -> None:
     found = []
-    for use_liger in (False, True):  # in this order: its rotary kernel stays for the process
-        config = config_for(model_dir, tmp_path, use_liger=use_liger)
+    for compile_layers in (False, True):
+        config = config_for(model_dir, tmp_path, compile_layers=compile_layers)
         policy = load_policy(config)
         batch = make_batch(GROUPS, data_options(config))
         found.append(logprobs(policy, batch).detach())

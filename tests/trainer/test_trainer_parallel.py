@@ -122,10 +122,9 @@ def test_a_process_that_reads_no_weights_holds_none(
     """What it is to hold is split before it has any memory."""
     model_dir = make_tiny_model(tmp_path / "model", tie_word_embeddings=True)
     config = TrainerConfig(**settings_for(model_dir, tmp_path, **changes))
-    cpu = torch.device("cpu")
-    read = build_model(config, cpu, dtype=torch.float32)
+    read = build_model(config, dtype=torch.float32)
     with torch.device("meta"):
-        held = build_model(config, cpu, dtype=torch.float32, has_weights=False)
+        held = build_model(config, dtype=torch.float32, has_weights=False)
     tensors = [*held.named_parameters(), *held.named_buffers()]
     assert {tensor.device.type for _, tensor in tensors} == {"meta"}
     expected = [*read.named_parameters(), *read.named_buffers()]

@@ -158,11 +158,17 @@ class Policy:
 
         With adapters these are the adapter's, in peft's format, or with `merged` those of the whole model.
         """
-        state = full_weights(self.model, module=self.module)
+        only_adapter = self.is_adapted and not merged
+        state = full_weights(
+            self.model,
+            self.world,
+            dtype=None if self.is_adapted else self.dtype,
+            part=".lora_" if only_adapter else "",
+        )
         if not self.world.is_main:
             return
         self.tokenizer.save_pretrained(directory)
-        if self.is_adapted and not merged:
+        if only_adapter:
             self.model.save_pretrained(directory, state_dict=state)
             return
         if self.is_adapted:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -152,17 +151,21 @@ def whole(value: Tensor) -> Tensor:
     return value if full is None else full()
 
 
-def full_weights(model: nn.Module, *, module: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state by name; split over processes, it is gathered on the CPU of the first, others get {}."""
-    if not is_sharded(module):
-        return dict(model.state_dict())
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    tied = second_names(model)
-    gathered = get_model_state_dict(model, options=options)
-    return {name: value for name, value in gathered.items() if name not in tied}
+def full_weights(
+    model: nn.Module, world: World, *, dtype: torch.dtype | None = None, part: str = ""
+) -> dict[str, Tensor]:
+    """Return the state whose names hold `part`, gathered on the CPU of the first process; others get {}.
 
-
-def second_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters that are tied to one named before."""
-    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return every - {name for name, _ in model.named_parameters()}
+    Every process must call it. Floats come in `dtype`, None for their own: they are cast first, so that half of the
+    bytes travel where it is bfloat16. Tied parameters travel once and stay tied.
+    """
+    gathered: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if part in name:
+            if id(value) not in gathered:
+                own = value.detach()
+                own = whole(own.to(dtype) if own.is_floating_point() else own)
+                gathered[id(value)] = own.cpu() if world.is_main else own.new_empty(0)
+            state[name] = gathered[id(value)]
+    return state if world.is_main else {}

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from example_trainer.checkpointing import Checkpoints
 from example_trainer.config import TrainerConfig
 from example_trainer.data import MicroBatch, make_batch
 from example_trainer.gap import LogprobGap
-from example_trainer.model import load_policy
+from example_trainer.model import load_policy, transformer_layers
 from example_trainer.optim import make_optimizer
 from example_trainer.parallel import World, processes
 from example_trainer.step import data_options, take_step
@@ -38,6 +39,20 @@ class Watching(LogprobGap):
         self.held_bytes.append(sum(whole_or_part(g).nbytes for g in gradients if g is not None))
 
 
+class Gathered(TorchDispatchMode):
+    """Counts the bytes that this process has after they were gathered from all."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **kwargs or {})
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.num_bytes += out.nbytes
+        return out
+
+
 def whole_or_part(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
@@ -52,6 +67,10 @@ def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> l
     numbers: list[float | None] = []
     gap = Watching(policy, limit=None)
     gap.held_bytes = []
+    computes_in: set[str] = set()
+    transformer_layers(policy.model)[0].register_forward_pre_hook(
+        lambda layer, _: computes_in.update(str(p.dtype) for p in layer.parameters())
+    )
     for step in range(start, config.num_steps):
         # Three micro-batches for two processes, so that one of them has a filler.
         groups = [
@@ -62,8 +81,11 @@ def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> l
         numbers += [result.loss, result.grad_norm, result.sums["ratio_sum"], result.gap.maximum]
         if step + 1 == save_at:
             saved.save(policy, optimizer, save_at)
-    policy.save(config.save_path / "final_model")
+    with Gathered() as gathered:
+        policy.save(config.save_path / "final_model")
     measured = {
+        "computes_in": sorted(computes_in),
+        "gathered": gathered.num_bytes,
         "gradients": gap.held_bytes,
         "weights": sum(whole_or_part(p).nbytes for p in policy.model.parameters()),
         "peak_rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,

@@ -62,13 +62,14 @@ def weights_of(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     return load_file(Path(settings["save_path"]) / "final_model/model.safetensors")
 
 
+def measured(settings: dict[str, Any], rank: int) -> dict[str, Any]:
+    path = Path(settings["save_path"]) / f"measured_{rank}.json"
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+
 def assert_half_is_held(two: dict[str, Any], one: dict[str, Any]) -> None:
     """Also between the micro-batches of a step: a gradient is summed over the processes as soon as it is there."""
-    paths = [Path(two["save_path"]) / f"measured_{rank}.json" for rank in range(2)]
-    alone, *halves = (
-        json.loads(path.read_text())
-        for path in (Path(one["save_path"]) / "measured_0.json", *paths)
-    )
+    alone, *halves = measured(one, 0), measured(two, 0), measured(two, 1)
     for half in halves:
         assert half["weights"] < 0.6 * alone["weights"]
     # The first of two micro-batches of each step; the other process may have a filler as its second.
@@ -100,6 +101,32 @@ def test_two_processes_train_as_one_and_read_each_others_checkpoints(tmp_path: P
     to_two = settings_for(model_dir, tmp_path / "to_two", resume_from=tmp_path / "one" / path)
     assert in_two_processes(to_two, save_at=None) == pytest.approx(rest, abs=1e-5)
     assert_same(weights_of(to_two), weights_of(to_one))
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_compute_and_publish_in_bfloat16_over_float32_masters(tmp_path: Path) -> None:
+    """The published weights travel in half of the bytes that the masters have, an adapter without its base."""
+    model_dir = make_tiny_model(tmp_path / "model", tie_word_embeddings=True)
+    one = settings_for(model_dir, tmp_path / "one", num_steps=2)
+    expected = in_one_process(one)
+    alone = measured(one, 0)
+    assert (alone["gathered"], alone["computes_in"]) == (0, ["torch.float32"])
+    whole = alone["weights"]
+    for changes, most in (({}, 0.55 * whole), ({"lora": True}, 0.2 * whole)):
+        two = settings_for(
+            model_dir, tmp_path / str(changes), num_steps=2, dtype="bfloat16", **changes
+        )
+        found = in_two_processes(two, save_at=None)
+        half = measured(two, 1)
+        assert half["computes_in"] == ["torch.bfloat16"]
+        assert 0.45 * whole < half["weights"] < 0.7 * whole
+        assert 0 < half["gathered"] < most
+        if not changes:
+            assert found[:2] == pytest.approx(
+                expected[:2], rel=0.05, abs=0.01
+            )  # loss, gradient norm
+            assert half["gathered"] > 0.45 * whole
+            assert {value.dtype for value in weights_of(two).values()} == {torch.bfloat16}
 
 
 def test_each_process_computes_as_many_micro_batches() -> None:

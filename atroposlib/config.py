@@ -411,7 +411,9 @@ def _print_help(flags: Sequence[_Flag], *, prog: str, description: str, reads_ya
         lines.append(f"  {flag.spelling} {_type_name(flag.info.annotation)}")
         default = "required" if flag.info.is_required() else f"default: {_default_text(flag.info)}"
         lines.append(
-            f"      {(flag.info.description or '').strip()} ({default})".replace("  (", " (")
+            f"      {' '.join((flag.info.description or '').split())} ({default})".replace(
+                "  (", " ("
+            )
         )
     sys.stdout.write("\n".join(lines) + "\n")
 

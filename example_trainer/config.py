@@ -46,285 +46,212 @@ _UNUSED = (
 class TrainerConfig(BaseModel):
     """Settings of one training run; counts of sequences, tokens and steps, times in seconds."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, use_attribute_docstrings=True)
 
     # Model
     model_name: str = Field(
-        validation_alias=AliasChoices("model_name", "model", "model_name_or_path"),
-        description="checkpoint directory, or a name on the Hugging Face hub",
+        validation_alias=AliasChoices("model_name", "model", "model_name_or_path")
     )
-    device: str = Field(
-        "auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="auto, cpu, cuda or cuda:N; auto: cuda where there is one",
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
-        description="of the forward pass and of the published weights; auto: bfloat16 on cuda, float32 on cpu. "
-        "Master weights are always float32",
-    )
-    gradient_checkpointing: bool = Field(
-        False, description="recompute activations in the backward pass: less memory, more time"
-    )
-    compile_layers: bool = Field(
-        False,
-        description="torch.compile for each decoder layer: all work between matrix products then reads "
-        "and writes a quarter of the bytes (counted on 0.5B); a minute or more of compiling in the first steps",
-    )
-    threads: int | None = Field(
-        None,
-        ge=1,
-        description="torch CPU threads; None: torch's choice, or 1 on two cores or fewer",
-    )
-    seed: int = Field(0, description="of torch, numpy and python")
+    """Checkpoint directory, or a name on the Hugging Face hub."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """auto, cpu, cuda or cuda:N; auto: cuda where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward pass and of the published weights; auto: bfloat16 on cuda, float32 on cpu. Master weights are
+    always float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    compile_layers: bool = False
+    """torch.compile for each decoder layer: all work between matrix products then reads and writes a quarter of the
+    bytes (counted on 0.5B); a minute or more of compiling in the first steps."""
+    threads: int | None = Field(None, ge=1)
+    """Torch CPU threads; None: torch's choice, or 1 on two cores or fewer."""
+    seed: int = 0
+    """Of torch, numpy and python."""
 
     # Hub
     hub_url: str = Field(
-        "http://localhost:8000",
-        validation_alias=AliasChoices("hub_url", "atropos_url"),
-        description="address of run-api",
+        "http://localhost:8000", validation_alias=AliasChoices("hub_url", "atropos_url")
     )
-    hub_token: str | None = Field(
-        None,
-        description="bearer token of the hub, where it asks for one; None: that in ATROPOS_HUB_TOKEN",
-    )
-    lease_s: float | None = Field(
-        None,
-        gt=0,
-        description="time without a sign of life after which the hub hands this trainer's batch out again; None: the "
-        "hub's default, 15 minutes",
-    )
+    """Address of run-api."""
+    hub_token: str | None = None
+    """Bearer token of the hub, where it asks for one; None: that in ATROPOS_HUB_TOKEN."""
+    lease_s: float | None = Field(None, gt=0)
+    """Time without a sign of life after which the hub hands this trainer's batch out again; None: the hub's default,
+    15 minutes."""
 
     # Training
-    num_steps: int = Field(
-        10,
-        ge=1,
-        validation_alias=AliasChoices("num_steps", "training_steps"),
-        description="optimizer steps",
-    )
-    batch_size: int = Field(
-        64,
-        ge=1,
-        description="sequences per padded micro-batch; times gradient_accumulation_steps = sequences per step",
-    )
-    gradient_accumulation_steps: int = Field(1, ge=1, description="see batch_size")
-    max_microbatch_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="positions per micro-batch, padding included; bounds memory. None: 32768, or 8192 on cuda without "
-        "gradient_checkpointing",
-    )
-    seq_len: int = Field(
-        2048, ge=2, description="longest sequence in tokens; longer ones are skipped and counted"
-    )
-    packing: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="several sequences in one row, without padding between them; auto: where flash attention runs",
-    )
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = Field(
-        "auto",
-        description="attention kernel; auto: flash_attention_2 where it is installed, else sdpa",
-    )
-    pad_to_multiple_of: int = Field(8, ge=1, description="micro-batch width is rounded up to this")
-    lr: float = Field(1e-5, gt=0, description="learning rate after the warm-up")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear learning-rate warm-up")
-    optimizer: Literal["adamw", "adamw_8bit"] = Field(
-        "adamw", description="adamw_8bit needs bitsandbytes and a single process"
-    )
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
-    adam_beta2: float = Field(0.99, ge=0, lt=1, description="AdamW")
-    adam_eps: float = Field(1e-8, gt=0, description="AdamW")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW")
-    max_grad_norm: float = Field(1.0, gt=0, description="gradient norm is clipped to this")
+    num_steps: int = Field(10, ge=1, validation_alias=AliasChoices("num_steps", "training_steps"))
+    """Optimizer steps."""
+    batch_size: int = Field(64, ge=1)
+    """Sequences per padded micro-batch; times gradient_accumulation_steps = sequences per step."""
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    """See batch_size."""
+    max_microbatch_tokens: int | None = Field(None, ge=1)
+    """Positions per micro-batch, padding included; bounds memory. None: 32768, or 8192 on cuda without
+    gradient_checkpointing."""
+    seq_len: int = Field(2048, ge=2)
+    """Longest sequence in tokens; longer ones are skipped and counted."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Several sequences in one row, without padding between them; auto: where flash attention runs."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
+    """Attention kernel; auto: flash_attention_2 where it is installed, else sdpa."""
+    pad_to_multiple_of: int = Field(8, ge=1)
+    """Micro-batch width is rounded up to this."""
+    lr: float = Field(1e-5, gt=0)
+    """Learning rate after the warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear learning-rate warm-up."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit needs bitsandbytes and a single process."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW."""
+    adam_beta2: float = Field(0.99, ge=0, lt=1)
+    """AdamW."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """AdamW."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradient norm is clipped to this."""
 
     # Adapters
-    lora: bool = Field(False, description="train adapters on a frozen model")
-    lora_r: int = Field(16, ge=1, description="rank of the adapters")
-    lora_alpha: int = Field(32, ge=1, description="adapters are scaled by this / lora_r")
-    lora_dropout: float = Field(
-        0.0, ge=0, lt=1, description="makes the trainer differ from the engine"
-    )
-    lora_target_modules: list[str] = Field(
-        ["q_proj", "v_proj"], description="names of the matrices that get an adapter"
-    )
-    lora_layer_indices: str | None = Field(
-        None, description="layers that get adapters, such as 0-3,28-31; None: all"
-    )
-    train_layer_indices: str | None = Field(
-        None, description="layers that are trained, all else being frozen; None: the whole model"
-    )
+    lora: bool = False
+    """Train adapters on a frozen model."""
+    lora_r: int = Field(16, ge=1)
+    """Rank of the adapters."""
+    lora_alpha: int = Field(32, ge=1)
+    """Adapters are scaled by this / lora_r."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Makes the trainer differ from the engine."""
+    lora_target_modules: list[str] = ["q_proj", "v_proj"]
+    """Names of the matrices that get an adapter."""
+    lora_layer_indices: str | None = None
+    """Layers that get adapters, such as 0-3,28-31; None: all."""
+    train_layer_indices: str | None = None
+    """Layers that are trained, all else being frozen; None: the whole model."""
 
     # Objective
-    objective: ObjectiveName = Field(
-        "grpo",
-        description="a published combination of the settings below; one of them given by itself wins",
-    )
-    baseline: Baseline = Field(
-        "group",
-        description="what scores are compared with: the group's mean, the mean of the others in it (rloo), the batch's "
-        "mean (batch), the group's mean but scaled over the batch (group_batch), nothing (none)",
-    )
-    scale_advantages: bool = Field(
-        True, description="divide advantages by the group's std (false: Dr. GRPO)"
-    )
-    surrogate: Surrogate = Field(
-        "clip",
-        description="clip: PPO's minimum; cispo: clipped ratio as a constant weight; reinforce: no ratio",
-    )
-    ratio_level: RatioLevel = Field(
-        "token", description="the ratio of each token, or of the whole sequence (GSPO)"
-    )
-    clip_eps: float = Field(0.2, gt=0, le=1, description="the ratio is clipped to 1 - this")
-    clip_eps_high: float | None = Field(
-        None, gt=0, description="the ratio is clipped to 1 + this; None: clip_eps"
-    )
-    correction: Correction = Field(
-        "none",
-        description="what is done about engines that sample from another policy than the trainer's: none: the ratio is "
-        "to the sampled logprobs; else it is to the trainer's own, and weights are truncated (tis), masked above "
-        "(mis), masked on both sides (icepop) or left as they are (decoupled)",
-    )
-    correction_level: RatioLevel = Field(
-        "token", description="weights of each token, or their product over the sequence"
-    )
-    correction_cap: float = Field(2.0, gt=0, description="largest weight")
-    correction_floor: float = Field(0.5, ge=0, description="smallest weight of icepop")
-    kl_coef: float = Field(
-        0.0,
-        ge=0,
-        description="weight of the KL to the reference: the groups' ref_logprobs, else a frozen copy of the model",
-    )
-    kl_estimator: KlEstimator = Field(
-        "k3", description="exp(d) - d - 1 (k3) or d * d / 2 (k2), d = reference - own logprob"
-    )
-    entropy_coef: float = Field(0.0, description="weight of an entropy bonus")
-    distill_coef: float = Field(
-        0.0, ge=0, description="weight of distillation from the teacher's logprobs in the groups"
-    )
-    distill_loss: DistillLoss = Field(
-        "forward_kl",
-        description="forward_kl: over the tokens the teacher named; reverse_kl: on the sampled token, as an advantage",
-    )
-    loss_mean: LossMean = Field(
-        "token",
-        description="mean over all trained tokens; over sequences of their token means; or, constant, over sequences "
-        "of their token sums divided by loss_constant",
-    )
-    loss_constant: float | None = Field(
-        None, gt=0, description="tokens, for --loss_mean constant; None: seq_len"
-    )
-    overlong_max: int = Field(
-        0, ge=0, description="trained tokens at which a sequence's score is lowered by 1; 0: never"
-    )
-    overlong_buffer: int = Field(
-        1, ge=1, description="tokens before overlong_max over which the score is lowered gradually"
-    )
-    logprobs_mode: Literal["auto", "raw", "processed"] = Field(
-        "auto",
-        description="what the engines report: raw (before temperature; vLLM's default) or processed logprobs; auto: "
-        "processed where vLLM is started here, so that ratios are those of the samples at any temperature, else raw",
-    )
-    max_logprob_gap: float | None = Field(
-        None,
-        gt=0,
-        description="nats: stop when sampled and own logprobs of the current policy differ by more in the mean; None: "
-        "only warn, above 1e-3 in float32 and 0.1 in bfloat16",
-    )
+    objective: ObjectiveName = "grpo"
+    """A published combination of the settings below; one of them given by itself wins."""
+    baseline: Baseline = "group"
+    """What scores are compared with: the group's mean, the mean of the others in it (rloo), the batch's mean (batch),
+    the group's mean but scaled over the batch (group_batch), nothing (none)."""
+    scale_advantages: bool = True
+    """Divide advantages by the group's std (false: Dr. GRPO)."""
+    surrogate: Surrogate = "clip"
+    """Clip: PPO's minimum; cispo: clipped ratio as a constant weight; reinforce: no ratio."""
+    ratio_level: RatioLevel = "token"
+    """The ratio of each token, or of the whole sequence (GSPO)."""
+    clip_eps: float = Field(0.2, gt=0, le=1)
+    """The ratio is clipped to 1 - this."""
+    clip_eps_high: float | None = Field(None, gt=0)
+    """The ratio is clipped to 1 + this; None: clip_eps."""
+    correction: Correction = "none"
+    """What is done about engines that sample from another policy than the trainer's: none: the ratio is to the sampled
+    logprobs; else it is to the trainer's own, and weights are truncated (tis), masked above (mis), masked on both
+    sides (icepop) or left as they are (decoupled)."""
+    correction_level: RatioLevel = "token"
+    """Weights of each token, or their product over the sequence."""
+    correction_cap: float = Field(2.0, gt=0)
+    """Largest weight."""
+    correction_floor: float = Field(0.5, ge=0)
+    """Smallest weight of icepop."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL to the reference: the groups' ref_logprobs, else a frozen copy of the model."""
+    kl_estimator: KlEstimator = "k3"
+    """Exp(d) - d - 1 (k3) or d * d / 2 (k2), d = reference - own logprob."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus."""
+    distill_coef: float = Field(0.0, ge=0)
+    """Weight of distillation from the teacher's logprobs in the groups."""
+    distill_loss: DistillLoss = "forward_kl"
+    """forward_kl: over the tokens the teacher named; reverse_kl: on the sampled token, as an advantage."""
+    loss_mean: LossMean = "token"
+    """Mean over all trained tokens; over sequences of their token means; or, constant, over sequences of their token
+    sums divided by loss_constant."""
+    loss_constant: float | None = Field(None, gt=0)
+    """Tokens, for --loss_mean constant; None: seq_len."""
+    overlong_max: int = Field(0, ge=0)
+    """Trained tokens at which a sequence's score is lowered by 1; 0: never."""
+    overlong_buffer: int = Field(1, ge=1)
+    """Tokens before overlong_max over which the score is lowered gradually."""
+    logprobs_mode: Literal["auto", "raw", "processed"] = "auto"
+    """What the engines report: raw (before temperature; vLLM's default) or processed logprobs; auto: processed where
+    vLLM is started here, so that ratios are those of the samples at any temperature, else raw."""
+    max_logprob_gap: float | None = Field(None, gt=0)
+    """Nats: stop when sampled and own logprobs of the current policy differ by more in the mean; None: only warn,
+    above 1e-3 in float32 and 0.1 in bfloat16."""
 
     # Checkpoints and records
-    save_path: Path = Field(
-        Path("trained_model_checkpoints"), description="step_<N>/ and final_model/ are written here"
-    )
-    checkpoint_interval: int = Field(
-        3, ge=0, description="steps between checkpoints; 0: only the final one"
-    )
-    keep_last: int | None = Field(None, ge=1, description="checkpoints to keep; None: all of them")
-    resume: bool = Field(
-        False,
-        description="resume from the newest checkpoint in save_path, or start a new run where there is none",
-    )
-    resume_from: Path | None = Field(
-        None, description="resume from this step_<N> directory instead of the newest"
-    )
-    metrics_path: Path | None = Field(
-        None, description="JSON lines, one object per step; None: <save_path>/metrics.jsonl"
-    )
-    use_wandb: bool = Field(False, description="log to Weights & Biases as well")
-    wandb_project: str | None = Field(None, description="needed with use_wandb")
-    wandb_group: str | None = Field(None, description="None: eight random characters")
+    save_path: Path = Path("trained_model_checkpoints")
+    """step_<N>/ and final_model/ are written here."""
+    checkpoint_interval: int = Field(3, ge=0)
+    """Steps between checkpoints; 0: only the final one."""
+    keep_last: int | None = Field(None, ge=1)
+    """Checkpoints to keep; None: all of them."""
+    resume: bool = False
+    """Resume from the newest checkpoint in save_path, or start a new run where there is none."""
+    resume_from: Path | None = None
+    """Resume from this step_<N> directory instead of the newest."""
+    metrics_path: Path | None = None
+    """JSON lines, one object per step; None: <save_path>/metrics.jsonl."""
+    use_wandb: bool = False
+    """Log to Weights & Biases as well."""
+    wandb_project: str | None = None
+    """Needed with use_wandb."""
+    wandb_group: str | None = None
+    """None: eight random characters."""
 
     # Weights to the engines
-    bridge: Literal["restart", "reload", "transfer", "lora"] = Field(
-        "restart",
-        description="restart: the trainer starts an engine and restarts it on new weights; "
-        "reload: running engines load new weights in place, from disk; transfer: over NCCL or CUDA IPC, "
-        "by the vllm beside the trainer; "
-        "lora: running engines swap the adapter",
-    )
-    weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "lora_restart"] | None = Field(
-        None,
-        description="the original's name for bridge: none = restart, shared_vllm = reload, lora_only = lora, "
-        "lora_restart = restart with --lora",
-    )
+    bridge: Literal["restart", "reload", "transfer", "lora"] = "restart"
+    """Restart: the trainer starts an engine and restarts it on new weights; reload: running engines load new weights
+    in place, from disk; transfer: over NCCL or CUDA IPC, by the vllm beside the trainer; lora: running engines swap
+    the adapter."""
+    weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "lora_restart"] | None = None
+    """The original's name for bridge: none = restart, shared_vllm = reload, lora_only = lora, lora_restart = restart
+    with --lora."""
     publish_interval: int | None = Field(
-        None,
-        ge=1,
-        validation_alias=AliasChoices("publish_interval", "vllm_restart_interval"),
-        description="steps between hand-overs of weights; None: 3 for restart, else 1",
+        None, ge=1, validation_alias=AliasChoices("publish_interval", "vllm_restart_interval")
     )
-    weights_dir: Path | None = Field(
-        None,
-        description="where weights are handed over; None: /dev/shm if there is room, else save_path",
-    )
-    engine_url: str = Field(
-        "",
-        description="reload, transfer and lora: addresses of the engines, comma-separated; empty: port vllm_port here",
-    )
-    engine_api_key: str | None = Field(
-        None,
-        description="reload, transfer and lora: key that the engines ask for; None: that in ATROPOS_ENGINE_API_KEY",
-    )
-    engine_timeout_s: float = Field(
-        600.0, gt=0, description="for an engine to start, or to take weights"
-    )
-    engine_retry_s: float = Field(
-        600.0,
-        ge=0,
-        description="reload and lora: for an engine that cannot be reached to be back; while no batch comes, the run "
-        "ends after this long without an engine",
-    )
-    lora_name: str = Field(
-        "policy",
-        min_length=1,
-        description="lora: what the engines call the adapter; the environments' model_name",
-    )
-    transfer_backend: Literal["nccl", "ipc"] | None = Field(
-        None,
-        description="transfer: nccl between GPUs; ipc on one and the same GPU; None: ipc where engine and trainer "
-        "share one",
-    )
-    transfer_bucket_mb: int = Field(
-        512, ge=1, description="transfer: MB of weights that are handed over at a time"
-    )
+    """Steps between hand-overs of weights; None: 3 for restart, else 1."""
+    weights_dir: Path | None = None
+    """Where weights are handed over; None: /dev/shm if there is room, else save_path."""
+    engine_url: str = ""
+    """Reload, transfer and lora: addresses of the engines, comma-separated; empty: port vllm_port here."""
+    engine_api_key: str | None = None
+    """Reload, transfer and lora: key that the engines ask for; None: that in ATROPOS_ENGINE_API_KEY."""
+    engine_timeout_s: float = Field(600.0, gt=0)
+    """For an engine to start, or to take weights."""
+    engine_retry_s: float = Field(600.0, ge=0)
+    """Reload and lora: for an engine that cannot be reached to be back; while no batch comes, the run ends after this
+    long without an engine."""
+    lora_name: str = Field("policy", min_length=1)
+    """Lora: what the engines call the adapter; the environments' model_name."""
+    transfer_backend: Literal["nccl", "ipc"] | None = None
+    """Transfer: nccl between GPUs; ipc on one and the same GPU; None: ipc where engine and trainer share one."""
+    transfer_bucket_mb: int = Field(512, ge=1)
+    """Transfer: MB of weights that are handed over at a time."""
 
     # The engine that the trainer starts itself
-    engine: Literal["vllm", "local"] = Field("vllm", description="local is atropos-engine")
-    vllm_python: str | None = Field(
-        None, description="interpreter of the environment that has vLLM; None: this one"
-    )
-    vllm_port: int = Field(9001, ge=1, le=65535, description="port of the engine")
-    vllm_gpu: int | None = Field(
-        None, ge=0, description="CUDA device of the engine; None: unchanged"
-    )
+    engine: Literal["vllm", "local"] = "vllm"
+    """Local is atropos-engine."""
+    vllm_python: str | None = None
+    """Interpreter of the environment that has vLLM; None: this one."""
+    vllm_port: int = Field(9001, ge=1, le=65535)
+    """Port of the engine."""
+    vllm_gpu: int | None = Field(None, ge=0)
+    """CUDA device of the engine; None: unchanged."""
     gpu_memory_utilization: float = Field(
         0.45,
         gt=0,
         le=1,
         validation_alias=AliasChoices("gpu_memory_utilization", "vllm_gpu_memory_utilization"),
-        description="share of the GPU that vLLM takes",
     )
-    max_model_len: int = Field(4096, ge=1, description="longest sequence of the engine")
-    log_dir: Path = Field(Path("logs"), description="the engine's log goes here")
+    """Share of the GPU that vLLM takes."""
+    max_model_len: int = Field(4096, ge=1)
+    """Longest sequence of the engine."""
+    log_dir: Path = Path("logs")
+    """The engine's log goes here."""
 
     # The original's flags without a use here
     vllm_config_path: str | None = Field(None, description=_UNUSED)
@@ -336,7 +263,8 @@ class TrainerConfig(BaseModel):
     num_inference_nodes: int = Field(0, description=_UNUSED)
     debug_loading: bool = Field(False, description=_UNUSED)
     single_copy: bool = Field(False, description=_UNUSED)
-    benchmark: bool = Field(False, description="log a summary of times and memory at the end")
+    benchmark: bool = False
+    """Log a summary of times and memory at the end."""
 
     @field_validator("hub_url")
     @classmethod

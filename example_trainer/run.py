@@ -19,8 +19,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pydantic import Field
-
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, EngineError, cli_boundary
 from atroposlib.utils.owned_process import OwnedProcess
@@ -41,11 +39,10 @@ _LOCAL_ENGINE_BRIDGES = ("restart", "reload")
 class RunConfig(TrainerConfig):
     """Settings of the trainer, and of what runs beside it."""
 
-    run_hub: bool = Field(False, description="start run-api as well, at --hub_url")
-    environment: Path | None = Field(
-        None,
-        description="environment to serve as well: its file; its own flags come last, after --",
-    )
+    run_hub: bool = False
+    """Start run-api as well, at --hub_url."""
+    environment: Path | None = None
+    """Environment to serve as well: its file; its own flags come last, after --."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,17 +1,16 @@
 """Groups from JSON, with two parsers: simdjson for what is well formed, msgspec for everything else.
 
-simdjson writes the numbers of a body into arrays and makes no Python object of any: 0.06 CPU seconds per million tokens
+simdjson writes the numbers of a group into arrays, with no Python object of any: 0.06 CPU seconds per million tokens
 where msgspec and numpy take 0.22, so without it JSON through the hub would cost half as much again (AMD EPYC, groups
-of 8 x 2048 tokens and logprobs). It wants 14 times the memory of its text: large bodies are given to it row by row, for
-0.11 s. It names no place of a fault and flattens lists within rows; a body with anything odd is therefore decoded once
-more, into typed lists. msgspec and `check_group` then say what is wrong and where:
+of 8 x 2048 tokens and logprobs). It names no place of a fault and flattens lists within rows; a group with anything odd
+is therefore decoded once more, into typed lists. msgspec and `check_group` then say what is wrong and where:
 `[1].sequences[2].tokens[7]: expected int, got str`. Every fault of a body is a `GroupError`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Final, cast
 
 import msgspec
@@ -38,9 +37,8 @@ from atroposlib.wire.packed import (
     decode_member,
 )
 
-_WHOLE_BYTES: Final = 2**22
-"""Parsed whole. For more, simdjson needs fresh pages each time: 8 MB take a sixth longer than row by row, 60 MB half as
-long again, and 400 MB of memory."""
+_QUICK_BYTES: Final = 2**26
+"""simdjson wants 14 times the memory of its text, 0.9 GB for this; msgspec half of that."""
 _ODD: Final = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, GroupError)
 """What parsing raises for a body that is faulty or not of the usual form; `msgspec.DecodeError` is a `ValueError`."""
 _INT_FIELDS: Final = ("tokens", "masks", "distill_token_ids")
@@ -51,30 +49,6 @@ _NOT_FINITE: Final = re.compile(rb"NaN|-?Infinity")
 _Sequences = msgspec.Meta(max_length=MAX_SEQUENCES)
 _IntRows = Annotated[list[list[int]], _Sequences]
 _FloatRows = Annotated[list[list[float]], _Sequences]
-
-
-_RawRows = Annotated[list[msgspec.Raw], _Sequences]
-
-
-class _RawGroup(msgspec.Struct, gc=False):
-    """Where the fields and rows of a group lie in the body."""
-
-    tokens: _RawRows
-    masks: _RawRows
-    scores: msgspec.Raw
-    advantages: _RawRows | None = None
-    ref_logprobs: _RawRows | None = None
-    messages: msgspec.Raw = msgspec.Raw()
-    generation_params: msgspec.Raw = msgspec.Raw()
-    inference_logprobs: _RawRows | None = None
-    overrides: msgspec.Raw = msgspec.Raw()
-    group_overrides: msgspec.Raw = msgspec.Raw()
-    images: msgspec.Raw = msgspec.Raw()
-    env_id: int | None = None
-    distill_token_ids: _RawRows | None = None
-    distill_logprobs: _RawRows | None = None
-    group_id: str | None = None
-    policy_version: int | None = None
 
 
 class _Group(msgspec.Struct, gc=False):
@@ -101,8 +75,7 @@ class _Group(msgspec.Struct, gc=False):
 _Groups = msgspec.Meta(max_length=MAX_GROUPS)
 _one_decoder = msgspec.json.Decoder(_Group)
 _many_decoder = msgspec.json.Decoder(Annotated[list[_Group], _Groups])
-_one_raw_decoder = msgspec.json.Decoder(_RawGroup)
-_many_raw_decoder = msgspec.json.Decoder(Annotated[list[_RawGroup], _Groups])
+_split_decoder = msgspec.json.Decoder(Annotated[list[msgspec.Raw], _Groups])
 
 
 def decode_json_groups(body: Blob, *, many: bool) -> list[ScoredGroup]:
@@ -115,47 +88,56 @@ def decode_json_groups(body: Blob, *, many: bool) -> list[ScoredGroup]:
 
 def iter_json_groups(body: Blob, *, many: bool) -> Iterator[ScoredGroup]:
     """Decode as `decode_json_groups` does, one group at a time."""
-    parse = _whole_fields if len(body) <= _WHOLE_BYTES else _piecewise_fields
-    groups = parse(body, many=many)
-    for i, fields in enumerate(_thorough_fields(body, many=many) if groups is None else groups):
+    if not many:
+        yield _decode_group(body)
+        return
+    try:
+        texts = _split_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        _parse(body, _many_decoder)  # says where the fault is
+        raise
+    for i, text in enumerate(texts):
         try:
-            group = check_group(fields, strictness=Strictness.WIRE)
+            group = _decode_group(memoryview(text))
         except GroupError as e:
-            raise (GroupError(f"[{i}].{e}") if many else e) from e
+            raise GroupError(f"[{i}].{e}") from e
         yield group
 
 
-def _whole_fields(body: Blob, *, many: bool) -> list[dict[str, Any]] | None:
-    """Parse groups of the usual form; None for any body with something odd."""
-    if body[:1] == b"\xef":  # simdjson skips a byte order mark
+def _decode_group(text: Blob) -> ScoredGroup:
+    fields = _quick_fields(text)
+    if fields is None:
+        fields = _with_objects(_parse(text, _one_decoder))
+    return check_group(fields, strictness=Strictness.WIRE)
+
+
+def _quick_fields(text: Blob) -> dict[str, Any] | None:
+    """Parse a group of the usual form; None for one with anything odd."""
+    # simdjson skips a byte order mark
+    if len(text) > _QUICK_BYTES or text[:1] == b"\xef":
         return None
     try:
-        document: Any = simdjson.Parser().parse(body)
-        return _WholeReader(body).read(document if many else [document])
+        return _QuickReader(text).read(simdjson.Parser().parse(text))
     except _ODD:
         return None
 
 
-class _WholeReader:
-    """Reads the groups of one body out of simdjson's document, and counts the lists that they ought to consist of."""
+class _QuickReader:
+    """Reads a group out of simdjson's document, and counts the lists that it ought to consist of."""
 
-    def __init__(self, body: Blob) -> None:
-        self._body = body
+    def __init__(self, text: Blob) -> None:
+        self._text = text
         self._num_lists = 0
 
-    def read(self, groups: Sequence[Any]) -> list[dict[str, Any]]:
-        """Raise `ValueError`, or what simdjson does, for anything odd."""
-        if len(groups) > MAX_GROUPS:
-            raise ValueError("too many groups")
-        fields = [self._fields(group) for group in groups]
+    def read(self, group: Any) -> dict[str, Any]:
+        """Raise `ValueError`, or what simdjson does, for anything odd; a group is a `simdjson.Object`."""
+        fields = self._fields(group)
         # Arrays take in what the lists in a row hold: only the number of lists tells whether there are any.
-        num_lists = self._num_lists + (not isinstance(groups, list))
-        if num_lists != np.count_nonzero(np.frombuffer(self._body, np.uint8) == ord("[")):
+        if self._num_lists != np.count_nonzero(np.frombuffer(self._text, np.uint8) == ord("[")):
             raise ValueError("a list where none belongs")
         return fields
 
     def _fields(self, group: Any) -> dict[str, Any]:
-        """`group` is a `simdjson.Object` if it is a group at all."""
         if len(set(group)) != len(group):
             raise ValueError("a key twice")
         fields: dict[str, Any] = {
@@ -194,49 +176,10 @@ class _WholeReader:
         return RaggedPerToken(Ragged(flat.values, _lengths(entries)), flat.lengths)
 
     def _object(self, text: bytes, name: str) -> Any:
-        if b"\\u005" in bytes(self._body):
-            raise ValueError("`text` may spell out a bracket that the body hides")
+        if b"\\u005" in bytes(self._text):
+            raise ValueError("`text` may spell out a bracket that the group hides")
         self._num_lists += text.count(b"[")
         return decode_member(text, name)
-
-
-def _piecewise_fields(body: Blob, *, many: bool) -> list[dict[str, Any]] | None:
-    """Do as `_whole_fields`, with the memory of one row at a time."""
-    parser = simdjson.Parser()
-    decoder: Any = _many_raw_decoder if many else _one_raw_decoder
-    try:
-        decoded = decoder.decode(body)
-        return [_raw_fields(group, parser) for group in (decoded if many else [decoded])]
-    except (*_ODD, RecursionError):
-        return None
-
-
-def _raw_fields(group: _RawGroup, parser: simdjson.Parser) -> dict[str, Any]:
-    fields = _with_objects(group)
-    fields["scores"] = _row(fields["scores"], "scores", parser).values
-    for name in ("tokens", "masks", *PER_TOKEN_FIELDS, *DISTILL_FIELDS):
-        if fields[name]:  # the gate tells [] from null
-            is_nested = name in DISTILL_FIELDS
-            rows = [_row(text, name, parser, is_nested=is_nested) for text in fields[name]]
-            values = np.concatenate([row.values for row in rows])
-            lengths = np.array([len(row.lengths) for row in rows], dtype=np.int64)
-            fields[name] = Ragged(values, lengths)
-            if is_nested:
-                counts = np.concatenate([row.lengths for row in rows])
-                fields[name] = RaggedPerToken(Ragged(values, counts), lengths)
-    return fields
-
-
-def _row(
-    raw: msgspec.Raw, name: str, parser: simdjson.Parser, *, is_nested: bool = False
-) -> Ragged:
-    """Parse the numbers of one sequence; `lengths` has an entry for each token, which counts if they are nested."""
-    text = bytes(raw)
-    row = cast(simdjson.Array, parser.parse(text))
-    lengths = _lengths(row) if is_nested else np.broadcast_to(np.int64(1), len(row))
-    if text.count(b"[") != 1 + (len(row) if is_nested else 0):
-        raise ValueError("a list where none belongs")
-    return Ragged(_values(row, name), lengths)
 
 
 def _values(rows: simdjson.Array, name: str) -> NDArray[Any]:
@@ -249,20 +192,19 @@ def _lengths(rows: Any) -> NDArray[np.int64]:
     return np.array([len(cast(simdjson.Array, row)) for row in rows], dtype=np.int64)
 
 
-def _thorough_fields(body: Blob, *, many: bool) -> Iterator[dict[str, Any]]:
-    decoder: Any = _many_decoder if many else _one_decoder
+def _parse(text: Blob, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """Decode into typed lists. Raises `GroupError`."""
     try:
-        decoded = decoder.decode(body)
+        return decoder.decode(text)
     except msgspec.ValidationError as e:
         raise _wrong_type(e) from e
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise _not_json(body, e, decoder) from e
+        raise _not_json(text, e, decoder) from e
     except RecursionError as e:
         raise GroupError("body: nested too deeply") from e
-    yield from map(_with_objects, decoded if many else [decoded])
 
 
-def _with_objects(group: _Group | _RawGroup) -> dict[str, Any]:
+def _with_objects(group: _Group) -> dict[str, Any]:
     """Return the fields of a group with its objects parsed."""
     fields = {name: getattr(group, name) for name in group.__struct_fields__}
     for name in OBJECT_FIELDS:
@@ -271,7 +213,7 @@ def _with_objects(group: _Group | _RawGroup) -> dict[str, Any]:
     return fields
 
 
-def _wrong_type(error: msgspec.ValidationError) -> GroupError:
+def _wrong_type(error: Exception) -> GroupError:
     """Say where first: "Expected `array`, got `int` - at `$[0].masks`" is "[0].masks: expected array, got int"."""
     message, _, where = str(error).partition(" - at `$")
     missing = re.fullmatch(r"Object missing required field `(\w+)`", message)
@@ -291,22 +233,24 @@ def _place(path: str) -> str:
     return path.lstrip(".")
 
 
-def _not_json(body: Blob, error: Exception, decoder: Any) -> GroupError:
-    """Name the place of a NaN, which Python's `json` writes; otherwise say what the parser does."""
+def _not_json(text: Blob, error: Exception, decoder: msgspec.json.Decoder[Any]) -> GroupError:
+    """Name the field in which the JSON breaks, where msgspec can tell, and a NaN, which Python's `json` writes."""
     position = re.search(r"\(byte (\d+)\)", str(error))
-    start = int(position[1]) if position else 0
+    start = int(position[1]) if position else len(text)
     # A minus sign is a number until what follows it is seen.
-    literal = _NOT_FINITE.match(body, max(0, start - 1)) or _NOT_FINITE.match(body, start)
-    if literal is None:
-        hint = "; it ends early, or holds half of a surrogate pair" if position is None else ""
-        return GroupError(f"body: not JSON: {error}{hint}")
-    what = f"{float(literal[0])} is not finite; send a number or leave the group out"
-    try:
-        # An object there is a fault of type, whose path msgspec tells.
-        decoder.decode(b"".join([body[: literal.start()], b"{}", body[literal.end() :]]))
-    except msgspec.ValidationError as e:
-        path, _, _ = str(_wrong_type(e)).partition(": ")
-        return GroupError(f"{path}: {what}")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        pass  # in an object, and not the only fault
-    return GroupError(f"body: byte {literal.start()}: {what}")
+    literal = _NOT_FINITE.match(text, max(0, start - 1)) or _NOT_FINITE.match(text, start)
+    if literal is not None:
+        start = literal.start()
+        what = f"{float(literal[0])} is not finite; send a number or leave the group out"
+    else:
+        hint = "" if position else "; it ends early, or holds half of a surrogate pair"
+        what = f"not JSON: {error}{hint}"
+    for separator in (b"", b","):
+        try:
+            # An object in a list of numbers is a fault of type, whose path msgspec tells.
+            decoder.decode(b"".join([text[:start], separator, b"{}"]))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+            if "got `object`" in str(e):
+                path, _, _ = str(_wrong_type(e)).partition(": ")
+                return GroupError(f"{path}: {what}")
+    return GroupError(f"body: byte {start}: {what}" if literal else f"body: {what}")

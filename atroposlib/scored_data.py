@@ -1,11 +1,10 @@
 """One group of scored sequences: the dict that authors write and the checked form that everything else reads.
 
 This module is the only code in the project that says which lengths and values of tokens, masks, logprobs, advantages,
-scores and distillation arrays are right. `check_group` reads dicts; its rules for numbers, `check_numbers` and
-`check_meaning`, also take arrays, so that `wire.check_blob` need not build a group. There are three gates: the
-environment's outbox and the trainer's client (`Strictness.MEANING`), and the hub (`MEANING` for packed groups,
-`Strictness.WIRE` for JSON). After the gate, alignment is a fact: the checked form keeps every per-token array flat, as
-long as `tokens`, and cut by the same `lengths`.
+scores and distillation arrays are right: `check_group` for dicts, `check_arrays` for a packed group that need not be
+built. There are three gates: the environment's outbox and the trainer's client (`Strictness.MEANING`), and the hub
+(`MEANING` for packed groups, `Strictness.WIRE` for JSON). After the gate, alignment is a fact: the checked form keeps
+every per-token array flat, as long as `tokens`, and cut by the same `lengths`.
 """
 
 from __future__ import annotations
@@ -283,7 +282,7 @@ def check_group(
     >>> check_group(group, strictness=Strictness.MEANING).num_trained
     1
     """
-    fail = Failure(environment)
+    fail = _Failure(environment)
     if not isinstance(group, Mapping):
         raise fail("group", f"expected a dict, got {_short(group)}")
     for name in ("tokens", "masks", "scores"):
@@ -311,7 +310,7 @@ def check_group(
         for name in PER_TOKEN_FIELDS
         if (values := _per_token_floats(group, name, lengths, empty, fail)) is not None
     }
-    check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token, fail=fail)
+    _check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token, fail=fail)
     distill = _check_distillation(group, lengths, empty, fail)
     messages = _check_messages(group, num_sequences, empty, fail)
     overrides = _optional_rows(group, "overrides", num_sequences, empty, fail)
@@ -337,12 +336,33 @@ def check_group(
         group_overrides=_optional_mapping(group, "group_overrides", fail),
         images=group.get("images"),
         empty_fields=frozenset(empty),
-        **check_origin(group, fail)._asdict(),
+        **_check_origin(group, fail)._asdict(),
     )
     return read_meaning(checked, fail) if strictness is Strictness.MEANING else checked
 
 
-class Failure:
+def check_arrays(
+    *,
+    lengths: NDArray[Any],
+    tokens: NDArray[Any],
+    trained: NDArray[np.bool_],
+    scores: NDArray[Any],
+    per_token: Mapping[str, NDArray[Any]],
+    origin: Mapping[str, Any],
+) -> Origin:
+    """Check under `Strictness.MEANING` a group of nothing but numbers, where they lie: no `ScoredGroup` is made.
+
+    `lengths` is [S], `scores` one number per sequence; the other arrays are [sum(lengths)], as the caller has checked.
+    Raises the `GroupError` of `check_group`.
+    """
+    fail = _Failure()
+    _check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token, fail=fail)
+    checked = _check_origin(origin, fail)
+    _check_meaning(lengths=lengths, trained=trained, per_token=per_token, fail=fail)
+    return checked
+
+
+class _Failure:
     """Builds `GroupError`s that end with the environment's name."""
 
     def __init__(self, environment: str | None = None) -> None:
@@ -365,7 +385,7 @@ def _short(value: Any) -> str:
     return f"{kind} {text}" if len(text) <= 60 else f"{kind} {text[:57]}..."
 
 
-def _rows(value: Any, name: str, fail: Failure) -> Sequence[Any]:
+def _rows(value: Any, name: str, fail: _Failure) -> Sequence[Any]:
     if isinstance(value, np.ndarray):
         return list(value)
     if not isinstance(value, list | tuple):
@@ -373,7 +393,7 @@ def _rows(value: Any, name: str, fail: Failure) -> Sequence[Any]:
     return value
 
 
-def _array(row: Any, path: str, fail: Failure) -> NDArray[Any]:
+def _array(row: Any, path: str, fail: _Failure) -> NDArray[Any]:
     if not isinstance(row, list | tuple | np.ndarray):
         raise fail(path, f"expected a list of numbers, got {_short(row)}")
     try:
@@ -385,7 +405,7 @@ def _array(row: Any, path: str, fail: Failure) -> NDArray[Any]:
     return array
 
 
-def _int_rows(value: Any, name: str, fail: Failure) -> Ragged:
+def _int_rows(value: Any, name: str, fail: _Failure) -> Ragged:
     """Return the rows of `value` laid end to end, in an integer type that holds them."""
     if isinstance(value, Ragged):
         if value.values.size and value.values.dtype.kind not in "iu":
@@ -396,7 +416,7 @@ def _int_rows(value: Any, name: str, fail: Failure) -> Ragged:
     return _lay_out(arrays, np.int64)
 
 
-def _int_row(row: Any, path: str, fail: Failure) -> NDArray[np.int64]:
+def _int_row(row: Any, path: str, fail: _Failure) -> NDArray[np.int64]:
     array = _array(row, path, fail)
     if array.size and array.dtype.kind not in "iu":
         wrong = [v for v in row if isinstance(v, bool) or not isinstance(v, int)]
@@ -428,7 +448,7 @@ def _not_finite(value: Any) -> str:
     return f"{value} is not finite; send a number or leave the group out"
 
 
-def _float_row(row: Any, path: str, fail: Failure) -> FloatArray:
+def _float_row(row: Any, path: str, fail: _Failure) -> FloatArray:
     array = _array(row, path, fail)
     if array.size and array.dtype.kind not in "iuf":
         wrong = next((v for v in row if isinstance(v, bool) or not isinstance(v, int | float)), row)
@@ -441,7 +461,7 @@ def _per_token_floats(
     name: str,
     lengths: NDArray[Any],
     empty: set[str],
-    fail: Failure,
+    fail: _Failure,
 ) -> FloatArray | None:
     """Return one number per token; None for null and for `[]` (noted in `empty`)."""
     rows = group.get(name)
@@ -460,7 +480,7 @@ def _per_token_floats(
 
 
 def _sequence_advantages(
-    group: Mapping[str, Any], num_sequences: int, fail: Failure
+    group: Mapping[str, Any], num_sequences: int, fail: _Failure
 ) -> FloatArray | None:
     """Return `advantages` if they are one number per sequence."""
     rows = group.get("advantages")
@@ -477,7 +497,7 @@ def _sequence_advantages(
     return values
 
 
-def _same_lengths(found: NDArray[Any], lengths: NDArray[Any], name: str, fail: Failure) -> None:
+def _same_lengths(found: NDArray[Any], lengths: NDArray[Any], name: str, fail: _Failure) -> None:
     if found is lengths:
         return
     wrong = np.flatnonzero(found != lengths)
@@ -487,7 +507,7 @@ def _same_lengths(found: NDArray[Any], lengths: NDArray[Any], name: str, fail: F
 
 
 def _optional_rows(
-    group: Mapping[str, Any], name: str, num_sequences: int, empty: set[str], fail: Failure
+    group: Mapping[str, Any], name: str, num_sequences: int, empty: set[str], fail: _Failure
 ) -> list[Any] | None:
     """Return the per-sequence entries of an optional field; None for null and for `[]` (noted in `empty`)."""
     value = group.get(name)
@@ -502,7 +522,7 @@ def _optional_rows(
     return rows
 
 
-def _optional_mapping(group: Mapping[str, Any], name: str, fail: Failure) -> dict[str, Any] | None:
+def _optional_mapping(group: Mapping[str, Any], name: str, fail: _Failure) -> dict[str, Any] | None:
     value = group.get(name)
     if value is None:
         return None
@@ -511,7 +531,7 @@ def _optional_mapping(group: Mapping[str, Any], name: str, fail: Failure) -> dic
     return dict(value)
 
 
-def _optional_int(group: Mapping[str, Any], name: str, fail: Failure) -> int | None:
+def _optional_int(group: Mapping[str, Any], name: str, fail: _Failure) -> int | None:
     value = group.get(name)
     if value is None:
         return None
@@ -521,7 +541,7 @@ def _optional_int(group: Mapping[str, Any], name: str, fail: Failure) -> int | N
     return int(value)
 
 
-def check_origin(group: Mapping[str, Any], fail: Failure) -> Origin:
+def _check_origin(group: Mapping[str, Any], fail: _Failure) -> Origin:
     """Check who sent a group, and which one it is."""
     group_id = group.get("group_id")
     if group_id is not None and not (
@@ -537,7 +557,7 @@ def check_origin(group: Mapping[str, Any], fail: Failure) -> Origin:
 
 
 def _check_messages(
-    group: Mapping[str, Any], num_sequences: int, empty: set[str], fail: Failure
+    group: Mapping[str, Any], num_sequences: int, empty: set[str], fail: _Failure
 ) -> list[list[Any]] | None:
     rows = _optional_rows(group, "messages", num_sequences, empty, fail)
     if rows is None:
@@ -561,7 +581,7 @@ def _check_messages(
 
 
 def _check_distillation(
-    group: Mapping[str, Any], lengths: NDArray[Any], empty: set[str], fail: Failure
+    group: Mapping[str, Any], lengths: NDArray[Any], empty: set[str], fail: _Failure
 ) -> dict[str, Ragged | None]:
     found: dict[str, Ragged | None] = {}
     for name in DISTILL_FIELDS:
@@ -594,7 +614,7 @@ def _check_distillation(
     return found
 
 
-def _finite_entries(logprobs: Ragged, lengths: NDArray[Any], fail: Failure) -> Ragged:
+def _finite_entries(logprobs: Ragged, lengths: NDArray[Any], fail: _Failure) -> Ragged:
     values = logprobs.values
     if values.size and values.dtype.kind not in "iuf":
         raise fail("distill_logprobs", f"expected numbers, got {values.dtype} values")
@@ -606,7 +626,7 @@ def _finite_entries(logprobs: Ragged, lengths: NDArray[Any], fail: Failure) -> R
 
 
 def _distill_rows(
-    rows: Sequence[Any], name: str, lengths: NDArray[Any], fail: Failure
+    rows: Sequence[Any], name: str, lengths: NDArray[Any], fail: _Failure
 ) -> RaggedPerToken:
     """Lay out nested lists `[num_sequences][num_tokens][k]`."""
     for i, row in enumerate(rows):
@@ -637,13 +657,13 @@ def _distill_rows(
     return RaggedPerToken(_lay_out(arrays, np.int64 if is_ids else np.float64), lengths)
 
 
-def check_numbers(
+def _check_numbers(
     *,
     lengths: NDArray[Any],
     tokens: NDArray[Any],
     scores: NDArray[Any],
     per_token: Mapping[str, NDArray[Any]],
-    fail: Failure,
+    fail: _Failure,
 ) -> None:
     """Check the values of arrays whose lengths agree, as every gate does.
 
@@ -664,12 +684,12 @@ def check_numbers(
             raise fail.at(lengths, flat, name, _not_finite(values[flat]))
 
 
-def check_meaning(
+def _check_meaning(
     *,
     lengths: NDArray[Any],
     trained: NDArray[np.bool_],
     per_token: Mapping[str, NDArray[Any]],
-    fail: Failure,
+    fail: _Failure,
 ) -> None:
     """Check what `Strictness.MEANING` asks of a group beside its masks; `trained` is [N], as each of `per_token`."""
     if not len(lengths):
@@ -685,11 +705,12 @@ def check_meaning(
             raise fail.at(lengths, flat, name, what)
 
 
-def read_meaning(group: ScoredGroup, fail: Failure) -> ScoredGroup:
+def read_meaning(group: ScoredGroup, fail: _Failure | None = None) -> ScoredGroup:
     """Return a group that passed `Strictness.WIRE` as `Strictness.MEANING` reads it, or raise `GroupError`."""
+    fail = fail or _Failure()
     labels, repairs = _read_labels(group, fail)
     fields = {name: getattr(group, name) for name in LOGPROB_FIELDS}
-    check_meaning(
+    _check_meaning(
         lengths=group.lengths,
         trained=labels != IGNORE_INDEX,
         per_token={name: values for name, values in fields.items() if values is not None},
@@ -703,7 +724,7 @@ class _Labels(NamedTuple):
     repairs: tuple[str, ...]
 
 
-def _read_labels(group: ScoredGroup, fail: Failure) -> _Labels:
+def _read_labels(group: ScoredGroup, fail: _Failure) -> _Labels:
     tokens, masks = group.tokens, group.masks
     is_label = (masks == IGNORE_INDEX) | (masks == tokens)
     if is_label.all():

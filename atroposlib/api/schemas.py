@@ -17,6 +17,8 @@ FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Text = Annotated[str, Field(max_length=4096)]
 """Stored with the run. The bound also refuses lone surrogates, which cannot be encoded."""
+Epoch = Annotated[int, Field(ge=0, lt=2**63)] | None
+"""The trainer's incarnation, where it knows it: a call with another one's is refused."""
 EXPERIMENT_HEADER = "Atropos-Experiment"
 """With groups: the experiment that they were sampled for."""
 MAX_ENV_NAME_CHARS = 128
@@ -161,8 +163,8 @@ class BatchQuery(BaseModel):
     )
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     """Names this request when it is repeated, so that it gets the same batch."""
-    epoch: int | None = Field(default=None, ge=0, lt=2**63)
-    """The trainer's incarnation, where it knows it: with another one's the request is refused. Counts with a lease."""
+    epoch: Epoch = None
+    """Counts with a lease."""
 
 
 class ScoredData(BaseModel):
@@ -246,8 +248,7 @@ class Policy(BaseModel):
     """The policy version whose weights the engines now serve."""
 
     version: int = Field(ge=0, lt=2**63)
-    epoch: int | None = Field(default=None, ge=0, lt=2**63)
-    """The trainer's incarnation, where it knows it: with another one's the call is refused."""
+    epoch: Epoch = None
 
 
 class LeaseRef(BaseModel):
@@ -287,8 +288,7 @@ class Checkpoint(BaseModel):
 
     step: int = Field(ge=0, lt=2**63)
     path: Text | None = None
-    epoch: int | None = Field(default=None, ge=0, lt=2**63)
-    """The trainer's incarnation, where it knows it: with another one's the call is refused."""
+    epoch: Epoch = None
 
 
 class CheckpointReply(Acknowledgement):

@@ -11,8 +11,8 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -49,6 +49,30 @@ _MAX_FAULTS = 20
 """Named in one refusal."""
 
 
+class _Refusal(NamedTuple):
+    status: int
+    kind: str
+    is_temporary: bool = False
+    """The same request may be taken later. Original clients, which would drop a group at another status, get 503."""
+
+
+_REFUSALS: dict[type, _Refusal] = {
+    UnknownBatch: _Refusal(404, "unknown_batch"),
+    LeaseLost: _Refusal(409, "lease_expired"),
+    Superseded: _Refusal(409, "superseded"),
+    RunReset: _Refusal(409, "run_reset"),
+    AnotherExperiment: _Refusal(409, "another_run"),
+    ConfigError: _Refusal(409, "not_a_run"),
+    TooManyRuns: _Refusal(403, "too_many_runs", is_temporary=True),
+    TooManyEnvironments: _Refusal(503, "too_many_environments", is_temporary=True),
+    DecoderUnavailable: _Refusal(503, "decoder_unavailable", is_temporary=True),
+    Overloaded: _Refusal(429, "overloaded", is_temporary=True),
+    StoreFull: _Refusal(507, "store_full", is_temporary=True),
+    StoreBroken: _Refusal(503, "store_broken", is_temporary=True),
+    UnreadableRun: _Refusal(503, "run_unreadable", is_temporary=True),
+}
+
+
 def create_app(
     hub: Hub | None = None, *, limits: HubLimits | None = None, tokens: TokenSet | None = None
 ) -> FastAPI:
@@ -74,17 +98,6 @@ def create_app(
             await hub.close()
             await codec.close()
 
-    def is_full(name: str) -> str | None:
-        run = hub.runs.get(name)
-        return None if run is None else run.overload()
-
-    async def room(name: str, timeout_s: float) -> bool:
-        run = hub.runs.get(name)
-        if run is None or run.progress.is_closed:
-            return False
-        await run.progress.wait(timeout_s)
-        return True
-
     app = HubApp(
         title="AtroposLib API",
         version=__version__,
@@ -109,28 +122,11 @@ def create_app(
     _handle_errors(app, retry_after_s=limits.retry_after_s)
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=1)
     # From the inside out: a handler is called only after rights, room and body have been looked at.
-    front: ASGIApp = HotRoutes(app.front, error_handlers=app.exception_handlers)
-    front = RequestBodies(front, limits)
-    front = Ladder(front, limits=limits, is_full=is_full, room=room, metrics=metrics)
+    front: ASGIApp = RequestBodies(app.serve, limits)
+    front = Ladder(front, limits=limits, runs=hub.runs, metrics=metrics)
     front = Access(front, ROUTES, tokens)
     app.front = Observe(front, metrics)
     return app
-
-
-class HubApp(FastAPI):
-    """FastAPI behind layers of ours.
-
-    As FastAPI's own middleware they would be the same, but what FastAPI does before the first of them costs a quarter
-    of the CPU time of a small request.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.front: ASGIApp = super().__call__
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self
-        await self.front(scope, receive, send)
 
 
 class _WholeRequest(Request):
@@ -144,30 +140,35 @@ class _WholeRequest(Request):
         return self._whole
 
 
-class HotRoutes:
-    """ASGI middleware: calls the handlers of the hot routes, which FastAPI, behind it, only describes.
+class HubApp(FastAPI):
+    """FastAPI behind the hub's own layers; it calls the handlers of hot routes directly, and FastAPI describes them.
 
-    Errors become answers by the same handlers as there.
+    As FastAPI's own middleware the layers would be the same, but what FastAPI does before the first of them costs a
+    quarter of the CPU time of a small request.
     """
 
-    def __init__(self, app: ASGIApp, error_handlers: Mapping[Any, Callable[..., Any]]) -> None:
-        self._app = app
-        self._error_handlers = error_handlers
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.front: ASGIApp = self.serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        await self.front(scope, receive, send)
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request that the layers have let in."""
         route: Route | None = scope.get("hub_route")
         if route is None or not route.is_hot or route.handler is None:
-            await self._app(scope, receive, send)
+            await super().__call__(scope, receive, send)
             return
-        message = (
-            await receive()
-        )  # `RequestBodies` hands bodies over whole; what follows is the disconnect
+        # `RequestBodies` hands bodies over whole; what follows is the disconnect.
+        message = await receive()
         request = _WholeRequest(scope, receive, send, body=message["body"])
         try:
             response = await route.handler(request)
         except Exception as e:
-            known = (self._error_handlers.get(kind) for kind in type(e).__mro__)
-            answer = next(filter(None, known), None)
+            known = (self.exception_handlers.get(kind) for kind in type(e).__mro__)
+            answer: Any = next(filter(None, known), None)
             if answer is None:
                 raise
             response = await answer(request, e)
@@ -212,7 +213,7 @@ async def _watch_lag(metrics: HubMetrics) -> None:
     while True:
         started = time.monotonic()
         await asyncio.sleep(LAG_PERIOD_S)
-        metrics.observe_lag(time.monotonic() - started - LAG_PERIOD_S)
+        metrics.lag.observe(max(0.0, time.monotonic() - started - LAG_PERIOD_S))
 
 
 def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
@@ -231,39 +232,20 @@ def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
         detail = {"type": "group_error", "loc": ["body", path], "msg": what or path}
         return JSONResponse({"detail": [detail]}, status_code=422)
 
-    def answer(status: int, kind: str) -> Any:
-        async def handle(_: Request, error: Exception) -> JSONResponse:
-            return JSONResponse({"detail": {"type": kind, "msg": str(error)}}, status_code=status)
-
-        return handle
-
-    def answer_later(ours: int, kind: str) -> Any:
-        async def handle(request: Request, error: Exception) -> JSONResponse:
-            return JSONResponse(
-                {"detail": {"type": kind, "msg": str(error)}},
-                status_code=ours if is_ours(request) else 503,
-                headers={"Retry-After": str(retry_after_s)},
-            )
-
-        return handle
-
     @app.exception_handler(UnknownEnvironment)
     async def refuse_environment(_: Request, error: UnknownEnvironment) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status_code=404)
 
-    app.add_exception_handler(UnknownBatch, answer(404, "unknown_batch"))
-    app.add_exception_handler(LeaseLost, answer(409, "lease_expired"))
-    app.add_exception_handler(Superseded, answer(409, "superseded"))
-    app.add_exception_handler(RunReset, answer(409, "run_reset"))
-    app.add_exception_handler(AnotherExperiment, answer(409, "another_run"))
-    app.add_exception_handler(ConfigError, answer(409, "not_a_run"))
-    app.add_exception_handler(TooManyRuns, answer_later(403, "too_many_runs"))
-    app.add_exception_handler(TooManyEnvironments, answer_later(503, "too_many_environments"))
-    app.add_exception_handler(DecoderUnavailable, answer_later(503, "decoder_unavailable"))
-    app.add_exception_handler(Overloaded, answer_later(429, "overloaded"))
-    app.add_exception_handler(StoreFull, answer_later(507, "store_full"))
-    app.add_exception_handler(StoreBroken, answer_later(503, "store_broken"))
-    app.add_exception_handler(UnreadableRun, answer_later(503, "run_unreadable"))
+    async def refuse(request: Request, error: Exception) -> JSONResponse:
+        refusal = next(_REFUSALS[kind] for kind in type(error).__mro__ if kind in _REFUSALS)
+        detail = {"type": refusal.kind, "msg": str(error)}
+        if not refusal.is_temporary:
+            return JSONResponse({"detail": detail}, refusal.status)
+        status = refusal.status if is_ours(request) else 503
+        return JSONResponse({"detail": detail}, status, {"Retry-After": str(retry_after_s)})
+
+    for kind in _REFUSALS:
+        app.add_exception_handler(kind, refuse)
 
 
 app = create_app()

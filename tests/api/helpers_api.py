@@ -11,10 +11,12 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from atroposlib.api.http.limits import HubLimits
+from atroposlib.api.http.limits import HubLimits, Ladder
+from atroposlib.api.http.metrics import HubMetrics
 from atroposlib.api.run.batching import NO_FLOORS, NoBatch, Plan
-from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.coordinator import Coordinator, Signal
 from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.run.queue import GroupQueue
 from atroposlib.api.run.types import GroupHeader, RunPolicy
@@ -142,3 +144,33 @@ def serving(app: FastAPI, port: int = 0) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+class FullRun:
+    """A run that is full until told otherwise, and what was counted."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = "999 sequences are queued"
+        self.progress = Signal()
+        self.metrics = HubMetrics(dict)
+
+    def overload(self) -> str | None:
+        return self.reason
+
+    @property
+    def outcomes(self) -> dict[str, float]:
+        found = self.metrics.back_pressure.collect()
+        return {
+            f"{sample.labels['run']} {sample.labels['outcome']}": sample.value
+            for family in found
+            for sample in family.samples
+            if sample.name.endswith("_total")
+        }
+
+    def num_held(self) -> float:
+        [family] = self.metrics.held.collect()
+        return family.samples[0].value
+
+    def ladder(self, app: ASGIApp, **limits: Any) -> Ladder:
+        runs: Any = {"default": self, "math": self}
+        return Ladder(app, limits=HubLimits(**limits), runs=runs, metrics=self.metrics)

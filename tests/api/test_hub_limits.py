@@ -33,7 +33,7 @@ from atroposlib.api.http.limits import (
 )
 from atroposlib.api.http.security import Access
 from atroposlib.api.run.types import Overloaded
-from tests.api.helpers_api import registration, running_hub
+from tests.api.helpers_api import FullRun, registration, running_hub
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,7 +186,7 @@ async def post(body, encoding):
         status.append(message.get("status"))
     scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/scored_data"}
     scope["headers"] = [(b"content-encoding", encoding), (b"content-length", b"%d" % len(body))]
-    scope["hub_route"] = ROUTES.find("POST", "/scored_data").route
+    scope["hub_route"] = ROUTES.find("POST", "/scored_data")
     async def app(*_):
         raise AssertionError("a bomb got through")
     await RequestBodies(app, HubLimits())(scope, receive, send)
@@ -343,7 +343,7 @@ def scope_of(path: str, content_length: int | None, **more: Any) -> dict[str, An
     found = ROUTES.find("POST", path)
     assert found is not None
     scope = {"type": "http", "method": "POST", "path": path, "http_version": "1.1"}
-    return scope | {"headers": headers, "hub_route": found.route} | more
+    return scope | {"headers": headers, "hub_route": found} | more
 
 
 async def unexpected_send(message: Any) -> None:
@@ -415,7 +415,8 @@ async def test_budget_serves_strictly_in_order() -> None:
     release = {name: asyncio.Event() for name in "abcd"}
 
     async def hold(name: str, num_bytes: int) -> None:
-        async with budget.share(num_bytes):
+        with budget.share() as share:
+            await share.grow(num_bytes)
             order.append(name)
             await release[name].wait()
 
@@ -424,7 +425,7 @@ async def test_budget_serves_strictly_in_order() -> None:
             tasks.create_task(hold(name, num_bytes))
             await settle()
         assert order == ["a"]  # c would fit beside a, but b was first
-        assert budget.num_waiting == 3
+        assert len(budget.waiting) == 3
         release["a"].set()
         await settle()
         assert order == ["a", "b"]
@@ -433,14 +434,15 @@ async def test_budget_serves_strictly_in_order() -> None:
         assert order == ["a", "b", "c", "d"]
         release["c"].set()
         release["d"].set()
-    assert (budget.free_bytes, budget.num_waiting) == (10, 0)
+    assert (budget.free_bytes, len(budget.waiting)) == (10, 0)
 
 
 async def test_who_stops_waiting_for_the_budget_leaves_no_trace() -> None:
     budget = ByteBudget(10)
 
     async def hold(num_bytes: int, until: asyncio.Event) -> None:
-        async with budget.share(num_bytes):
+        with budget.share() as share:
+            await share.grow(num_bytes)
             await until.wait()
 
     done = asyncio.Event()
@@ -449,10 +451,10 @@ async def test_who_stops_waiting_for_the_budget_leaves_no_trace() -> None:
     large = asyncio.create_task(hold(10, done))
     small = asyncio.create_task(hold(4, done))
     await settle()
-    assert (budget.free_bytes, budget.num_waiting) == (4, 2)
+    assert (budget.free_bytes, len(budget.waiting)) == (4, 2)
     large.cancel()
     await settle()
-    assert (budget.free_bytes, budget.num_waiting) == (0, 0)  # small moved up
+    assert (budget.free_bytes, len(budget.waiting)) == (0, 0)  # small moved up
     small.cancel()
     await settle()
     assert budget.free_bytes == 4
@@ -463,14 +465,15 @@ async def test_who_stops_waiting_for_the_budget_leaves_no_trace() -> None:
     await first
     late.cancel()
     await asyncio.gather(late, return_exceptions=True)
-    assert (budget.free_bytes, budget.num_waiting) == (10, 0)
+    assert (budget.free_bytes, len(budget.waiting)) == (10, 0)
 
 
 async def test_whoever_came_first_may_exceed_the_budget() -> None:
     budget = ByteBudget(10)
-    async with budget.share(11) as share:
+    with budget.share() as share:
+        await share.grow(11)
         assert (share.num_bytes, budget.free_bytes) == (11, -1)
-        share.shrink(3)
+        share.hold(3)
         assert budget.free_bytes == 7
     assert budget.free_bytes == 10
 
@@ -480,7 +483,7 @@ async def test_requests_that_each_hold_a_part_do_not_wait_for_each_other() -> No
     done: list[str] = []
 
     async def grow_in_steps(name: str) -> None:
-        async with budget.share() as share:
+        with budget.share() as share:
             for num_bytes in range(1, 9):
                 await share.grow(num_bytes)
                 await asyncio.sleep(0)
@@ -490,7 +493,7 @@ async def test_requests_that_each_hold_a_part_do_not_wait_for_each_other() -> No
         for name in "abc":
             tasks.create_task(grow_in_steps(name))
     assert done == ["a", "b", "c"]
-    assert (budget.free_bytes, budget.num_waiting) == (10, 0)
+    assert (budget.free_bytes, len(budget.waiting)) == (10, 0)
 
 
 @pytest.mark.parametrize("announced", [None, 64 * MIB], ids=["chunked", "announced"])
@@ -589,50 +592,14 @@ async def test_inflated_bodies_have_a_budget_too() -> None:
 # The ladder of a full run
 
 
-class FullRun:
-    """A run that is full until told otherwise, and what was counted."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = "999 sequences are queued"
-        self.is_stopped = False
-        self.outcomes: list[str] = []
-        self.num_held: Callable[[], int] = lambda: 0
-        self._changed = asyncio.Event()
-
-    def is_full(self, run: str) -> str | None:
-        return self.reason
-
-    async def room(self, run: str, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
-        return not self.is_stopped
-
-    def change(self) -> None:
-        self._changed.set()
-
-    def count_back_pressure(self, run: str, outcome: str) -> None:
-        self.outcomes.append(f"{run} {outcome}")
-
-    def show_held(self, num_held: Callable[[], int]) -> None:
-        self.num_held = num_held
-
-    def ladder(self, **limits: Any) -> Ladder:
-        return Ladder(
-            echo, limits=HubLimits(**limits), is_full=self.is_full, room=self.room, metrics=self
-        )
-
-
 @pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list"])
 async def test_our_client_is_told_to_come_back_at_once(path: str) -> None:
     run = FullRun()
-    async with client(run.ladder(retry_after_s=7)) as http:
+    async with client(run.ladder(echo, retry_after_s=7)) as http:
         response = await http.post(path, headers={"Atropos-Client": "atroposlib/1"})
     assert (response.status_code, response.headers["retry-after"]) == (429, "7")
     assert response.json()["detail"] == {"type": "overloaded", "msg": run.reason}
-    assert run.outcomes == ["default refused"]
+    assert run.outcomes == {"default refused": 1}
 
 
 async def test_original_client_is_held_unread_until_there_is_room() -> None:
@@ -650,36 +617,36 @@ async def test_original_client_is_held_unread_until_there_is_room() -> None:
         sent.append(message)
 
     scope = scope_of("/scored_data", 0, run="math")
-    held = asyncio.create_task(run.ladder()(scope, receive, send))
+    held = asyncio.create_task(run.ladder(echo)(scope, receive, send))
     await settle()
     assert (num_read, run.num_held(), sent) == (0, 1, [])
     run.reason = None
-    run.change()
+    run.progress.notify()
     await held
     assert (num_read, run.num_held(), sent[0]["status"]) == (1, 0, 200)
-    assert run.outcomes == ["math held"]
+    assert run.outcomes == {"math held": 1}
 
 
 async def test_original_client_gets_503_and_never_4xx_when_the_hold_ends() -> None:
     run = FullRun()
-    async with client(run.ladder(hold_s=0.05)) as http:
+    async with client(run.ladder(echo, hold_s=0.05)) as http:
         response = await http.post("/scored_data", content=b"{}")
     assert (response.status_code, response.headers["retry-after"]) == (503, "2")
-    assert run.outcomes == ["default timed_out"]
+    assert run.outcomes == {"default timed_out": 1}
 
 
 async def test_beyond_the_places_to_hold_original_clients_get_503_at_once() -> None:
     run = FullRun()
-    async with client(run.ladder(max_held=2)) as http:
+    async with client(run.ladder(echo, max_held=2)) as http:
         async with asyncio.TaskGroup() as tasks:
             held = [tasks.create_task(http.post("/scored_data")) for _ in range(2)]
             await settle()
             assert run.num_held() == 2
             assert (await http.post("/scored_data")).status_code == 503
             run.reason = None
-            run.change()
+            run.progress.notify()
         assert [task.result().status_code for task in held] == [200, 200]
-    assert run.outcomes == ["default overflowed", "default held", "default held"]
+    assert run.outcomes == {"default overflowed": 1, "default held": 2}
 
 
 async def test_client_that_hangs_up_while_held_frees_its_place(
@@ -698,31 +665,32 @@ async def test_client_that_hangs_up_while_held_frees_its_place(
     async def receive() -> Any:
         raise AssertionError("the body was read")
 
-    held = asyncio.create_task(run.ladder()(scope, receive, send))
+    held = asyncio.create_task(run.ladder(echo)(scope, receive, send))
     await settle()
     assert run.num_held() == 1
     is_gone = True
     async with asyncio.timeout(5):
         await held
     assert run.num_held() == 0
-    assert run.outcomes == ["default gone"]
+    assert run.outcomes == {"default gone": 1}
 
 
 async def test_held_clients_get_503_when_the_hub_stops() -> None:
     run = FullRun()
-    async with client(run.ladder()) as http, asyncio.timeout(5):
+    async with client(run.ladder(echo)) as http, asyncio.timeout(5):
         held = asyncio.create_task(http.post("/scored_data"))
         await settle()
-        run.is_stopped = True
-        run.change()
+        run.progress.close()
         assert (await held).status_code == 503
-    assert run.outcomes == ["default stopped"]
+    assert run.outcomes == {"default stopped": 1}
 
 
-async def test_room_that_is_gone_at_once_does_not_stop_the_event_loop() -> None:
+async def test_room_that_is_gone_at_once_does_not_stop_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = FullRun()
-    run.change()  # from here on `room` returns without waiting
-    async with client(run.ladder(hold_s=0.1)) as http:
+    monkeypatch.setattr(run.progress, "wait", lambda _: asyncio.sleep(0))
+    async with client(run.ladder(echo, hold_s=0.1)) as http:
         held = asyncio.create_task(http.post("/scored_data"))
         for _ in range(50):
             await asyncio.sleep(0)
@@ -735,9 +703,9 @@ async def test_room_that_is_gone_at_once_does_not_stop_the_event_loop() -> None:
 )
 async def test_only_requests_with_groups_meet_the_ladder(method: str, path: str) -> None:
     run = FullRun()
-    async with client(run.ladder()) as http:
+    async with client(run.ladder(echo)) as http:
         assert (await http.request(method, path)).status_code == 200
-    assert run.outcomes == []
+    assert run.outcomes == {}
 
 
 async def test_a_request_is_held_once_and_no_longer_than_promised(

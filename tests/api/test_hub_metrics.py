@@ -30,6 +30,11 @@ LEDGER = {
 }
 
 
+def showing(**runs: Run) -> HubMetrics:
+    shown: Any = runs
+    return HubMetrics(lambda: shown)
+
+
 class Run:
     """What a coordinator shows."""
 
@@ -74,7 +79,7 @@ def samples(metrics: HubMetrics) -> dict[str, float]:
 
 
 def test_scrape_shows_every_run_and_its_ledger_adds_up() -> None:
-    found = samples(HubMetrics(lambda: {"default": Run(), "math": Run()}))
+    found = samples(showing(default=Run(), math=Run()))
     assert found["atropos_groups{place=queued,run=default}"] == 7
     assert found["atropos_groups{place=leased,run=math}"] == 3
     assert found["atropos_group_fates_total{fate=rejected,reason=invalid,run=math}"] == 10
@@ -92,7 +97,7 @@ def test_scrape_shows_every_run_and_its_ledger_adds_up() -> None:
 
 
 def test_scrape_shows_queue_leases_tokens_and_store() -> None:
-    found = samples(HubMetrics(lambda: {"math": Run()}))
+    found = samples(showing(math=Run()))
     expected = {
         "atropos_queued_sequences{run=math}": 14,
         "atropos_queued_tokens{run=math}": 1400,
@@ -111,7 +116,7 @@ def test_scrape_shows_queue_leases_tokens_and_store() -> None:
 
 
 def test_queued_staleness_is_a_cumulative_histogram_of_groups() -> None:
-    found = samples(HubMetrics(lambda: {"math": Run()}))
+    found = samples(showing(math=Run()))
     name = "atropos_queued_staleness_versions"
     at_most = {
         bound: found[f"{name}_bucket{{le={bound},run=math}}"]
@@ -123,24 +128,23 @@ def test_queued_staleness_is_a_cumulative_histogram_of_groups() -> None:
 
 
 def test_without_a_policy_version_nothing_is_stale() -> None:
-    found = samples(HubMetrics(lambda: {"math": Run(policy_version=None)}))
+    found = samples(showing(math=Run(policy_version=None)))
     assert not [key for key in found if key.startswith("atropos_queued_staleness")]
 
 
 def test_observed_figures_are_shown_until_their_run_is_forgotten() -> None:
     metrics = HubMetrics(dict)
     for run in ("math", "code"):
-        metrics.observe_staleness(run, 3)
-        metrics.count_back_pressure(run, "refused")
-        metrics.count_back_pressure(run, "refused")
-    metrics.observe_lag(0.004)
-    metrics.observe_lag(-0.001)
-    metrics.show_held(lambda: 5)
+        metrics.staleness.labels(run).observe(3)
+        metrics.back_pressure.labels(run, "refused").inc()
+        metrics.back_pressure.labels(run, "refused").inc()
+    metrics.lag.observe(0.004)
+    metrics.held.set_function(lambda: 5)
     found = samples(metrics)
     assert found["atropos_delivered_staleness_versions_bucket{le=2.0,run=math}"] == 0
     assert found["atropos_delivered_staleness_versions_bucket{le=3.0,run=math}"] == 1
     assert found["atropos_back_pressure_total{outcome=refused,run=math}"] == 2
-    assert found["atropos_event_loop_lag_seconds_count{}"] == 2
+    assert found["atropos_event_loop_lag_seconds_count{}"] == 1
     assert found["atropos_event_loop_lag_seconds_sum{}"] == 0.004
     assert found["atropos_held_requests{}"] == 5
     metrics.forget_run("math")
@@ -152,7 +156,7 @@ def test_observed_figures_are_shown_until_their_run_is_forgotten() -> None:
 
 def test_two_applications_share_nothing() -> None:
     one, other = HubMetrics(dict), HubMetrics(dict)
-    one.count_back_pressure("math", "held")
+    one.back_pressure.labels("math", "held").inc()
     assert "math" in one.render().decode()
     assert "math" not in other.render().decode()
 

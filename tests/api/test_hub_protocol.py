@@ -7,7 +7,6 @@ import functools
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import uvicorn
@@ -19,6 +18,7 @@ from atroposlib.api.http.connections import RESERVED_CONNECTIONS, Connections, H
 from atroposlib.api.http.handlers import ROUTES
 from atroposlib.api.http.limits import IS_GONE_EXTENSION, HubLimits, Ladder, RequestBodies
 from atroposlib.api.http.security import Access
+from tests.api.helpers_api import FullRun
 
 GET = b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n"
 
@@ -228,48 +228,28 @@ async def test_oversized_body_is_413_and_the_answer_arrives_while_it_is_sent() -
         await client.close()
 
 
-class Counts:
-    """A full run, and what its ladder counted."""
-
-    def __init__(self) -> None:
-        self.outcomes: asyncio.Queue[str] = asyncio.Queue()
-        self.num_held: Any = None
-        self.is_held = asyncio.Event()
-
-    def count_back_pressure(self, run: str, outcome: str) -> None:
-        self.outcomes.put_nowait(outcome)
-
-    def show_held(self, num_held: Any) -> None:
-        self.num_held = num_held
-
-    async def no_room(self, run: str, timeout_s: float) -> bool:
-        self.is_held.set()
-        await asyncio.sleep(timeout_s)
-        return True
-
-
 @pytest.mark.parametrize("num_sent", [0, 10, 500_000], ids=["nothing", "a little", "more"])
 async def test_held_client_that_hangs_up_frees_its_place_with_its_body_unread(
     num_sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Ladder, "CHECK_S", 0.02)
-    counts = Counts()
-    ladder = Ladder(
-        hello, limits=HubLimits(), is_full=lambda run: "full", room=counts.no_room, metrics=counts
-    )
-    async with serving(Access(ladder, ROUTES, None)) as port:
+    run = FullRun()
+    async with serving(Access(run.ladder(hello), ROUTES, None)) as port:
         client = await Client.connect(port)
         client.writer.write(
             b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
         )
         client.writer.write(b"z" * num_sent)
         async with asyncio.timeout(5):
-            await counts.is_held.wait()
+            while not run.num_held():  # noqa: ASYNC110 - no event to wait for
+                await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
-            assert counts.num_held() == 1  # being silent is not hanging up
+            assert run.num_held() == 1  # being silent is not hanging up
             client.writer.transport.abort()
-            assert await counts.outcomes.get() == "gone"
-        assert counts.num_held() == 0
+            while not run.outcomes:  # noqa: ASYNC110 - no event to wait for
+                await asyncio.sleep(0.01)
+        assert run.outcomes == {"default gone": 1}
+        assert run.num_held() == 0
 
 
 async def test_application_can_ask_whether_the_client_is_gone() -> None:

@@ -32,9 +32,9 @@ def secret_of(name: str) -> str:
 
 
 def token(name: str, *scopes: Scope, runs: list[str] | None = None) -> Token:
-    digest = hashlib.sha256(secret_of(name).encode()).digest()
+    digest = hashlib.sha256(secret_of(name).encode()).hexdigest()
     held = None if runs is None else frozenset(runs)
-    return Token(name=name, hash=digest, scopes=frozenset(scopes), runs=held)
+    return Token(name=name, sha256=digest, scopes=frozenset(scopes), runs=held)
 
 
 ONE_PER_SCOPE = TokenSet(token(scope.value, scope) for scope in EVERY_SCOPE)
@@ -275,7 +275,7 @@ async def test_metrics_of_all_runs_want_a_token_for_all_runs() -> None:
 def test_template_matches_whole_segments_only() -> None:
     ack = ROUTES.find("POST", "/batches/7/ack")
     assert ack is not None
-    assert (ack.route.template, ack.parameters) == ("/batches/{batch_id}/ack", {"batch_id": "7"})
+    assert ack.template == "/batches/{batch_id}/ack"
     assert ROUTES.find("POST", "/batches/7/8/ack") is None
     assert ROUTES.find("POST", "/batches//ack") is None
     assert ROUTES.find("POST", "/batches/7/ack\n") is None
@@ -398,7 +398,7 @@ def test_taken_name_is_refused_and_the_file_stays(tmp_path: Path) -> None:
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="'env' is taken"):
         add_token(path, name="env", scopes=[Scope.READ], runs=None)
-    with pytest.raises(ConfigError, match="cannot be the name of a run"):
+    with pytest.raises(ConfigError, match=r"\[1\]\.runs"):
         add_token(path, name="x", scopes=[Scope.READ], runs=["a/b"])
     assert path.read_bytes() == before
 
@@ -413,7 +413,7 @@ HEX = "ab" * 32
         ("[]", "holds no token"),
         ("{name: a}", "Expected `array`"),
         (f"- {{name: a, sha256: {HEX}}}", "missing required field `scopes`"),
-        (f"- {{name: a, sha256: {HEX}, scopes: []}}", r"\[0\].scopes: name at least one"),
+        (f"- {{name: a, sha256: {HEX}, scopes: []}}", r"length >= 1 - at `\$\[0\].scopes"),
         (f"- {{name: a, sha256: {HEX}, scopes: [write]}}", r"\$\[0\].scopes\[0\]"),
         (f"- {{name: a, sha256: {HEX[1:]}, scopes: [read]}}", r"\[0\].sha256"),
         (f"- {{name: '', sha256: {HEX}, scopes: [read]}}", r"\[0\].name"),

@@ -176,8 +176,8 @@ ROLES = [
 
 
 def token(name: str, scopes: list[Scope], runs: frozenset[str] | None = None) -> Token:
-    digest = hashlib.sha256(f"secret-of-{name}".encode()).digest()
-    return Token(name=name, hash=digest, scopes=frozenset(scopes), runs=runs)
+    digest = hashlib.sha256(f"secret-of-{name}".encode()).hexdigest()
+    return Token(name=name, sha256=digest, scopes=frozenset(scopes), runs=runs)
 
 
 TOKENS = TokenSet(

@@ -21,9 +21,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ValidationError
 
+from atroposlib.api import schemas
 from atroposlib.api.http.limits import ByteBudget, HubLimits, Share
 from atroposlib.api.http.metrics import HubMetrics
-from atroposlib.api.http.payloads import GroupCodec, choose_encoding, group_texts, is_packed
+from atroposlib.api.http.payloads import GroupCodec, choose_encoding, is_packed
 from atroposlib.api.http.routes import Body, Route, RouteTable, Scope
 from atroposlib.api.http.sending import BatchResponse, JsonPieces, PlainBatchResponse
 from atroposlib.api.run.coordinator import Coordinator
@@ -31,43 +32,11 @@ from atroposlib.api.run.environments import UnknownEnvironment
 from atroposlib.api.run.hub import Hub
 from atroposlib.api.run.leases import LeaseRequest
 from atroposlib.api.run.types import Delivery, IncomingGroup, NotRegistered, Overloaded, Receipt
-from atroposlib.api.schemas import (
-    EXPERIMENT_HEADER,
-    Acknowledgement,
-    AckReply,
-    AckRequest,
-    BatchQuery,
-    Checkpoint,
-    CheckpointReply,
-    DeadGroups,
-    DeadNumbers,
-    EnvIdentifier,
-    EnvRegistration,
-    EnvStatus,
-    Explanation,
-    Failure,
-    HeartbeatReply,
-    HubInfo,
-    HubStatus,
-    LeaseRef,
-    LeavingEnv,
-    Ledger,
-    Policy,
-    Ready,
-    RegisterEnv,
-    RegisterTrainer,
-    RegistrationReply,
-    RejectReply,
-    RejectRequest,
-    Requeued,
-    StatusQuery,
-    WaitForTrainer,
-    WandbInfo,
-)
 from atroposlib.api.stores.base import StoreFull
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
-from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
+from atroposlib.scored_data import DISTILL_FIELDS, WIRE_KEYS
+from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED, json_pieces
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -77,20 +46,7 @@ _DEAD_PER_TEXT = 500
 """Dead groups described at once: 2 ms."""
 HOLD_CHECK_S = 1.0
 """How often a held request looks for room whatever the run says."""
-_EMPTY_EXAMPLE: dict[str, list[Any]] = {
-    name: []
-    for name in (
-        "tokens",
-        "masks",
-        "scores",
-        "advantages",
-        "ref_logprobs",
-        "generation_params",
-        "inference_logprobs",
-        "messages",
-        "images",
-    )
-}
+_NOT_IN_EMPTY_EXAMPLE = {"overrides", "group_overrides", "env_id", *DISTILL_FIELDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +61,6 @@ class Services:
     """Of batches that are being read, encoded and sent."""
     lookups: ByteBudget
     """Of other large answers that are being sent."""
-
-
-class BatchNumber(BaseModel):
-    """What the paths of a batch's routes hold."""
-
-    batch_id: int
 
 
 # The run that a request is for
@@ -158,7 +108,7 @@ async def scored_data(request: Request) -> Response:
         reply = {"status": "received"}
     else:
         reply = {"status": "buffered", "buffer_size": receipt.buffer_size}
-    return _json_response(_to_json(reply | _riding_status(run, request, [receipt])))
+    return _json_response(reply | _riding_status(run, request, [receipt]))
 
 
 async def scored_data_list(request: Request) -> Response:
@@ -171,7 +121,7 @@ async def scored_data_list(request: Request) -> Response:
     duplicates = sum(receipt.is_duplicate for receipt in receipts)
     if duplicates:
         reply["duplicates"] = duplicates
-    return _json_response(_to_json(reply | _riding_status(run, request, receipts)))
+    return _json_response(reply | _riding_status(run, request, receipts))
 
 
 async def _take_in(run: Coordinator, request: Request, *, many: bool) -> list[Receipt]:
@@ -185,7 +135,7 @@ async def _take_in(run: Coordinator, request: Request, *, many: bool) -> list[Re
         run.reject("invalid")
         raise
     if is_ours(request):
-        return await run.accept(groups, experiment=request.headers.get(EXPERIMENT_HEADER))
+        return await run.accept(groups, experiment=request.headers.get(schemas.EXPERIMENT_HEADER))
     held_s: float = request.scope.get("held_s", 0.0)
     return await _accept_patiently(run, groups, hold_s=services.limits.hold_s - held_s)
 
@@ -222,17 +172,19 @@ def _riding_status(
 
 
 async def register_env(
-    run: RunOrBlank, registration: RegisterEnv
-) -> EnvRegistration | WaitForTrainer:
-    return await run.register_env(registration) or WaitForTrainer()
+    run: RunOrBlank, registration: schemas.RegisterEnv
+) -> schemas.EnvRegistration | schemas.WaitForTrainer:
+    return await run.register_env(registration) or schemas.WaitForTrainer()
 
 
-async def disconnect_env(run: RunOrBlank, environment: LeavingEnv) -> Acknowledgement | Failure:
+async def disconnect_env(
+    run: RunOrBlank, environment: schemas.LeavingEnv
+) -> schemas.Acknowledgement | schemas.Failure:
     try:
         await run.disconnect_env(environment.env_id, env_uid=environment.env_uid)
     except UnknownEnvironment as e:
-        return Failure(error=str(e))
-    return Acknowledgement()
+        return schemas.Failure(error=str(e))
+    return schemas.Acknowledgement()
 
 
 async def status_env(request: Request) -> Response:
@@ -251,17 +203,19 @@ async def status_env(request: Request) -> Response:
         if await request.is_disconnected():
             break  # asking on its behalf would pass for a sign of life
         found = run.status_env(query.env_id, **asking)
-    return _json_response(found.model_dump_json(exclude_none=True).encode())
+    return Response(found.model_dump_json(exclude_none=True), media_type=CONTENT_TYPE_JSON)
 
 
-async def _read_status_query(request: Request) -> StatusQuery:
+async def _read_status_query(request: Request) -> schemas.StatusQuery:
     """Read the parameters from the query, or from a JSON body, which deployed clients send even with GET."""
     value = dict[str, Any](request.query_params)
     if "env_id" in value:
-        return _checked(StatusQuery, value, "query")
+        return _checked(schemas.StatusQuery, value, "query")
     body = await request.body()
     decoded = _decoded(body) if body else {}
-    return _checked(StatusQuery, value | decoded if isinstance(decoded, dict) else decoded, "body")
+    return _checked(
+        schemas.StatusQuery, value | decoded if isinstance(decoded, dict) else decoded, "body"
+    )
 
 
 # Batches
@@ -270,22 +224,24 @@ async def _read_status_query(request: Request) -> StatusQuery:
 async def batch(request: Request) -> Response:
     run = await run_or_blank(request)
     services = _services(request)
-    query = _checked(BatchQuery, dict(request.query_params), "query")
+    query = _checked(schemas.BatchQuery, dict(request.query_params), "query")
     wanted = None
     if query.lease:
         wanted = LeaseRequest(ttl_s=query.ttl, request_id=query.request_id, epoch=query.epoch)
     wait_s = min(query.wait, services.limits.max_wait_s)
     share = services.batches.share()
+    reply: dict[str, Any] = {"batch": None}
     try:
         delivery = await _next_batch(run, request, wait_s, wanted, share)
-        if delivery is None:
-            return _json_response(b'{"batch":null}')
-        return await _batch_response(run, request, delivery, wanted, share)
+        if delivery is not None:
+            return await _batch_response(run, request, delivery, wanted, share)
     except NotRegistered as e:
-        return _json_response(_to_json({"status": "error", "message": str(e), "batch": []}))
+        reply = {"status": "error", "message": str(e), "batch": []}
     except BaseException:
-        share.shrink(0)
+        share.hold(0)
         raise
+    share.hold(0)
+    return _json_response(reply)
 
 
 async def _batch_response(
@@ -297,7 +253,7 @@ async def _batch_response(
 ) -> Response:
     services = _services(request)
     for steps in delivery.staleness:
-        services.metrics.observe_staleness(run.name, steps)
+        services.metrics.staleness.labels(run.name).observe(steps)
     meta: dict[str, Any] = {"step": delivery.step}
     if wanted is not None:
         meta |= {
@@ -317,10 +273,10 @@ async def _batch_response(
         if wanted is None:
             await run.give_back(delivery.batch_id)
         raise
-    share.settle(body.num_bytes)
+    share.hold(body.num_bytes)
     if wanted is not None:
-        return BatchResponse(body, run, share, timeout_s=delivery.expires_in_s)
-    return PlainBatchResponse(body, run, share, delivery)
+        return BatchResponse(body, share, timeout_s=delivery.expires_in_s)
+    return PlainBatchResponse(body, share, run, delivery)
 
 
 async def _next_batch(
@@ -345,74 +301,67 @@ async def _next_batch(
 async def _deliver(run: Coordinator, lease: LeaseRequest | None, share: Share) -> Delivery | None:
     """Take a batch when there is memory for one. How large it is shows when it is there."""
     await share.grow(_BATCH_BYTES)
-    try:
-        delivery = await run.deliver(lease)
-    except BaseException:
-        share.shrink(0)
-        raise
-    share.settle(0 if delivery is None else sum(map(len, delivery.payloads)))
+    delivery = await run.deliver(lease)
+    share.hold(0 if delivery is None else sum(map(len, delivery.payloads)))
     return delivery
 
 
-async def heartbeat(request: Request) -> Response:
-    number, lease = _batch_number(request), await _read_json(request, LeaseRef)
-    run = await existing_run(request)
-    return _reply(HeartbeatReply(expires_in_s=await run.heartbeat(number, lease.lease_id)))
+async def heartbeat(run: Run, batch_id: int, lease: schemas.LeaseRef) -> schemas.HeartbeatReply:
+    return schemas.HeartbeatReply(expires_in_s=await run.heartbeat(batch_id, lease.lease_id))
 
 
-async def ack(request: Request) -> Response:
-    number, lease = _batch_number(request), await _read_json(request, AckRequest)
-    run = await existing_run(request)
-    return _reply(AckReply(step=await run.ack(number, lease.lease_id, lease.step)))
+async def ack(run: Run, batch_id: int, acked: schemas.AckRequest) -> schemas.AckReply:
+    return schemas.AckReply(step=await run.ack(batch_id, acked.lease_id, acked.step))
 
 
-async def release(run: Run, batch_id: int, lease: LeaseRef) -> Acknowledgement:
+async def release(run: Run, batch_id: int, lease: schemas.LeaseRef) -> schemas.Acknowledgement:
     await run.release(batch_id, lease.lease_id)
-    return Acknowledgement()
+    return schemas.Acknowledgement()
 
 
-async def reject(run: Run, batch_id: int, rejected: RejectRequest) -> RejectReply:
+async def reject(run: Run, batch_id: int, rejected: schemas.RejectRequest) -> schemas.RejectReply:
     return await run.reject_groups(
         batch_id, rejected.lease_id, rejected.groups, reason=rejected.reason
     )
 
 
-async def checkpoint(request: Request) -> Response:
-    reached = await _read_json(request, Checkpoint)
-    run = await existing_run(request)
-    committed = await run.checkpoint(reached.step, epoch=reached.epoch)
-    return _reply(CheckpointReply(committed=committed))
+async def checkpoint(run: Run, reached: schemas.Checkpoint) -> schemas.CheckpointReply:
+    return schemas.CheckpointReply(
+        committed=await run.checkpoint(reached.step, epoch=reached.epoch)
+    )
 
 
 # The run as a whole
 
 
-async def register(request: Request, registration: RegisterTrainer) -> RegistrationReply:
+async def register(
+    request: Request, registration: schemas.RegisterTrainer
+) -> schemas.RegistrationReply:
     return await _services(request).hub.register(_run_name(request), registration)
 
 
-async def set_policy(run: Run, policy: Policy) -> Acknowledgement:
+async def set_policy(run: Run, policy: schemas.Policy) -> schemas.Acknowledgement:
     await run.set_policy(policy.version, epoch=policy.epoch)
-    return Acknowledgement()
+    return schemas.Acknowledgement()
 
 
-async def wandb_info(run: RunOrBlank) -> WandbInfo:
+async def wandb_info(run: RunOrBlank) -> schemas.WandbInfo:
     return run.wandb_info()
 
 
-async def info(run: RunOrBlank) -> HubInfo:
+async def info(run: RunOrBlank) -> schemas.HubInfo:
     return run.info()
 
 
-async def status(run: RunOrBlank) -> HubStatus:
+async def status(run: RunOrBlank) -> schemas.HubStatus:
     return run.status()
 
 
-async def ledger(run: RunOrBlank) -> Ledger:
+async def ledger(run: RunOrBlank) -> schemas.Ledger:
     return run.ledger()
 
 
-async def explain(run: RunOrBlank) -> Explanation:
+async def explain(run: RunOrBlank) -> schemas.Explanation:
     await run.tick()
     return run.explain()
 
@@ -431,15 +380,15 @@ def _dead_texts(run: Coordinator) -> Iterator[bytes]:
     yield (b"" if separator == b"," else separator) + b"]}"
 
 
-async def requeue_dead(run: Run, numbers: DeadNumbers) -> Requeued:
-    return Requeued(requeued=await run.requeue_dead(numbers.numbers))
+async def requeue_dead(run: Run, numbers: schemas.DeadNumbers) -> schemas.Requeued:
+    return schemas.Requeued(requeued=await run.requeue_dead(numbers.numbers))
 
 
 async def latest_example(request: Request, run: RunOrBlank) -> Any:
     latest = await run.latest()
     if latest is None:
-        return _EMPTY_EXAMPLE
-    return _lookup(request, group_texts(latest))
+        return {name: [] for name in WIRE_KEYS if name not in _NOT_IN_EMPTY_EXAMPLE}
+    return _lookup(request, json_pieces(latest))
 
 
 async def reset_data(run: RunOrBlank) -> str:
@@ -454,12 +403,12 @@ def _addressed_run(request: Request, run: str) -> str:
 
 async def end_run(
     request: Request, name: Annotated[str, Depends(_addressed_run)]
-) -> Acknowledgement:
+) -> schemas.Acknowledgement:
     services = _services(request)
     if not await services.hub.forget(name):
         raise HTTPException(404, f"there is no run {name!r}")
     services.metrics.forget_run(name)
-    return Acknowledgement()
+    return schemas.Acknowledgement()
 
 
 # The hub as a whole
@@ -473,13 +422,13 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-async def readyz(request: Request) -> Ready:
+async def readyz(request: Request) -> schemas.Ready:
     hub = _services(request).hub
     # The default run begins anew after a DELETE when it is asked for.
     run = await hub.run() if hub.is_open else None
     if run is None or run.arrivals.is_closed:
         raise HTTPException(503, "starting or stopping")
-    return Ready(durability=run.store.durability.value)
+    return schemas.Ready(durability=run.store.durability.value)
 
 
 async def show_metrics(request: Request) -> Response:
@@ -495,33 +444,13 @@ def is_ours(request: Request) -> bool:
     return "atropos-client" in request.headers
 
 
-async def _read_json(request: Request, model: type[Model]) -> Model:
-    """Read a JSON body as FastAPI does. Raises `RequestValidationError`."""
-    body = await request.body()
-    if not body:
-        raise _fault("missing", ("body",), "Field required")
-    if not _is_json(request.headers.get("content-type", "")):
-        return _checked(model, body, "body")  # refused: a web page may send any text without asking
-    try:
-        return model.model_validate_json(body)
-    except ValidationError:
-        return _checked(model, _decoded(body), "body")
-
-
-def _is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind == CONTENT_TYPE_JSON or (kind.startswith("application/") and kind.endswith("+json"))
-
-
-def _batch_number(request: Request) -> int:
-    return _checked(BatchNumber, request.path_params, "path").batch_id
-
-
 def _decoded(body: bytes) -> Any:
     try:
         return json.loads(bytes(body))
     except (ValueError, RecursionError) as e:
-        raise _fault("json_invalid", ("body", getattr(e, "pos", 0)), "JSON decode error") from e
+        where = ("body", getattr(e, "pos", 0))
+        fault = {"type": "json_invalid", "loc": where, "msg": "JSON decode error"}
+        raise RequestValidationError([fault]) from e
 
 
 def _checked(model: type[Model], value: Any, where: str) -> Model:
@@ -533,55 +462,32 @@ def _checked(model: type[Model], value: Any, where: str) -> Model:
         raise RequestValidationError(errors) from e
 
 
-def _fault(kind: str, where: tuple[str | int, ...], text: str) -> RequestValidationError:
-    return RequestValidationError([{"type": kind, "loc": where, "msg": text}])
-
-
-_to_json = msgspec.json.encode
-
-
 def _lookup(request: Request, texts: Iterable[bytes]) -> Response:
     """Answer what people look at, which may be long."""
     services = _services(request)
     return JsonPieces(texts, services.lookups, timeout_s=services.limits.receive_timeout_s)
 
 
-def _json_response(content: bytes) -> Response:
-    return Response(content, media_type=CONTENT_TYPE_JSON)
-
-
-def _reply(model: BaseModel) -> Response:
-    return _json_response(model.model_dump_json().encode())
+def _json_response(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type=CONTENT_TYPE_JSON)
 
 
 # What the OpenAPI document says of handlers that read requests by themselves
-
-
-def _json_of(model: type[BaseModel]) -> dict[str, Any]:
-    schema = {"schema": model.model_json_schema()}
-    return {"required": True, "content": {CONTENT_TYPE_JSON: schema}}
-
-
-def _parameters_of(model: type[BaseModel], where: str) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "in": where, "required": where == "path", "schema": schema}
-        for name, schema in model.model_json_schema()["properties"].items()
-    ]
 
 
 def _takes(
     body: dict[str, Any] | None = None,
     *,
     query: type[BaseModel] | None = None,
-    path: type[BaseModel] | None = None,
     returns: Any = None,
 ) -> dict[str, Any]:
     """Return FastAPI's options of a route that takes these."""
     extra: dict[str, Any] = {}
     if query is not None:
-        extra["parameters"] = _parameters_of(query, "query")
-    if path is not None:
-        extra["parameters"] = _parameters_of(path, "path")
+        fields = query.model_json_schema()["properties"]
+        extra["parameters"] = [
+            {"name": name, "in": "query", "schema": schema} for name, schema in fields.items()
+        ]
     if body is not None:
         extra["requestBody"] = body
     return {"response_model": returns, "openapi_extra": extra}
@@ -597,13 +503,13 @@ _GROUPS = {
 }
 _TAKES_GROUPS = _takes(_GROUPS, returns=dict[str, Any])
 _TAKES_STATUS = _takes(
-    _json_of(EnvIdentifier) | {"required": False, "description": "In place of the query"},
-    query=StatusQuery,
-    returns=EnvStatus,
+    {
+        "description": "In place of the query",
+        "content": {CONTENT_TYPE_JSON: {"schema": schemas.EnvIdentifier.model_json_schema()}},
+    },
+    query=schemas.StatusQuery,
+    returns=schemas.EnvStatus,
 )
-_TAKES_LEASE = _takes(_json_of(LeaseRef), path=BatchNumber, returns=HeartbeatReply)
-_TAKES_ACK = _takes(_json_of(AckRequest), path=BatchNumber, returns=AckReply)
-_TAKES_CHECKPOINT = _takes(_json_of(Checkpoint), returns=CheckpointReply)
 _WITHOUT_NULL = {"response_model_exclude_none": True}
 _TEXT = {"response_class": PlainTextResponse}
 
@@ -617,13 +523,13 @@ READ = (Scope.READ,)
 ADMIN = (Scope.ADMIN,)
 GROUPS = Body.GROUPS
 _hot = functools.partial(Route, is_hot=True)
-_vital = functools.partial(Route, is_hot=True, is_vital=True)
+_vital = functools.partial(Route, is_vital=True)
 
 ROUTES = RouteTable(
     [
         Route("GET", "/", root, ANYONE),
-        Route("GET", "/healthz", healthz, ANYONE, is_vital=True),
-        Route("GET", "/readyz", readyz, ANYONE, is_vital=True),
+        _vital("GET", "/healthz", healthz, ANYONE),
+        _vital("GET", "/readyz", readyz, ANYONE),
         Route("GET", "/metrics", show_metrics, READ, is_hub_wide=True, api=_TEXT),
         Route("GET", "/openapi.json", None, READ),
         Route("GET", "/docs", None, READ),
@@ -631,12 +537,12 @@ ROUTES = RouteTable(
         Route("GET", "/redoc", None, READ),
         # Trainers
         Route("POST", "/register", register, CONSUME, api=_WITHOUT_NULL),
-        _hot("GET", "/batch", batch, CONSUME, api=_takes(query=BatchQuery)),
-        _vital("POST", "/batches/{batch_id}/heartbeat", heartbeat, CONSUME, api=_TAKES_LEASE),
-        _vital("POST", "/batches/{batch_id}/ack", ack, CONSUME, api=_TAKES_ACK),
+        _hot("GET", "/batch", batch, CONSUME, api=_takes(query=schemas.BatchQuery)),
+        _vital("POST", "/batches/{batch_id}/heartbeat", heartbeat, CONSUME),
+        _vital("POST", "/batches/{batch_id}/ack", ack, CONSUME),
         Route("POST", "/batches/{batch_id}/release", release, CONSUME),
         Route("POST", "/batches/{batch_id}/reject", reject, CONSUME),
-        _vital("POST", "/checkpoints", checkpoint, CONSUME, api=_TAKES_CHECKPOINT),
+        _vital("POST", "/checkpoints", checkpoint, CONSUME),
         Route("POST", "/policy", set_policy, CONSUME),
         # Environments
         Route("POST", "/register-env", register_env, PRODUCE, api=_WITHOUT_NULL),
@@ -653,7 +559,7 @@ ROUTES = RouteTable(
         Route("GET", "/ledger", ledger, READ, api=_WITHOUT_NULL),
         Route("GET", "/explain", explain, READ),
         Route("GET", "/latest_example", latest_example, READ, api=_takes()),
-        Route("GET", "/dead", dead, READ, api=_takes(returns=DeadGroups)),
+        Route("GET", "/dead", dead, READ, api=_takes(returns=schemas.DeadGroups)),
         Route("POST", "/dead/requeue", requeue_dead, ADMIN, is_destructive=True),
         Route("GET", "/reset_data", reset_data, ADMIN, is_destructive=True, api=_TEXT),
         Route("DELETE", "/runs/{run}", end_run, ADMIN, is_destructive=True),

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import zstandard
 from isal import isal_zlib
@@ -20,7 +20,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from atroposlib.api.http.metrics import HubMetrics
 from atroposlib.api.http.routes import Body, Route
+from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.hub import DEFAULT_RUN
 
 CLIENT_HEADER = b"atropos-client"
 """Sent by our own clients on every request; they understand 429."""
@@ -33,10 +36,8 @@ ABORT_EXTENSION = "atropos.abort"
 
 _MIB = 2**20
 _GZIP_WBITS = 16 + isal_zlib.MAX_WBITS
-_GZIP_FEED_BYTES = 16 * 2**10
-_GZIP_STEP_BYTES = 256 * 2**10
-_ZSTD_FEED_BYTES = 256
-"""A run-length block makes 128 KiB of 4 bytes, so one feed yields 8 MiB at most."""
+_FEED_BYTES = {"gzip": 4096, "zstd": 256}
+"""Inflated at once, to 4 MiB and 8 MiB at most: deflate makes 1032 bytes of one, a zstd block 128 KiB of four."""
 _ZSTD_MAX_WINDOW_BYTES = 8 * _MIB
 """What RFC 8878 (3.1.1.1.2) asks decoders to support."""
 _MAX_MEMBERS = 10_000
@@ -113,108 +114,65 @@ def content_encoding(headers: Headers) -> str | None:
     return first
 
 
-@dataclass(slots=True, kw_only=True)
-class _Output:
-    """Collects inflated bytes and stops a bomb as soon as it shows."""
-
-    max_bytes: int
-    max_ratio: int
-    _pieces: list[bytes] = field(default_factory=list)
-    _num_bytes: int = 0
-
-    def add(self, piece: bytes, *, num_read: int) -> None:
-        """Append what the first `num_read` compressed bytes gave so far."""
-        self._num_bytes += len(piece)
-        self.check(self._num_bytes, num_read=num_read)
-        self._pieces.append(piece)
-
-    def check(self, num_bytes: int, *, num_read: int) -> None:
-        if num_bytes > self.max_bytes:
-            raise _too_large(self.max_bytes)
-        if num_bytes > max(_MIB, self.max_ratio * num_read):
-            raise BodyRefused(413, f"Request body inflates more than {self.max_ratio} times")
-
-    def value(self) -> bytes:
-        # Gives up the GIL from a MiB on; a buffer that grows would copy under it.
-        return b"".join(self._pieces)
-
-
 def inflate(data: bytes, *, encoding: str, max_bytes: int, max_ratio: int = 200) -> bytes:
     """Inflate a whole gzip or zstd body, several members or frames included.
 
     Raises `BodyRefused`: 400 if it is corrupt, truncated or followed by something else, 413 past a limit. Never holds
     more than `max_bytes` of output, and of a bomb only its first megabytes.
     """
-    output = _Output(max_bytes=max_bytes, max_ratio=max_ratio)
+
+    def check(num_bytes: int, *, num_read: int) -> None:
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        if num_bytes > max(_MIB, max_ratio * num_read):
+            raise BodyRefused(413, f"Request body inflates more than {max_ratio} times")
+
+    pieces: list[bytes] = []
+    size = 0
     try:
-        if encoding == "gzip":
-            _inflate_gzip(data, output)
-        else:
-            whole = _inflate_zstd_frame(data, output)
-            if whole is not None:
-                return whole
-            _inflate_zstd(data, output)
+        # Most frames announce their size: then one call inflates them.
+        announced = zstandard.frame_content_size(data) if encoding == "zstd" else -1
+        if announced >= 0:
+            check(announced, num_read=len(data))
+            try:
+                return _zstd().decompress(data, allow_extra_data=False)
+            except zstandard.ZstdError:
+                pass  # several frames, or a broken one: the steps tell
+        for piece, num_read in _inflate_in_steps(data, encoding):
+            size += len(piece)
+            check(size, num_read=num_read)
+            pieces.append(piece)
     except (IsalError, zstandard.ZstdError, EOFError) as e:  # type: ignore[misc] # its stub is wrong
         raise BodyRefused(400, f"Invalid {encoding} payload") from e
-    return output.value()
+    # Gives up the GIL from a MiB on; a buffer that grows would copy under it.
+    return b"".join(pieces)
 
 
-def _inflate_gzip(data: bytes, output: _Output) -> None:
+def _inflate_in_steps(data: bytes, encoding: str) -> Iterator[tuple[bytes, int]]:
+    """Yield pieces of some MiB at most, each with the number of compressed bytes read so far."""
     view = memoryview(data)
     position = 0
     for _ in range(_MAX_MEMBERS):
-        member = isal_zlib.decompressobj(_GZIP_WBITS)
+        is_gzip = encoding == "gzip"
+        member = isal_zlib.decompressobj(_GZIP_WBITS) if is_gzip else _zstd().decompressobj()
         while not member.eof:
-            pending: bytes | memoryview = view[position : position + _GZIP_FEED_BYTES]
-            if not pending:
+            fed = view[position : position + _FEED_BYTES[encoding]]
+            if not fed:
                 raise EOFError
-            position += len(pending)
-            while True:
-                piece = member.decompress(pending, _GZIP_STEP_BYTES)
-                output.add(piece, num_read=position)
-                pending = member.unconsumed_tail
-                # zlib may keep output back although it has taken all input; past the end it keeps a stale tail.
-                if member.eof or (not pending and len(piece) < _GZIP_STEP_BYTES):
-                    break
+            position += len(fed)
+            yield member.decompress(fed), position
         position -= len(member.unused_data)
         if position == len(data):
             return
-        if data[position] == 0:  # padding, to the end
+        if is_gzip and data[position] == 0:
             if data.count(0, position) == len(data) - position:
-                return
+                return  # padding
             break
     raise EOFError
 
 
-def _inflate_zstd_frame(data: bytes, output: _Output) -> bytes | None:
-    """Inflate a single frame that announces its size, as most do; None when it is not that."""
-    size = zstandard.frame_content_size(data)
-    if size < 0:
-        return None
-    output.check(size, num_read=len(data))
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_MAX_WINDOW_BYTES)
-    try:
-        return decompressor.decompress(data, allow_extra_data=False)
-    except zstandard.ZstdError:
-        return None  # several frames, or broken: the stepwise way tells
-
-
-def _inflate_zstd(data: bytes, output: _Output) -> None:
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_MAX_WINDOW_BYTES)
-    view = memoryview(data)
-    position = 0
-    for _ in range(_MAX_MEMBERS):
-        frame = decompressor.decompressobj()
-        while not frame.eof:
-            fed = view[position : position + _ZSTD_FEED_BYTES]
-            if not fed:
-                raise EOFError
-            position += len(fed)
-            output.add(frame.decompress(fed), num_read=position)
-        position -= len(frame.unused_data)
-        if position == len(data):
-            return
-    raise EOFError
+def _zstd() -> zstandard.ZstdDecompressor:
+    return zstandard.ZstdDecompressor(max_window_size=_ZSTD_MAX_WINDOW_BYTES)
 
 
 def _too_large(limit: int) -> BodyRefused:
@@ -232,108 +190,75 @@ class ByteBudget:
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self.free_bytes = total_bytes
-        self._shares: dict[Share, None] = {}
-        """Those that hold or want something, in the order in which they came."""
-        self._waiting: dict[Share, tuple[int, asyncio.Future[None]]] = {}
+        self.shares: dict[Share, None] = {}
+        """Those that hold or want bytes, oldest first."""
+        self.waiting: dict[Share, tuple[int, asyncio.Future[None]]] = {}
+        """How much each of these shares wants to hold, in the order in which they are served."""
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    def share(self) -> Share:
+        """Return what holds bytes for the length of a `with`."""
+        return Share(self)
 
-    def share(self, num_bytes: int = 0) -> Share:
-        """Return what holds `num_bytes` for the length of an `async with`."""
-        return Share(self, num_bytes)
-
-    async def take(self, share: Share, num_bytes: int) -> None:
-        """Take `num_bytes` more for `share`, when it is its turn."""
-        if self.take_now(share, num_bytes):
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[share] = (num_bytes, turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if self._waiting.pop(share, None) is None:
-                self.free_bytes += num_bytes  # the turn came in the same moment
-            self._serve()  # a later request may fit
-            raise
-
-    def take_now(self, share: Share, num_bytes: int) -> bool:
-        """Take `num_bytes` more for `share` if it need not wait for them; it stands in line from now on."""
-        self._shares.setdefault(share)
-        need_not_wait = next(iter(self._shares)) is share or (
-            not self._waiting and num_bytes <= self.free_bytes
-        )
-        if need_not_wait:
-            self.free_bytes -= num_bytes
-        return need_not_wait
-
-    def give_back(self, share: Share, num_bytes: int, *, is_all: bool) -> None:
-        self.free_bytes += num_bytes
-        if is_all:
-            self._shares.pop(share, None)
-        if self._waiting:
-            self._serve()
-
-    def _serve(self) -> None:
-        first = next(iter(self._shares), None)
-        if first in self._waiting:
-            self._grant(first)
-        while self._waiting:
-            share, (wanted, _) = next(iter(self._waiting.items()))
-            if wanted > self.free_bytes:
+    def serve(self) -> None:
+        """Give waiting shares what is free."""
+        while self.waiting:
+            oldest = next(iter(self.shares))
+            share = oldest if oldest in self.waiting else next(iter(self.waiting))
+            wanted, turn = self.waiting[share]
+            if share is not oldest and wanted - share.num_bytes > self.free_bytes:
                 return
-            self._grant(share)
-
-    def _grant(self, share: Share) -> None:
-        wanted, turn = self._waiting.pop(share)
-        self.free_bytes -= wanted
-        if not turn.done():
-            turn.set_result(None)
+            del self.waiting[share]
+            self.free_bytes -= wanted - share.num_bytes
+            share.num_bytes = wanted
+            if not turn.done():
+                turn.set_result(None)
 
 
 class Share:
-    """What one request holds of a budget: nothing after it is left."""
+    """What one request holds of a budget."""
 
-    def __init__(self, budget: ByteBudget, num_bytes: int) -> None:
+    def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
-        self._wanted = num_bytes
         self.num_bytes = 0
 
-    async def __aenter__(self) -> Share:
-        if self._wanted:
-            await self.grow(self._wanted)
+    def __enter__(self) -> Share:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        self.shrink(0)
+    def __exit__(self, *_: object) -> None:
+        self.hold(0)
 
     async def grow(self, num_bytes: int) -> None:
         """Hold `num_bytes` in all; wait for the rest of them."""
+        if self.grow_now(num_bytes):
+            return
+        waiting = self._budget.waiting
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting[self] = (num_bytes, turn)
         try:
-            await self._budget.take(self, num_bytes - self.num_bytes)
-        except asyncio.CancelledError:
-            self._budget.give_back(self, 0, is_all=self.num_bytes == 0)
-            raise
-        self.num_bytes = num_bytes
+            await turn
+        finally:
+            waiting.pop(self, None)
 
     def grow_now(self, num_bytes: int) -> bool:
-        """Hold `num_bytes` in all if that takes no waiting."""
-        has_them = self._budget.take_now(self, num_bytes - self.num_bytes)
-        if has_them:
-            self.num_bytes = num_bytes
-        return has_them
+        """Hold `num_bytes` in all if that takes no waiting; otherwise the share keeps its place in line."""
+        budget = self._budget
+        budget.shares[self] = None
+        has_room = not budget.waiting and num_bytes - self.num_bytes <= budget.free_bytes
+        if has_room or next(iter(budget.shares)) is self:
+            self.hold(num_bytes)
+            return True
+        return False
 
-    def settle(self, num_bytes: int) -> None:
-        """Hold what turned out to be needed, more than was asked for included: it is in memory already."""
-        surplus, self.num_bytes = self.num_bytes - num_bytes, num_bytes
-        if surplus or not num_bytes:
-            self._budget.give_back(self, surplus, is_all=num_bytes == 0)
-
-    def shrink(self, num_bytes: int) -> None:
-        """Keep at most `num_bytes`."""
-        if num_bytes < self.num_bytes or self.num_bytes == 0:
-            self.settle(max(0, min(num_bytes, self.num_bytes)))
+    def hold(self, num_bytes: int) -> None:
+        """Hold exactly this, even beyond the total: it is in memory already."""
+        budget = self._budget
+        budget.free_bytes += self.num_bytes - num_bytes
+        self.num_bytes = num_bytes
+        if num_bytes:
+            budget.shares[self] = None
+        else:
+            budget.shares.pop(self, None)
+        budget.serve()
 
 
 class RequestBodies:
@@ -352,28 +277,36 @@ class RequestBodies:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            expected = self._expected_bytes(scope)
-        except BodyRefused as e:
-            await _refuse(e, scope, receive, send)
-            return
-        async with self._received.share() as received, self._inflated.share() as inflated:
+        with self._received.share() as received, self._inflated.share() as inflated:
             try:
-                body = await self._receive(receive, expected, received)
-                if body is None:
-                    return  # the client left
-                received.shrink(max(0, len(body) - _UNCOUNTED_BYTES))
-                if expected.encoding is not None:
-                    if body:
-                        body = await self._inflate(body, expected, inflated)
-                        received.shrink(0)
-                    _correct_headers(scope, len(body))
+                body = await self._read(scope, receive, received, inflated)
             except BodyRefused as e:
-                await _refuse(e, scope, receive, send)
+                answer = PlainTextResponse(str(e), e.status, e.headers)
+                await answer(scope, receive, send)
                 return
-            await self._app(scope, replay(body, receive), send)
+            if body is not None:
+                await self._app(scope, replay(body, receive), send)
 
-    def _expected_bytes(self, scope: Scope) -> _Expected:
+    async def _read(
+        self, scope: Scope, receive: Receive, received: Share, inflated: Share
+    ) -> bytes | None:
+        """Return the body, inflated; None when the client left."""
+        expected = self._expected(scope)
+        body = await self._receive(receive, expected, received)
+        if body is None:
+            return None
+        received.hold(max(0, len(body) - _UNCOUNTED_BYTES))
+        if expected.encoding is not None:
+            if body:
+                body = await self._inflate(body, expected, inflated)
+                received.hold(0)
+            scope["headers"] = list(scope["headers"])
+            headers = MutableHeaders(scope=scope)
+            del headers["content-encoding"]
+            headers["content-length"] = str(len(body))
+        return body
+
+    def _expected(self, scope: Scope) -> _Expected:
         """What the head says of the body. Raises `BodyRefused`."""
         limits = self._limits
         headers = dict[bytes, bytes](scope["headers"])
@@ -462,7 +395,7 @@ class RequestBodies:
         )
         is_small = len(body) <= _INLINE_INFLATE_BYTES
         data = work() if is_small else await asyncio.to_thread(work)
-        share.shrink(len(data))
+        share.hold(len(data))
         return data
 
 
@@ -480,19 +413,6 @@ def _body_class(scope: Scope) -> Body:
     """What the request's row says of its body; paths that no row names have no business with large ones."""
     route: Route | None = scope.get("hub_route")
     return Body.CONTROL if route is None else route.body
-
-
-async def _refuse(refusal: BodyRefused, scope: Scope, receive: Receive, send: Send) -> None:
-    answer = PlainTextResponse(str(refusal), refusal.status, refusal.headers)
-    await answer(scope, receive, send)
-
-
-def _correct_headers(scope: Scope, num_bytes: int) -> None:
-    """Say that the body comes as it is."""
-    scope["headers"] = list(scope["headers"])
-    corrected = MutableHeaders(scope=scope)
-    del corrected["content-encoding"]
-    corrected["content-length"] = str(num_bytes)
 
 
 def _announced_bytes(scope: Scope, headers: Mapping[bytes, bytes]) -> int | None:
@@ -517,13 +437,6 @@ def replay(body: bytes, receive: Receive) -> Receive:
     return receive_body
 
 
-class BackPressureMetrics(Protocol):
-    """Who counts what `Ladder` does."""
-
-    def count_back_pressure(self, run: str, outcome: str) -> None: ...
-    def show_held(self, num_held: Callable[[], int]) -> None: ...
-
-
 class Ladder:
     """ASGI middleware, outside of `RequestBodies`: what becomes of requests with groups while their run is full.
 
@@ -531,30 +444,27 @@ class Ladder:
     unread, until there is room; only then, or when too many are held, do they get 503. `scope["held_s"]` says how long
     that took: the handler holds a request for what is left of the time.
 
-    `is_full(run)` gives the reason, or None; `room(run, timeout_s)` returns when there may be room again or the time is
-    up, False when the hub stops. Counted is every request that was not let in at once: `refused` (429), `held` (let in
-    later), `timed_out`, `overflowed` and `stopped` (503), `gone` (hung up while held).
+    Counted is every request that was not let in at once: `refused` (429), `held` (let in later), `timed_out`,
+    `overflowed` and `stopped` (503), `gone` (hung up while held).
     """
 
     CHECK_S = 0.5
-    """How often a held request is looked at whatever `room` says: a client that left must free its place."""
+    """How often a held request is checked even if the run reports no progress: a client that left frees its place."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
         limits: HubLimits,
-        is_full: Callable[[str], str | None],
-        room: Callable[[str, float], Awaitable[bool]],
-        metrics: BackPressureMetrics,
+        runs: Mapping[str, Coordinator],
+        metrics: HubMetrics,
     ) -> None:
         self._app = app
         self._limits = limits
-        self._is_full = is_full
-        self._room = room
-        self._metrics = metrics
+        self._runs = runs
+        self._count = metrics.back_pressure
         self._num_held = 0
-        metrics.show_held(lambda: self._num_held)
+        metrics.held.set_function(lambda: self._num_held)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = None
@@ -564,34 +474,39 @@ class Ladder:
 
     async def _refusal(self, scope: Scope) -> JSONResponse | None:
         """Return None when the request may go on, else the answer that turns it away."""
-        run = scope.get("run", "default")
-        reason = self._is_full(run)
+        name = scope.get("run", DEFAULT_RUN)
+        run = self._runs.get(name)
+        reason = None if run is None else run.overload()
         if reason is None:
             return None
         if any(name == CLIENT_HEADER for name, _ in scope["headers"]):
-            self._metrics.count_back_pressure(run, "refused")
-            return self._answer(429, reason)
-        outcome = await self._hold(run, scope)
-        self._metrics.count_back_pressure(run, outcome)
-        return None if outcome == "held" else self._answer(503, reason)
+            outcome = "refused"
+        else:
+            outcome = await self._hold(name, scope)
+        self._count.labels(name, outcome).inc()
+        if outcome == "held":
+            return None
+        return self._answer(429 if outcome == "refused" else 503, reason)
 
-    async def _hold(self, run: str, scope: Scope) -> str:
+    async def _hold(self, name: str, scope: Scope) -> str:
         if self._num_held >= self._limits.max_held:
             return "overflowed"
-        is_gone = scope.get("extensions", {}).get(IS_GONE_EXTENSION, _unknown)
+        # Servers without the extension cannot tell; the hold ends by its time limit.
+        is_gone = scope.get("extensions", {}).get(IS_GONE_EXTENSION, lambda: False)
         now = asyncio.get_running_loop().time
         began = now()
         deadline = began + self._limits.hold_s
         self._num_held += 1
         try:
-            while self._is_full(run) is not None:
+            while (run := self._runs.get(name)) is not None and run.overload() is not None:
                 if is_gone():
                     return "gone"
                 remaining_s = deadline - now()
                 if remaining_s <= 0:
                     return "timed_out"
-                if not await self._room(run, min(remaining_s, self.CHECK_S)):
+                if run.progress.is_closed:
                     return "stopped"
+                await run.progress.wait(min(remaining_s, self.CHECK_S))
                 await asyncio.sleep(0)  # room that comes and goes at once must not stop the loop
             return "held"
         finally:
@@ -602,8 +517,3 @@ class Ladder:
         headers = {"Retry-After": str(self._limits.retry_after_s)}
         detail = {"type": "overloaded", "msg": reason}
         return JSONResponse({"detail": detail}, status, headers)
-
-
-def _unknown() -> bool:
-    """Servers without the extension cannot tell; the hold ends by its time limit."""
-    return False

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -33,68 +35,64 @@ _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _MAX_LOGGED_CHARS = 200
 
 
+_GAUGES: Final = {
+    "atropos_queued_sequences": "Sequences queued",
+    "atropos_queued_tokens": "Tokens queued",
+    "atropos_queued_bytes": "Bytes queued",
+    "atropos_step": "Current step",
+    "atropos_environments_connected": "Environments heard of lately",
+    "atropos_leases": "Open leases",
+    "atropos_oldest_lease_age_seconds": "Age of the oldest open lease",
+    "atropos_store_free_bytes": "Bytes left before the store is full",
+}
+_COUNTERS: Final = {
+    "atropos_ingested_tokens": "Tokens of groups taken in",
+    "atropos_delivered_tokens": "Tokens of groups handed out",
+}
+
+
 class HubMetrics:
     """All figures of one application. `runs` gives the open runs by name whenever it is asked."""
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
     def __init__(self, runs: Callable[[], Mapping[str, Coordinator]]) -> None:
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_RunCollector(runs))
-        self._requests = Histogram(
+        self._registry = registry = CollectorRegistry(auto_describe=False)
+        registry.register(_RunCollector(runs))
+        self.requests = Histogram(
             "atropos_request_seconds",
             "From the request head to the end of the answer",
             ["route", "method", "status"],
             buckets=_LATENCY_BUCKETS,
-            registry=self._registry,
+            registry=registry,
         )
-        self._staleness = Histogram(
+        self.staleness = Histogram(
             "atropos_delivered_staleness_versions",
             "Policy versions between sampling and delivery of a group",
             ["run"],
             buckets=_STALENESS_BUCKETS,
-            registry=self._registry,
+            registry=registry,
         )
-        self._back_pressure = Counter(
+        self.back_pressure = Counter(
             "atropos_back_pressure",
             "Requests that were not let in at once because the run was full",
             ["run", "outcome"],
-            registry=self._registry,
+            registry=registry,
         )
-        self._lag = Histogram(
+        self.lag = Histogram(
             "atropos_event_loop_lag_seconds",
             "How late the event loop woke a sleeper",
             buckets=_LAG_BUCKETS,
-            registry=self._registry,
+            registry=registry,
         )
-        self._held = Gauge(
-            "atropos_held_requests", "Requests held while a run is full", registry=self._registry
+        self.held = Gauge(
+            "atropos_held_requests", "Requests held while a run is full", registry=registry
         )
-
-    def observe_request(self, *, route: str, method: str, status: int, seconds: float) -> None:
-        """Note an answered request. `route` is a template, never a path."""
-        self._requests.labels(route, method, str(status)).observe(seconds)
-
-    def observe_staleness(self, run: str, versions: int) -> None:
-        """Note a delivered group that was sampled so many policy versions ago."""
-        self._staleness.labels(run).observe(versions)
-
-    def count_back_pressure(self, run: str, outcome: str) -> None:
-        """Note what became of a request that found its run full. For `limits.Gate`."""
-        self._back_pressure.labels(run, outcome).inc()
-
-    def show_held(self, num_held: Callable[[], int]) -> None:
-        """Read the number of held requests from `num_held` at scrape time."""
-        self._held.set_function(num_held)
-
-    def observe_lag(self, seconds: float) -> None:
-        """Note how late the event loop woke a sleeper."""
-        self._lag.observe(max(0.0, seconds))
 
     def forget_run(self, run: str) -> None:
         """Drop the series of a deleted run."""
-        self._staleness.remove_by_labels({"run": run})
-        self._back_pressure.remove_by_labels({"run": run})
+        self.staleness.remove_by_labels({"run": run})
+        self.back_pressure.remove_by_labels({"run": run})
 
     def render(self) -> bytes:
         """Return all figures in the text format, `content_type`."""
@@ -107,8 +105,7 @@ class _RunCollector(Collector):
     def __init__(self, runs: Callable[[], Mapping[str, Coordinator]]) -> None:
         self._runs = runs
 
-    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
-        run = ["run"]
+    def collect(self) -> Iterator[Metric]:
         groups = GaugeMetricFamily(
             "atropos_groups", "Groups by where they are now", labels=["run", "place"]
         )
@@ -117,106 +114,66 @@ class _RunCollector(Collector):
             "Groups since the run began by what became of them; reason only for rejected",
             labels=["run", "fate", "reason"],
         )
-        sequences = GaugeMetricFamily("atropos_queued_sequences", "Sequences queued", labels=run)
-        queued_tokens = GaugeMetricFamily("atropos_queued_tokens", "Tokens queued", labels=run)
-        queued_bytes = GaugeMetricFamily("atropos_queued_bytes", "Bytes queued", labels=run)
-        staleness = HistogramMetricFamily(
-            "atropos_queued_staleness_versions",
-            "Policy versions that queued groups lie behind now",
-            labels=run,
-        )
-        step = GaugeMetricFamily("atropos_step", "Current step", labels=run)
-        connected = GaugeMetricFamily(
-            "atropos_environments_connected", "Environments heard of lately", labels=run
-        )
-        leases = GaugeMetricFamily("atropos_leases", "Open leases", labels=run)
-        oldest = GaugeMetricFamily(
-            "atropos_oldest_lease_age_seconds", "Age of the oldest open lease", labels=run
-        )
-        tokens_in = CounterMetricFamily(
-            "atropos_ingested_tokens", "Tokens of groups taken in", labels=run
-        )
-        tokens_out = CounterMetricFamily(
-            "atropos_delivered_tokens", "Tokens of groups handed out", labels=run
-        )
         stored = GaugeMetricFamily(
             "atropos_store_bytes", "Bytes in the store", labels=["run", "kind"]
         )
-        free = GaugeMetricFamily(
-            "atropos_store_free_bytes", "Bytes left before the store is full", labels=run
+        staleness = HistogramMetricFamily(
+            "atropos_queued_staleness_versions",
+            "Policy versions that queued groups lie behind now",
+            labels=["run"],
         )
-        for name, view in self._runs().items():
-            ledger = view.ledger()
-            status = view.status()
-            usage = view.store.usage()
-            queue = view.state.queue
-            for place, num_groups in [
-                ("queued", ledger.queued),
-                ("buffered", ledger.buffered),
-                ("leased", ledger.leased),
-                # May go down again: trained when a trainer resumes, dead when somebody requeues.
-                ("trained", ledger.trained),
-                ("dead", ledger.dead),
-            ]:
-                groups.add_metric([name, place], num_groups)
-            for fate, num_groups in [
-                ("produced", ledger.produced),
-                ("expired", ledger.expired),
-                ("discarded", ledger.discarded),
-                ("duplicate", ledger.duplicates),
-            ]:
-                fates.add_metric([name, fate, ""], num_groups)
+        one_per_run: list[GaugeMetricFamily | CounterMetricFamily] = [
+            *[GaugeMetricFamily(name, text, labels=["run"]) for name, text in _GAUGES.items()],
+            *[CounterMetricFamily(name, text, labels=["run"]) for name, text in _COUNTERS.items()],
+        ]
+        for name, run in self._runs().items():
+            ledger = run.ledger()
+            status = run.status()
+            usage = run.store.usage()
+            queue = run.state.queue
+            ages_s = run.lease_ages_s()
+            # May go down again: trained when a trainer resumes, dead when groups are requeued.
+            for place in ("queued", "buffered", "leased", "trained", "dead"):
+                groups.add_metric([name, place], getattr(ledger, place))
+            for fate in ("produced", "expired", "discarded"):
+                fates.add_metric([name, fate, ""], getattr(ledger, fate))
+            fates.add_metric([name, "duplicate", ""], ledger.duplicates)
             for reason, num_groups in ledger.rejected.items():
                 fates.add_metric([name, "rejected", reason], num_groups)
-            sequences.add_metric([name], queue.total_sequences)
-            queued_tokens.add_metric([name], queue.total_tokens)
-            queued_bytes.add_metric([name], queue.total_bytes)
-            if status.policy_version is not None:
-                _add_staleness(staleness, name, queue.versions(), status.policy_version)
-            step.add_metric([name], status.current_step)
-            connected.add_metric([name], view.state.environments.num_active)
-            ages = view.lease_ages_s()
-            leases.add_metric([name], len(ages))
-            oldest.add_metric([name], max(ages, default=0.0))
-            tokens_in.add_metric([name], view.tokens_in)
-            tokens_out.add_metric([name], view.tokens_out)
             stored.add_metric([name, "payload"], usage.payload_bytes)
             stored.add_metric([name, "stored"], usage.stored_bytes)
-            if usage.free_bytes is not None:
-                free.add_metric([name], usage.free_bytes)
-        return [
-            groups,
-            fates,
-            sequences,
-            queued_tokens,
-            queued_bytes,
-            staleness,
-            step,
-            connected,
-            leases,
-            oldest,
-            tokens_in,
-            tokens_out,
-            stored,
-            free,
-        ]
+            if status.policy_version is not None:
+                _add_staleness(staleness, name, queue.versions(), status.policy_version)
+            values = {
+                "atropos_queued_sequences": queue.total_sequences,
+                "atropos_queued_tokens": queue.total_tokens,
+                "atropos_queued_bytes": queue.total_bytes,
+                "atropos_step": status.current_step,
+                "atropos_environments_connected": run.state.environments.num_active,
+                "atropos_leases": len(ages_s),
+                "atropos_oldest_lease_age_seconds": max(ages_s, default=0.0),
+                "atropos_store_free_bytes": usage.free_bytes,
+                "atropos_ingested_tokens": run.tokens_in,
+                "atropos_delivered_tokens": run.tokens_out,
+            }
+            for family in one_per_run:
+                value = values[family.name]
+                if value is not None:
+                    family.add_metric([name], value)
+        yield from (groups, fates, stored, staleness, *one_per_run)
 
 
 def _add_staleness(
     family: HistogramMetricFamily, run: str, versions: Mapping[int, int], current: int
 ) -> None:
-    buckets = dict.fromkeys(_STALENESS_BUCKETS, 0)
-    total = 0
-    num_groups = 0
-    for version, count in versions.items():
-        behind = max(0, current - version)
-        total += behind * count
-        num_groups += count
-        for bound in buckets:
-            if behind <= bound:
-                buckets[bound] += count
-    rows = [(str(float(bound)), float(count)) for bound, count in buckets.items()]
-    family.add_metric([run], [*rows, ("+Inf", num_groups)], sum_value=total)
+    """Add the queued groups of a run; `versions` counts them by the version that sampled them."""
+    behind = {version: max(0, current - version) for version in versions}
+    buckets = [
+        (str(float(bound)), sum(n for version, n in versions.items() if behind[version] <= bound))
+        for bound in _STALENESS_BUCKETS
+    ]
+    total = sum(behind[version] * n for version, n in versions.items())
+    family.add_metric([run], [*buckets, ("+Inf", sum(versions.values()))], sum_value=total)
 
 
 class Observe:
@@ -252,12 +209,8 @@ class Observe:
         finally:
             seconds = time.perf_counter() - start
             route: Route | None = scope.get("hub_route")
-            self._metrics.observe_request(
-                route="unknown" if route is None else route.template,
-                method=scope["method"] if route is not None else "any",
-                status=status,
-                seconds=seconds,
-            )
+            known = ("unknown", "any") if route is None else (route.template, scope["method"])
+            self._metrics.requests.labels(*known, str(status)).observe(seconds)
             if status >= 400 or (seconds > SLOW_S and b"wait=" not in query):
                 level = logging.WARNING if status >= 500 else logging.INFO
                 client = scope.get("client")

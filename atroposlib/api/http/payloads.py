@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -146,18 +147,9 @@ class GroupCodec:
 
         `encoding` is None, "gzip" or "zstd". JSON carries `meta` beside the batch only if it holds a lease.
         """
-        if packed:
-            return await self._encode(packed_pieces(payloads, meta), CONTENT_TYPE_PACKED, encoding)
-        return await self._encode(_batch_json(payloads, meta), CONTENT_TYPE_JSON, encoding)
-
-    async def encode_group(self, payload: bytes, *, encoding: str | None = None) -> EncodedBody:
-        """Encode the fourteen keys of a stored group as JSON."""
-        return await self._encode(json_pieces(payload), CONTENT_TYPE_JSON, encoding)
-
-    async def _encode(
-        self, texts: Iterable[bytes], media_type: str, encoding: str | None
-    ) -> EncodedBody:
-        pieces = await self._in_turns(_even(await self._in_turns(texts)))
+        texts = packed_pieces(payloads, meta) if packed else _batch_json(payloads, meta)
+        media_type = CONTENT_TYPE_PACKED if packed else CONTENT_TYPE_JSON
+        pieces = await self._in_turns(even_pieces(await self._in_turns(texts)))
         num_bytes = sum(map(len, pieces))
         if encoding is None or num_bytes < COMPRESS_FROM_BYTES:
             return EncodedBody(pieces=pieces, media_type=media_type)
@@ -291,11 +283,6 @@ class _DecoderProcess:
         ]
 
 
-def group_texts(payload: bytes) -> Iterator[bytes]:
-    """Yield the JSON of a stored group, the fourteen keys, piece by piece."""
-    return _even(json_pieces(payload))
-
-
 def _batch_json(payloads: Sequence[bytes], meta: Mapping[str, Any]) -> Iterator[bytes]:
     separator = b'{"batch":['
     for payload in payloads:
@@ -308,17 +295,17 @@ def _batch_json(payloads: Sequence[bytes], meta: Mapping[str, Any]) -> Iterator[
     yield b"}"
 
 
-def _even(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def even_pieces(pieces: Iterable[bytes], max_bytes: int = _PIECE_BYTES) -> Iterator[bytes]:
     """Join short pieces and cut long ones; those in between pass uncopied."""
     held: list[bytes] = []
     num_held = 0
     for piece in pieces:
-        if num_held and num_held + len(piece) > _PIECE_BYTES // 4:
+        if num_held and num_held + len(piece) > max_bytes // 4:
             yield b"".join(held)
             held, num_held = [], 0
-        if len(piece) > _PIECE_BYTES:
-            for start in range(0, len(piece), _PIECE_BYTES):
-                yield piece[start : start + _PIECE_BYTES]
+        if len(piece) > max_bytes // 4:
+            for start in range(0, len(piece), max_bytes):
+                yield piece[start : start + max_bytes]
         elif piece:
             held.append(piece)
             num_held += len(piece)
@@ -327,19 +314,12 @@ def _even(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _compress(pieces: Iterable[bytes], encoding: str) -> list[bytes]:
-    return list(_even(_compressed(pieces, encoding)))
-
-
-def _compressed(pieces: Iterable[bytes], encoding: str) -> Iterator[bytes]:
+    compressor: Any
     if encoding == "zstd":
-        zstd = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj()
-        yield from map(zstd.compress, pieces)
-        yield zstd.flush()
-        return
-    assert encoding == "gzip", encoding
-    gzip = isal_zlib.compressobj(_GZIP_LEVEL, isal_zlib.DEFLATED, _GZIP_WBITS)
-    yield from map(gzip.compress, pieces)
-    yield gzip.flush()
+        compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj()
+    else:
+        compressor = isal_zlib.compressobj(_GZIP_LEVEL, isal_zlib.DEFLATED, _GZIP_WBITS)
+    return list(even_pieces([*map(compressor.compress, pieces), compressor.flush()]))
 
 
 def is_packed(header: str) -> bool:
@@ -353,21 +333,12 @@ def choose_encoding(accept_encoding: str) -> str | None:
     >>> choose_encoding("gzip, deflate, zstd"), choose_encoding("gzip;q=1.0, zstd;q=0"), choose_encoding("")
     ('zstd', 'gzip', None)
     """
-    weights = {"gzip": 0.0, "zstd": 0.0}
+    weights = {"zstd": 0.0, "gzip": 0.0}
     for part in accept_encoding.lower().split(","):
-        name, _, parameter = part.partition(";")
-        if name.strip() in weights:
-            weights[name.strip()] = _weight(parameter)
-    best = max(("zstd", "gzip"), key=weights.__getitem__)
+        name, _, parameter = part.replace(" ", "").partition(";q=")
+        if name in weights:
+            # A weight that is no number is none.
+            is_number = re.fullmatch(r"(\d+(\.\d*)?)?", parameter) is not None
+            weights[name] = float(parameter or 1) if is_number else 0.0
+    best = max(weights, key=weights.__getitem__)
     return best if weights[best] > 0 else None
-
-
-def _weight(parameter: str) -> float:
-    """Read `q=0.5`; 1 where there is none, 0 where it cannot be read."""
-    name, _, value = parameter.partition("=")
-    if name.strip() != "q":
-        return 1.0
-    try:
-        return float(value)
-    except ValueError:
-        return 0.0

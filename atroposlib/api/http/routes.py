@@ -63,39 +63,32 @@ class Route:
     """Options of FastAPI's route: what the OpenAPI document says beyond the handler's signature."""
 
 
-class Match(NamedTuple):
-    """A row, and the text that stands for each `{name}` of its template."""
-
-    route: Route
-    parameters: dict[str, str]
-
-
 class RouteTable:
     """All routes of an application."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self._routes = tuple(routes)
-        self._plain: dict[tuple[str, str], Match] = {}
-        self._patterns: list[tuple[Route, re.Pattern[str]]] = []
-        for route in self._routes:
-            if "{" in route.template:
-                pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", route.template)
-                self._patterns.append((route, re.compile(pattern)))
-            else:
-                self._plain[route.method, route.template] = Match(route, {})
+        self._plain = {(each.method, each.template): each for each in self._routes}
+        self._patterns = [
+            (each, re.compile(re.sub(r"\{\w+\}", "[^/]+", each.template)))
+            for each in self._routes
+            if "{" in each.template
+        ]
 
     def __iter__(self) -> Iterator[Route]:
         return iter(self._routes)
 
-    def find(self, method: str, path: str) -> Match | None:
+    def find(self, method: str, path: str) -> Route | None:
         """Return the row for a request whose run is already off the path; None for what the hub lacks."""
         plain = self._plain.get((method, path))
         if plain is not None:
             return plain
-        for route, pattern in self._patterns:
-            if route.method == method and (found := pattern.fullmatch(path)) is not None:
-                return Match(route, found.groupdict())
-        return None
+        found = (
+            route
+            for route, pattern in self._patterns
+            if route.method == method and pattern.fullmatch(path)
+        )
+        return next(found, None)
 
 
 class RunPath(NamedTuple):

@@ -12,13 +12,10 @@ import hashlib
 import hmac
 import json
 import os
-import re
 import secrets
-import tempfile
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -37,19 +34,19 @@ from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site, is_lo
 MIN_SECRET_CHARS = 8
 _FORWARDING = (b"forwarded", b"x-forwarded-for", b"x-real-ip")
 """Set by proxies: a request that came through one may be from another machine."""
-_SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+_PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+\Z"
+_RunName = Annotated[str, msgspec.Meta(pattern=rf"^{RUN_NAME.pattern}\Z")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
-    """A secret's digest and what the secret is good for."""
+class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A secret's digest and what the secret is good for: one row of a token file."""
 
-    name: str
+    name: Annotated[str, msgspec.Meta(pattern=_PRINTABLE)]
     """Shown in logs, unlike the secret."""
-    hash: bytes
-    """SHA-256 of the secret."""
-    scopes: frozenset[Scope]
-    runs: frozenset[str] | None = None
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    """Of the secret."""
+    scopes: Annotated[frozenset[Scope], msgspec.Meta(min_length=1)]
+    runs: Annotated[frozenset[_RunName], msgspec.Meta(min_length=1)] | None = None
     """None: every run."""
 
     def allows(self, scopes: Collection[Scope]) -> bool:
@@ -57,13 +54,6 @@ class Token:
 
     def covers(self, run: str) -> bool:
         return self.runs is None or run in self.runs
-
-
-class _FileEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    name: str
-    sha256: str
-    scopes: list[Scope]
-    runs: list[str] | None = None
 
 
 class TokenSet:
@@ -79,24 +69,12 @@ class TokenSet:
     def load(cls, path: Path) -> TokenSet:
         """Read a JSON or YAML list of `{name, sha256, scopes, runs}`; without `runs` a token is for all runs.
 
-        Raises ConfigError, which never quotes the file's values.
+        Raises ConfigError, which never quotes a secret.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"cannot read the token file {str(path)!r}: {e}") from e
-        entries = _parse_entries(text, path)
-        if not entries:
+        tokens = _parse(_read(path), path)
+        if not tokens:
             raise ConfigError(f"the token file {str(path)!r} holds no token; run-api --add-token")
-        return cls(
-            Token(
-                name=entry.name,
-                hash=bytes.fromhex(entry.sha256),
-                scopes=frozenset(entry.scopes),
-                runs=None if entry.runs is None else frozenset(entry.runs),
-            )
-            for entry in entries
-        )
+        return cls(tokens)
 
     @classmethod
     def from_plain(cls, secret: str) -> TokenSet:
@@ -107,14 +85,14 @@ class TokenSet:
                 " from: openssl rand -hex 32"
             )
         everything = frozenset([Scope.ADMIN])
-        return cls([Token(name="token", hash=_digest(secret.encode()), scopes=everything)])
+        return cls([Token(name="token", sha256=_digest(secret.encode()), scopes=everything)])
 
     def find(self, secret: bytes) -> Token | None:
         """Return the token of `secret`; the time taken tells nothing about any of them."""
         digest = _digest(secret)
         found = None
         for token in self._tokens:
-            if hmac.compare_digest(token.hash, digest):
+            if hmac.compare_digest(token.sha256, digest):
                 found = token
         return found
 
@@ -128,24 +106,19 @@ def add_token(
     already taken, an empty list, or a run that cannot exist.
     """
     secret = f"atropos-{secrets.token_urlsafe(32)}"
-    try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"cannot read the token file {str(path)!r}: {e}") from e
-    earlier = _parse_entries(text, path)
-    row: dict[str, Any] = {"name": name, "sha256": _digest(secret.encode()).hex()}
+    text = _read(path) if path.exists() else ""
+    num_earlier = len(_parse(text, path))
+    row: dict[str, Any] = {"name": name, "sha256": _digest(secret.encode())}
     row["scopes"] = sorted(scopes)
     if runs is not None:
         row["runs"] = sorted(runs)
-    is_json = text.lstrip().startswith("[") or (not earlier and path.suffix == ".json")
+    is_json = text.lstrip().startswith("[") or (num_earlier == 0 and path.suffix == ".json")
     if is_json:  # a line cannot simply be added to it
-        rows = [msgspec.to_builtins(entry) for entry in earlier]
-        rows = [{k: v for k, v in each.items() if v is not None} for each in rows]
-        text = json.dumps([*rows, row], indent=1) + "\n"
+        text = json.dumps([*(yaml.safe_load(text) or []), row], indent=1) + "\n"
     else:
-        text = text + ("" if text.endswith("\n") or not text else "\n")
+        text += "" if text.endswith("\n") or not text else "\n"
         text += f"- {json.dumps(row)}\n"
-    if len(_parse_entries(text, path)) != len(earlier) + 1:
+    if len(_parse(text, path)) != num_earlier + 1:
         raise ConfigError(
             f"the token file {str(path)!r} is not a plain list; add the token by hand"
         )
@@ -153,25 +126,29 @@ def add_token(
     return secret
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"cannot read the token file {str(path)!r}: {e}") from e
+
+
 def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # mkstemp makes the file 0600.
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(descriptor)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(partial, path)
     except OSError as e:
+        partial.unlink(missing_ok=True)
         raise ConfigError(f"cannot write the token file {str(path)!r}: {e.strerror}") from e
 
 
-def _parse_entries(text: str, path: Path) -> list[_FileEntry]:
+def _parse(text: str, path: Path) -> list[Token]:
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as e:
@@ -182,37 +159,18 @@ def _parse_entries(text: str, path: Path) -> list[_FileEntry]:
             f"the token file {str(path)!r} is not valid YAML or JSON{where}"
         ) from None
     try:
-        entries = msgspec.convert(document or [], list[_FileEntry])
+        tokens = msgspec.convert(document or [], list[Token])
     except msgspec.ValidationError as e:
         raise ConfigError(f"the token file {str(path)!r}: {e}") from None
-    names: set[str] = set()
-    for index, entry in enumerate(entries):
-        problem = _problem(entry, names)
-        if problem is not None:
-            raise ConfigError(f"the token file {str(path)!r}: [{index}].{problem}")
-        names.add(entry.name)
-    return entries
+    names = [token.name for token in tokens]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"the token file {str(path)!r}: the name {twice!r} is taken")
+    return tokens
 
 
-def _problem(entry: _FileEntry, names: Collection[str]) -> str | None:
-    if not entry.name or not entry.name.isprintable():
-        return "name: must be printable and not empty"
-    if entry.name in names:
-        return f"name: {entry.name!r} is taken"
-    if not _SHA256_HEX.fullmatch(entry.sha256):
-        return "sha256: must be the 64 lower-case hex digits of the secret's SHA-256"
-    if not entry.scopes:
-        return f"scopes: name at least one of {', '.join(Scope)}"
-    if entry.runs is not None and not entry.runs:
-        return "runs: name at least one run, or leave it out for all"
-    for run in entry.runs or ():
-        if not RUN_NAME.fullmatch(run):
-            return f"runs: {run!r} cannot be the name of a run"
-    return None
-
-
-def _digest(secret: bytes) -> bytes:
-    return hashlib.sha256(secret).digest()
+def _digest(secret: bytes) -> str:
+    return hashlib.sha256(secret).hexdigest()
 
 
 class _Refusal(NamedTuple):
@@ -229,10 +187,9 @@ _HEADERS_OF_REFUSALS = {
 class Access:
     """ASGI middleware: finds the run and the row of a request, takes the run off the path, and turns away who may not.
 
-    It sets `scope["run"]`, `scope["hub_route"]` (None: no row) and `scope["path_params"]`; for a request with a token
-    `scope["token_name"]`; and for one that needed rights and had them `scope["was_let_in"]`. `tokens` None: everyone
-    may do everything, except that destructive routes are for this machine only and that web pages of other sites are
-    kept out.
+    It sets `scope["run"]`, `scope["hub_route"]` (None: no row), for a request with a token `scope["token_name"]`, and
+    for one that needed rights and had them `scope["was_let_in"]`. `tokens` None: everyone may do everything, except
+    that destructive routes are for this machine only and that web pages of other sites are kept out.
     """
 
     def __init__(self, app: ASGIApp, routes: RouteTable, tokens: TokenSet | None) -> None:
@@ -248,8 +205,7 @@ class Access:
             await send({"type": "websocket.close", "code": 1008})
             return
         run, path = split_run(scope["path"])
-        match = None if run is None else self._routes.find(scope["method"], path)
-        route, scope["path_params"] = match or (None, {})
+        route = None if run is None else self._routes.find(scope["method"], path)
         scope["hub_route"] = route
         if run is None:
             refusal: _Refusal | None = _Refusal(404, "not the name of a run")

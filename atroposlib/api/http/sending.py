@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from atroposlib.api.http.limits import ABORT_EXTENSION, ByteBudget, Share
-from atroposlib.api.http.payloads import EncodedBody
+from atroposlib.api.http.payloads import EncodedBody, even_pieces
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.types import Delivery
 from atroposlib.wire import CONTENT_TYPE_JSON
@@ -38,6 +38,20 @@ class _PiecewiseResponse(Response):
         self.headers.update(headers)
         self._timeout_s = timeout_s
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._send_all(receive, send)
+        except (TimeoutError, OSError) as e:
+            # Close the connection at once: what is written to it but not read would stay in memory.
+            logger.warning("%s %s: cut off: %r", scope["method"], scope["path"], e)
+            abort = scope.get("extensions", {}).get(ABORT_EXTENSION)
+            if abort is not None:
+                abort()
+
+    async def _send_all(self, receive: Receive, send: Send) -> None:
+        """Send the whole answer. Raises TimeoutError."""
+        raise NotImplementedError
+
     async def _send_pieces(self, pieces: Iterable[bytes], send: Send) -> None:
         """Send the head and the pieces, but not the end. Raises TimeoutError."""
         now = asyncio.get_running_loop().time
@@ -49,13 +63,6 @@ class _PiecewiseResponse(Response):
                 patience.reschedule(min(end, now() + STALL_S))
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
 
-    def _cut_off(self, scope: Scope, error: Exception) -> None:
-        """Close the connection at once: what is written to it but not read would stay in memory."""
-        logger.warning("%s %s: cut off: %r", scope["method"], scope["path"], error)
-        abort = scope.get("extensions", {}).get(ABORT_EXTENSION)
-        if abort is not None:
-            abort()
-
 
 class JsonPieces(_PiecewiseResponse):
     """A long JSON text, made while it is sent; `texts` must be made in some milliseconds each."""
@@ -65,38 +72,33 @@ class JsonPieces(_PiecewiseResponse):
         self._texts = texts
         self._budget = budget
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+    async def _send_all(self, receive: Receive, send: Send) -> None:
+        async def send_and_yield(message: Message) -> None:
+            await send(message)
+            await asyncio.sleep(0)  # others have the event loop between two pieces
+
+        with self._budget.share() as share:
             # One piece is made while the one before it waits for the client.
-            async with self._budget.share(2 * PIECE_BYTES):
-                await self._send_pieces(_cut(self._texts), _yielding(send))
-                await send({"type": "http.response.body", "body": b""})
-        except (TimeoutError, OSError) as e:
-            self._cut_off(scope, e)
+            await share.grow(2 * PIECE_BYTES)
+            await self._send_pieces(even_pieces(self._texts, PIECE_BYTES), send_and_yield)
+            await send({"type": "http.response.body", "body": b""})
 
 
 class BatchResponse(_PiecewiseResponse):
     """A leased batch. It holds `share`, which shrinks with what is left to send."""
 
-    def __init__(
-        self, body: EncodedBody, run: Coordinator, share: Share, *, timeout_s: float
-    ) -> None:
+    def __init__(self, body: EncodedBody, share: Share, *, timeout_s: float) -> None:
         headers = {"Vary": "Accept, Accept-Encoding", "Content-Length": str(body.num_bytes)}
         if body.encoding is not None:
             headers["Content-Encoding"] = body.encoding
         super().__init__(media_type=body.media_type, headers=headers, timeout_s=timeout_s)
         self._pieces = body.pieces
-        self._run = run
         self._share = share
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+    async def _send_all(self, receive: Receive, send: Send) -> None:
+        with self._share:
             await self._send_pieces(self._drain(), send)
             await send({"type": "http.response.body", "body": b""})
-        except (TimeoutError, OSError) as e:
-            self._cut_off(scope, e)
-        finally:
-            self._share.shrink(0)
 
     def _drain(self) -> Iterator[bytes]:
         """Yield the pieces, letting go of each."""
@@ -104,7 +106,7 @@ class BatchResponse(_PiecewiseResponse):
         while self._pieces:
             piece = self._pieces.pop()
             yield piece
-            self._share.shrink(self._share.num_bytes - len(piece))
+            self._share.hold(self._share.num_bytes - len(piece))
 
 
 class PlainBatchResponse(BatchResponse):
@@ -116,28 +118,27 @@ class PlainBatchResponse(BatchResponse):
     """
 
     def __init__(
-        self, body: EncodedBody, run: Coordinator, share: Share, delivery: Delivery
+        self, body: EncodedBody, share: Share, run: Coordinator, delivery: Delivery
     ) -> None:
-        super().__init__(body, run, share, timeout_s=delivery.expires_in_s)
+        super().__init__(body, share, timeout_s=delivery.expires_in_s)
+        self._run = run
         self._batch_id = delivery.batch_id
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_all(self, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(_disconnect(receive))
         last = self._pieces[-1][-1:]
         self._pieces[-1] = self._pieces[-1][:-1]
         is_trained = False
         try:
-            await self._send_pieces(self._drain_while(watcher), send)
-            for _ in range(_TURNS_TO_NOTICE):
-                await asyncio.sleep(0)
-            if not watcher.done():
-                is_trained = await self._run.confirm(self._batch_id)
-            if is_trained:
-                await send({"type": "http.response.body", "body": last})
-        except (TimeoutError, OSError) as e:
-            self._cut_off(scope, e)
+            with self._share:
+                await self._send_pieces(self._drain_while(watcher), send)
+                for _ in range(_TURNS_TO_NOTICE):
+                    await asyncio.sleep(0)
+                if not watcher.done():
+                    is_trained = await self._run.confirm(self._batch_id)
+                if is_trained:
+                    await send({"type": "http.response.body", "body": last})
         finally:
-            self._share.shrink(0)
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
             if not is_trained:
@@ -156,19 +157,3 @@ async def _disconnect(receive: Receive) -> None:
     """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _yielding(send: Send) -> Send:
-    """Let others have the event loop between two pieces, however fast the client reads."""
-
-    async def send_and_yield(message: Message) -> None:
-        await send(message)
-        await asyncio.sleep(0)
-
-    return send_and_yield
-
-
-def _cut(texts: Iterable[bytes]) -> Iterator[bytes]:
-    for text in texts:
-        for start in range(0, len(text), PIECE_BYTES):
-            yield text[start : start + PIECE_BYTES]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from atroposlib import wire
 from atroposlib.api.http.limits import ABORT_EXTENSION, HubLimits
+from atroposlib.api.http.payloads import even_pieces
 from atroposlib.api.http.sending import PIECE_BYTES
 from atroposlib.api.run.types import GroupHeader
 from tests.api.helpers_api import Hub, group, registration, running_hub
@@ -155,6 +158,36 @@ async def test_examples_that_are_not_read_are_not_made() -> None:
         assert hub.app.state.services.lookups.free_bytes == limits.max_lookup_bytes
         whole = await hub.get("/latest_example")
         assert whole["tokens"] == large_group()["tokens"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        large_group(inference_logprobs=[[-0.123456789] * LONG] * 2),
+        {"messages": [[{"role": "user", "content": "x" * 3_000_000}]] * 2},
+        group(2000) | {name: [[1] * 70] * 2000 for name in ("tokens", "masks")},
+    ],
+    ids=["tokens", "text", "short rows"],
+)
+def test_an_example_takes_no_more_memory_than_its_share_of_the_budget(changes: Any) -> None:
+    body = json.dumps(group(2) | changes).encode()
+    [checked] = wire.decode_json_groups(body, many=False)
+    blob = wire.pack_group(checked)
+
+    def send() -> int:
+        held, num_bytes = b"", 0
+        for piece in even_pieces(wire.json_pieces(blob), PIECE_BYTES):
+            held = piece  # is being sent while the next one is made
+            num_bytes += len(held)
+        return num_bytes
+
+    num_bytes = send()
+    tracemalloc.start()
+    assert send() == num_bytes
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes > 200_000
+    assert peak < 1.2 * 2 * PIECE_BYTES
 
 
 async def test_batches_that_are_not_read_hold_no_more_than_the_budget() -> None:

@@ -21,6 +21,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib import __version__
+from atroposlib.api.http import handlers
 from atroposlib.api.http.handlers import ROUTES, Services, is_ours
 from atroposlib.api.http.limits import ByteBudget, HubLimits, Ladder, RequestBodies
 from atroposlib.api.http.metrics import HubMetrics, Observe
@@ -178,6 +179,19 @@ class HubApp(FastAPI):
 # The names that importers of the original know them by.
 Info = HubInfo
 Status = HubStatus
+root = handlers.root
+register = handlers.register
+register_env_url = handlers.register_env
+disconnect_env = handlers.disconnect_env
+wandb_info = handlers.wandb_info
+info = handlers.info
+get_batch = handlers.batch
+get_latest_example = handlers.latest_example
+scored_data = handlers.scored_data
+scored_data_list = handlers.scored_data_list
+get_status = handlers.status
+get_status_env = handlers.status_env
+reset_data = handlers.reset_data
 
 
 class GZipRequestMiddleware(RequestBodies):

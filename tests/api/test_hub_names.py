@@ -8,8 +8,10 @@ import random
 import httpx
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
+from atroposlib.api import server
 from atroposlib.api.http.limits import HubLimits
 from atroposlib.api.server import (
     MIN_ENV_WEIGHT,
@@ -31,6 +33,34 @@ def test_the_models_describe_what_the_hub_speaks() -> None:
     }
     assert Info(batch_size=4, max_token_len=8).model_dump() == {"batch_size": 4, "max_token_len": 8}
     assert list(ScoredData.model_fields) == FOURTEEN_KEYS
+
+
+HANDLERS = {
+    "root": "GET /",
+    "register": "POST /register",
+    "register_env_url": "POST /register-env",
+    "disconnect_env": "POST /disconnect-env",
+    "wandb_info": "GET /wandb_info",
+    "info": "GET /info",
+    "get_batch": "GET /batch",
+    "get_latest_example": "GET /latest_example",
+    "scored_data": "POST /scored_data",
+    "scored_data_list": "POST /scored_data_list",
+    "get_status": "GET /status",
+    "get_status_env": "GET /status-env",
+    "reset_data": "GET /reset_data",
+}
+
+
+def test_the_handlers_have_the_names_of_the_original_and_serve_its_routes() -> None:
+    served = {
+        f"{method} {route.path}": route.endpoint
+        for route in server.app.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods
+    }
+    for name, route in HANDLERS.items():
+        assert served[route] is getattr(server, name)
 
 
 async def test_what_the_hub_delivers_is_a_scored_data() -> None:

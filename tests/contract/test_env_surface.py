@@ -36,7 +36,8 @@ SERVERS = "atroposlib.envs.server_handling"
 NAMES = {
     "atroposlib.api": "app",
     "atroposlib.api.server": "app MIN_ENV_WEIGHT Registration RegisterEnv EnvIdentifier ScoredData Status Info"
-    " GZipRequestMiddleware",
+    " GZipRequestMiddleware root register register_env_url disconnect_env wandb_info info get_batch"
+    " get_latest_example scored_data scored_data_list get_status get_status_env reset_data",
     "atroposlib.api.utils": "find_groups_summing_to_target grab_exact_from_heterogeneous_queue"
     " grab_batch_with_minimum_allocations",
     "atroposlib.cli.run_api": "main",

@@ -12,21 +12,48 @@ for the hub, checks a blob by the rules of `scored_data` without making one.
 
 from __future__ import annotations
 
-from atroposlib.wire.json_decoding import decode_json_groups as decode_json_groups
-from atroposlib.wire.json_decoding import iter_json_groups as iter_json_groups
-from atroposlib.wire.json_encoding import encode_json as encode_json
-from atroposlib.wire.json_encoding import json_pieces as json_pieces
-from atroposlib.wire.packed import CONTENT_TYPE_JSON as CONTENT_TYPE_JSON
-from atroposlib.wire.packed import CONTENT_TYPE_PACKED as CONTENT_TYPE_PACKED
-from atroposlib.wire.packed import PACKED_VERSION as PACKED_VERSION
-from atroposlib.wire.packed import BlobFacts as BlobFacts
-from atroposlib.wire.packed import PackedEnvelope as PackedEnvelope
-from atroposlib.wire.packed import check_blob as check_blob
-from atroposlib.wire.packed import content_digest as content_digest
-from atroposlib.wire.packed import facts_of as facts_of
-from atroposlib.wire.packed import join_packed as join_packed
-from atroposlib.wire.packed import pack_group as pack_group
-from atroposlib.wire.packed import packed_pieces as packed_pieces
-from atroposlib.wire.packed import split_packed as split_packed
-from atroposlib.wire.packed import tail_texts as tail_texts
-from atroposlib.wire.packed import unpack_group as unpack_group
+from atroposlib.wire.json_decoding import (
+    decode_json_groups,
+    iter_json_groups,
+)
+from atroposlib.wire.json_encoding import (
+    encode_json,
+    json_pieces,
+)
+from atroposlib.wire.packed import (
+    CONTENT_TYPE_JSON,
+    CONTENT_TYPE_PACKED,
+    PACKED_VERSION,
+    BlobFacts,
+    PackedEnvelope,
+    check_blob,
+    content_digest,
+    facts_of,
+    join_packed,
+    pack_group,
+    packed_pieces,
+    split_packed,
+    tail_texts,
+    unpack_group,
+)
+
+__all__ = [
+    "BlobFacts",
+    "CONTENT_TYPE_JSON",
+    "CONTENT_TYPE_PACKED",
+    "PACKED_VERSION",
+    "PackedEnvelope",
+    "check_blob",
+    "content_digest",
+    "decode_json_groups",
+    "encode_json",
+    "facts_of",
+    "iter_json_groups",
+    "join_packed",
+    "json_pieces",
+    "pack_group",
+    "packed_pieces",
+    "split_packed",
+    "tail_texts",
+    "unpack_group",
+]

@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 # Exact, so that the build and the lint see the same torch everywhere; override it for another build.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test drills lint bench clean
+# Parts of `make gpu`: all, or some of tests, trainer, memory, bridges, head.
+PART ?= all
+
+.PHONY: demo test drills lint bench gpu clean
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -32,6 +35,9 @@ lint: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	for script in benchmarks/[a-z]*.py; do PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done
+
+gpu: $(VENV)/.installed
+	PYTHONPATH=. $(BIN)/python benchmarks/trainer.py --device cuda --part $(PART) --out runs/gpu.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""What both sides of `trainer.py` share: the prepared batch, and how time and memory of a step are read.
+"""How the processes of `trainer.py` read time and memory, and how they hand the figures over.
 
 Runs in the environment of either side, so it imports nothing of this project; torch only to ask the GPU.
 """
@@ -13,87 +13,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What both sides are asked to do; every sequence belongs to a group of `group_size`."""
-
-    device: str
-    dtype: str
-    """Of the forward pass, over float32 weights."""
-    attention: str
-    checkpointing: bool
-    packing: bool
-    """Honoured by this project's side alone."""
-    sequences_per_micro_batch: int
-    num_micro_batches: int
-    group_size: int
-    seq_len: int
-    prompt_len: int
-    lr: float
-    clip: float
-    max_grad_norm: float
-    warmup_steps: int
-    steps: int
-    threads: int
-
-
-class Batch(NamedTuple):
-    """The sequences of the step, one after the other; the first `prompt_len` tokens of each are the prompt."""
-
-    tokens: list[NDArray[np.int64]]
-    logprobs: list[NDArray[np.float32]]
-    """Sampled, of the completion."""
-    scores: NDArray[np.float64]
-    advantages: NDArray[np.float64]
+from typing import Any
 
 
 @dataclass(kw_only=True)
 class Result:
-    """Of one run; lists hold one value per measured step."""
+    """What a process measured; lists hold one value per measured step."""
 
     cpu_s: list[float] = field(default_factory=list)
     """User and system time of the whole process."""
     wall_s: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    """Of one step."""
     peak_bytes: int = 0
     """Most memory in use during any step, the loaded model not counted: RSS, or what torch allocated on the GPU."""
+    loaded_bytes: int = 0
+    """In use when the model was loaded."""
+    expected_bytes: int = 0
+    """What `example_trainer.memory` says that the step needs in all."""
     losses: list[float] = field(default_factory=list)
     """Of every step, warm-up included."""
     grad_norms: list[float] = field(default_factory=list)
     num_parameters: int = 0
     note: str = ""
 
-
-def write(directory: Path, spec: Spec, batch: Batch) -> None:
-    (directory / "spec.json").write_text(json.dumps(asdict(spec)), encoding="utf-8")
-    np.savez(
-        directory / "batch.npz",
-        lengths=[len(sequence) for sequence in batch.tokens],
-        tokens=np.concatenate(batch.tokens),
-        logprobs=np.concatenate(batch.logprobs),
-        scores=batch.scores,
-        advantages=batch.advantages,
-    )
+    def print(self) -> None:
+        """Write the one line that `trainer.py` looks for."""
+        sys.stdout.write(f"\n{MARK}{json.dumps(asdict(self))}\n")
+        sys.stdout.flush()
 
 
-def read_spec(directory: Path) -> Spec:
-    return Spec(**json.loads((directory / "spec.json").read_text(encoding="utf-8")))
+MARK = "result: "
 
 
-def read_batch(directory: Path, spec: Spec) -> Batch:
-    with np.load(directory / "batch.npz") as arrays:
-        lengths = arrays["lengths"]
-        return Batch(
-            tokens=np.split(arrays["tokens"], np.cumsum(lengths)[:-1]),
-            logprobs=np.split(arrays["logprobs"], np.cumsum(lengths - spec.prompt_len)[:-1]),
-            scores=arrays["scores"],
-            advantages=arrays["advantages"],
-        )
+def result_in(output: str) -> Result:
+    """Find the result in everything that a process printed."""
+    (line,) = (line for line in output.splitlines() if line.startswith(MARK))
+    return Result(**json.loads(line.removeprefix(MARK)))
 
 
 class Peak:
@@ -104,7 +60,7 @@ class Peak:
 
         self._cuda = torch.cuda if device.startswith("cuda") else None
         gc.collect()
-        self._base = self._cuda.memory_allocated() if self._cuda else _status_bytes("VmRSS")
+        self.base_bytes = self._cuda.memory_allocated() if self._cuda else _status_bytes("VmRSS")
         self.num_bytes = 0
 
     def begin(self) -> None:
@@ -119,7 +75,7 @@ class Peak:
         if self._cuda:
             self._cuda.synchronize()
         peak = self._cuda.max_memory_allocated() if self._cuda else _status_bytes("VmHWM")
-        self.num_bytes = max(self.num_bytes, peak - self._base)
+        self.num_bytes = max(self.num_bytes, peak - self.base_bytes)
 
 
 @contextmanager
@@ -134,12 +90,15 @@ def peak_memory(device: str) -> Iterator[Peak]:
 class Meter:
     """Reads time and memory of one step after the other; made when the model has just been loaded."""
 
-    def __init__(self, spec: Spec, model: Any) -> None:
-        self.result = Result(num_parameters=sum(p.numel() for p in model.parameters()))
+    def __init__(self, model: Any, *, device: str, num_warmup: int = 0) -> None:
         for parameter in model.parameters():
             parameter.sum()  # weights may be mapped from the file and not yet in memory
-        self._peak = Peak(spec.device)
-        self._num_warmup = spec.warmup_steps
+        self._peak = Peak(device)
+        self.result = Result(
+            num_parameters=sum(p.numel() for p in model.parameters()),
+            loaded_bytes=self._peak.base_bytes,
+        )
+        self._num_warmup = num_warmup
         self._num_begun = 0
         self._began = (0.0, 0.0)
 
@@ -162,9 +121,6 @@ class Meter:
         self.begin()
         yield
         self.end()
-
-    def print(self) -> None:
-        sys.stdout.write("\n" + json.dumps(asdict(self.result)) + "\n")
 
 
 def _status_bytes(name: str) -> int:

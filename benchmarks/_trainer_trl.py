@@ -4,13 +4,14 @@
 `_generate_and_score_completions`, which would sample, returns the prepared batch in the form that it has there:
 prompts padded to the left, completions to the right, `old_per_token_logps` given. `loss_type="dapo"` is the mean over
 all completion tokens of the step, `beta=0` is without a reference. Runs in the environment that has TRL:
-`python -m benchmarks._trainer_trl DIRECTORY`.
+`python -m benchmarks._trainer_trl SPEC`.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks._trainer_measure import Batch, Meter, Spec, read_batch, read_spec
+from benchmarks._trainer_measure import Meter
+from benchmarks._trainer_work import Batch, Spec, make_step
 
 
 class Stopwatch(TrainerCallback):
@@ -65,31 +67,33 @@ def prepared(batch: Batch, spec: Spec, device: torch.device) -> dict[str, torch.
     return {name: value.to(device) for name, value in inputs.items()}
 
 
-def main(directory: Path) -> None:
-    spec = read_spec(directory)
-    torch.set_num_threads(spec.threads)
+def main() -> None:
+    spec = Spec(**json.loads(sys.argv[1]))
+    torch.set_num_threads(spec.NUM_THREADS)
+    # transformers' Trainer splits each micro-batch over all GPUs that it sees.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.partition(",")[0]
     model = AutoModelForCausalLM.from_pretrained(
-        directory / "model", dtype=torch.float32, attn_implementation=spec.attention
+        spec.model, dtype=torch.float32, attn_implementation=spec.attention
     ).to(spec.device)
-    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
-    batch = read_batch(directory, spec)
-    meter = Meter(spec, model)
-    num_sequences = len(batch.tokens)
+    tokenizer = AutoTokenizer.from_pretrained(spec.model)
+    batch = make_step(spec)
+    meter = Meter(model, device=spec.device, num_warmup=spec.NUM_WARMUP)
     arguments = GRPOConfig(
-        output_dir=str(directory / "trl"),
-        per_device_train_batch_size=spec.sequences_per_micro_batch,
-        gradient_accumulation_steps=spec.num_micro_batches,
-        num_generations=spec.group_size,
+        output_dir=f"{spec.directory}/trl",
+        per_device_train_batch_size=spec.micro_batch,
+        gradient_accumulation_steps=spec.sequences // spec.micro_batch,
+        num_generations=spec.GROUP_SIZE,
         max_completion_length=spec.seq_len - spec.prompt_len,
-        max_steps=spec.warmup_steps + spec.steps,
-        learning_rate=spec.lr,
+        max_steps=spec.NUM_WARMUP + spec.steps,
+        learning_rate=spec.LR,
         lr_scheduler_type="constant",
         adam_beta2=0.99,
         weight_decay=0.0,
-        max_grad_norm=spec.max_grad_norm,
+        max_grad_norm=spec.MAX_GRAD_NORM,
         beta=0.0,
         loss_type="dapo",
-        epsilon=spec.clip,
+        epsilon=spec.CLIP,
         gradient_checkpointing=spec.checkpointing,
         bf16=spec.dtype == "bfloat16",
         use_cpu=spec.device == "cpu",
@@ -104,7 +108,7 @@ def main(directory: Path) -> None:
         model=model,
         reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
         args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": [""] * num_sequences}),
+        train_dataset=Dataset.from_dict({"prompt": [""] * spec.sequences}),
         processing_class=tokenizer,
         callbacks=[Stopwatch(meter)],
     )
@@ -112,9 +116,10 @@ def main(directory: Path) -> None:
         batch, spec, trainer.accelerator.device
     )
     trainer.train()
-    meter.result.note = f"TRL {trl.__version__}, {arguments.optim}"
-    meter.print()
+    meter.result.num_tokens = sum(map(len, batch.tokens))
+    meter.result.note = f"TRL {trl.__version__}, {arguments.optim.value}"
+    meter.result.print()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

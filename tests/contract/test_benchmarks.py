@@ -9,20 +9,24 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atroposlib.inference.servers.vllm_bodies import read_completions
+from atroposlib.samples import group_advantages
 from atroposlib.scored_data import Strictness
 from atroposlib.wire import split_packed, unpack_group
 from benchmarks._env_engine import Choice, Engine
 from benchmarks._env_process import Probe
 from benchmarks._hub_load import JSON, PACKED, Bodies, make_group
 from benchmarks._hub_process import Hub, cpu_s, memory_bytes, probing, running_hub
-from benchmarks._trainer_measure import Result, Spec
-from benchmarks.trainer import make_step, parse, same_work, spec_of
+from benchmarks._trainer_measure import Result
+from benchmarks._trainer_work import Spec, make_step, step_flops
+from benchmarks.trainer import PARTS, Row, Session, parse, run_parts, same_work, set_mfu
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -252,6 +256,22 @@ def test_a_quick_run_compares_requests_with_bare_ones() -> None:
     assert all(0.05 < float(row["wall s"]) < 5 for row in rows)
 
 
+ENGINE_OF_THIS_PROJECT = """#!{python}
+# Stands in for vLLM: the engine of this project, which speaks its routes and takes no adapters.
+import os, sys
+argv = sys.argv[1:]
+if "--enable-lora" in argv:
+    sys.exit("no adapters here")
+if "vllm.entrypoints.openai.api_server" in argv:
+    value = dict(zip(argv[2:], argv[3:]))
+    argv = ["-m", "atroposlib.engine.server", "--device", "cpu", "--dtype", "float32"]
+    argv += ["--model", value["--model"], "--port", value["--port"]]
+    argv += ["--served_model_name", value["--served-model-name"]]
+    os.environ["PYTHONPATH"] = {root!r}
+os.execv({python!r}, [{python!r}, *argv])
+"""
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_the_limiter_is_compared_with_no_limit_and_the_best_fixed_number() -> None:
@@ -279,45 +299,138 @@ def test_the_limiter_is_compared_with_no_limit_and_the_best_fixed_number() -> No
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(240)  # three processes import torch
-def test_a_quick_run_measures_a_step_and_what_is_beside_it() -> None:
+@pytest.mark.timeout(900)  # eleven processes import torch
+def test_all_parts_of_a_day_with_a_gpu_run_on_the_cpu_and_one_that_fails_ends_no_other(
+    tmp_path: Path,
+) -> None:
+    vllm_python = tmp_path / "vllm_python"
+    vllm_python.write_text(ENGINE_OF_THIS_PROJECT.format(python=sys.executable, root=str(ROOT)))
+    vllm_python.chmod(0o755)
+    out = tmp_path / "out" / "day.json"
+    known = {k: v for k, v in os.environ.items() if k != "ATROPOS_TRL_PYTHON"}
     run = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "benchmarks/trainer.py"), "--only", "step,beside"),
-            *("--lengths", "mixed", "--sequences", "8", "--seq_len", "32", "--repeats", "1"),
-            *("--vocabulary", "300", "--beside", "2,2,64"),
+            *(sys.executable, str(ROOT / "benchmarks/trainer.py"), "--device", "cpu"),
+            *("--shapes", "tiny", "--out", str(out)),
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**known, "PYTHONPATH": str(ROOT), "ATROPOS_VLLM_PYTHON": str(vllm_python)},
         capture_output=True,
         text=True,
-        timeout=220,
     )
-    assert run.returncode == 0, run.stdout + run.stderr
-    tables = tables_of(run.stdout)
-    ours, theirs = tables["One optimizer step"]
-    assert (ours["step"], ours["side"], ours["MFU"]) == ("8 x 32, mixed", "atropos", "-")
-    assert 0 < float(ours["CPU s per 1k trained tokens"]) < 100
-    assert float(ours["peak above the model, MB"]) > 0
-    assert theirs["CPU s per 1k trained tokens"] == "not measured: no --trl_python"
-    beside = {row["what"]: float(row["CPU ms"]) for row in tables["Beside the model"]}
-    assert {"make_batch, padded", "make_batch, packed"} < set(beside)
-    assert all(value >= 0 for value in beside.values())
+    found = json.loads(out.read_text())
+    rows = {(row["part"], row["case"], row["side"]): row for row in found["rows"]}
+    failed = [key for key, row in rows.items() if row["error"]]
+    assert failed == [("bridges", "lora, tiny", "")], run.stderr
+    assert run.returncode == 1
+    assert "no adapters here" in rows["bridges", "lora, tiny", ""]["error"]
+    not_run = {key[1]: row["not_run"] for key, row in rows.items() if row["not_run"]}
+    assert not_run == {
+        "tiny, 8 x 32, mixed lengths": "no TRL (set ATROPOS_TRL_PYTHON)",
+        "transfer ipc, tiny": "needs 1 GPU(s), found 0",
+        "transfer nccl, tiny": "needs 2 GPU(s), found 0",
+    }
+    assert "skipped" in rows["tests", "tests/gpu", ""]["note"]
+    ours = rows["trainer", "tiny, 8 x 32, mixed lengths", "atropos"]
+    [result] = ours["results"]
+    assert (ours["note"], ours["mfu"], result["num_tokens"]) == ("2 micro-batches", None, 116)
+    assert ours["tokens_per_s"] == pytest.approx(116 / ours["cpu_s"])
+    assert ours["peak_bytes"] == result["peak_bytes"] > 0
+    assert result["losses"][1] < result["losses"][0]
+    assert "GB with the model" in rows["memory", "tiny, 8 x 32, checkpointing", "atropos"]["note"]
+    published = {bridge: rows["bridges", f"{bridge}, tiny", ""] for bridge in ("restart", "reload")}
+    num_publishes = {k: len(row["results"][0]["wall_s"]) for k, row in published.items()}
+    assert num_publishes == {"restart": 1, "reload": 3}
+    assert 0 < published["reload"]["wall_s"] < published["restart"]["wall_s"]
+    assert "of all logits" in rows["head", "1024 positions, vocabulary 300", ""]["note"]
+    assert found["machine"]["versions"]["vLLM"] == found["machine"]["versions"]["here"]
+    lines = out.with_suffix(".md").read_text()
+    assert lines in run.stdout
+    assert [line.split(" | ")[0].strip("| ") for line in lines.splitlines()[2:]] == [
+        row["part"] for row in found["rows"]
+    ]
+    assert lines.count("NOT RUN: ") == 3
+    assert lines.count("FAILED: ") == 1
+    assert len({line.count("|") for line in lines.splitlines()}) == 1
+
+
+TIDIES_UP = """
+import pathlib, signal, sys, time
+try:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    time.sleep(60)
+finally:
+    pathlib.Path(sys.argv[1]).touch()
+"""
+
+
+def test_a_part_that_breaks_or_takes_too_long_leaves_its_error_and_what_was_measured_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(session: Session) -> Iterator[Row]:
+        yield Row(part="head", case="first")
+        session.run("-c", TIDIES_UP, str(tmp_path / "tidy"))
+
+    monkeypatch.setenv("ATROPOS_TRL_PYTHON", "/no/such/python")
+    session = Session(parse(["--shapes", "tiny"]), tmp_path)
+    assert "No such file" in session.machine["versions"]["TRL"]["error"]
+    out = tmp_path / "day.json"
+    kept = Row(part="trainer", case="earlier", wall_s=2.0, results=[Result(wall_s=[2.0])])
+    again = Row(part="head", case="earlier")
+    rows = [asdict(kept), asdict(again)]
+    out.write_text(json.dumps({"machine": session.machine, "rows": rows}))
+    session.limits_s = {"process": 5.0, "part": 99.0, "all": 99.0}
+    monkeypatch.setitem(PARTS, "head", hangs)
+    found = run_parts(session, ["head"], out)
+    assert found[:2] == [kept, Row(part="head", case="first")]
+    assert [(row.part, row.case) for row in found[2:]] == [("head", "what follows")]
+    assert "not finished after 5 s" in found[2].cells()[-1]
+    assert (tmp_path / "tidy").exists()
+    assert json.loads(out.read_text())["rows"] == [asdict(row) for row in found]
+    session.machine = {"gpus": ["another"]}
+    assert len(run_parts(session, ["head"], out)) == 2
+
+
+def test_mfu_is_to_the_peak_of_the_gpu_and_unknown_for_others(tmp_path: Path) -> None:
+    session = Session(parse(["--shapes", "tiny"]), tmp_path)
+    assert session.peak_flops is None
+    session.on_gpu = True
+    found = {}
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090"):
+        session.machine = {"gpus": [name]}
+        row = Row(part="trainer", case="", results=[Result(num_parameters=494_032_768)], wall_s=2)
+        set_mfu(row, Spec(shape="0.5B", sequences=8, seq_len=8192), session)
+        found[name.removeprefix("NVIDIA ")] = row.mfu
+    per_s = step_flops(Spec(shape="0.5B", sequences=8, seq_len=8192), 494_032_768) / 2
+    assert found["H100 80GB HBM3"] == pytest.approx(per_s / 989e12)
+    assert found["H100 PCIe"] == pytest.approx(per_s / 756e12)
+    assert found["GeForce RTX 4090"] is None
 
 
 def test_sides_that_differ_in_loss_or_gradient_did_not_do_the_same_work() -> None:
-    spec = spec_of(parse([]), 512)
+    spec = Spec(shape="tiny", sequences=8, seq_len=64)
     ours = Result(losses=[0.064383, 0.05], grad_norms=[0.4657, 0.4])
     assert same_work(ours, Result(losses=[0.06438, 0.05], grad_norms=[0.4657, 0.4]), spec)
     assert not same_work(ours, Result(losses=[0.0655, 0.05], grad_norms=[0.4657, 0.4]), spec)
     assert not same_work(ours, Result(losses=[0.06438, 0.05], grad_norms=[0.4857, 0.4]), spec)
 
 
-def test_the_step_that_is_compared_trains_every_sequence() -> None:
-    spec: Spec = spec_of(parse(["--sequences", "16", "--seq_len", "64"]), 64)
-    batch = make_step(spec, vocabulary=300, mixed=True)
+def test_the_step_that_is_compared_trains_every_sequence_with_the_projects_own_advantages() -> None:
+    spec = Spec(shape="tiny", sequences=16, seq_len=64, mixed=True)
+    batch = make_step(spec)
     lengths = [len(tokens) for tokens in batch.tokens]
     assert (max(lengths), spec.prompt_len, len(batch.scores)) == (64, 8, 16)
     assert len(set(lengths)) > 4
     assert [len(x) + 8 for x in batch.logprobs] == lengths
     assert (batch.advantages != 0).all()  # ours would leave such sequences out, TRL would not
     assert all((x <= 0).all() for x in batch.logprobs)
+    groups = batch.scores.reshape(2, 8)
+    assert batch.advantages.tolist() == [x for each in groups for x in group_advantages(each)]
+
+
+def test_model_flops_are_those_of_the_matrix_products_and_of_attention() -> None:
+    """An oracle written out: 2 FLOPs per weight, token and product, three products; attention over T tokens twice."""
+    spec = Spec(shape="0.5B", sequences=8, seq_len=8192)
+    matrices = 24 * (896 * (896 + 2 * 128 + 896) + 3 * 896 * 4864) + 896 * 151_936
+    scores_and_values = 24 * 14 * 2 * (2 * 8192 * 8192 * 64)
+    expected = 3 * (2 * matrices * 8192 + scores_and_values) * 8
+    assert step_flops(spec, matrices) == pytest.approx(expected, rel=1e-12)

@@ -108,10 +108,9 @@ def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(
 
 
 def test_logprobs_of_a_large_vocabulary_need_less_than_one_tensor_of_logits() -> None:
-    found = head_memory(8192, 152_000, hidden=896, device="cuda", dtype="bfloat16")
+    found = head_memory(8192, 152_000, hidden=896, device="cuda")
     # Two copies of the weight's gradient are no part of what the positions cost.
-    assert found.logits_bytes == 4 * 8192 * 152_000
-    assert found.peak_bytes < found.logits_bytes
+    assert found.peak_bytes < 4 * 8192 * 152_000
 
 
 @pytest.mark.parametrize("chunk_size", [100, 4096])

@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from atroposlib.scored_data import ScoredGroup
+from benchmarks.trainer import SCALES
 from example_trainer.config import TrainerConfig
+from example_trainer.model import Policy, PolicyModule
 from tests.trainer.helpers_trainer import make_group
 
 aten = torch.ops.aten
@@ -22,6 +24,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {"packing": "off", "batch_size": 5},
     "packed": {"packing": "on", "max_microbatch_tokens": 48},
 }
+CASES_OF_A_GPU = [SCALES["qwen2.5"].trainer[-1], *SCALES["qwen2.5"].memory]
+"""What `make gpu` measures of steps."""
 
 
 def make_groups() -> list[ScoredGroup]:
@@ -42,6 +46,17 @@ def make_groups() -> list[ScoredGroup]:
 def config_for_dry_run(model_dir: Path, out: Path, **changes: Any) -> TrainerConfig:
     settings: dict[str, Any] = {"device": "cpu", "seq_len": 64, "save_path": out, "threads": 1}
     return TrainerConfig(model_name=str(model_dir), **settings | changes)
+
+
+def policy_of(model: Any, device: str) -> Policy:
+    """Return a model that was not loaded from anywhere, computing in bfloat16."""
+    return Policy(
+        model=model,
+        tokenizer=None,
+        device=torch.device(device),
+        dtype=torch.bfloat16,
+        module=PolicyModule(model),
+    )
 
 
 class OneDevice(TorchDispatchMode):

@@ -19,6 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks import _trainer_ours
+from benchmarks._trainer_measure import Meter
+from benchmarks._trainer_work import Spec, build_model
 from example_trainer import head
 from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
@@ -28,12 +31,14 @@ from example_trainer.optim import make_optimizer
 from example_trainer.step import data_options, describe_result, take_step
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_dry_run import (
+    CASES_OF_A_GPU,
     CORRECTIONS,
     EVERY_TERM,
     LAYOUTS,
     OneDevice,
     config_for_dry_run,
     make_groups,
+    policy_of,
 )
 
 pytestmark = [
@@ -182,3 +187,26 @@ def test_no_product_of_the_head_is_rounded_and_a_logit_costs_as_many_bytes_as_co
     assert (gradient, torch.float32) in backward.written
     per_logit = (forward.num_bytes + backward.num_bytes) / (num_positions * vocabulary)
     assert per_logit == pytest.approx(108, abs=1)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", CASES_OF_A_GPU, ids=lambda case: case.name)
+def test_the_steps_of_the_benchmark_stay_on_the_gpu_in_their_real_sizes(
+    case: Spec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Fake tensors take no memory: widths, lengths and settings are those of `make gpu`; two layers and one group."""
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
+    spec = dataclasses.replace(case, sequences=8, device="cuda", directory=str(tmp_path), steps=0)
+    config = _trainer_ours.config_of(spec)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.device("cuda"):
+        model = build_model(spec.shape, num_hidden_layers=2)
+    if spec.checkpointing:
+        model.gradient_checkpointing_enable()
+    policy = policy_of(model, "cuda:0")
+    with mode, OneDevice("cuda"):
+        meter = Meter(model, device="cuda")
+        _trainer_ours.run_steps(policy, spec, config, meter)
+    assert len(meter.result.losses) == 1
+    assert meter.result.expected_bytes > 2**30

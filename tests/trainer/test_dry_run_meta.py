@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from benchmarks import _trainer_ours
+from benchmarks._trainer_work import Spec, build_model
 from example_trainer import checkpointing
 from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
+from example_trainer.memory import needs, sizes_of
 from example_trainer.model import Policy, load_policy, reference_of
 from example_trainer.objective import OBJECTIVES
 from example_trainer.optim import make_optimizer
@@ -23,12 +26,14 @@ from example_trainer.parallel import World
 from example_trainer.step import data_options, describe_result, take_step
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_dry_run import (
+    CASES_OF_A_GPU,
     CORRECTIONS,
     EVERY_TERM,
     LAYOUTS,
     OneDevice,
     config_for_dry_run,
     make_groups,
+    policy_of,
 )
 
 META = World(rank=0, size=1, device=torch.device("meta"))
@@ -127,3 +132,18 @@ def test_the_dry_run_refuses_tensors_of_two_devices(operation: Any) -> None:
         operation(here, there)
     with OneDevice("meta"):
         operation(here, torch.zeros(4, device="meta"))
+
+
+@pytest.mark.parametrize("case", CASES_OF_A_GPU, ids=lambda case: case.name)
+def test_what_a_gpu_benchmark_trains_has_the_size_of_qwen_and_fits_a_card_of_80_gb(
+    case: Spec,
+) -> None:
+    with torch.device("meta"):
+        model = build_model(case.shape)
+    policy = policy_of(model, "meta")
+    sizes = sizes_of(policy, _trainer_ours.config_of(case), shares_gpu=False)
+    # The parameters that the model cards of Qwen2.5 give.
+    published = {"0.5B": 494_032_768, "1.5B": 1_543_714_304, "3B": 3_085_938_688}
+    assert sizes.num_parameters == sizes.num_trained == published[case.shape]
+    assert sizes.microbatch_tokens == 8192
+    assert needs(sizes, 0).total < 75 * 2**30

@@ -1,6 +1,6 @@
-"""How to reach the inference servers: three small pydantic models, without any behaviour.
+"""How to reach the inference servers: three small pydantic models.
 
-Unknown keys given in code or YAML are ignored, with a warning that names them: environments in the wild
+Unknown keys given in code or YAML are ignored, with a warning that names them: existing environments
 pass keys of their own (`weight` in YAML server entries, for example).
 """
 
@@ -39,11 +39,11 @@ class ServerBaseline(_Config):
     num_max_requests_at_once: int = Field(default=512, ge=1)
     """Training requests in flight per server."""
     num_requests_for_eval: int = Field(default=64, ge=1)
-    """Evaluation requests in flight per server; a budget of its own, beside the training one."""
+    """Evaluation requests in flight per server, in addition to the training requests."""
     model_name: str = "default"
     """Model named in every request."""
     rolling_buffer_length: int = Field(default=1000, ge=1)
-    """How many requests the timing statistics look back on."""
+    """Requests covered by the timing statistics."""
     server_type: ServerType = "openai"
     """Protocol the servers speak."""
     tokenizer_name: str = "none"
@@ -63,13 +63,13 @@ class APIServerConfig(ServerBaseline):
     base_url: str | None = ""
     """For example http://localhost:9001/v1; empty means the OpenAI API."""
     n_kwarg_is_ignored: bool = False
-    """The server returns one choice whatever `n` says: send n requests instead."""
+    """Whether the server ignores `n` and returns one choice: send n requests instead."""
     health_check: bool = True
-    """Ask the server whether it is up, before its first use and after a failed connection."""
+    """Whether to check the server's health before its first use and after a failed connection."""
     health_wait_s: float = Field(default=600.0, ge=0)
-    """Seconds a request waits for a server that is down, or that says "later", before it fails."""
+    """Seconds a request waits for a server that is down or asks to retry later, before it fails."""
     adaptive_concurrency: bool = True
-    """Send fewer requests at once than configured while the server is overloaded."""
+    """Whether to send fewer requests at once than configured while the server is overloaded."""
 
     @field_validator("base_url")
     @classmethod
@@ -85,9 +85,9 @@ class ServerManagerConfig(_Config):
     """Settings of the `ServerManager` itself."""
 
     slurm: bool = False
-    """Find the servers on the nodes of the SLURM job."""
+    """Whether to find the servers on the nodes of the SLURM job."""
     testing: bool = False
-    """Use the scripted `ServerHarness` instead of a real server."""
+    """Whether to use the scripted `ServerHarness` instead of a real server."""
     max_n_completions: int = Field(default=8, ge=1)
     """Requests for more completions than this are split."""
     proxy_url: str | None = None

@@ -1,8 +1,8 @@
 """A scripted engine in place of an inference server: for tests, conformance checks and offline demos.
 
 Deterministic and token-exact: the same calls give the same tokens and logprobs, and every answer is one a real engine
-could have given. Answers come from exact scripts (`set_...`), else from `respond`. Faults come on demand and take the
-same path as a real server's: gate, limiter, retry.
+could give. Answers come from exact scripts (`set_...`), else from `respond`. Injected faults pass through the same
+gate, limiter and retry as a real server's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ServerHarness(APIServer):
         self.tokenizer: Any = tokenizer or ByteTokenizer()
         self.respond = respond
         self.weight_version = weight_version
-        """Policy version that every sampled token is said to come from; None: the engine does not tell."""
+        """Policy version reported for every sampled token; None: none is reported."""
         self.delay_s = 0.0
         """Seconds every request takes."""
         self.requests: list[dict[str, Any]] = []
@@ -67,7 +67,7 @@ class ServerHarness(APIServer):
     # Scripts.
 
     def conv_to_dictkey(self, input_message: Sequence[Mapping[str, Any]]) -> str:
-        """Return what two conversations with the same roles and contents share."""
+        """Return the key of a conversation: its roles and contents."""
         return "\n".join(
             f"role:{message.get('role')}\ncontent:{message.get('content')}"
             for message in input_message
@@ -97,15 +97,15 @@ class ServerHarness(APIServer):
         )
 
     def fail(self, error: Exception, *, times: int = 1) -> None:
-        """Let the next `times` attempts raise `error`, for example `EngineUnavailable` or `ConnectionResetError`."""
+        """Make the next `times` attempts raise `error`, for example `EngineUnavailable` or `ConnectionResetError`."""
         self._faults.extend([error] * times)
 
     def misalign(self, *, times: int = 1) -> None:
-        """Fail the next `times` token requests as if the engine had answered one logprob too few."""
+        """Fail the next `times` token requests as if the engine had returned one logprob too few."""
         self._num_misaligned += times
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> Any:
-        """Answer like an engine; None where no script fits and there is no `respond`, as the other two calls."""
+        """Answer like an engine; like the other two calls, None if no script matches and `respond` is None."""
         asked = dict(kwargs)
         raw = await self._call(self._tokens_and_logprobs_completion_wrapper, kwargs)
         return None if raw is None else self._noted(asked, raw)
@@ -193,7 +193,7 @@ class ServerHarness(APIServer):
 def create_chat_completion(
     resp: str | Sequence[str], n: int = 1, finish_reason: str | Sequence[str] = "stop"
 ) -> Any:
-    """Build a `ChatCompletion`: one text `n` times, or a list of texts; each has its reason, or all have one."""
+    """Build a `ChatCompletion` from one text `n` times or a list of texts; one finish reason for all, or one each."""
     return chat_completion_from(
         {
             "id": "test_id",
@@ -216,7 +216,7 @@ def create_chat_completion(
 def create_completion(
     resp: str | Sequence[str], n: int = 1, finish_reason: str | Sequence[str] = "stop"
 ) -> Any:
-    """Build a `Completion`: one text `n` times, or a list of texts; each has its reason, or all have one."""
+    """Build a `Completion` from one text `n` times or a list of texts; one finish reason for all, or one each."""
     return completion_from(
         {
             "id": "test_id",
@@ -234,7 +234,7 @@ def create_completion(
 def _endings(
     resp: str | Sequence[str], n: int, finish_reason: str | Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Return text and finish reason of each choice."""
+    """Return the text and finish reason of each choice."""
     texts = [resp] * n if isinstance(resp, str) else resp
     reasons = [finish_reason] * len(texts) if isinstance(finish_reason, str) else finish_reason
     return list(zip(texts, reasons, strict=True))

@@ -1,10 +1,9 @@
 """All inference servers of an environment behind one object, `BaseEnv.server`.
 
-Chooses the server for each call in ONE place (`_choose`: the healthy one with most free slots, after those that failed
-lately), splits calls for many completions, and opens managed sessions. A session stays on one server for its life, so
-that its prefix stays cached and its turns come from one engine; if that engine does not come back, the session fails
-with `EngineDown` rather than going on with other weights. Any other call that fails is sent to another server, as often
-as one call may be sent; no call is ever sent twice at once.
+`_choose` alone picks the server of a call: the healthy one with the most free slots, those with recent failures last.
+The manager also splits calls for many completions and opens managed sessions. A session stays on one server, so that
+its prefix stays cached and its turns come from one engine; if that engine stays down, the session fails with
+`EngineDown`. Any other failed call is retried on another server, within its retry limit, never on two at once.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ DEFAULT_PORTS = (9004, 9005, 9006, 9007)
 """Where the original looks for local servers when none are configured."""
 
 DEFAULT_TOOL_PARSER = "hermes"
-"""What a proxy parses tool calls with unless told otherwise."""
+"""Tool call parser of proxy sessions when none is given."""
 
 ALLOW_DUMMY_VARIABLE = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
 
@@ -62,11 +61,11 @@ class ServerManager:
     local servers on ports 9004 to 9007 (or those of the SLURM job).
     """
 
-    # Tests in the wild make a manager without its constructor and give it `servers`.
+    # Tests of existing environments create a manager without its constructor and set `servers`.
     proxy_url: str | None = None
     tool_parser: str | None = None
     _num_stuck = 0
-    """Calls that wait because no server is ready."""
+    """Calls waiting because no server is ready."""
 
     def __init__(
         self,
@@ -151,7 +150,7 @@ class ServerManager:
         return whole
 
     async def _parts(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
-        """Make the calls that together give `n` completions, each to the server that is least loaded at that moment."""
+        """Make the calls that together return `n` completions, each on the server that is least loaded then."""
         n = int(kwargs.get("n") or 1)
         if n <= self.max_n_completions:
             return [await self._call_one(method, kwargs)]
@@ -164,7 +163,7 @@ class ServerManager:
         return await run_together([self._call_one(method, part) for part in parts])
 
     async def _call_one(self, method: str, kwargs: dict[str, Any]) -> Any:
-        """Make one call at the least loaded server, and at others if it fails there."""
+        """Make one call on the least loaded server, and on others if it fails there."""
         await turn()
         if len(self.servers) == 1:
             return await getattr(self.servers[0], method)(**kwargs)
@@ -179,9 +178,9 @@ class ServerManager:
         self, method: str, kwargs: dict[str, Any], retries: Retries
     ) -> Any:
         failed: list[APIServer] = []
-        """Servers where it failed, since all did."""
+        """Servers where the call failed; cleared when it has failed on every healthy one."""
         refused: list[APIServer] = []
-        """Servers that refused it, or whose answer was wrong: it is the request's fault if two did."""
+        """Servers that refused the call or gave a wrong answer: after two, the request is at fault."""
         began = time.monotonic()
         while True:
             server = await self._choose(kwargs.get("split", "train"), after=failed)
@@ -214,10 +213,10 @@ class ServerManager:
     async def _choose(
         self, split: str = "train", *, after: Collection[APIServer] = ()
     ) -> APIServer:
-        """Return the healthy server with most free slots; if none is healthy, wait for the first that is.
+        """Return the healthy server with the most free slots; if none is healthy, wait for the first.
 
-        Servers that failed lately are taken after the others, and those in `after` last. Raises EngineDown when none
-        came up for as long as a request may wait.
+        Servers with recent failures come after the others, those in `after` last. Raises EngineDown when none becomes
+        healthy within the longest `health_wait_s`.
         """
         servers = self.servers
         if len(servers) == 1:
@@ -226,7 +225,7 @@ class ServerManager:
             await asyncio.gather(*(server.first_answer() for server in unknown))
         if not any(server.server_healthy for server in servers):
             await self._wait_for_any()
-        # No await from here to the call: the choice and the slot it takes belong together.
+        # No await from here to the call: another call must not choose before this one takes its slot.
         best: APIServer | None = None
         best_rank = (False, False, 0)
         for server in servers:
@@ -241,7 +240,7 @@ class ServerManager:
         return best
 
     async def _wait_for_any(self) -> None:
-        """Return when a server is healthy, or after as long as a request may wait."""
+        """Return when a server is healthy, or after the longest `health_wait_s`."""
         waits = [asyncio.create_task(server.healthy_again()) for server in self.servers]
         self._num_stuck += 1
         if self._num_stuck == 1:
@@ -265,7 +264,7 @@ class ServerManager:
         )
 
     async def wait_for_sem(self, is_training: bool) -> None:
-        """Return when some server has a free slot for training (else for evaluation); it is not taken."""
+        """Return when a server has a free training (else evaluation) slot; the slot is not taken."""
 
         async def wait_at(server: APIServer) -> None:
             async with server.sem if is_training else server.eval_sem:
@@ -281,7 +280,7 @@ class ServerManager:
 
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[APIServer]:
-        """Yield one server for several calls; it counts as busier by one for everybody else."""
+        """Yield one server for several calls; meanwhile `_choose` counts one more request on it."""
         server = await self._choose()
         server.num_assigned["train"] += 1
         try:
@@ -300,10 +299,10 @@ class ServerManager:
         tool_parser: str | None = None,
         track_tree: bool = False,
     ) -> AsyncIterator[Any]:
-        """Yield a `ManagedServer` bound to one server (that at `base_url`, if given) and forget its state afterwards.
+        """Yield a `ManagedServer` bound to one server (the one at `base_url`, if given); reset it afterwards.
 
-        With a proxy, a `ProxyManagedServer` whose session is deleted afterwards. Raises NotImplementedError for an API
-        without token ids, unless ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
+        With a proxy, yield a `ProxyManagedServer` and delete its session afterwards. Raises NotImplementedError for an
+        API without token ids, unless ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
         """
         parser = tool_call_parser or tool_parser or self.tool_parser
         if self.use_proxy:
@@ -368,10 +367,8 @@ class ServerManager:
         known = ", ".join(str(server.config.base_url) for server in self.servers)
         raise ConfigError(f"no server at base_url {base_url!r}; there are: {known}")
 
-    # The rest.
-
     async def update_weight(self, weight: float) -> None:
-        """Set this environment's share (0..1) of every server."""
+        """Set this environment's share of every server, 0 to 1."""
         for server in self.servers:
             await server.update_weight(weight)
 
@@ -389,7 +386,7 @@ class ServerManager:
 
 
 def server_class_for(server_type: str) -> type[APIServer]:
-    """Return the class that speaks a `server_type`; the rarer ones are imported when they are used."""
+    """Return the class for a `server_type`; SGLang and TRL are imported on first use."""
     if server_type == "openai":
         return OpenAIServer
     if server_type == "vllm":
@@ -408,7 +405,7 @@ def server_class_for(server_type: str) -> type[APIServer]:
 
 
 def expand_configs(configs: Configs, *, slurm: bool) -> list[APIServerConfig]:
-    """Return one config per server (the table of inputs is in the class docstring)."""
+    """Return one config per server (`ServerManager` lists the forms of `configs`)."""
     if isinstance(configs, ServerBaseline):
         if isinstance(configs, APIServerConfig) and configs.base_url:
             return [configs]

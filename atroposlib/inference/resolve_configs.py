@@ -1,4 +1,4 @@
-"""Which servers an environment uses: its own, then YAML, then flags. The one place that knows the table.
+"""Which servers an environment uses: its defaults, overridden by YAML, then by flags.
 
 Called by the environment command line; `resolve_openai_configs` is the original's name for it.
 """
@@ -25,10 +25,10 @@ def resolve_servers(
     *,
     namespace: str = NAMESPACE,
 ) -> ServerConfigs:
-    """Lay YAML and flags over the environment's servers.
+    """Merge YAML and flags into the environment's servers.
 
-    One server (bare or in a list) takes overrides field by field; a `ServerBaseline` with overrides becomes one
-    server. Several servers are replaced by a YAML list, and refuse flags: which one would be meant?
+    One server (bare or in a list) is overridden field by field; a `ServerBaseline` with overrides becomes one server.
+    A YAML list replaces all servers. Flags are refused for several servers, because they name no server.
     """
     entries = from_yaml if isinstance(from_yaml, list) else [from_yaml] if from_yaml else []
     if not all(isinstance(entry, Mapping) for entry in entries):
@@ -60,8 +60,8 @@ def resolve_openai_configs(
 ) -> ServerConfigs:
     """Return the servers for the whole YAML document and the flags by full name (`openai.base_url`).
 
-    `openai_config_dict` are the values of one server, already merged: they lie under YAML and flags, and count
-    only where one server comes out. `logger` is taken because the original takes it.
+    `openai_config_dict` holds the merged values of one server; YAML and flags override them. They apply only if YAML
+    or flags are given and the result is one server. `logger` is unused; the original takes it.
     """
     prefix = f"{NAMESPACE}."
     typed = {

@@ -1,8 +1,8 @@
 """What a scripted engine samples: a pure function of prompt, seed, choice and weight version.
 
-Every logprob depends on all tokens before it and on the version that sampled it, so a mix-up of sequences, turns or
-versions never goes unseen; scoring a sequence gives the logprobs that sampling it gave. Shared by `ServerHarness` and
-by the HTTP engine. It knows no time, no faults and no wire format.
+Every logprob depends on all tokens before it and on the version that sampled it, so mixing up sequences, turns or
+versions changes it; scoring a sequence returns the logprobs it was sampled with. Shared by `ServerHarness` and the
+HTTP engine. No clock, faults or wire format here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HarnessRequest:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens (id = byte + 3), with BOS, EOS and a chat template: a tokenizer that needs no files."""
+    """A tokenizer without files: UTF-8 bytes as tokens (id = byte + 3), with BOS, EOS and a chat template."""
 
     pad_token_id = 0
     bos_token_id = 1
@@ -101,7 +101,7 @@ def answer_tokens(tokenizer: Any, text: str, *, limit: int) -> ScriptedAnswer:
 
 
 def answer_from_hash(request: HarnessRequest) -> str:
-    """Answer any prompt with a short text drawn from its hash."""
+    """Answer any prompt with a short text derived from its hash."""
     seed = f"{request.prompt}|{request.choice}".encode()
     return f"answer {int.from_bytes(hashlib.blake2b(seed, digest_size=2).digest(), 'little')}"
 
@@ -111,7 +111,7 @@ def made_up_logprobs(
 ) -> list[float]:
     """Return numbers in [-1, 0) that depend on every token before them and on the version that sampled each.
 
-    They are multiples of 1/65536: exact in float32 and in JSON. Split anywhere, a sequence has the same logprobs:
+    They are multiples of 1/65536: exact in float32 and in JSON. They do not depend on where the prompt ends:
 
     >>> made_up_logprobs([5], [6, 7])[1:] == made_up_logprobs([5, 6], [7])
     True
@@ -135,7 +135,7 @@ def made_up_tokens(
     spans: Spans,
     alphabet: Sequence[int],
 ) -> list[int]:
-    """Return as many tokens of `alphabet` as the spans cover. Other versions say other things at the same place.
+    """Return as many tokens of `alphabet` as the spans cover; each depends on its version.
 
     >>> tokens = made_up_tokens([5], seed=0, choice=0, spans=[("1", 4)], alphabet=range(3, 259))
     >>> made_up_tokens([5], seed=0, choice=0, spans=[("1", 2), ("2", 2)], alphabet=range(3, 259))[:2] == tokens[:2]
@@ -169,7 +169,7 @@ def _prefix_states(prompt_tokens: Sequence[int], tokens: Sequence[int]) -> _U64:
     global _powers
     ids = np.fromiter((*prompt_tokens, *tokens), np.int64, len(prompt_tokens) + len(tokens))
     while len(_powers) < len(ids):
-        # Twice as long at a time: powers[i] is the multiplier to the power of i.
+        # powers[i] is the multiplier to the power of i; the table doubles as needed.
         _powers = np.concatenate([_powers, _powers * (_powers[-1:] * _MULTIPLIER)])
     return np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * _powers[: len(ids)], dtype=np.uint64)[
         len(prompt_tokens) :

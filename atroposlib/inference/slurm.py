@@ -1,4 +1,4 @@
-"""Find the inference servers of a SLURM job: on the nodes after those that train."""
+"""Find the inference servers of a SLURM job: they run on the nodes after the training nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GPUS_PER_NODE = 8
 
 
 def list_hostnames() -> list[str]:
-    """Return the hosts of the current job; empty outside of one."""
+    """Return the hosts of the current job; empty outside a job."""
     nodelist = os.environ.get("SLURM_JOB_NODELIST")
     if not nodelist:
         return []
@@ -32,10 +32,10 @@ def list_hostnames() -> list[str]:
 
 
 def inference_urls(hostnames: list[str]) -> list[str]:
-    """Return the base URLs of the servers on the nodes that do not train.
+    """Return the base URLs of the servers on the inference nodes.
 
-    `NUM_TRAINING_NODES` nodes come first; `INFER_TP` GPUs form one server (1 where unset). Raises ConfigError when no
-    node is left for inference.
+    The first `NUM_TRAINING_NODES` nodes train; each server uses `INFER_TP` GPUs (default 1). Raises ConfigError when
+    no node is left for inference.
     """
     num_training = _read_int("NUM_TRAINING_NODES", default=None, at_least=0)
     gpus_per_server = _read_int("INFER_TP", default=1, at_least=1)
@@ -59,7 +59,7 @@ def _read_int(name: str, *, default: int | None, at_least: int) -> int:
     text = os.environ.get(name)
     if text is None:
         if default is None:
-            raise ConfigError(f"{name} must be set in a SLURM job: how many nodes train?")
+            raise ConfigError(f"{name} must be set in a SLURM job: the number of training nodes")
         return default
     try:
         value = int(text)

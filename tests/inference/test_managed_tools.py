@@ -360,7 +360,7 @@ async def test_results_that_no_template_writes_are_named_once(
     engine, managed = session(NO_RESULTS)
     with caplog.at_level(logging.WARNING):
         await run_a_call(engine, managed)
-    assert caplog.text.count("leaves out results of tools") == 1
+    assert caplog.text.count("leaves out tool results") == 1
 
 
 async def test_calls_of_a_given_history_are_written_as_text_where_the_template_knows_none() -> None:

@@ -1,4 +1,4 @@
-"""An engine with a made-up model for tests, faults and benchmarks: `ScriptedEngine` and its script."""
+"""`ScriptedEngine`, an engine with a made-up model for tests, faults and benchmarks, and its script."""
 
 from atroposlib.inference.scripted_answers import (
     ByteTokenizer,

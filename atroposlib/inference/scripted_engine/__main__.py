@@ -1,7 +1,7 @@
-"""`python -m atroposlib.inference.scripted_engine --port 0`: a scripted engine in a process of its own.
+"""`python -m atroposlib.inference.scripted_engine --port 0`: a scripted engine in its own process.
 
-Prints `listening on http://...` when it accepts connections, ends at SIGTERM or Ctrl-C. `--script` takes what
-`POST /script` takes.
+Prints `listening on http://...` when it accepts connections and exits on SIGTERM or Ctrl-C. `--script` takes the body
+of `POST /script`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atroposlib.inference.scripted_engine.server import ScriptedEngine
 
 
 async def serve(engine: ScriptedEngine) -> None:
-    """Serve until a signal asks to end."""
+    """Serve until SIGTERM or SIGINT."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
@@ -41,7 +41,7 @@ async def serve(engine: ScriptedEngine) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripted_engine", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port")
     parser.add_argument("--model", default="scripted", help="name of the model")
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--max-model-len", type=int, default=32768)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where it is installed: the engine should cost less than what is measured with it."""
+    """Return uvloop's loop if installed: the engine must cost less than what is measured with it."""
     if importlib.util.find_spec("uvloop") is None:
         return None
     import uvloop

@@ -1,7 +1,7 @@
-"""The bodies of every protocol a scripted engine speaks: requests into `Ask`s, samples into answers.
+"""The bodies of the scripted engine's protocols: requests into `GenerationRequest`s, samples into answers.
 
 Shapes are those of vLLM 0.32 (OpenAI routes, `/inference/v1/generate`), SGLang's `/generate`, `trl vllm-serve` and the
-original's `/generate`. Pure. What real servers refuse is refused with their status and words; streaming is not offered.
+original's `/generate`. Pure. Bad requests are refused with the status and message of the real servers; no streaming.
 Samples may have fewer logprobs than tokens: one of the faults.
 """
 
@@ -43,7 +43,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is served."""
+    """The served model."""
 
     name: str
     tokenizer: Any
@@ -226,7 +226,7 @@ def _ask(
 
 
 def write_completions(body: Body, results: Sequence[Generations], model: Model) -> Body:
-    """Choices prompt-major; ids only where `return_token_ids` asks for them."""
+    """Choices prompt-major; ids only with `return_token_ids`."""
     choices: list[Body] = []
     for ask, samples in results:
         for sample in samples:
@@ -276,7 +276,7 @@ def write_chat(body: Body, results: Sequence[Generations], model: Model) -> Body
 
 
 def write_original(body: Body, results: Sequence[Generations], model: Model) -> Body:
-    """Per sequence, per token, a list that holds one `{"<id>": logprob}`."""
+    """Per sequence, per token, a list with one `{"<id>": logprob}`."""
     ((ask, samples),) = results
     answer: Body = {
         "text": [sample.text for sample in samples],
@@ -404,7 +404,7 @@ def _envelope(
 
 
 def _id_of(body: Body, index: int) -> str:
-    """The same request has the same id: answers are the same to the last byte."""
+    """Return the same id for the same request, so that answers are byte-identical."""
     return hashlib.blake2b(repr((body, index)).encode(), digest_size=8).hexdigest()
 
 
@@ -412,7 +412,7 @@ _PIECES = ["<pad>", "<bos>", "<eos>", *(chr(i) if i < 128 else "" for i in range
 
 
 def _piece(token: int, model: Model) -> str:
-    """The text of a token; vLLM shows incomplete UTF-8 as nothing."""
+    """Return the text of a token; as in vLLM, "" for incomplete UTF-8."""
     if token < len(_PIECES) and model.vocab_size == len(_PIECES):
         return _PIECES[token]
     text: str = model.tokenizer.decode([token])
@@ -451,7 +451,7 @@ def _chat_logprobs(sample: Generated, model: Model) -> list[Body]:
 
 
 def _likelier(token: int, logprob: float, num_top: int, model: Model) -> list[tuple[int, float]]:
-    """Made-up ids that are more likely than `token`, best first."""
+    """Return made-up ids that are more likely than `token`, best first."""
     return [
         ((token + 1 + i) % model.vocab_size, logprob * (i + 1) / (num_top + 1))
         for i in range(num_top)
@@ -461,7 +461,7 @@ def _likelier(token: int, logprob: float, num_top: int, model: Model) -> list[tu
 def _prompt_logprobs(
     ask: GenerationRequest, num_top: Any, model: Model
 ) -> list[Body | None] | None:
-    """Per position the `num_top` likeliest ids and the prompt's own; None at the first."""
+    """Return the `num_top` likeliest ids and the prompt's own at each position; None at the first."""
     if num_top is None:
         return None
     tokens = ask.prompt_tokens

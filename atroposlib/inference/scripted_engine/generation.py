@@ -1,7 +1,7 @@
-"""The engine behind the routes: how long generations take, how many run at once, and under which weights.
+"""The engine behind the routes: duration, concurrency and weights of generations.
 
-Invariant: every sampled token belongs to exactly one weight version, the one in force when it was sampled. Its clock
-stands still while generation is paused. Routes call `generate`; nothing here knows HTTP.
+Invariant: every sampled token belongs to exactly one weight version, the one in force when it was sampled. The clock
+stops while generation is paused. Routes call `generate`; nothing here depends on HTTP.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ ANY_BYTE = range(3, 259)
 
 
 class QueueFull(Exception):
-    """Too many completions wait in line."""
+    """Too many completions are queued."""
 
 
 class Paused(Exception):
-    """Generation is paused and the script says to refuse."""
+    """Generation is paused and the script refuses requests meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt and what is wanted of it."""
+    """One prompt and its sampling parameters."""
 
     prompt_tokens: list[int]
     n: int = 1
@@ -61,7 +61,7 @@ class Generated:
     finish_reason: str
     """stop, length or abort."""
     stop_reason: int | str | None
-    """The stop string or id that was met, as in vLLM."""
+    """The stop string or id that ended it, as in vLLM."""
     spans: list[tuple[str, int]]
     text: str
     """Without special tokens and without the stop string."""
@@ -80,7 +80,7 @@ class _Flight:
     wake: asyncio.Future[None] | None = None
 
     def num_sampled(self, now_s: float) -> int:
-        """Tokens there would be by now if there were no end."""
+        """Return the number of tokens sampled by now if the generation had no end."""
         passed_s = now_s - self.began_s - self.first_token_s
         if passed_s < 0:
             return 0
@@ -88,7 +88,7 @@ class _Flight:
 
 
 class Generator:
-    """Answers `Ask`s as the script says."""
+    """Answers `GenerationRequest`s according to the script."""
 
     def __init__(
         self, *, tokenizer: Any, script: Script, respond: Respond | None, weight_version: str
@@ -97,20 +97,20 @@ class Generator:
         self.respond = respond
         self.weight_version = weight_version
         self.num_running = 0
-        """Completions that are generated now."""
+        """Completions being generated."""
         self.num_waiting = 0
-        """Completions in line."""
+        """Completions in the queue."""
         self.num_generated_tokens = 0
         self.num_prompt_tokens = 0
         self._script = script
         self._rng = random.Random(script.seed)
         self._calls = 0
         self._flights: set[_Flight] = set()
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._paused_since_s: float | None = None
         self._frozen_s = 0.0
         self._is_closed = False
-        """Paused, or about to be: nothing new begins."""
+        """Paused or about to be: no new generation starts."""
         self._changed = asyncio.Event()
 
     # The script and the weights.
@@ -127,7 +127,7 @@ class Generator:
 
     @property
     def is_answer_fixed(self) -> bool:
-        """Whether the same request would be answered the same way again, at once and under the same weights."""
+        """Whether a repeated request would get the same answer, at once, under the same weights."""
         latency = self._script.latency
         return (
             self.respond is None
@@ -137,14 +137,14 @@ class Generator:
         )
 
     def set_weight_version(self, version: str) -> None:
-        """Go on with other weights, also in the middle of generations."""
+        """Switch the weights, also in the middle of generations."""
         now_s = self._now_s()
         for flight in self._flights:
             flight.changes.append((flight.num_sampled(now_s), version))
         self.weight_version = version
 
     def next_version(self) -> str:
-        """The version after this one: "8" after "7", "default.1" after "default"."""
+        """Return the version after this one: "8" after "7", "default.1" after "default"."""
         head, dot, last = self.weight_version.rpartition(".")
         if last.isdecimal():
             return f"{head}{dot}{int(last) + 1}"
@@ -157,9 +157,9 @@ class Generator:
         return self._is_closed
 
     async def pause(self, mode: PauseMode) -> int:
-        """Stop generating; return how many generations were going on.
+        """Stop generating; return the number of generations in flight.
 
-        `abort` ends them with what they have, `wait` lets them end first, `keep` freezes them until `resume`.
+        `abort` ends them with their tokens so far, `wait` lets them finish first, `keep` freezes them until `resume`.
         """
         num_flights = len(self._flights)
         self._is_closed = True
@@ -181,7 +181,7 @@ class Generator:
             self._paused_since_s = None
         self._wake_flights()
         self._admit()
-        self._tell()
+        self._notify()
 
     def _wake_flights(self) -> None:
         for flight in self._flights:
@@ -191,7 +191,7 @@ class Generator:
     async def _next_change(self) -> None:
         await self._changed.wait()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -205,9 +205,9 @@ class Generator:
     async def generate(
         self, ask: GenerationRequest, *, swaps_weights: bool = False
     ) -> list[Generated]:
-        """Return `ask.n` completions after as long as the script says.
+        """Return `ask.n` completions after the time that the script sets.
 
-        `swaps_weights`: the weights change when half of the longest one is there.
+        `swaps_weights`: the weights change after half of the longest completion.
         """
         call, self._calls = self._calls, self._calls + 1
         if self._is_closed and self._script.while_paused == "refuse":
@@ -242,7 +242,7 @@ class Generator:
     def _plan(
         self, ask: GenerationRequest, choice: int, call: int
     ) -> tuple[list[int] | None, int, str]:
-        """Return (scripted tokens or None, how many tokens, finish reason)."""
+        """Return (scripted tokens or None, number of tokens, finish reason)."""
         script, limit = self._script, ask.max_tokens
         text: str | None = None
         if self.respond is not None:
@@ -282,7 +282,7 @@ class Generator:
         return flight
 
     async def _until(self, flight: _Flight, *, num_tokens: int) -> None:
-        """Return when a generation has so many tokens, or is aborted."""
+        """Return when a generation has `num_tokens` tokens or is aborted."""
         until_s = flight.began_s + flight.first_token_s + num_tokens * flight.per_token_s
         loop = asyncio.get_running_loop()
         while not flight.is_aborted:
@@ -291,7 +291,7 @@ class Generator:
             if left_s <= 0 and not is_frozen:
                 return
             flight.wake = wake = loop.create_future()
-            # While time stands still only `resume` and aborts wake it.
+            # While the clock is stopped, only `resume` and aborts wake it.
             timer = None if is_frozen else loop.call_later(left_s, _set, wake)
             try:
                 await wake
@@ -346,7 +346,7 @@ class Generator:
     def _stop(
         self, ask: GenerationRequest, tokens: list[int], text: str
     ) -> tuple[list[int], str, int | str | None]:
-        """Cut at the first stop id or string: ids keep it, the text does not keep the string."""
+        """Cut at the first stop id or string: the tokens include it, the text excludes the string."""
         for end in range(1, len(tokens) + 1):
             if tokens[end - 1] in ask.stop_token_ids:
                 kept = tokens[:end]
@@ -363,43 +363,43 @@ class Generator:
                     return tokens[:end], so_far[:at], stop
         return tokens, text, None
 
-    # The line.
+    # The queue.
 
     async def _enter(self, n: int) -> None:
-        if not self._line and self._has_room(n):
+        if not self._queue and self._has_room(n):
             self.num_running += n
             return
         most = self._script.max_waiting
         if most is not None and self.num_waiting + n > most:
             raise QueueFull
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((n, turn))
+        self._queue.append((n, turn))
         self.num_waiting += n
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():
-                self._leave(n)  # it was let in at the moment it gave up
+                self._leave(n)  # it was admitted in the same tick as the cancel
             else:
                 self.num_waiting -= n
-                self._line = deque(entry for entry in self._line if entry[1] is not turn)
+                self._queue = deque(entry for entry in self._queue if entry[1] is not turn)
             raise
 
     def _has_room(self, n: int) -> bool:
-        # More choices than slots begin when nothing else runs.
+        # A request for more choices than slots starts when nothing else runs.
         slots = self._script.num_slots
         return slots == 0 or self.num_running + n <= max(slots, n)
 
     def _leave(self, n: int) -> None:
         self.num_running -= n
         self._admit()
-        self._tell()
+        self._notify()
 
     def _admit(self) -> None:
-        while self._line and not self._is_closed and self._has_room(self._line[0][0]):
-            n, turn = self._line.popleft()
+        while self._queue and not self._is_closed and self._has_room(self._queue[0][0]):
+            n, turn = self._queue.popleft()
             if turn.cancelled():
-                continue  # it takes itself off the count
+                continue  # `_enter` adjusts the count
             self.num_waiting -= n
             self.num_running += n
             turn.set_result(None)

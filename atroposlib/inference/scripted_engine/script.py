@@ -1,7 +1,7 @@
-"""How a scripted engine behaves: its speed, its capacity, its answers and its faults, all settable while it runs.
+"""Speed, capacity, answers and faults of a scripted engine, all settable while it runs.
 
-`Script` is what `POST /script` takes; unknown fields are refused. `Schedule` decides which request meets which fault,
-in the order of arrival and from a seeded generator, so that a run can be repeated. Pure; the server carries it out.
+`Script` is the body of `POST /script`; unknown fields are refused. `Schedule` assigns faults to requests in order of
+arrival, with a seeded generator, so that a run is repeatable. Pure; the server injects the faults.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 FAULT_HEADER = "X-Script-Fault"
-"""A request may carry a fault of its own, as JSON; it meets that one and no other."""
+"""A request with this header gets the `Fault` in it, as JSON, instead of the script's."""
 
 FaultKind = Literal[
     "status",
@@ -27,20 +27,20 @@ FaultKind = Literal[
 
 
 class Latency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Seconds that a generation takes: `first_token_s + num_tokens * per_token_s`, times the spread."""
+    """Seconds that a generation takes: `first_token_s + num_tokens * per_token_s`, times a random factor."""
 
     first_token_s: float = 0.0
     per_token_s: float = 0.0
     sigma: float = 0.0
-    """Standard deviation of the logarithm of a lognormal factor with median 1; 0: constant."""
+    """Standard deviation of the logarithm of that lognormal factor, whose median is 1; 0: constant."""
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Something that goes wrong with some requests.
+    """A fault of some requests.
 
-    `drop_before` closes the connection before anything is generated, `drop_after` when everything is and no byte was
-    sent, `drop_in_body` in the middle of the answer. `cut_json` answers 200 with half a body whose length is declared
-    right, `wrong_lengths` with one logprob too few, `swap_weights` changes weights when half of the tokens are there.
+    `drop_before` closes the connection before generation, `drop_after` after generation but before the first byte,
+    `drop_in_body` in the middle of the answer. `cut_json` answers 200 with half the JSON and a matching Content-Length,
+    `wrong_lengths` with one logprob too few; `swap_weights` changes the weights after half of the tokens.
     """
 
     kind: FaultKind
@@ -53,11 +53,11 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     path: str = ""
     """Only requests for this path; empty: all that generate."""
     skip: int = 0
-    """Let this many matching requests pass first."""
+    """Number of matching requests to spare first."""
     times: int | None = None
-    """Then meet this many; None: all."""
+    """Maximum number of requests to affect; None: no limit."""
     chance: float = 1.0
-    """Of those, meet each with this probability."""
+    """Probability that a matching request is affected."""
     for_s: float | None = None
     """Stop this many seconds after the script was set; None: never."""
 
@@ -68,29 +68,29 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     seed: int = 0
     latency: Latency = Latency()
     num_slots: int = 0
-    """Completions generated at the same time, the others wait in line; 0: any number."""
+    """Completions generated at the same time, the others are queued; 0: no limit."""
     thrash: float = 0.0
     """A completion takes `1 + thrash * num_waiting / num_slots` times as long as alone, so that throughput falls
     beyond the best concurrency."""
     max_waiting: int | None = None
-    """With more completions than this in line, requests are answered 429; None: never."""
+    """If more completions than this would be queued, requests are answered 429; None: never."""
     retry_after_s: float | None = 1.0
     """The Retry-After header of those 429."""
     answers: tuple[str, ...] = ()
-    """Choice i is text i, round and round; none: tokens are drawn from prompt, seed and choice."""
+    """Choice i is text i, modulo their number; empty: tokens are drawn from prompt, seed and choice."""
     lengths: tuple[int, int] | None = None
-    """Drawn completions have so many tokens with EOS, at least and at most; None: as many as the request allows."""
+    """Minimum and maximum tokens of drawn completions, with EOS; None: as many as the request allows."""
     alphabet: Literal["text", "bytes"] = "text"
     """Drawn tokens are printable ASCII, or any byte (mostly not UTF-8)."""
     reports_spans: bool = True
-    """`/v1/completions` tells which weight version sampled which tokens. vLLM 0.32 does not there."""
+    """Whether `/v1/completions` reports the weight version of each token. vLLM 0.32 does not."""
     while_paused: Literal["hold", "refuse"] = "hold"
-    """Requests that come while generation is paused wait, as in vLLM, or are answered 503."""
+    """Whether requests that arrive while generation is paused wait, as in vLLM, or are answered 503."""
     faults: tuple[Fault, ...] = ()
 
 
 class Schedule:
-    """Which of the requests to come meet which fault."""
+    """Decides which requests get which fault."""
 
     def __init__(self, script: Script, *, now_s: float) -> None:
         self._faults = script.faults
@@ -100,7 +100,7 @@ class Schedule:
         self._rng = random.Random(script.seed)
 
     def next(self, path: str, *, generates: bool, now_s: float) -> Fault | None:
-        """Return the first fault that this request meets.
+        """Return the first fault that applies to this request.
 
         >>> schedule = Schedule(Script(faults=(Fault(kind="status", skip=1, times=1),)), now_s=0)
         >>> [bool(schedule.next("/generate", generates=True, now_s=0)) for _ in range(3)]

@@ -1,8 +1,8 @@
 """A scripted engine as an HTTP server: vLLM's, SGLang's, TRL's and the original's routes, and faults on the wire.
 
-One process answers thousands of requests at a time: bodies that cannot change are kept as bytes. Tests start it in
-their own event loop, `python -m atroposlib.inference.scripted_engine` in a process of its own. It checks no
-API keys and is for loopback only.
+One process answers thousands of requests at a time: answers that cannot change are cached as bytes. Tests start it in
+their own event loop, `python -m atroposlib.inference.scripted_engine` in its own process. It checks no API keys and is
+for loopback only.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ BACKLOG = 4096
 NUM_KEPT_ANSWERS = 8192
 NUM_KEPT_REQUESTS = 10_000
 _ROUNDS_TO_ACCEPT = 4
-"""asyncio takes three turns of its loop from a connection to its protocol."""
+"""asyncio needs three rounds of its loop to accept a connection."""
 _CLEAN_UP_S = 1.0
-"""How long `stop` waits for handlers that it has cancelled."""
+"""How long `stop` waits for cancelled handlers."""
 
 
 @dataclass(slots=True)
 class ServedModel:
-    """One request that asked for tokens, as the engine saw it."""
+    """One generation request, as received."""
 
     path: str
     body: dict[str, Any]
     fault: str | None = None
-    """Kind of the fault that it met."""
+    """Kind of its fault."""
     was_generated: bool = False
-    at_s: float = field(default_factory=time.monotonic)
     """Whether tokens were sampled, delivered or not."""
+    at_s: float = field(default_factory=time.monotonic)
 
 
 class _Dialect(NamedTuple):
@@ -112,11 +112,11 @@ class ScriptedEngine:
         self.vocab_size = vocab_size or len_of(self.tokenizer)
         self.host = host
         self.port = port
-        """The one it listens on, once started; kept over `kill` and `start`."""
+        """The actual port once started; a restart reuses it."""
         self.counts: Counter[str] = Counter()
-        """Requests by path, faults met by kind, and `status <number>` of every answer."""
+        """Requests by path, faults by kind, and `status <number>` of every answer."""
         self.served: deque[ServedModel] = deque(maxlen=NUM_KEPT_REQUESTS)
-        """What was asked for tokens, oldest first."""
+        """Generation requests, oldest first."""
         self._generator = Generator(
             tokenizer=self.tokenizer,
             script=script or Script(),
@@ -132,7 +132,7 @@ class ScriptedEngine:
         self._posts = {p: h for p, h in posts.items() if p not in missing_paths}
         self._generation_paths = frozenset(GENERATION_PATHS) - set(missing_paths)
 
-    # Life.
+    # Start and stop.
 
     @property
     def url(self) -> str:
@@ -149,9 +149,9 @@ class ScriptedEngine:
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Stop listening and break every connection, as a killed process does. `start` brings it back."""
+        """Stop listening and break every connection, as a killed process does. `start` restarts it."""
         if self._listener is not None:
-            # What is being accepted has to be broken, too; a closed listener would forget it, and leave it open.
+            # Connections being accepted must be broken, too: closing the listener first would leave them open.
             for listening in self._listener.sockets:
                 asyncio.get_running_loop().remove_reader(listening.fileno())
             for _ in range(_ROUNDS_TO_ACCEPT):
@@ -179,7 +179,7 @@ class ScriptedEngine:
         return self._generator.script
 
     def set_script(self, script: Script) -> None:
-        """Behave so from now on; running generations keep the pace they began with."""
+        """Replace the script; running generations keep their pace."""
         self._generator.script = script
         self._schedule = Schedule(script, now_s=time.monotonic())
         self._answers.clear()
@@ -195,7 +195,7 @@ class ScriptedEngine:
 
     @property
     def num_running(self) -> int:
-        """Completions that are generated now."""
+        """Completions being generated."""
         return self._generator.num_running
 
     @property
@@ -302,7 +302,7 @@ class ScriptedEngine:
             return _CHAT
         if path == "/inference/v1/generate":
             return _SCALE_OUT
-        # Three projects call their route so; their bodies have no key in common.
+        # Three projects use the path /generate; their prompt keys differ.
         if "prompts" in body or path == "/generate/":
             return _TRL
         if "prompt" in body:
@@ -335,29 +335,29 @@ class ScriptedEngine:
         return _Reply(200, msgspec.json.encode(answer), {})
 
     def _control_routes(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        def telling(value: Callable[[], Any]) -> Callable[[dict[str, Any]], Awaitable[Any]]:
-            async def tell(body: dict[str, Any]) -> Any:
+        def answering(value: Callable[[], Any]) -> Callable[[dict[str, Any]], Awaitable[Any]]:
+            async def answer(body: dict[str, Any]) -> Any:
                 return value()
 
-            return tell
+            return answer
 
-        version = telling(lambda: {"weight_version": self.weight_version})
+        version = answering(lambda: {"weight_version": self.weight_version})
         gets = {
-            "/health": telling(lambda: b""),
-            "/ping": telling(lambda: b""),
-            "/health/": telling(lambda: {"status": "ok"}),
-            "/version": telling(lambda: {"version": "scripted"}),
-            "/v1/models": telling(self._models),
-            "/openapi.json": telling(self._openapi),
-            "/is_paused": telling(lambda: {"is_paused": self._generator.is_paused}),
+            "/health": answering(lambda: b""),
+            "/ping": answering(lambda: b""),
+            "/health/": answering(lambda: {"status": "ok"}),
+            "/version": answering(lambda: {"version": "scripted"}),
+            "/v1/models": answering(self._models),
+            "/openapi.json": answering(self._openapi),
+            "/is_paused": answering(lambda: {"is_paused": self._generator.is_paused}),
             "/weight_info": version,
             "/weight_version": version,
             "/get_weight_version": version,
-            "/model_info": telling(self._model_info),
-            "/get_model_info": telling(self._model_info),
-            "/load": telling(lambda: {"server_load": self.num_running + self.num_waiting}),
-            "/metrics": telling(self._metrics),
-            "/script": telling(self._show),
+            "/model_info": answering(self._model_info),
+            "/get_model_info": answering(self._model_info),
+            "/load": answering(lambda: {"server_load": self.num_running + self.num_waiting}),
+            "/metrics": answering(self._metrics),
+            "/script": answering(self._show),
         }
         posts = {
             "/tokenize": self._tokenize,
@@ -366,8 +366,8 @@ class ScriptedEngine:
             "/resume": self._resume,
             "/collective_rpc": self._collective_rpc,
             "/update_weight_version": self._update_weight_version,
-            "/reset_prefix_cache": telling(lambda: {"success": True}),
-            "/flush_cache": telling(lambda: b"Cache flushed.\n"),
+            "/reset_prefix_cache": answering(lambda: {"success": True}),
+            "/flush_cache": answering(lambda: b"Cache flushed.\n"),
             "/pause_generation": self._pause_generation,
             "/continue_generation": self._continue_generation,
             "/update_weights_from_disk": self._update_weights_from_disk,
@@ -468,7 +468,7 @@ class ScriptedEngine:
         return {"weight_version": self.weight_version}
 
     async def _pause_generation(self, body: dict[str, Any]) -> Any:
-        # SGLang's modes: abort; retract and in_place both resume later.
+        # Of SGLang's modes, retract and in_place both resume later.
         await self._generator.pause("abort" if body.get("mode", "abort") == "abort" else "keep")
         return {"message": "Generation paused successfully.", "status": "ok"}
 
@@ -489,7 +489,7 @@ class ScriptedEngine:
 
 
 def len_of(tokenizer: Any) -> int:
-    """Ids a tokenizer has, added ones included where it counts them."""
+    """Return the vocabulary size of a tokenizer."""
     return int(getattr(tokenizer, "vocab_size", 0) or len(tokenizer))
 
 
@@ -512,14 +512,14 @@ def _failure(fault: Fault) -> Refused:
 
 
 def _dropped(request: web.BaseRequest) -> web.Response:
-    """Break the connection; what is returned goes nowhere."""
+    """Break the connection; the returned response is never sent."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response()
 
 
 async def _misdeliver(request: web.BaseRequest, reply: _Reply, fault: Fault) -> web.StreamResponse:
-    """Send an answer with its fault; those that are already in the body change nothing here."""
+    """Send an answer with its fault; faults that are already in the body need nothing here."""
     body = reply.body
     if fault.kind == "drop_after":
         return _dropped(request)

@@ -1,4 +1,4 @@
-"""One answer of `n` completions out of several requests: split, run, merge."""
+"""Get `n` completions from several requests: split, run, merge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def split_n(n: int, *, at_most: int) -> list[int]:
 
 
 def with_seed(body: dict[str, Any], offset: int, *, name: str = "seed") -> dict[str, Any]:
-    """Return a body for the completion at `offset` of several: equal seeds would give equal completions.
+    """Return the body for the completion at `offset`: equal seeds would give equal completions.
 
     >>> with_seed({"seed": 5, "n": 1}, 2)
     {'seed': 7, 'n': 1}

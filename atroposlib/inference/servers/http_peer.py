@@ -1,8 +1,8 @@
-"""Long-lived HTTP sessions per inference server, and the meaning of each way a request can end.
+"""Long-lived HTTP sessions per inference server, and the errors that a request raises.
 
-A request is ONE attempt: `APIServer` owns the retries. Connection errors, timeouts, 5xx, 408 and 429 raise
+A request is ONE attempt: `APIServer` owns the retries. Connection errors, timeouts, 5xx, 408, 425 and 429 raise
 `EngineUnavailable` (the same request may succeed later), other 4xx `EngineHttpRejected`, unreadable bodies
-`EngineProtocolError`. Messages carry the URL and an excerpt of the answer.
+`EngineProtocolError`. Messages contain the URL and an excerpt of the answer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ CONNECT_TIMEOUT_S = 10.0
 EXCERPT_CHARS = 400
 LANE_REQUESTS = 128
 KEEP_ALIVE_S = 15.0
-"""Of the first lane, as of aiohttp; others end theirs up to 9 s sooner."""
+"""Of the first lane (aiohttp's default); up to 9 s less for the others."""
 THREAD_FROM_BYTES = 256 * 1024
-"""Answers larger than this are read off the event loop: half a millisecond of work, several in a row are many."""
+"""Larger answers are decoded off the event loop: each takes over 0.5 ms, and many may arrive at once."""
 
 
 class EngineHttpRejected(EngineRejected):
@@ -66,8 +66,7 @@ def _encode_model(value: Any) -> Any:
 class _Lane:
     """A session for `LANE_REQUESTS` requests at once.
 
-    aiohttp closes all connections of a session that have been idle for long in one round of the event loop: those of
-    two thousand requests would take 0.1 s.
+    aiohttp closes all expired idle connections of a session in one round of the event loop: 0.1 s for two thousand.
     """
 
     session: aiohttp.ClientSession
@@ -75,7 +74,7 @@ class _Lane:
 
 
 class HttpPeer:
-    """An inference server as seen through aiohttp sessions, opened when they are needed."""
+    """An inference server, called through aiohttp sessions that are opened on demand."""
 
     def __init__(
         self, root: str, *, api_key: str | None, headers: Mapping[str, str] | None = None
@@ -83,10 +82,10 @@ class HttpPeer:
         self.root = root.rstrip("/")
         key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._headers = {**key, **(headers or {})}
-        # HTTP_PROXY is for the outside world; a proxy cannot reach this machine's loopback.
+        # A proxy cannot reach this machine's loopback, so HTTP_PROXY does not apply to it.
         self._use_proxy_variables = not is_loopback_url(root)
         self._served: set[Any] = set()
-        """Models that the server has answered for."""
+        """Models that the server has served."""
         self._lanes: list[_Lane] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -99,8 +98,8 @@ class HttpPeer:
             if lane.num_in_flight < LANE_REQUESTS:
                 return lane
         session = aiohttp.ClientSession(
-            # The limiter above decides how many requests are in flight, not the connection pool. Their idle
-            # connections end at different times.
+            # The limiter bounds the requests in flight, not the connection pool. Idle connections of different
+            # lanes expire at different times.
             connector=aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=KEEP_ALIVE_S - len(self._lanes) % 10
             ),
@@ -111,7 +110,7 @@ class HttpPeer:
         return self._lanes[-1]
 
     async def close(self) -> None:
-        """Close the sessions; a later request opens another."""
+        """Close the sessions; a later request opens a new one."""
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
             await lane.session.close()
@@ -145,7 +144,7 @@ class HttpPeer:
         headers: Mapping[str, str] | None = None,
         query: Mapping[str, str] | None = None,
     ) -> T:
-        """POST a JSON body and return what `read` makes of the answer.
+        """POST a JSON body and return the answer as decoded by `read`.
 
         `read` runs in a thread when the answer is large. A `msgspec.DecodeError` becomes `EngineProtocolError`.
         """
@@ -163,7 +162,7 @@ class HttpPeer:
                 retry_after_s=read_retry_after(retry_after),
             )
         if status == 404 and body.get("model") in self._served and b"does not exist" in answer:
-            # An adapter is unloaded and loaded again while weights change: the name is missing for some milliseconds.
+            # A weight update unloads and reloads an adapter: its name is unknown for some milliseconds.
             raise EngineUnavailable(
                 f"{where} answered 404: {excerpt(answer)}",
                 status=503,
@@ -184,12 +183,12 @@ class HttpPeer:
             ) from e
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
-        """GET a path and return status and body, whatever the status is."""
+        """GET a path and return status and body; no status raises."""
         status, body, _ = await self._request("GET", path, timeout_s=timeout_s)
         return status, body
 
     async def delete(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
-        """DELETE a path and return status and body, whatever the status is."""
+        """DELETE a path and return status and body; no status raises."""
         status, body, _ = await self._request("DELETE", path, timeout_s=timeout_s)
         return status, body
 

@@ -1,8 +1,8 @@
-"""How many requests may be at a server at once.
+"""Limit the requests in flight at one server.
 
-One limiter per budget (training, evaluation). First come, first served, except that a request which is sent again goes
-first; a cancelled waiter never keeps a slot. Written on futures rather than on `asyncio.Semaphore`, because its
-capacity changes while requests wait. What the capacity should be is decided elsewhere (`concurrency.py`, the hub).
+One limiter per budget (training, evaluation). First come, first served, except that a retried request goes first; a
+cancelled waiter never keeps a slot. Built on futures, not `asyncio.Semaphore`, because the capacity changes while
+requests wait. `concurrency.py` and the hub decide the capacity.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class AsyncSemWithAdaptiveWeight:
     """A semaphore of `value` slots of which the share `weight` may be used.
 
     Several environments share an inference server in proportion to their weight: with 100 slots and weight 0.25,
-    25 are usable. At least one slot always is, so that a small weight slows an environment down but never stops it.
+    25 are usable. At least one always is, so that a small weight slows an environment down but never stops it.
     """
 
     def __init__(self, value: int) -> None:
@@ -30,7 +30,7 @@ class AsyncSemWithAdaptiveWeight:
 
     @property
     def _value(self) -> int:
-        """Free slots, as `asyncio.Semaphore` names them; environments peek at it."""
+        """Free slots, under the name that `asyncio.Semaphore` uses; environments read it."""
         return self.max_val - self._in_use
 
     @property
@@ -54,7 +54,7 @@ class AsyncSemWithAdaptiveWeight:
         return self.max_val * (1.0 - self.weight)
 
     def update_weight(self, weight: float) -> None:
-        """Set the usable share, in 0..1; waiters that now fit are let in at once."""
+        """Set the usable share, clamped to 0..1; waiters that now fit are admitted at once."""
         self.weight = min(max(weight, 0.0), 1.0)
         self._wake()
 
@@ -63,7 +63,7 @@ class AsyncSemWithAdaptiveWeight:
         return self._in_use >= self.capacity or bool(self._waiters)
 
     async def acquire(self, *, first: bool = False) -> bool:
-        """Take a slot, waiting for one; `first` goes before those that wait."""
+        """Wait for a free slot and take it; `first` goes ahead of all waiters."""
         if self._in_use < self.capacity and (first or not self._waiters):
             self._in_use += 1
             return True
@@ -83,7 +83,7 @@ class AsyncSemWithAdaptiveWeight:
         return True
 
     def release(self) -> None:
-        """Give a slot back."""
+        """Release a slot."""
         assert self._in_use > 0, "released more often than acquired"
         self._in_use -= 1
         self._wake()

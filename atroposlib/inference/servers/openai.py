@@ -1,8 +1,8 @@
 """Any API with OpenAI's chat and completion routes: hosted models, gateways, other engines.
 
-Gives text only; training needs the token ids and logprobs of `VLLMServer`. Whether it is up is asked with
-`GET <base_url>/models`, which costs nothing; an API without that route counts as up. Of the two names for the limit
-of tokens in a chat, the one that the API accepts is found out once.
+Returns text only; training needs the token ids and logprobs of `VLLMServer`. The health check is
+`GET <base_url>/models`, which costs nothing; an API without that route counts as up. Which of the two names of the
+token limit the API accepts is found out once.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _UNKNOWN_PARAMETER = re.compile(
 
 
 def accepted_limit_name(body: dict[str, Any], refusal: EngineHttpRejected) -> str | None:
-    """Return the name to send the token limit under instead, if its name is why a request was refused."""
+    """Return the other name of the token limit if a request was refused because of the name, else None."""
     given = [name for name in LIMIT_NAMES if name in body]
     if refusal.status not in (400, 422) or len(given) != 1:
         return None
     text = str(refusal)
-    # A limit that is too large is refused by name as well: it must not be sent again, unheeded, under the other.
+    # The refusal of a limit that is too large names it, too; under the other name the API might ignore it.
     is_about_name = re.search(rf"\b{given[0]}\b", text) and _UNKNOWN_PARAMETER.search(text)
     return LIMIT_NAMES[given[0]] if is_about_name else None
 
@@ -57,7 +57,7 @@ class OpenAIServer(OpenAIRoutesServer):
             api_key = os.environ.get("OPENAI_API_KEY")
         super().__init__(config, reasoning_config, root=root, prefix="", api_key=api_key)
         self._limit_name: str | None = None
-        """The name of the token limit that was found to be the accepted one; None while the caller's is."""
+        """The accepted name of the token limit; None until a request was refused for its name."""
 
     async def _post(self, path: str, body: dict[str, Any], request: CallKeywords) -> dict[str, Any]:
         if path != "/chat/completions":
@@ -80,7 +80,7 @@ class OpenAIServer(OpenAIRoutesServer):
 
 
 def _with_limit(body: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Return a body whose token limit is called `name`."""
+    """Return a body with the token limit under `name`; None leaves the caller's name."""
     if name is None or LIMIT_NAMES[name] not in body:
         return body
     other = LIMIT_NAMES[name]

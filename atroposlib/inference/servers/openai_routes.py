@@ -1,7 +1,7 @@
-"""Chat and text completions over the OpenAI routes, as every server with such routes answers them.
+"""Chat and text completions over the OpenAI routes, for every server that has them.
 
-Builds the request, parses the answer into the types of the `openai` package; the transport is `HttpPeer`. Owns the
-rule that a caller gets exactly the `n` choices it asked for, also from servers that ignore `n`, or an error.
+Builds the request, parses the answer into the types of the `openai` package; the transport is `HttpPeer`. A caller
+gets exactly the `n` choices it asked for, also from servers that ignore `n`, or an error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def import_openai() -> None:
     """Import the types off the event loop before they are needed: it takes about a second, once."""
     if "openai.types.chat" not in sys.modules:
         await asyncio.to_thread(_openai_type, "chat")
-        await turn()  # thousands may have waited for it, and all would run in this round
+        await turn()  # thousands of waiters would all run in this round
 
 
 def chat_completion_from(body: dict[str, Any]) -> Any:
@@ -66,7 +66,7 @@ def completion_from(body: dict[str, Any]) -> Any:
 
 def _built(kind: Any, body: dict[str, Any]) -> Any:
     try:
-        # The same object as `construct` makes of it, twenty times faster: 0.2 ms for each answer.
+        # The same object as from `construct`, twenty times faster: 0.2 ms per answer.
         return kind.model_validate(body, strict=True)
     except ValidationError:
         return kind.construct(**body)
@@ -74,7 +74,7 @@ def _built(kind: Any, body: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallKeywords:
-    """One call's keywords, divided into what the server reads and what only this side reads."""
+    """One call's keywords, split into what the server reads and what the client reads."""
 
     body: dict[str, Any]
     timeout_s: float
@@ -84,7 +84,7 @@ class CallKeywords:
 
 
 def read_request(kwargs: dict[str, Any], *, timeout_s: float) -> CallKeywords:
-    """Divide keywords. None means "not given", as in the openai package; `timeout` is in seconds."""
+    """Split keywords. None means "not given", as in the openai package; `timeout` is in seconds."""
     body = {key: value for key, value in kwargs.items() if value is not None}
     if body.pop("stream", False):
         raise ValueError("stream=True is not supported: completions are returned whole")
@@ -104,15 +104,15 @@ def read_request(kwargs: dict[str, Any], *, timeout_s: float) -> CallKeywords:
 
 
 def count_prompts(prompt: Any) -> int:
-    """Return how many prompts a completion request has: a list of texts or of token lists is several."""
+    """Return the number of prompts of a completion request: a list of texts or of token lists is several."""
     is_batch = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
     return len(prompt) if is_batch else 1
 
 
 def with_text_content(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is text: Mistral's reasoning models answer a list of parts.
+    """Return a message whose content is text: Mistral's reasoning models return a list of parts.
 
-    Thinking becomes `reasoning_content`, where most other APIs put it. Other kinds of content stay as they are.
+    Thinking becomes `reasoning_content`, as in most other APIs. Other kinds of content are unchanged.
     """
     content = message.get("content")
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -133,22 +133,22 @@ def _joined(parts: Any) -> str:
 
 
 def _refuses_n(refusal: EngineHttpRejected) -> bool:
-    """Whether a request was refused because of its `n`; Groq takes 1 only, for example."""
+    """Whether a request was refused because of its `n`; Groq, for example, accepts only 1."""
     return refusal.status in (400, 422) and re.search(r"""["'`]n["'`]""", str(refusal)) is not None
 
 
 class WeightInfo(msgspec.Struct, gc=False):
-    """What engines answer when asked for the version of their weights."""
+    """An engine's answer to a request for its weight version."""
 
     weight_version: str | int | None
-    """None: the engine has been told none yet."""
+    """None: no version has been set."""
 
 
 _weight_info = msgspec.json.Decoder(WeightInfo)
 
 
 def read_weight_info(body: bytes) -> WeightInfo | None:
-    """Read the answer to an optional question; None where it is not an engine's."""
+    """Decode a weight version answer; None if it is something else."""
     try:
         return _weight_info.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -229,8 +229,8 @@ class OpenAIRoutesServer(APIServer):
     ) -> list[T]:
         """Return answers that hold `n` completions together, also from servers that ignore or refuse `n`.
 
-        `send(size, offset)` asks for the `size` completions from `offset` on; `count` counts those of an answer.
-        A server that gives one completion per request is asked for one at a time from then on.
+        `send(size, offset)` requests the `size` completions from `offset` on; `count` counts those of an answer.
+        A server that returns one completion per request is asked for one at a time from then on.
         """
         sizes = split_n(n, at_most=1 if self._n_is_ignored else at_most)
         parts: list[T]
@@ -247,7 +247,7 @@ class OpenAIRoutesServer(APIServer):
                 return parts
             missing = [offset for offset in range(n) if offset not in offsets]
         logger.warning(
-            "%s gives one completion per request (asked for %d); sending n requests from now on."
+            "%s returns one completion per request (asked for %d); sending n requests from now on."
             " Set n_kwarg_is_ignored to start that way",
             self._label,
             max(sizes),
@@ -277,7 +277,7 @@ class OpenAIRoutesServer(APIServer):
         return answer
 
     def _raise_reported_error(self, path: str, answer: Any) -> None:
-        """Raise what a gateway reports as status 200 with `{"error": {"code": ..., "message": ...}}`."""
+        """Raise the error that a gateway reports with status 200: `{"error": {"code": ..., "message": ...}}`."""
         error = answer.get("error") if isinstance(answer, dict) else None
         code = error.get("code") if isinstance(error, dict) else None
         if not isinstance(code, int):
@@ -291,7 +291,7 @@ class OpenAIRoutesServer(APIServer):
         return await self._ask("/models", accept_4xx=True)
 
     async def _ask(self, path: str, *, accept_4xx: bool) -> str | None:
-        """GET a path and return why the server is not up, or None. `accept_4xx`: any answer shows that it is."""
+        """GET a path and return why the server is down; None if it is up. `accept_4xx`: a 4xx means it is up."""
         try:
             status, body = await self._peer.get(path, timeout_s=HEALTH_TIMEOUT_S)
         except EngineUnavailable as e:

@@ -1,8 +1,8 @@
-"""Begin many requests without holding up the event loop: a few in each of its rounds, the others in the next ones.
+"""Start many requests without blocking the event loop: a few in each of its rounds.
 
-When two thousand tasks are let go at once, asyncio runs all of them in one round, and nothing else for half a second.
-At most `PER_ROUND` callers of `turn` pass per round, in order of arrival. Nothing is refused,
-and a single request waits for nothing. Sessions, calls and attempts begin here; answers are not slowed down.
+When two thousand tasks become ready at once, asyncio runs all of them in one round, and nothing else for half a second.
+At most `PER_ROUND` callers of `turn` return per round, in order of arrival. A single request does not wait.
+Sessions, calls and attempts call `turn` before they start; answers do not.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections import deque
 from weakref import WeakKeyDictionary
 
 PER_ROUND = 6
-"""A request costs 0.2 to 0.8 ms until its connection is there and it is sent: some 4 ms a round."""
+"""Connecting and sending takes 0.2 to 0.8 ms per request: about 4 ms a round."""
 
 
 class Turns:
-    """The line of one event loop."""
+    """The queue of one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, per_round: int = PER_ROUND) -> None:
         self._loop = loop
@@ -24,10 +24,10 @@ class Turns:
         self._left = per_round
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._is_counting = False
-        """`_next_round` will be called in the next round."""
+        """Whether `_next_round` is scheduled."""
 
     async def turn(self) -> None:
-        """Return in this round while there is room, else in a later one."""
+        """Return in this round if fewer than `per_round` callers have, else in a later one."""
         if not self._is_counting:
             self._is_counting = True
             self._loop.call_soon(self._next_round)

@@ -1,4 +1,4 @@
-"""How hard a reasoning model should think, and how each API wants to be told. Pure; called for chat requests only."""
+"""Reasoning effort, and the request fields that each API has for it. Pure; used for chat requests only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EFFORT_TO_MAX_TOKENS = {
     "high": 25600,
     "xhigh": 30400,
 }
-"""Thinking budgets (tokens) for servers that take a number instead of a word; the original's values."""
+"""Thinking budgets in tokens, for servers that take a number instead of a word; the original's values."""
 
 
 def is_official_openai(base_url: str | None) -> bool:
@@ -51,7 +51,7 @@ class ReasoningConfig:
     def build_extra_body(
         self, base_url: str | None = None, use_max_tokens: bool = False
     ) -> dict[str, Any] | None:
-        """Return the request fields that switch reasoning on, or None when it is off.
+        """Return the request fields that enable reasoning, or None when it is disabled.
 
         OpenAI takes `{"reasoning_effort": word}`; others (OpenRouter's convention) `{"reasoning": {...}}` with either
         the word or a number of tokens. `use_max_tokens` turns the word into its number.
@@ -70,9 +70,9 @@ class ReasoningConfig:
         return {"reasoning": reasoning}
 
     def apply(self, body: dict[str, Any], *, base_url: str | None) -> dict[str, Any]:
-        """Return a chat body with the reasoning fields in it.
+        """Return a chat body with the reasoning fields.
 
-        OpenAI's reasoning models accept temperature 1 only and want `max_completion_tokens`.
+        OpenAI's reasoning models accept only temperature 1 and require `max_completion_tokens`.
         """
         extra = self.build_extra_body(base_url or "https://api.openai.com/v1")
         if extra is None:

@@ -1,9 +1,8 @@
-"""Under which policy versions and at which temperatures an item was sampled, whatever is made of the answers.
+"""Record the policy versions and temperatures that an item was sampled with.
 
-Authors build groups by hand from nodes and leave `policy_version` and the temperature out; the trainer and the hub's
-staleness bound want them. The runtime opens a `SamplingNotes` around an item, every token request of split "train"
-inside notes what it asked and what the engine said, and the outbox reads the notes. A version that is unknown stays
-None: none is claimed that the engine did not tell.
+Authors build groups by hand from nodes and leave out `policy_version` and the temperature, which the trainer and the
+hub's staleness bound need. The runtime opens a `SamplingNotes` around an item, every token request of split "train"
+inside it adds its temperature and the engine's versions, and the outbox reads them. An unknown version stays None.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ class _VersionSpan(Protocol):
 
 
 class SamplingNotes:
-    """What was noted within one item, its child tasks included."""
+    """The notes of one item, including its child tasks."""
 
     def __init__(self) -> None:
         self.temperatures: set[float] = set()
-        """Of the completions so far; 1 where a request did not say."""
+        """Of the completions so far; 1 if a request gave none."""
         self._oldest: int | None = None
         self._is_known = True
 
     def add(self, answers: Sequence[Sequence[_VersionSpan] | None]) -> None:
-        """Note the spans of several completions; None or a version that is no number makes the oldest unknown."""
+        """Note the spans of several completions; None or a version that is not a number makes `oldest` None."""
         for spans in answers:
             versions = [span.weight_version for span in spans or ()]
             if spans is None or not all(version.isdecimal() for version in versions):
@@ -61,7 +60,7 @@ _current: ContextVar[SamplingNotes | None] = ContextVar("sampling_notes", defaul
 
 @contextmanager
 def noting_sampling() -> Iterator[SamplingNotes]:
-    """Note what is sampled inside the block."""
+    """Collect notes of what is sampled inside the block."""
     notes = SamplingNotes()
     token = _current.set(notes)
     try:
@@ -71,14 +70,14 @@ def noting_sampling() -> Iterator[SamplingNotes]:
 
 
 def noted() -> SamplingNotes | None:
-    """Return the notes of the item under way; None outside an item."""
+    """Return the notes of the current item; None outside an item."""
     return _current.get()
 
 
 def note_sampling(
     asked: Mapping[str, Any], versions: Sequence[Sequence[_VersionSpan] | None] = ()
 ) -> None:
-    """Note what was sampled on a request with the keywords `asked`; nothing happens outside an item or in evaluation.
+    """Note what a request with the keywords `asked` sampled; does nothing outside an item or in evaluation.
 
     `versions` is one list of spans per completion.
     """

@@ -1,7 +1,7 @@
 """SGLang: token ids and logprobs from its native `/generate`, chat and text from its OpenAI routes.
 
-Prompts go out as `input_ids`; ids and logprobs come back in `meta_info`. Lengths that disagree raise
-`EngineProtocolError`, nothing is padded or cut. Policy versions are read from `meta_info` where the engine
+Prompts are sent as `input_ids`; ids and logprobs are read from `meta_info`. Lengths that disagree raise
+`EngineProtocolError`, nothing is padded or cut. Policy versions are read from `meta_info` if the engine
 reports them. Only text prompts need the tokenizer.
 """
 
@@ -47,18 +47,17 @@ NEUTRAL_SAMPLING: dict[str, float] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Sent unless the caller says otherwise. The server fills in what is missing from its own defaults, which may come from
-the model: samples would be from another distribution than the one whose logprobs are reported."""
+"""Sent unless the caller overrides it. The server's own defaults may come from the model: samples would then come from
+another distribution than the one whose logprobs are reported."""
 
 DEFAULT_MAX_TOKENS = 128
-"""Where SGLang stops if nothing is said."""
+"""SGLang's limit if the request has none."""
 
 MAX_TOKENS_PER_ANSWER = 65536
-"""An answer that may hold more is asked for in parts: 8 x 32768 tokens are 13 MB, whose decoding holds the
-interpreter's lock for 40 ms."""
+"""Larger answers are requested in parts: decoding 8 x 32768 tokens (13 MB) holds the GIL for 40 ms."""
 
 VERSION_PATHS = ("/model_info", "/get_weight_version")
-"""Where newer and older servers tell the version of their weights."""
+"""Routes of newer and older servers that return the weight version."""
 
 SAMPLING_NAMES = {
     "max_tokens": "max_new_tokens",
@@ -66,7 +65,7 @@ SAMPLING_NAMES = {
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
 }
-"""OpenAI's and vLLM's names of what SGLang calls otherwise."""
+"""OpenAI's and vLLM's names -> SGLang's."""
 
 REQUEST_FIELDS = frozenset(
     {
@@ -90,7 +89,7 @@ REQUEST_FIELDS = frozenset(
 )
 """Keywords that belong beside `sampling_params`, not in it (SGLang's GenerateReqInput)."""
 
-_ALWAYS_ASKED = frozenset({"model", "messages", "logprobs", "top_logprobs"})
+_NOT_SENT = frozenset({"model", "messages", "logprobs", "top_logprobs"})
 """Keywords of a call that `/generate` has no field for: it serves one model and always returns logprobs."""
 
 
@@ -147,13 +146,13 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
         super().__init__(config, reasoning_config, root=root, prefix="/v1", api_key=config.api_key)
         self._warned_about_max_tokens = False
         self._asks_version = True
-        """Its answers tell one version each, that at the end, or are not known yet."""
+        """Whether to ask for the version before sampling: false after answers with spans or without a version."""
         self._version_paths: tuple[str, ...] = VERSION_PATHS
-        """Those that the server may have."""
+        """Those that have not failed yet."""
 
     async def _find_fault(self) -> str | None:
-        # Recent servers sample one token of their own for it (SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0: not even
-        # that), /health_generate always does. It is asked before the first request and while the server is down.
+        # Called before the first request and while the server is down. For /health, recent servers sample one token,
+        # except with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0; for /health_generate they always do.
         return await self._ask("/health", accept_4xx=False)
 
     # Sampling.
@@ -164,16 +163,14 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
         body = generate_body(prompt_tokens, request.body)
         if "max_new_tokens" not in body["sampling_params"] and not self._warned_about_max_tokens:
             self._warned_about_max_tokens = True
-            logger.warning(
-                "No max_tokens given: SGLang stops after %d tokens then", DEFAULT_MAX_TOKENS
-            )
+            logger.warning("No max_tokens given: SGLang stops after %d tokens", DEFAULT_MAX_TOKENS)
         version_before = await self._ask_weight_version() if self._asks_version else None
         results = await self._generate(body, request)
         answer = completions_of(prompt_tokens, results, where=f"{self._label}/generate")
         metas = [result.meta_info for result in results]
         self._asks_version = all(m.weight_versions is None and m.weight_version for m in metas)
         if self._asks_version and self._version_paths:
-            # Which weights sampled which token of a request that saw two versions cannot be known.
+            # If the version changed during a request, which one sampled which token is unknown.
             answer.weight_versions = [
                 spans if all(s.weight_version == version_before for s in spans or ()) else None
                 for spans in answer.weight_versions
@@ -181,11 +178,11 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
         return answer
 
     async def _ask_weight_version(self) -> str | None:
-        """Return the version that the server holds now; None where it does not tell."""
+        """Return the server's current weight version; None if it reports none."""
         for path in self._version_paths:
             try:
                 status, body = await self._peer.get(path, timeout_s=HEALTH_TIMEOUT_S)
-            except EngineUnavailable as e:  # a server that is down fails the sampling itself
+            except EngineUnavailable as e:  # if the server is down, sampling fails too
                 logger.debug("%s: no weight version: %s", self._label, e)
                 return None
             if status >= 500:
@@ -197,7 +194,7 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
         return None
 
     async def _generate(self, body: dict[str, Any], request: CallKeywords) -> list[_Result]:
-        """Return `n` results, also from servers that ignore `n`; large answers are asked for in parts."""
+        """Return `n` results, also from servers that ignore `n`; large answers are requested in parts."""
         sampling = body["sampling_params"]
         n = int(sampling.get("n", 1))
         limit = int(sampling.get("max_new_tokens", DEFAULT_MAX_TOKENS))
@@ -254,7 +251,7 @@ def generate_body(prompt_tokens: list[int], keywords: dict[str, Any]) -> dict[st
     for name, value in keywords.items():
         if name in REQUEST_FIELDS:
             fields[name] = value
-        elif name not in _ALWAYS_ASKED:
+        elif name not in _NOT_SENT:
             sampling[SAMPLING_NAMES.get(name, name)] = value
     if sampling["top_k"] == 0:
         sampling["top_k"] = EVERY_TOKEN
@@ -303,7 +300,7 @@ def completions_of(
 def _weight_spans(meta: _Meta, *, num_tokens: int, where: str) -> list[WeightSpan] | None:
     """Return the spans of `weight_versions`, else the one `weight_version` of older servers for all tokens.
 
-    The one version is that at the end of the request.
+    The latter is the version at the end of the request.
     """
     if meta.weight_versions is not None:
         spans = [WeightSpan(str(s.version), s.end - s.start) for s in meta.weight_versions]
@@ -336,7 +333,7 @@ def prompt_logprobs_of(
     top_ids: list[list[int]] = []
     top_logprobs: list[list[float]] = []
     for i, position in enumerate(positions):
-        # The first token of a prompt follows nothing.
+        # The first token of a prompt has no logprob.
         pairs = [(p.logprob, p.token) for p in position or () if i and p.logprob is not None]
         if i and len(pairs) < max(num_top, 1):
             raise EngineProtocolError(

@@ -1,7 +1,7 @@
-"""What the servers that take and give token ids share: the tokenizer, prompts as ids, and checks of lengths.
+"""What servers of token ids share: the tokenizer, prompts as ids, and checks of lengths.
 
-Owns the rule that nothing is padded, cut or guessed: what does not fit raises `EngineProtocolError` with its place. It
-knows no engine's format; values of single tokens are checked by the typed decoding of each.
+Nothing is padded, cut or guessed: a mismatch raises `EngineProtocolError` with its position. Independent of the
+engines' formats, whose typed decoding checks the values of single tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from atroposlib.inference.servers.api_server import WeightSpan
 from atroposlib.utils.tokenizers import load_tokenizer
 
 _LOADING = threading.Lock()
-"""Held while a tokenizer is loaded: the first requests of an environment all come at once."""
+"""Held while a tokenizer is loaded: the first requests of an environment are concurrent."""
 
 
 class WithTokenizer:
-    """A server that loads its model's tokenizer, once, when something first needs it."""
+    """A server that loads its model's tokenizer once, on first use."""
 
     config: APIServerConfig
 
@@ -48,20 +48,20 @@ class WithTokenizer:
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Tokenise a prompt with its special tokens; a BOS that the text already spells out is not doubled."""
+    """Tokenise a prompt with its special tokens; a BOS that the text already contains is not doubled."""
     token_ids = [int(token) for token in tokenizer.encode(text)]
     bos = tokenizer.bos_token_id
     return token_ids[1:] if bos is not None and token_ids[:2] == [bos, bos] else token_ids
 
 
 def check_count(found: Sequence[Any], *, n: int, what: str, where: str) -> None:
-    """Raise unless there is one entry per completion asked for."""
+    """Raise unless there is one entry per requested completion."""
     if len(found) != n:
         raise EngineProtocolError(f"{where} answered {len(found)} {what}, expected n = {n}")
 
 
 def check_sampled(token_ids: list[int], logprobs: list[float], *, where: str) -> None:
-    """Raise unless every token has one logprob and is a token."""
+    """Raise unless every token has one logprob and no id is negative."""
     if len(logprobs) != len(token_ids):
         raise EngineProtocolError(
             f"{where}: {len(logprobs)} logprobs for {len(token_ids)} token ids"

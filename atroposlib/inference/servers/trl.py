@@ -1,8 +1,8 @@
 """TRL's vLLM server (`trl vllm-serve`): text prompts in, token ids out.
 
-`base_url` is the server's root, without `/v1`. Chats are templated and answers decoded on this side, with the tokenizer
-of `tokenizer_name`. Servers that also return logprobs give token-exact completions; the prompt ids that were sampled
-after are then compared with those sent. Tool calls are not parsed, and the server has no prompt logprobs.
+`base_url` is the server's root, without `/v1`. Chats are templated and answers decoded in this process, with the
+tokenizer of `tokenizer_name`. Servers that also return logprobs give token-exact completions; their prompt ids are then
+compared with those sent. Tool calls are not parsed, and the server has no prompt logprobs.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TrlAnswer(NamedTuple):
     """One answer of `/generate/`; one entry per completion."""
 
     prompt_ids: list[int] | None
-    """What the server says it sampled after; None from older servers."""
+    """The prompt as the server tokenised it; None from older servers."""
     token_ids: list[list[int]]
     logprobs: list[list[float]] | None
     """None from servers that return none."""
@@ -119,7 +119,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
             status, body = await self._peer.get("/health/", timeout_s=HEALTH_TIMEOUT_S)
         except EngineUnavailable as e:
             return str(e)
-        # A 4xx shows that a server answers; servers with the original's routes need not have this one.
+        # A 4xx shows that the server is up; servers with the original's routes may lack this one.
         if status < 500:
             return None
         return f"GET {self._peer.root}/health/ answered {status}: {excerpt(body)}"
@@ -166,7 +166,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
         return self._without_second_bos(str(prompt))
 
     def _without_second_bos(self, text: str) -> str:
-        """Drop a BOS that the text spells out where the server's tokenizer adds one of its own."""
+        """Drop the BOS of a text if the server's tokenizer adds one itself."""
         bos = self.tokenizer.bos_token
         if not bos or not text.startswith(bos):
             return text
@@ -177,7 +177,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
     async def _complete(
         self, prompt: str, request: CallKeywords
     ) -> tuple[list[tuple[str, str]], dict[str, int] | None]:
-        """Return text and finish reason per completion, and the token counts if the server tells enough."""
+        """Return text and finish reason per completion, and the token counts if the server returns prompt ids."""
         sampled = await self._generate(prompt, request)
         answers = await asyncio.to_thread(
             lambda: [self._read_text(token_ids, request) for token_ids in sampled.token_ids]
@@ -192,7 +192,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
         }
 
     def _read_text(self, token_ids: list[int], request: CallKeywords) -> tuple[str, str]:
-        """Decode a completion up to the first stop string; `length` unless something shows that it ended itself."""
+        """Decode up to the first stop string; the reason is "length" unless a stop string or ending token is found."""
         stop = request.body.get("stop") or []
         text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
         words = [stop] if isinstance(stop, str) else stop
@@ -234,7 +234,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
                 f"{self._label}/generate/ sampled after {len(sampled.prompt_ids or [])} prompt tokens"
                 f" that are not the {len(prompt_tokens)} sent"
             )
-        # Such servers end at the stop string themselves; the text only tells why a completion ended.
+        # These servers stop at the stop string themselves; the text only shows why a completion ended.
         answers = await asyncio.to_thread(
             lambda: [self._read_text(token_ids, request) for token_ids in sampled.token_ids]
         )
@@ -248,14 +248,14 @@ class TrlVllmServer(WithTokenizer, APIServer):
         )
 
     async def _generate_after(self, prompt_tokens: list[int], request: CallKeywords) -> TrlAnswer:
-        """Sample after token ids; servers that take only text are sent the text of the ids."""
+        """Sample a continuation of token ids; servers that accept only text get the text of the ids."""
         if self._takes_token_ids:
             try:
                 return await self._generate(prompt_tokens, request)
             except EngineHttpRejected as e:
                 if e.status != 422:
                     raise
-                logger.info("%s may take no token ids, sending their text (%s)", self._label, e)
+                logger.info("%s may refuse token ids; sending their text (%s)", self._label, e)
         text = await asyncio.to_thread(
             lambda: self._without_second_bos(
                 self.tokenizer.decode(prompt_tokens, skip_special_tokens=False)
@@ -265,7 +265,7 @@ class TrlVllmServer(WithTokenizer, APIServer):
         self._takes_token_ids = False
         return sampled
 
-    # The one route.
+    # The route.
 
     async def _generate(self, prompt: str | list[int], request: CallKeywords) -> TrlAnswer:
         body = self._body(prompt, request)
@@ -299,8 +299,8 @@ class TrlVllmServer(WithTokenizer, APIServer):
 def read_answer(raw: bytes, *, n: int, where: str) -> TrlAnswer:
     """Decode `completion_ids` and, from servers that have them, `prompt_ids` and `logprobs`.
 
-    Logprobs come as one number per token, or as a list per token whose ids `logprob_token_ids` gives: the sampled one
-    is looked up there. A null among them, which is a NaN, is a `ValidationError`.
+    Logprobs are one number per token, or a list per token whose ids are in `logprob_token_ids`: the sampled one is
+    looked up there. A null (NaN) raises `ValidationError`.
     """
     answer = _answer.decode(raw)
     check_count(answer.completion_ids, n=n, what="completions", where=where)
@@ -324,7 +324,7 @@ def read_answer(raw: bytes, *, n: int, where: str) -> TrlAnswer:
 def _of_sampled(
     row: list[float | list[float]], top_ids: list[list[int]], token_ids: list[int], *, where: str
 ) -> list[float]:
-    """Return the sampled tokens' logprobs out of a row of numbers, or of lists with the ids they belong to."""
+    """Return the sampled tokens' logprobs from a row of numbers, or of lists with their ids."""
     numbers = [entry for entry in row if not isinstance(entry, list)]
     if len(numbers) == len(row):
         return numbers

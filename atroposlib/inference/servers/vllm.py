@@ -1,8 +1,8 @@
 """vLLM, or any engine that speaks its routes: completions with token ids and the logprob of each sampled token.
 
-Asked, in this order: `/inference/v1/generate` where the server lists it (its answers say which weights sampled which
-token), stock `/v1/completions` with `return_token_ids`, the original's `/generate` where that is the only way. A route
-that was found not to work is not tried again. The bodies are those of `vllm_bodies.py`.
+Routes in order of preference: `/inference/v1/generate` if the server lists it (it reports the weight version of each
+token), stock `/v1/completions` with `return_token_ids`, the original's `/generate`. A route that was found not to work
+is not tried again. The bodies are in `vllm_bodies.py`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TOKENS_ROUTE = "/inference/v1/generate"
 ORIGINAL_ROUTE = "/generate"
 NO_SUCH_ROUTE = frozenset({404, 405})
 FORBIDDEN = 403
-"""What vLLM answers on routes that it was not started with."""
+"""vLLM's status for routes that it was not started with."""
 
 
 class VLLMServer(OpenAIRoutesServer):
@@ -74,20 +74,20 @@ class VLLMServer(OpenAIRoutesServer):
         root = strip_v1(config.base_url)
         super().__init__(config, reasoning_config, root=root, prefix="/v1", api_key=config.api_key)
         self._listed: frozenset[str] | None = None
-        """Paths in the server's own description; None where it gives none."""
+        """Paths in the server's `/openapi.json`; None if it has none."""
         self._has_listed = False
-        self._listing = asyncio.Lock()  # the first requests of an environment all come at once
+        self._listing = asyncio.Lock()  # one listing for the first, concurrent requests
         self._uses_tokens_route = True
-        """Until it is not listed, or refuses."""
+        """False once the route proved missing or refused a request."""
         self._uses_generate = False
-        """The server was found to have only the original's /generate route."""
+        """Whether the server was found to have only the original's /generate route."""
         self._warned_about_max_tokens = False
         self._asks_weight_info = True
-        """Its completions carry no versions, and /weight_info may still tell the one they are sampled under."""
+        """False once completions carry versions or /weight_info turns out not to exist."""
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer of the model, loaded at first use; only text prompts need it."""
+        """The tokenizer of the model, loaded on first use; only text prompts need it."""
         return load_tokenizer(self.config.tokenizer_source, flag="tokenizer_name")
 
     async def _find_fault(self) -> str | None:
@@ -102,9 +102,7 @@ class VLLMServer(OpenAIRoutesServer):
         body.setdefault("logprobs", 0)
         if "max_tokens" not in body and not self._warned_about_max_tokens:
             self._warned_about_max_tokens = True
-            logger.warning(
-                "No max_tokens given: vLLM stops after %d tokens then", DEFAULT_MAX_TOKENS
-            )
+            logger.warning("No max_tokens given: vLLM stops after %d tokens", DEFAULT_MAX_TOKENS)
         sampled = await self._sample_at_tokens_route(prompt_tokens, body, request)
         if sampled is None and not self._uses_generate:
             try:
@@ -141,7 +139,7 @@ class VLLMServer(OpenAIRoutesServer):
     async def _sample_at_tokens_route(
         self, prompt_tokens: list[int], body: dict[str, Any], request: CallKeywords
     ) -> list[SampledCompletion] | None:
-        """Return completions with their policy versions; None where the server or the keywords do not allow it."""
+        """Return completions with their policy versions; None if the server or the keywords do not allow it."""
         if not self._uses_tokens_route:
             return None
         if not await self._offers(TOKENS_ROUTE, unless_known=False):
@@ -224,20 +222,20 @@ class VLLMServer(OpenAIRoutesServer):
             query=request.query,
         )
 
-    # What the server is.
+    # Capabilities of the server.
 
     async def _ask_weight_version(self) -> str | None:
-        """Return the version that the server holds now; None where it keeps none or does not say.
+        """Return the server's current weight version; None if it reports none.
 
-        vLLM 0.32 reports no versions on `/v1/completions`, so it is asked before and after. Where the two differ, which
-        weights sampled which token cannot be known, and no version is claimed.
+        vLLM 0.32 reports no versions on `/v1/completions`, so callers ask before and after. If the two differ, which
+        weights sampled which token is unknown, and no version is recorded.
         """
         if not self._asks_weight_info:
             return None
         try:
             status, body = await self._peer.get("/weight_info", timeout_s=HEALTH_TIMEOUT_S)
         except EngineUnavailable as e:
-            # What was sampled is worth more than its version; a server that is down fails the sampling itself.
+            # Do not discard a sample for lack of its version; if the server is down, sampling fails too.
             logger.debug("%s: no weight version: %s", self._label, e)
             return None
         info = read_weight_info(body) if status == 200 else None
@@ -246,7 +244,7 @@ class VLLMServer(OpenAIRoutesServer):
         return None if info is None or info.weight_version is None else str(info.weight_version)
 
     async def _offers(self, path: str, *, unless_known: bool) -> bool:
-        """Say whether the server lists a route; `unless_known` where it lists none at all."""
+        """Whether the server lists a route; `unless_known` if it has no list."""
         if not self._has_listed:
             async with self._listing:
                 if not self._has_listed:
@@ -256,7 +254,7 @@ class VLLMServer(OpenAIRoutesServer):
 
     async def _list_routes(self) -> frozenset[str] | None:
         status, body = await self._peer.get("/openapi.json", timeout_s=HEALTH_TIMEOUT_S)
-        if status >= 500:  # says nothing for good
+        if status >= 500:  # not permanent
             raise EngineUnavailable(
                 f"GET {self._peer.root}/openapi.json answered {status}: {excerpt(body)}",
                 status=status,
@@ -298,7 +296,7 @@ class VLLMServer(OpenAIRoutesServer):
 
 
 class _Description(msgspec.Struct):
-    """The part of an OpenAPI document that is read."""
+    """The fields of an OpenAPI document that are read."""
 
     paths: dict[str, msgspec.Raw]
 

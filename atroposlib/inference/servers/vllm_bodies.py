@@ -1,11 +1,11 @@
-"""What vLLM's routes are asked and answer: pure functions between keywords, JSON bodies and token lists.
+"""Requests and answers of vLLM's routes: pure functions between keywords, JSON bodies and token lists.
 
-Only the wanted fields of an answer are decoded, into typed structs, which checks them at C speed: `/v1/completions`
-costs no Python per token. Nothing is padded or cut to fit: lengths that disagree raise `EngineProtocolError`. Called
-by `vllm_server.py`, for large answers off the event loop; it knows no transport.
+Only the needed fields of an answer are decoded, into typed structs, which checks them at C speed: `/v1/completions`
+runs no Python code per token. Nothing is padded or cut to fit: lengths that disagree raise `EngineProtocolError`.
+Called by `vllm.py`; large answers are decoded off the event loop.
 
-Decoding raises `msgspec.DecodeError`, with the path of the fault, for values of other types, null and numbers that no
-float holds: a logprob that was decoded is finite.
+Decoding raises `msgspec.DecodeError`, with the path of the fault, for wrong types, null and numbers out of the range of
+a float, so every decoded logprob is finite.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ NEUTRAL_SAMPLING: dict[str, float] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Sent unless the caller says otherwise. vLLM fills what is missing from the model's generation_config.json
-(Qwen's cuts to the top 20 tokens, for example): samples would come from another distribution than the one
-whose logprobs are reported."""
+"""Sent unless the caller overrides it. vLLM's defaults come from the model's generation_config.json (Qwen's cuts to the
+top 20 tokens, for example): samples would come from another distribution than the reported logprobs."""
 
 DEFAULT_MAX_TOKENS = 16
-"""Where `/v1/completions` stops without `max_tokens`; `/inference/v1/generate` would continue to the model's limit."""
+"""Limit of `/v1/completions` without `max_tokens`; `/inference/v1/generate` would continue to the model's limit."""
 
 NO_LOGPROB = -9999.0
-"""vLLM's stand-in for NaN, for minus infinity and for a sampled token that its own figures lack."""
+"""vLLM's value for NaN, for minus infinity and for a sampled token without a logprob."""
 
 MAX_TOKENS_PER_ANSWER = 32768
-"""An answer that may hold more is asked for in several requests: one of 8 x 32768 tokens has 19 MB, whose decoding
-holds the interpreter's lock for 27 ms. vLLM turns `n` completions into `n` requests of its own anyway."""
+"""Larger answers are split into several requests: decoding 8 x 32768 tokens (19 MB) holds the GIL for 27 ms. vLLM
+turns `n` completions into `n` internal requests anyway."""
 
 SAMPLING_FIELDS = frozenset(
     {
@@ -62,11 +61,11 @@ SAMPLING_FIELDS = frozenset(
 )
 """Keywords that mean the same in `/v1/completions` and in `sampling_params` of `/inference/v1/generate` (vLLM 0.32)."""
 REQUEST_FIELDS = frozenset({"cache_salt", "model", "priority", "request_id"})
-"""Keywords that both routes read beside the sampling parameters."""
+"""Keywords that both routes read outside the sampling parameters."""
 
 
 class NoTokenIds(EngineProtocolError):
-    """The server answered /v1/completions without token ids: it does not know `return_token_ids`."""
+    """The server answered /v1/completions without token ids: it does not support `return_token_ids`."""
 
 
 class SampledCompletion(NamedTuple):
@@ -151,7 +150,7 @@ class _PromptChoice(msgspec.Struct, gc=False):
 
 
 class _PromptLogprobs(msgspec.Struct, gc=False):
-    """Of `/v1/completions`, in the choice; of `/generate`, beside it and sometimes in a list of its own."""
+    """`/v1/completions` has them in the choice; `/generate` at the top level, sometimes in a nested list."""
 
     choices: list[_PromptChoice] = []
     prompt_logprobs: list[_Position | list[_Position | None] | None] | None = None
@@ -167,7 +166,7 @@ _prompt_logprobs = msgspec.json.Decoder(_PromptLogprobs)
 
 
 def rename_max_tokens(body: dict[str, Any]) -> dict[str, Any]:
-    """Give the token limit its name on the completion routes."""
+    """Rename the token limit to its name on the completion routes."""
     for name in ("max_new_tokens", "max_completion_tokens"):
         if name in body:
             body = {**body, "max_tokens": body[name]}
@@ -176,7 +175,7 @@ def rename_max_tokens(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def completions_per_request(body: dict[str, Any]) -> int:
-    """Return how many of the completions that are asked for make an answer small enough to decode at once.
+    """Return how many completions to request at once, so that the answer is small enough to decode.
 
     >>> completions_per_request({"n": 3, "max_tokens": 16000})
     2
@@ -187,7 +186,7 @@ def completions_per_request(body: dict[str, Any]) -> int:
 
 
 def tokens_request(prompt_tokens: list[int], body: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the body of `/inference/v1/generate`; None if it cannot say what the keywords say."""
+    """Return the body of `/inference/v1/generate`; None if it does not support all keywords."""
     if not body.keys() <= SAMPLING_FIELDS | REQUEST_FIELDS:
         return None
     sampling = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
@@ -202,9 +201,9 @@ def tokens_request(prompt_tokens: list[int], body: dict[str, Any]) -> dict[str, 
 def read_completions(
     answer: bytes, *, prompt_tokens: list[int], label: str
 ) -> list[SampledCompletion]:
-    """Read token ids and sampled-token logprobs out of a `/v1/completions` body.
+    """Read token ids and sampled-token logprobs from a `/v1/completions` body.
 
-    Raises `NoTokenIds` where the server does not know `return_token_ids`.
+    Raises `NoTokenIds` if the server does not support `return_token_ids`.
     """
     found = []
     for i, choice in enumerate(_completions.decode(answer).choices):

@@ -1,8 +1,8 @@
 """Messages -> prompt text through a tokenizer's chat template, so that turns already sampled keep their exact tokens.
 
-A tracked assistant turn is rendered as a short mark instead of its text. What the template puts after the mark is all
-that a later turn adds to the prompt: nothing sampled is ever tokenised again, and templates that trim or strip
-assistant text (`<think>` blocks, white space) cannot touch it. Pure apart from calling the tokenizer.
+A tracked assistant turn is rendered as a short mark instead of its text. A later turn adds to the prompt only what the
+template writes after the mark: sampled text is never tokenised again, and templates that trim or strip assistant text
+(`<think>` blocks, white space) cannot change it. Pure apart from calling the tokenizer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OWN_THINK_BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
 class TemplateOptions(NamedTuple):
-    """What a template is given besides the messages."""
+    """Template inputs besides the messages."""
 
     tools: list[Any] | None = None
     variables: Mapping[str, Any] = {}
@@ -42,9 +42,9 @@ class TemplateOptions(NamedTuple):
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return messages as dicts whose content is a string; text parts are joined.
+    """Return messages as dicts with string content; text parts are joined.
 
-    Raises ValueError for images and other parts that are no text.
+    Raises ValueError for images and other non-text parts.
     """
     if not messages:
         raise ValueError("messages is empty; a chat needs at least one message")
@@ -70,7 +70,7 @@ def _text_of(content: Any, *, where: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text":
             raise ValueError(
-                f"{where}[{i}] is of type {kind!r}, and prompts of token ids carry text only;"
+                f"{where}[{i}] is of type {kind!r}, but token prompts carry text only;"
                 " describe it in words, or call server.chat_completion(), which keeps no tokens"
             )
         texts.append(str(part.get("text") or ""))
@@ -78,9 +78,9 @@ def _text_of(content: Any, *, where: str) -> str:
 
 
 def identity(message: Message) -> str:
-    """Return what two messages must share to be the same turn: role, name, content, and tool calls but for their ids.
+    """Return the key of a turn: role, name, content, and tool calls without their ids.
 
-    Tool calls are compared by meaning, because clients serialise their JSON again.
+    Arguments of tool calls are compared as parsed JSON, because clients serialise them again.
     """
     rest = {key: message[key] for key in _COMPARED_KEYS if message.get(key)}
     content = message.get("content") or ""
@@ -88,7 +88,7 @@ def identity(message: Message) -> str:
     if calls:
         content = content.strip()
     head = repr((rest, [_call_identity(call) for call in calls or ()]))
-    # The text as it is: its repr() takes 4 ms per million characters.
+    # The content without repr(), which takes 4 ms per million characters.
     return f"{len(head)} {head}{content}"
 
 
@@ -118,18 +118,18 @@ def _parsed(arguments: str) -> Any:
 
 @dataclass(slots=True)
 class _Facts:
-    """What is worth finding out once per tokenizer."""
+    """What is cached per tokenizer."""
 
     size: int
     special: frozenset[int]
     anchor: str
-    """Text of a special token to put before a fragment that is tokenised, so that no space is put there; or ""."""
+    """Special token text that keeps the tokenizer from adding a space before a fragment; "" if not needed."""
     plain_calls: str = ""
-    """The chat template for which tool calls may be rendered as if they were plain answers."""
+    """The chat template for which rendering tool calls as plain answers was found to be exact."""
     takes_arrays: bool = False
-    """Its `decode` is that of transformers."""
+    """Whether `decode` is that of transformers, which takes arrays."""
     texts: dict[int, str] = field(default_factory=dict)
-    said: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
 
 _FACTS: WeakKeyDictionary[Any, _Facts] = WeakKeyDictionary()
@@ -139,7 +139,7 @@ def _facts_of(tokenizer: Any) -> _Facts:
     size = len(tokenizer) if hasattr(type(tokenizer), "__len__") else 0
     try:
         facts = _FACTS.get(tokenizer)
-    except TypeError:  # not hashable, or no weak references: a class of the author's
+    except TypeError:  # an author's class that is not hashable or has no weak references
         return _find_facts(tokenizer, size)
     if facts is None or facts.size != size:
         facts = _FACTS[tokenizer] = _find_facts(tokenizer, size)
@@ -172,7 +172,7 @@ def _find_facts(tokenizer: Any, size: int) -> _Facts:
 
 
 def special_texts(tokenizer: Any) -> list[str]:
-    """Return how a tokenizer writes its special tokens, the longest first."""
+    """Return the texts of a tokenizer's special tokens, longest first."""
     decode = tokenizer.decode
     texts = {
         str(decode([token], skip_special_tokens=False)) for token in _facts_of(tokenizer).special
@@ -181,7 +181,7 @@ def special_texts(tokenizer: Any) -> list[str]:
 
 
 def _dated(template: Any, now: datetime) -> str | None:
-    """Write a date into a template that asks for it; None for templates that do not.
+    """Return a template with the date written in; None if it does not ask for one.
 
     >>> _dated("Today: {{ strftime_now('%d %b %Y') }}", datetime(2026, 1, 2))
     'Today: {{ "02 Jan 2026" }}'
@@ -193,7 +193,7 @@ def _dated(template: Any, now: datetime) -> str | None:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template. `write_calls` turns tool calls into text, for templates that know none."""
+    """A tokenizer's chat template. `write_calls` turns tool calls into text, for templates without tool calls."""
 
     def __init__(
         self, tokenizer: Any, *, write_calls: Callable[[Message], dict[str, Any]] | None = None
@@ -201,7 +201,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._write_calls = write_calls
         self._dated_template = _dated(getattr(tokenizer, "chat_template", None), datetime.now())
-        """The template with one fixed date, if it asks for today's: a change at midnight would break the prefix."""
+        """The template with a fixed date, because a change at midnight breaks the prefix; None if it has no date."""
         self._facts = _facts_of(tokenizer)
 
     # Text.
@@ -215,9 +215,9 @@ class ChatTemplate:
     ) -> tuple[str, ...] | None:
         """Return the text around tracked turns, up to where the model starts writing: [len(tracked) + 1].
 
-        `tracked` maps the index of a turn to the end-of-turn text that was sampled with it. If the last message is
-        one that the model continues (`is_opened`), its content is not part of the text. None: the template does not
-        show each tracked turn once, in order. Raises ConfigError when the template refuses the messages.
+        `tracked` maps the index of a turn to the end-of-turn text that was sampled with it. If the model continues the
+        last message (`is_opened`), its content is not part of the text. None if the template does not show each
+        tracked turn once, in order. Raises ConfigError when the template refuses the messages.
         """
         tracked = tracked or {}
         opened = is_opened(messages)
@@ -236,7 +236,7 @@ class ChatTemplate:
         if pieces is None:
             if tracked:
                 return None
-            raise ConfigError("the chat template does not show the last message, of the assistant")
+            raise ConfigError("the chat template leaves out the last message (the assistant's)")
         header = pieces[-2]
         if messages[last]["content"].lstrip().startswith("<think>"):
             # Templates of reasoning models open or skip a block of their own.
@@ -250,12 +250,12 @@ class ChatTemplate:
         tracked: Mapping[int, str],
         options: TemplateOptions,
     ) -> str | None:
-        """Return the text after the last tracked turn, without the words that let the model start writing."""
+        """Return the text after the last tracked turn, without the generation prompt."""
         if not messages:
             return ""
         try:
             pieces = self._cut(messages, tracked, options, add_generation_prompt=False)
-        except ConfigError:  # some templates refuse a history without a question
+        except ConfigError:  # some templates refuse a history without a user message
             return None
         return None if pieces is None else pieces[-1]
 
@@ -290,7 +290,7 @@ class ChatTemplate:
             plain = _unless_refused(cut, len(messages), prompt=add_generation_prompt)
             results = [m for m in messages[called[-1] :] if m["role"] == "tool"]
             are_shown = plain is not None and _are_shown(results, plain[-1])
-            # Rendering is what a long conversation costs, so what was seen of a template once is not looked at again.
+            # Rendering a long conversation is slow, so a template's handling of calls is checked once.
             template = str(self._tokenizer.chat_template)
             if are_shown and template == self._facts.plain_calls:
                 pieces = plain
@@ -303,11 +303,11 @@ class ChatTemplate:
         return None if pieces is None else tuple(map(marks.restore, pieces))
 
     def _look_for_results(self, messages: Sequence[Message], text: str) -> None:
-        """Say so if results of tools that are last in `messages` are not in the text."""
+        """Warn once if tool results at the end of `messages` are missing from the text."""
         results = list(takewhile(lambda message: message["role"] == "tool", reversed(messages)))
         if not _are_shown(results, text):
             self.say_once(
-                "The chat template leaves out results of tools: the model does not see them."
+                "The chat template leaves out tool results: the model does not see them."
                 " Some templates show them only after a message with tool_calls"
             )
 
@@ -324,7 +324,7 @@ class ChatTemplate:
         for tag in _THINK_TAGS:
             message["content"] = message["content"].replace(tag, marks.tag(tag))
         if not message["content"] and message.get("tool_calls"):
-            # Templates of DeepSeek take any text, even an empty one, for the whole answer.
+            # DeepSeek's templates take any text, even an empty one, for the whole answer.
             message["content"] = None
         return message
 
@@ -359,7 +359,7 @@ class ChatTemplate:
         except Exception as e:
             is_refusal = _is_of_jinja(e)
             if is_refusal or isinstance(e, TypeError):
-                # Text + None, or text + an object: some want an empty text, or arguments as JSON.
+                # Some templates concatenate text: they need "" for None, and arguments as JSON.
                 as_text = [_with_texts(message) for message in messages]
                 if as_text != messages:
                     return self._apply(
@@ -377,7 +377,7 @@ class ChatTemplate:
     # Tokens.
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokenise text. With special tokens, a BOS that the text already spells out is not doubled."""
+        """Tokenise text. With special tokens, a BOS that the text already contains is not doubled."""
         if not text:
             return []
         tokens = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -387,7 +387,7 @@ class ChatTemplate:
         return tokens
 
     def join(self, tokens: Sequence[int], added: str) -> tuple[list[int], str]:
-        """Tokenise the text that follows `tokens`; the end of the turn is left out if it was sampled already."""
+        """Tokenise the text that follows `tokens`, without the end of turn if it was sampled already."""
         if not added:
             return [], added
         anchor = self._facts.anchor
@@ -415,12 +415,12 @@ class ChatTemplate:
         return texts[token]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        # transformers looks at every element of a list in Python (0.2 s per million tokens), and at none of an array.
+        # transformers checks each element of a list in Python (0.2 s per million tokens), but not of an array.
         given = np.asarray(tokens, np.int64) if self._facts.takes_arrays else list(tokens)
         return str(self._tokenizer.decode(given, skip_special_tokens=skip_special_tokens))
 
     def decode_both(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Return the text with special tokens and the text without, the former without the token that ends the turn."""
+        """Return the text with special tokens, except the one that ends the turn, and the text without any."""
         body = tokens[:-1] if self.ends_turn(tokens) else tokens
         text = self.decode(body, skip_special_tokens=False)
         if self._facts.special.isdisjoint(body):
@@ -428,9 +428,9 @@ class ChatTemplate:
         return text, self.decode(body, skip_special_tokens=True)
 
     def say_once(self, warning: str, *args: Any) -> None:
-        """Log a warning, once for every tokenizer."""
-        if warning not in self._facts.said:
-            self._facts.said.add(warning)
+        """Log a warning once per tokenizer."""
+        if warning not in self._facts.warned:
+            self._facts.warned.add(warning)
             logger.warning(warning, *args)
 
 
@@ -444,7 +444,7 @@ def is_opened(messages: Sequence[Message]) -> bool:
 
 
 class _Marks:
-    """Texts that stand for others while the template runs."""
+    """Placeholders for turns and think tags while the template runs."""
 
     def __init__(self, nonce: int) -> None:
         self._base = f"ATROPOS{nonce}"
@@ -464,7 +464,7 @@ class _Marks:
         return f"{self._base}TAG{_THINK_TAGS.index(tag)}END"
 
     def in_place_of(self, message: Message, mark: str, *, named: bool) -> dict[str, Any]:
-        """Return a message that shows the mark: as its content, or as the name of what it calls."""
+        """Return a message with the mark as its content, or (`named`) as the name of its first call."""
         if not named or not message.get("tool_calls"):
             return {"role": message["role"], "content": mark}
         calls = [_with_parsed(_plain(call)) for call in message["tool_calls"]]
@@ -472,9 +472,9 @@ class _Marks:
         return {"role": message["role"], "content": None, "tool_calls": calls}
 
     def cut(self, text: str, names: Mapping[int, str]) -> list[str] | None:
-        """Cut a text at the marks of turns; None unless each is there once, in order.
+        """Split a text at the marks of turns; None unless each occurs once, in order.
 
-        Some templates write the name of a call into its result: a mark with a name may come again.
+        A mark that stands for a call's name may recur: some templates repeat the name in the result.
         """
         pieces = []
         for index in sorted(names):
@@ -508,10 +508,10 @@ def _cut_calls(
     tracked: Mapping[int, str],
     called: Sequence[int],
 ) -> list[str] | None:
-    """Cut a conversation with tracked tool calls: what follows them without the text of the calls.
+    """Split a conversation at its tracked tool calls, leaving out the text of the calls.
 
-    Rendered with the calls, and (`plain`) as if they had been plain answers: templates may refuse, or leave out,
-    results without a call before them.
+    It is rendered with the calls and (`plain`) as if they were plain answers: templates may refuse or leave out
+    results that follow no call.
     """
     places = {i: place for place, i in enumerate(sorted(tracked), start=1) if i in called}
     pieces = _unless_refused(cut, num_messages, prompt=add_generation_prompt, named=True)
@@ -519,14 +519,14 @@ def _cut_calls(
         return plain
 
     def call_text(i: int) -> str:
-        # With nothing after the call, all there can be is the rest of its text and the end of the turn.
+        # Nothing follows the call here, so this is the rest of its text and the end of the turn.
         alone = _unless_refused(cut, i + 1, named=True)
         return commonprefix([pieces[places[i]], alone[-1]]) if alone else ""
 
     if plain is not None and all(
         other in piece for piece, other in zip(pieces, plain, strict=True)
     ):
-        # Earlier calls were looked at when they were the newest.
+        # Earlier calls were checked when they were the newest.
         newest = places[called[-1]]
         num_left_out = len(pieces[newest]) - len(plain[newest])
         if pieces[newest].endswith(plain[newest]) and num_left_out <= len(call_text(called[-1])):
@@ -564,7 +564,7 @@ def _plain(call: Any) -> dict[str, Any]:
 
 
 def _with_parsed(call: dict[str, Any]) -> dict[str, Any]:
-    """Give arguments as an object, as templates expect them, rather than as JSON text."""
+    """Parse JSON arguments: templates expect an object."""
     function = call["function"]
     if isinstance(function.get("arguments"), str):
         function = {**function, "arguments": _parsed(function["arguments"])}
@@ -572,7 +572,7 @@ def _with_parsed(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
-    """Give a message with tool calls an empty text for none; if it has a text, its arguments as JSON."""
+    """Set missing content of a message with tool calls to ""; if it has content, write its arguments as JSON."""
     if message["role"] != "assistant" or not message.get("tool_calls"):
         return message
     if message["content"] is None:
@@ -587,5 +587,5 @@ def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_of_jinja(error: Exception) -> bool:
-    # jinja2 comes with transformers; other tokenizers need none.
+    # jinja2 comes with transformers and may not be installed.
     return any(cls.__module__.partition(".")[0] == "jinja2" for cls in type(error).__mro__)

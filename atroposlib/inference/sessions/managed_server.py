@@ -1,6 +1,6 @@
-"""Chat and text calls whose every token is remembered: `ManagedServer`.
+"""`ManagedServer`: chat and text calls whose tokens are all recorded.
 
-An environment talks to it as to any chat API; afterwards `get_state()["nodes"]` holds the token sequences with labels
+An environment calls it like any chat API; afterwards `get_state()["nodes"]` holds the token sequences with labels
 and logprobs, ready to be scored. Prompts are sent as token ids; a turn that continues an earlier one reuses its ids
 verbatim (`sequences.py`, `chat_template.py`). One instance serves one rollout group and one server.
 """
@@ -55,12 +55,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 THREAD_FROM_TOKENS = 4096
-"""Answers with more sampled tokens are turned into text off the event loop: over half a millisecond of work, several in
-a row are many."""
+"""Answers with more sampled tokens are decoded off the event loop: over 0.5 ms each, and many may be concurrent."""
 
 THREAD_FROM_CHARS = 4096
-"""Answers with more text are searched for tool calls off the event loop: the worst that a model can write takes 3
-microseconds per character."""
+"""Longer answers are searched for tool calls off the event loop: the worst case is 3 microseconds per character."""
 
 _OWN_KEYWORDS = frozenset(
     {
@@ -78,11 +76,11 @@ _OWN_KEYWORDS = frozenset(
         "continue_final_message",
     }
 )
-"""Keywords of a chat call that the token request does not carry; logprobs are always asked for."""
+"""Keywords of a chat call that are left out of the token request, which always asks for logprobs."""
 
 
 class Prompt(NamedTuple):
-    """What an engine is sent."""
+    """A prompt as sent to the engine."""
 
     text: str
     tokens: list[int]
@@ -102,17 +100,17 @@ class ManagedServer:
         self.server = server
         self.track_tree = track_tree
         self.tool_parser = tool_parser
-        """Name of the form in which the model writes tool calls; None: they stay text."""
-        # Sampled tokens are never rewritten, so `<think>` blocks survive whatever this says.
+        """Name of the tool call parser; None: tool calls stay text."""
+        # Sampled tokens are never rewritten, so `<think>` blocks are kept in either case.
         self.preserve_think_blocks = preserve_think_blocks
         self.num_broken_prefixes = 0
-        """Turns that repeated earlier ones but could not reuse their tokens, because the template rewrote the past."""
+        """Turns that could not reuse the tokens of earlier turns, because the template rewrote those."""
         self._given_tokenizer = tokenizer
         self._store = SequenceStore(keep_parents=track_tree)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer given, else the server's, else the one its configuration names."""
+        """The given tokenizer, else the server's, else the one that the server's config names."""
         tokenizer = self._given_tokenizer
         if tokenizer is None:
             tokenizer = getattr(self.server, "tokenizer", None)
@@ -143,17 +141,17 @@ class ManagedServer:
     async def chat_completion(self, **kwargs: Any) -> Any:
         """Sample the next message(s) of a conversation and return an `openai` `ChatCompletion`.
 
-        After the first call of a session, `choices[i]` is `get_state()["nodes"][i]`; calls made at the same time
-        have their nodes in the order of the calls. If the last message is the assistant's, the model continues it.
-        With `tools` and a `tool_parser`, calls are in `message.tool_calls`; a stop string is cut from the content and
-        is in `choice.stop_reason`. The nodes still hold all that was sampled.
+        After the first call of a session, `choices[i]` is `get_state()["nodes"][i]`; concurrent calls add their nodes
+        in the order of the calls. If the last message is the assistant's, the model continues it. With `tools` and a
+        `tool_parser`, calls are in `message.tool_calls`. A stop string is moved from the content to
+        `choice.stop_reason`. The nodes hold all sampled tokens.
         """
         async with self.chat_turn(**kwargs) as completion:
             return completion
 
     @asynccontextmanager
     async def chat_turn(self, **kwargs: Any) -> AsyncIterator[Any]:
-        """Yield what `chat_completion` returns; the turn is kept if the block ends without an exception."""
+        """Yield what `chat_completion` returns; the turn is stored if the block ends without an exception."""
         messages = read_messages(kwargs["messages"])
         kwargs, options = _take_options(kwargs)
         turn = self._prepare_chat(messages, options)
@@ -196,7 +194,7 @@ class ManagedServer:
 
     @asynccontextmanager
     async def text_turn(self, **kwargs: Any) -> AsyncIterator[Any]:
-        """Yield what `completion` returns; the turn is kept if the block ends without an exception."""
+        """Yield what `completion` returns; the turn is stored if the block ends without an exception."""
         turn = self._prepare_text(kwargs["prompt"])
         with self._store.continuing(turn):
             turn, answer = await self._sample(turn, kwargs)
@@ -241,8 +239,8 @@ class ManagedServer:
 
     @property
     def nodes(self) -> list[SequenceNode]:
-        """The token sequences so far. A conversation that branched is several with the same beginning, each with all
-        its labels: `sequences.train_once` leaves every sampled token in one of them."""
+        """The token sequences so far. A branched conversation is several sequences with a common prefix, each fully
+        labelled; `sequences.train_once` keeps every sampled token in one of them."""
         return self._store.nodes
 
     @property
@@ -252,7 +250,7 @@ class ManagedServer:
     def get_state(self) -> dict[str, Any]:
         """Return `{"nodes": [SequenceNode]}`; with `track_tree`, `{"sequences": ..., "tree": ...}` by full text.
 
-        Of two samples with the same text, such a tree holds the later one; `nodes` holds both.
+        Of two samples with the same text, the tree holds the later one; `nodes` holds both.
         """
         nodes = self._store.nodes
         if self.track_tree:
@@ -261,7 +259,7 @@ class ManagedServer:
         return {"nodes": nodes}
 
     def reset(self) -> None:
-        """Forget all sequences; lists obtained earlier stay valid."""
+        """Clear all sequences; lists obtained earlier stay valid."""
         self._store.clear()
 
     # Prompts.
@@ -274,7 +272,7 @@ class ManagedServer:
             *before, _ = identities
             found = self._store.find_opened(before, messages[-1]["content"])
             if found is not None:
-                return self._go_on(*found, place=found[0].stage.place)
+                return self._resume(*found, place=found[0].stage.place)
             identities = tuple(before)
         match = self._store.find_messages(identities, [call_ids(message) for message in messages])
         if match is not None:
@@ -324,7 +322,7 @@ class ManagedServer:
         for i, (old, new) in enumerate(zip(stage.place.pieces, pieces[:-1], strict=True)):
             if old == new:
                 continue
-            # The words right before a turn of the assistant may differ from those that let it be sampled.
+            # The text right before an assistant turn may differ from the generation prompt it was sampled after.
             earlier = {turn: tracked[turn] for turn in turns[:i]}
             given = self._template.history(messages[: turns[i]], tracked=earlier, options=options)
             if given is None or not (old.startswith(given) and new.startswith(given)):
@@ -333,8 +331,8 @@ class ManagedServer:
         kept = match.tokens(stage.num_tokens)
         return self._after(match, kept, pieces[-1] + _opening(messages), place=place)
 
-    def _go_on(self, match: NodeMatch, added: str, *, place: ChatPlace | None) -> PendingTurn:
-        """Prepare sampling from within a turn, or the end of a text: without the token that ended it."""
+    def _resume(self, match: NodeMatch, added: str, *, place: ChatPlace | None) -> PendingTurn:
+        """Prepare to continue a turn or text that had ended: the token that ended it is dropped."""
         kept = match.tokens(match.stage.num_tokens)
         if match.stage.end:
             del kept[-1]
@@ -370,14 +368,14 @@ class ManagedServer:
             )
         match, added = found
         if not added:
-            return self._go_on(match, added, place=None)
+            return self._resume(match, added, place=None)
         kept = match.tokens(match.stage.num_tokens)
-        # A caller continues after the stop string, which it did not see: the tokens have it already.
+        # The caller repeats the stop string, which its text did not show; the tokens contain it already.
         added = added.removeprefix(match.stage.cut)
         return dataclasses.replace(self._after(match, kept, added, place=None), visible_text=prompt)
 
     def _chat_tokens(self, messages: list[dict[str, Any]], options: TemplateOptions) -> list[int]:
-        """Return a conversation as tokens: as they were sampled, if it was sampled here."""
+        """Return the tokens of a conversation: the sampled ones if it was sampled here."""
         match = self._store.find_messages([identity(message) for message in messages])
         place = None if match is None else match.stage.place
         if match is not None and place is not None and len(place.messages) == len(messages) - 1:
@@ -403,7 +401,7 @@ class ManagedServer:
                     f"the engine sampled after {len(answer.prompt_tokens)} prompt tokens that are"
                     f" not the {len(turn.tokens)} sent"
                 )
-            # The engine's word counts: the logprobs are conditioned on what it saw.
+            # Keep the engine's tokens: the logprobs are conditioned on them.
             turn = dataclasses.replace(turn, tokens=list(answer.prompt_tokens))
         wanted = int(kwargs.get("n") or 1)
         if len(answer.output_tokens) != wanted:
@@ -442,7 +440,7 @@ class ManagedServer:
                     visible_text=visible_text[:at],
                     stop=stop,
                     cut=visible_text[at:],
-                    # A turn that was cut off may end with any special token.
+                    # A truncated turn may end with any special token.
                     end=last if reason != "length" else "",
                     finish_reason=reason,
                     weight_versions=spans,
@@ -453,7 +451,7 @@ class ManagedServer:
     async def _reply(
         self, sampled: SampledTurn, continued: str, tools: list[Any] | None, tool_choice: Any
     ) -> tuple[dict[str, Any], str | None]:
-        """Return the message that a caller sees, and why it ended."""
+        """Return the message for the caller and its finish reason."""
         reply = {"role": "assistant", "content": sampled.visible_text}
         if not tools or tool_choice == "none":
             return reply, sampled.finish_reason
@@ -464,8 +462,8 @@ class ManagedServer:
             read = await off_loop(self._translator.read, raw_text, tools)
         if not read.parsed.calls:
             return reply, sampled.finish_reason
-        said, calls = self._translator.remember(read)
-        content = said.removeprefix(continued) or None
+        text, calls = self._translator.remember(read)
+        content = text.removeprefix(continued) or None
         reason = "length" if sampled.finish_reason == "length" else "tool_calls"
         return {
             **reply,
@@ -492,7 +490,7 @@ class ManagedServer:
 
 @functools.cache
 def _tokenizer_named(name: str) -> Any:
-    # A session lasts one group, loading takes seconds.
+    # Cached because a session lasts one group and loading takes seconds.
     try:
         return load_tokenizer(name)
     except ConfigError as e:
@@ -504,7 +502,7 @@ def _opening(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _take_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], TemplateOptions]:
-    """Take what the template needs out of a call's keywords."""
+    """Return a call's keywords without the template variables of `extra_body`, and the template options."""
     variables = kwargs.get("chat_template_kwargs") or {}
     extra_body = kwargs.get("extra_body")
     if isinstance(extra_body, Mapping):
@@ -515,7 +513,7 @@ def _take_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], TemplateOptio
 
 
 def _stop_strings(kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the stop strings of a call that its text must not show."""
+    """Return the stop strings that must be cut from the text of a call."""
     given = {**kwargs, **(kwargs.get("extra_body") or {})}
     stop = given.get("stop")
     if not stop or given.get("include_stop_str_in_output"):
@@ -524,15 +522,15 @@ def _stop_strings(kwargs: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def find_stop(text: str, stops: Sequence[str], *, num_before: int) -> tuple[str | None, int]:
-    """Return the stop string that ended a text, and where it begins; None and the end of the text without one.
+    """Return the stop string that ended a text and its position; None and the length of the text if none did.
 
-    The last token completed it, and the text before that token has `num_before` characters: an earlier occurrence did
-    not end the text (`min_tokens`). Engines return all of that token, and so what follows the stop string in it.
+    The last token completed it; the text before that token has `num_before` characters. Earlier occurrences did not
+    end the text (`min_tokens`). The text of the last token may extend beyond the stop string.
 
     >>> find_stop("Thought: so\\nObservation: x", ["\\nObservation:"], num_before=22)
     ('\\nObservation:', 11)
     """
-    # Bytes of a character that is not complete count as one character each.
+    # Each byte of an incomplete character counts as one character.
     first = num_before - 3
     places = [
         (at, stop) for stop in stops if (at := text.find(stop, max(0, first - len(stop) + 1))) >= 0
@@ -544,7 +542,7 @@ def find_stop(text: str, stops: Sequence[str], *, num_before: int) -> tuple[str 
 
 
 def _ending(sampled: SampledTurn) -> dict[str, Any]:
-    """Return how a choice ended, as vLLM says it."""
+    """Return the fields that say how a choice ended, as in vLLM."""
     ending = {"finish_reason": sampled.finish_reason, "logprobs": None}
     return ending if sampled.stop is None else {**ending, "stop_reason": sampled.stop}
 
@@ -557,7 +555,7 @@ def _reason(finish_reason: Any) -> str | None:
 
 
 class DummyManagedServer:
-    """Real text from an API without token ids, made-up tokens in the nodes: to try an environment, never to train."""
+    """Real text from an API without token ids, with made-up tokens in the nodes: for trials, never for training."""
 
     NUM_TOKENS = 128
 
@@ -616,7 +614,7 @@ class _Creator:
         self._create = create
 
     async def create(self, **kwargs: Any) -> Any:
-        # The openai package writes "not given" as an object that is neither None nor true.
+        # The openai package marks "not given" with sentinel objects.
         given = {
             key: value
             for key, value in kwargs.items()
@@ -640,7 +638,7 @@ class ManagedServerAdapter:
         self.completions = _Creator(managed_server.completion)
 
     def with_options(self, **options: Any) -> ManagedServerAdapter:
-        """Return this client: how often and how long to try is the server's configuration."""
+        """Return this client: retries and timeouts come from the server's config."""
         return self
 
     def post(self, *args: Any, **kwargs: Any) -> Any:

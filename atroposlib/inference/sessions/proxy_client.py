@@ -1,7 +1,7 @@
-"""`ProxyManagedServer`: a `ManagedServer` whose conversations live at a proxy, with the same calls and the same state.
+"""`ProxyManagedServer`: a `ManagedServer` whose conversations live at a proxy, with the same calls and state.
 
-After each call the token sequences are fetched, so that `get_state()` answers at once as environments expect.
-`ServerManager.managed_server` hands it out where a proxy is configured. It retries nothing: the proxy does.
+The token sequences are fetched after each call, so that `get_state()` needs no request.
+`ServerManager.managed_server` returns it if a proxy is configured. It never retries: the proxy does.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from atroposlib.inference.tools.tool_messages import (
 
 TOKEN_VARIABLE = "ATROPOS_PROXY_TOKEN"
 OWNER_HEADER = "X-Atropos-Owner-Key"
-"""Of a request about a session's sequences: the `owner_key` that the session was opened with."""
+"""Header of requests for a session's sequences: the `owner_key` that the session was opened with."""
 CALL_TIMEOUT_S = 3600.0
-"""For one completion; the proxy's engine has time limits of its own."""
+"""For one completion; the proxy's engine has its own timeouts."""
 CONTROL_TIMEOUT_S = 60.0
 
 
@@ -59,8 +59,8 @@ class ProxyManagedServer:
         self._nodes: list[SequenceNode] = []
         self._num_fetches = 0
         self._last_fetch = 0
-        self._forgets = False
-        """`reset` was called and the proxy does not know yet."""
+        self._has_pending_reset = False
+        """Whether `reset` was called but not yet sent to the proxy."""
 
     def get_url(self) -> str:
         """Return the URL that an OpenAI client uses as its base URL."""
@@ -92,24 +92,24 @@ class ProxyManagedServer:
         return {"nodes": list(self._nodes)}
 
     async def fetch_state(self) -> dict[str, Any]:
-        """Fetch the sequences from the proxy, for calls that an agent made beside this object, and return them."""
-        await self._tell_reset()
+        """Fetch and return the sequences, including those of calls that an agent sent to the proxy itself."""
+        await self._send_reset()
         self._num_fetches += 1
         number = self._num_fetches
         body = await self._get("nodes")
         nodes = [SequenceNode(**node) for node in body["nodes"]]
-        if number > self._last_fetch:  # of concurrent calls the latest question counts
+        if number > self._last_fetch:  # of concurrent fetches, the one sent last wins
             self._last_fetch, self._nodes = number, nodes
         return self.get_state()
 
     def reset(self) -> None:
-        """Forget all sequences; the proxy does so before the next call."""
+        """Clear all sequences; the proxy clears them before the next call."""
         self._nodes = []
         self._last_fetch = self._num_fetches
-        self._forgets = True
+        self._has_pending_reset = True
 
     async def cleanup(self) -> None:
-        """Close the session at the proxy, and the connection. A session that is gone already is no error."""
+        """Close the session at the proxy, and the connection. An unknown session is no error."""
         try:
             status, body = await self._peer.delete(
                 f"/{self.session_uuid}", timeout_s=CONTROL_TIMEOUT_S
@@ -128,7 +128,7 @@ class ProxyManagedServer:
         await self.cleanup()
 
     async def _call(self, route: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        await self._tell_reset()
+        await self._send_reset()
         request = read_request(dict(kwargs), timeout_s=CALL_TIMEOUT_S)
         split = kwargs.get("split")
         answer = await self._peer.post_json(
@@ -143,9 +143,9 @@ class ProxyManagedServer:
         await self.fetch_state()
         return answer
 
-    async def _tell_reset(self) -> None:
-        if self._forgets:
-            self._forgets = False
+    async def _send_reset(self) -> None:
+        if self._has_pending_reset:
+            self._has_pending_reset = False
             path = f"/{self.session_uuid}/nodes"
             status, body = await self._peer.delete(path, timeout_s=CONTROL_TIMEOUT_S)
             self._check(status, body, f"DELETE {path}")
@@ -180,7 +180,7 @@ async def create_proxy_session(
 ) -> ProxyManagedServer:
     """Open a session at a proxy; close it with `cleanup()`.
 
-    `base_url` chooses an engine of the proxy. `token` None takes ATROPOS_PROXY_TOKEN. `options` are further fields of
+    `base_url` selects an engine of the proxy. `token` defaults to ATROPOS_PROXY_TOKEN. `options` are further fields of
     `/sessions/create`: max_tokens, max_context_tokens, sampling, split, keeps_distribution, owner_key.
     """
     peer = HttpPeer(proxy_url, api_key=token or os.environ.get(TOKEN_VARIABLE))

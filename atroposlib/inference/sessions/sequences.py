@@ -2,7 +2,7 @@
 
 Invariant: `tokens`, `masked_tokens` and `logprobs` of a node are equally long; every sampled token keeps its id, its
 position and its logprob. A turn continues the node whose turns it repeats, else it begins a new node.
-Pure: no tokenizer, no network. `ManagedServer` calls `find_...`, asks the engine, then `commit`.
+Pure: no tokenizer, no network. `ManagedServer` calls `find_...`, then the engine, then `commit`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SequenceNode(BaseModel):
     """One token sequence with its training labels."""
 
     full_text: str
-    """The prompt as it was written and everything sampled, special tokens included."""
+    """The prompt text and all sampled text, special tokens included."""
     tokens: list[int]
     """[T] prompt and sampled token ids."""
     masked_tokens: list[int]
@@ -45,7 +45,7 @@ class ChatPlace:
     tracked: dict[int, str]
     """Index of each earlier turn sampled here -> the end-of-turn text that was sampled with it, "" if cut off."""
     pieces: tuple[str, ...]
-    """[len(tracked) + 1] what the template wrote around those turns, up to the sampled one."""
+    """[len(tracked) + 1] the template's text around those turns, up to the sampled one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class SampledMessage:
 
     identity: str
     content: str
-    """Text of the message, with what it was begun with."""
+    """Text of the message, including a beginning that the caller wrote."""
     call_ids: tuple[str, ...] = ()
 
 
@@ -67,21 +67,21 @@ class Stage:
     """Text of the end-of-turn token that was sampled last; "" if the turn was cut off."""
     full_text: str
     visible_text: str
-    """The text as a caller sees it, who never gets special tokens to see."""
+    """The text that a caller sees, without special tokens."""
     place: ChatPlace | None
     message: SampledMessage | None
     """Both None for text completions."""
     cut: str = ""
-    """Text that was sampled and is not visible: the stop string that ended the turn, and what came with it."""
+    """Sampled text that the caller does not see: the stop string that ended the turn, and what follows it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Tracked:
-    """A node, which grows, and the places in it that later turns may continue."""
+    """A growing node and the stages that later turns may continue."""
 
     order: int
     choice: int
-    """Which completion of its call it began as."""
+    """Index among the completions of the call that began it."""
     node: SequenceNode
     stages: tuple[Stage, ...]
 
@@ -115,7 +115,7 @@ class PendingTurn:
     place: ChatPlace | None = None
     """None for text completions."""
     is_broken: bool = False
-    """The prompt repeats a sampled turn, but not its tokens."""
+    """Whether the prompt repeats a sampled turn but not its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class SampledTurn:
     stop: str | None = None
     """The stop string that ended the turn."""
     cut: str = ""
-    """What of the text is not visible because of it: the stop string and what was sampled after it."""
+    """As `Stage.cut`."""
     message: SampledMessage | None = None
     """None for text completions."""
     finish_reason: str | None
@@ -139,7 +139,7 @@ class SampledTurn:
 
 
 class _Point:
-    """A point in the tree of all conversations: the messages on the way from the root."""
+    """A point in the tree of all conversations, reached by their messages from the root."""
 
     __slots__ = ("matches", "next")
 
@@ -151,14 +151,15 @@ class _Point:
 
 
 class SequenceStore:
-    """The nodes of one session, in the order of the calls that began them, whichever was answered first.
+    """The nodes of one session, in the order of the calls that began them, not of the answers.
 
-    Finding what a conversation continues takes time in proportion to that conversation, however many there are.
+    Looking up a chat takes time linear in its messages, however many chats there are; a text prompt is compared
+    with every stage.
     """
 
     def __init__(self, *, keep_parents: bool = False) -> None:
         self.keep_parents = keep_parents
-        """Add every turn as a node of its own, trained on that turn only, instead of growing the node it continues."""
+        """Whether every turn becomes a node of its own, trained on that turn only, instead of growing its parent."""
         self._num_calls = 0
         self._continued: list[Stage] = []
         """Stages whose next turn is being sampled."""
@@ -179,13 +180,13 @@ class SequenceStore:
         return len(self._tracked)
 
     def next_order(self) -> int:
-        """Return the place of a call among all calls of the session."""
+        """Return the number of this call among the calls of the session."""
         self._num_calls += 1
         return self._num_calls
 
     @contextmanager
     def continuing(self, turn: PendingTurn) -> Iterator[None]:
-        """Let turns that are prepared in the meantime prefer another node with the same messages."""
+        """Make turns prepared inside the block prefer another node with the same messages."""
         if turn.parent is None:
             yield
             return
@@ -200,7 +201,7 @@ class SequenceStore:
     def find_messages(
         self, messages: Sequence[str], call_ids: Sequence[tuple[str, ...]] = ()
     ) -> NodeMatch | None:
-        """Return the longest stage whose messages begin `messages`.
+        """Return the stage that matches the longest prefix of `messages`.
 
         `call_ids`, one per message, decide between turns that made the same tool calls.
         """
@@ -224,7 +225,7 @@ class SequenceStore:
         return max(found, key=rank, default=None)
 
     def find_opened(self, before: Sequence[str], content: str) -> tuple[NodeMatch, str] | None:
-        """Return the longest turn sampled after `before` whose text begins `content`, and the rest of `content`."""
+        """Return the longest turn after `before` whose text is a prefix of `content`, and the rest of `content`."""
         point: _Point | None = self._chats
         for message in before:
             point = point and point.next.get(message)
@@ -244,7 +245,7 @@ class SequenceStore:
         return None if best is None else (best, content[best_rank[0] :])
 
     def find_text(self, prompt: str) -> tuple[NodeMatch, str] | None:
-        """Return the longest stage whose text begins `prompt`, and the rest of the prompt."""
+        """Return the longest stage whose text is a prefix of `prompt`, and the rest of the prompt."""
         best: NodeMatch | None = None
         best_rank = (-1, False)
         for match in self._matches:
@@ -273,7 +274,7 @@ class SequenceStore:
             self._index(tracked)
 
     def _index(self, tracked: _Tracked) -> None:
-        """Make the last stage of a node findable."""
+        """Add the last stage of a node to the lookup tables."""
         match = NodeMatch(tracked=tracked, stage=tracked.stages[-1])
         self._matches.append(match)
         if match.stage.place is None or match.stage.message is None:
@@ -284,7 +285,7 @@ class SequenceStore:
         point.matches.append(match)
 
     def _can_grow(self, match: NodeMatch) -> bool:
-        # Of equally long prefixes the end of a node is preferred: going on there grows it instead of branching off.
+        # Of equally long prefixes the end of a node is preferred: continuing there grows it instead of branching.
         is_last = match.stage is match.tracked.stages[-1]
         return is_last and not any(stage is match.stage for stage in self._continued)
 
@@ -336,15 +337,15 @@ class SequenceStore:
 
 
 def _begins(prompt: str, text: str) -> bool:
-    # The end first: conversations of a session begin alike.
+    # The end first: conversations of a session have the same beginning.
     return prompt.startswith(text[-32:], max(0, len(text) - 32)) and prompt.startswith(text)
 
 
 def train_once(nodes: Sequence[SequenceNode]) -> list[SequenceNode]:
-    """Return the sequences that have something to train, each sampled token in one of them only.
+    """Return the sequences with trained positions, each sampled token trained in only one of them.
 
-    A conversation that went on in two ways is two sequences with the same beginning; in the second one, what was
-    sampled there is not trained again. Takes time in proportion to the tokens, however many sequences there are.
+    A conversation with two branches is two sequences with a common prefix; the second does not train the prefix again.
+    Takes time linear in the number of tokens.
     """
     tree = _Run(nodes[0], 0, 0) if nodes else None
     kept: list[SequenceNode] = []
@@ -371,9 +372,9 @@ def _after_last_sampled(node: SequenceNode, end: int) -> int:
 
 
 class _Run:
-    """The positions `start` to `end` of a sequence, which others share, in a tree of what several have in common.
+    """An edge of a prefix tree of sequences: positions `start` to `end` of `node`, shared by all sequences below it.
 
-    Positions are shared that came from the same samples; equal tokens of another sample differ in logprobs.
+    Positions of the same sample are shared; equal tokens of another sample differ in logprobs.
     """
 
     __slots__ = ("end", "next", "node", "start")
@@ -381,10 +382,10 @@ class _Run:
     def __init__(self, node: SequenceNode, start: int, end: int) -> None:
         self.node, self.start, self.end = node, start, end
         self.next: dict[tuple[int, int, float], _Run] = {}
-        """The runs that continue here, by their first position."""
+        """The runs that follow, by token, label and logprob of their first position."""
 
     def insert(self, node: SequenceNode) -> int:
-        """Add a sequence and return how many first positions it shares with an earlier one."""
+        """Add a sequence and return the length of the prefix it shares with an earlier one."""
         run, at, end = self, 0, len(node.tokens)
         while at < end:
             key = node.tokens[at], node.masked_tokens[at], node.logprobs[at]
@@ -406,7 +407,7 @@ class _Run:
 
 
 def _first_difference(node: SequenceNode, other: SequenceNode, start: int, end: int) -> int:
-    """Return the first position from `start` on at which two sequences differ; `end` if there is none before it."""
+    """Return the first position in [start, end) at which two sequences differ; `end` if there is none."""
     pairs = (
         (node.tokens, other.tokens),
         (node.masked_tokens, other.masked_tokens),
@@ -423,7 +424,7 @@ def _first_difference(node: SequenceNode, other: SequenceNode, start: int, end: 
 
 
 _COMPARED = 512
-"""Positions that are compared at once, as slices, before one by one."""
+"""Positions compared at once, as slices, before one by one."""
 
 
 def _spans_before(spans: list[dict[str, Any]] | None, *, end: int) -> list[dict[str, Any]] | None:
@@ -437,7 +438,7 @@ def _spans_before(spans: list[dict[str, Any]] | None, *, end: int) -> list[dict[
 
 
 def place_spans(spans: Sequence[WeightSpan] | None, *, start: int) -> list[dict[str, Any]] | None:
-    """Give spans of sampled tokens their position in the whole sequence.
+    """Return spans of sampled tokens with their positions in the whole sequence.
 
     >>> place_spans([WeightSpan("3", 2), WeightSpan("4", 1)], start=10)
     [{'start': 10, 'num_tokens': 2, 'weight_version': '3'}, {'start': 12, 'num_tokens': 1, 'weight_version': '4'}]
@@ -454,9 +455,9 @@ def place_spans(spans: Sequence[WeightSpan] | None, *, start: int) -> list[dict[
 
 
 def oldest_version(spans: Sequence[dict[str, Any]] | None) -> int | None:
-    """Return the smallest policy version of the spans; None when one of them is unknown or there is none.
+    """Return the smallest policy version of the spans; None if one is unknown or there are no spans.
 
-    Engines call the weights they were started with by a name ("default"): those may be older than any number.
+    Engines give their initial weights a name ("default"); those may be older than any number.
 
     >>> oldest_version([{"weight_version": "12"}, {"weight_version": "9"}])
     9

@@ -1,3 +1,3 @@
-"""Tool calls between the OpenAI form and the text that a model writes."""
+"""Convert tool calls between the OpenAI form and the text that a model writes."""
 
 __all__ = ["parsers", "tool_messages", "translator"]

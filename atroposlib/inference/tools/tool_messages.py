@@ -1,6 +1,6 @@
-"""Chat completions whose tool calls are read as dicts and as objects alike.
+"""Chat completions whose tool calls can be read as dicts and as objects.
 
-`call["function"]["name"]` and `call.function.name` both work, `json.dumps(call)` and `completion.model_dump()` too:
+`call["function"]["name"]` and `call.function.name` both work, as do `json.dumps(call)` and `completion.model_dump()`:
 authors of environments use the former, agents written for the `openai` package the latter. Called by `ManagedServer`.
 """
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 
 class OpenAIToolCall(dict[str, Any]):
-    """A part of a tool call: a dict whose items are attributes, too."""
+    """A tool call or its function: a dict whose items are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -40,7 +40,7 @@ class OpenAIToolCall(dict[str, Any]):
 
 
 def completion_with_tool_calls(body: dict[str, Any]) -> Any:
-    """Build a `ChatCompletion` from a body whose messages may have `tool_calls` that are `ToolCall`s."""
+    """Build a `ChatCompletion` from a body whose messages may have `tool_calls` of type `OpenAIToolCall`."""
     completion_type, choice_type, message_type = _types()
     choices = [
         choice_type.construct(**{**choice, "message": message_type.construct(**choice["message"])})
@@ -53,7 +53,7 @@ def completion_with_tool_calls(body: dict[str, Any]) -> Any:
 
 @functools.cache
 def _types() -> tuple[Any, Any, Any]:
-    # `openai` takes about a second to import. Its own types warn when they write calls that are dicts.
+    # `openai` takes about a second to import. Its own types warn when they serialise calls that are dicts.
     from openai.types.chat import ChatCompletion, ChatCompletionMessage
     from openai.types.chat.chat_completion import Choice
 

@@ -1,8 +1,8 @@
-"""Tool calls between the OpenAI form and the text that a model writes: `ToolCallTranslator`.
+"""`ToolCallTranslator`: convert tool calls between the OpenAI form and the text that a model writes.
 
-Outwards the raw text of an answer becomes `tool_calls`; inwards an assistant message with `tool_calls` becomes the
-text that the model wrote, exactly where it was this translator that read them. Called by `ManagedServer` and the proxy;
-what is trained stays the raw text. How calls are written is in `tool_parsers`.
+Parsing turns the raw text of an answer into `tool_calls`. Rendering turns an assistant message with `tool_calls` into
+text: the model's own, verbatim, if this translator parsed it. Called by `ManagedServer`, which trains on the raw text.
+The formats are in `parsers`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageToolCall
 
 VLLM_AVAILABLE = True
-"""Callers ask this before they offer tools. Always true: the parsers here need no vLLM."""
+"""The original's flag that tool parsing is available. Always true: the parsers here need no vLLM."""
 
 MAX_REMEMBERED_CALLS = 4096
 
@@ -33,11 +33,11 @@ class ModelOutput(NamedTuple):
     """The text outside the calls; the whole text if there are none."""
     tool_calls: list[ChatCompletionMessageToolCall] | None
     finish_reason: str
-    """ "tool_calls" or "stop"; that an answer was cut off is for the caller to know."""
+    """ "tool_calls" or "stop"; truncation is not detected here."""
 
 
 class Read(NamedTuple):
-    """An answer without its end of turn, and what was found in it."""
+    """An answer without its end of turn, and its parsed content and calls."""
 
     text: str
     parsed: Parsed
@@ -51,10 +51,7 @@ class Remembered(NamedTuple):
 
 
 class ToolCallTranslator:
-    """Translates one conversation, or many: ids are unique.
-
-    Raises ConfigError for a `parser_name` that is unknown.
-    """
+    """Translates any number of conversations: call ids are unique. Raises ConfigError for an unknown `parser_name`."""
 
     def __init__(self, tokenizer: Any, parser_name: str = "hermes") -> None:
         self.tokenizer = tokenizer
@@ -63,10 +60,10 @@ class ToolCallTranslator:
         if self.style is STYLES["mistral"] and "[ARGS]" in _vocabulary(tokenizer):
             self.style = STYLES["mistral_v11"]
         self.call_id_to_raw_text: OrderedDict[str, str] = OrderedDict()
-        """The whole answer that each of the last `MAX_REMEMBERED_CALLS` calls stood in, without the end of turn."""
+        """Call id -> the whole answer that contained it, without the end of turn; the last `MAX_REMEMBERED_CALLS`."""
         self._parsed: dict[str, Parsed] = {}
 
-    # Outwards.
+    # Parsing.
 
     def parse_model_output(
         self,
@@ -76,7 +73,7 @@ class ToolCallTranslator:
     ) -> ModelOutput:
         """Return (content, tool_calls, finish_reason) of an answer, decoded with or without special tokens.
 
-        Without `tools`, or with `tool_choice="none"`, nothing is a call.
+        Without `tools`, or with `tool_choice="none"`, the answer is all content.
         """
         if tool_choice == "none" or not tools:
             return ModelOutput(raw_text, None, "stop")
@@ -87,28 +84,28 @@ class ToolCallTranslator:
         return ModelOutput(content or None, calls, "tool_calls")
 
     def read(self, raw_text: str, tools: Sequence[Any]) -> Read:
-        """Find the calls in an answer. Changes nothing, so that a thread may do it."""
+        """Find the calls in an answer. Changes no state, so it may run in a thread."""
         text = self._without_end_of_turn(raw_text)
         return Read(text, self.style.parse(text, [as_dict(tool) for tool in tools]))
 
     def remember(self, read: Read) -> Remembered:
-        """Return content and calls in the OpenAI form, and note the text that these calls stand for."""
+        """Return content and calls in the OpenAI form, and store the text that they were parsed from."""
         calls = [self._remember(call, read.text, read.parsed) for call in read.parsed.calls]
         return Remembered(read.parsed.content, calls)
 
     def decode_with_tool_awareness(self, token_ids: Sequence[int], has_tools: bool = False) -> str:
-        """Decode an answer; with tools, special tokens are kept, for the marks of a call may be some."""
+        """Decode an answer; with tools, special tokens are kept, because they may delimit calls."""
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=not has_tools)
         return str(text)
 
-    # Inwards.
+    # Rendering.
 
     def convert_messages_for_template(self, messages: Sequence[Any]) -> list[dict[str, Any]]:
-        """Return messages for a chat template: calls of the assistant become its text, the rest stays as it is."""
+        """Return messages for a chat template: the assistant's calls become text, the rest is unchanged."""
         return [self._as_text(as_dict(message)) for message in messages]
 
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Any]) -> str:
-        """Return the text of calls: the whole answer they were read from, else as the model would write them."""
+        """Return the text of calls: the whole answer they were parsed from, else as the model would write them."""
         calls = [_call_from(call) for call in tool_calls]
         raw = self._exact(tool_calls, calls, content=None)
         return self.style.render(calls) if raw is None else raw
@@ -128,7 +125,7 @@ class ToolCallTranslator:
     def _exact(
         self, tool_calls: Sequence[Any], calls: Sequence[Call], *, content: str | None
     ) -> str | None:
-        """Return the answer that holds exactly these calls and, if given, this content; None if there is none."""
+        """Return the stored answer with exactly these calls and, if given, this content; None if there is none."""
         if not tool_calls:
             return None
         first_id = str(as_dict(tool_calls[0]).get("id", ""))
@@ -166,7 +163,7 @@ class ToolCallTranslator:
         )
 
     def _without_end_of_turn(self, text: str) -> str:
-        """Cut the special tokens after an answer: a template writes them itself, and they are no part of a call."""
+        """Cut the special tokens after an answer: templates write them, and they are not part of a call."""
         kept = len(text)
         while True:
             stop = kept
@@ -181,7 +178,7 @@ class ToolCallTranslator:
     def _ends_of_turn(self) -> tuple[str, ...]:
         tokenizer = self.tokenizer
         eos_token = str(getattr(tokenizer, "eos_token", None) or "")
-        if not self.style.markers:  # not ours: any special token may be a mark of a call
+        if not self.style.markers:  # a parser of vLLM's: any special token may delimit a call
             return (eos_token,) if eos_token else ()
         # Llama 3 ends calls with <|eom_id|>, which is special only in the list of added tokens.
         added = (getattr(tokenizer, "added_tokens_decoder", None) or {}).values()
@@ -204,7 +201,7 @@ def _text_of(content: Any) -> str:
 
 
 def _call_from(tool_call: Any) -> Call:
-    """Read a call in the OpenAI form, with arguments as text or as an object."""
+    """Convert a call in the OpenAI form, with arguments as text or as an object."""
     function = as_dict(as_dict(tool_call).get("function") or {})
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
@@ -213,7 +210,7 @@ def _call_from(tool_call: Any) -> Call:
 
 
 def _is_same(read: Call, given: Call) -> bool:
-    """Whether two calls say the same; agents may write the same JSON in another way."""
+    """Whether two calls are equal; agents may format the same JSON differently."""
     if read.name != given.name:
         return False
     if read.arguments == given.arguments:

@@ -1,8 +1,8 @@
-"""Tool calls in the text of models: one `Style` per way of writing them, read and written without vLLM.
+"""Tool calls in the text of models: one `Style` per format, parsed and rendered without vLLM.
 
-A style is two pure functions, text -> text and calls in order, and calls -> text; what one writes the other reads
-back. Text that is not a well-formed call stays text: nothing raises on what a model wrote, nothing is repaired. Called
-by `ToolCallTranslator` and `ToolEnv`; knows neither messages nor tokens.
+A style is two pure functions, text -> text and calls in order, and calls -> text; each reads what the other writes.
+Text that is not a well-formed call stays text: nothing a model writes raises or is repaired. Called by
+`ToolCallTranslator` and `ToolEnv`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ STYLES: dict[str, Style] = {
     **dict.fromkeys(["deepseek_v3", "deepseek_r1", "deepseekv3"], DEEPSEEK_V3),
     **dict.fromkeys(["deepseek_v31", "deepseek_v3_1", "deepseekv31"], DEEPSEEK_V31),
 }
-"""The names that vLLM and SGLang give to their parsers -> our styles."""
+"""Parser names of vLLM and SGLang -> styles."""
 
 
 def style_named(name: str, *, tokenizer: Any = None) -> Style:
-    """Return the style of a parser name; vLLM's parser where we have none and vLLM is installed.
+    """Return the style for a parser name; vLLM's parser if `STYLES` has none and vLLM is installed.
 
-    Raises ConfigError for a name that neither knows.
+    Raises ConfigError for an unknown name.
     """
     wanted = name.strip().lower().replace("-", "_").replace(".", "_")
     if wanted in STYLES:

@@ -1,6 +1,6 @@
-"""Tool parsers of vLLM as styles, for the names that we have no parser for; only where vLLM is installed.
+"""vLLM's tool parsers as styles, for names that `STYLES` lacks; only if vLLM is installed.
 
-They are foreign code that runs on what a model wrote: whatever they raise is logged, and the text stays text.
+They are foreign code that runs on a model's text: any exception is logged, and the text stays text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def vllm_names() -> list[str]:
-    """Return the parser names that vLLM knows; none without vLLM."""
+    """Return vLLM's parser names; none without vLLM."""
     manager = _manager()
     return [] if manager is None else list(manager.list_registered())
 
@@ -32,9 +32,9 @@ def _manager() -> Any:
 
 
 def vllm_style(name: str, tokenizer: Any) -> Style:
-    """Return one of `vllm_names()` as a style. It writes calls as Hermes does: vLLM's parsers only read.
+    """Return one of `vllm_names()` as a style. It renders calls as Hermes does: vLLM's parsers only parse.
 
-    Raises ConfigError if the parser refuses the tokenizer, as those do whose marks are tokens it does not have.
+    Raises ConfigError if the parser refuses the tokenizer, for example because a delimiter is not one of its tokens.
     """
     protocol = importlib.import_module("vllm.entrypoints.openai.chat_completion.protocol")
     parser_cls = _manager().get_tool_parser(name)
@@ -48,10 +48,10 @@ def vllm_style(name: str, tokenizer: Any) -> Style:
             request = protocol.ChatCompletionRequest(
                 model="", messages=[{"role": "user", "content": ""}], tools=list(tools) or None
             )
-            # Parsers keep the state of one answer, and some type arguments by the tools they are made with.
+            # A parser per answer: parsers keep its state, and some type arguments by the tools they are created with.
             read = parser_cls(tokenizer, request.tools).extract_tool_calls(text, request)
         except Exception:  # boundary: foreign code on a model's text
-            logger.exception("vLLM's tool parser %s failed; the text is taken as it is", name)
+            logger.exception("vLLM's tool parser %s failed; its text is left unparsed", name)
             return [text]
         if not read.tools_called or not read.tool_calls:
             return [text]

@@ -1,6 +1,6 @@
 """The styles that write arguments as JSON: Hermes, Llama 3, Mistral and DeepSeek.
 
-Formats as in the chat templates of the models and the parsers that vLLM ships for them.
+Formats as in the models' chat templates and in vLLM's parsers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from atroposlib.inference.tools.parsers.style import (
 )
 
 _NAME = re.compile(r"[^\s`<>{}\[\]\"]+")
-"""A name that stands outside of JSON."""
+"""A name outside JSON."""
 
 
 # Hermes and Qwen: <tool_call>{"name": ..., "arguments": ...}</tool_call>.
@@ -48,7 +48,7 @@ def _find_hermes(text: str, tools: Tools) -> list[Found]:
         end = skip_space(text, at)
         if text.startswith(_CLOSE, end):
             end += len(_CLOSE)
-        elif not _CLOSE.startswith(text[end:]):  # the end mark itself may have been cut off
+        elif not _CLOSE.startswith(text[end:]):  # the closing tag may have been truncated
             continue
         else:
             end = len(text)
@@ -170,7 +170,7 @@ def _mistral_named(text: str, at: int, reader: Reader) -> tuple[tuple[Call, ...]
 
 
 def _arguments_at(text: str, at: int, reader: Reader) -> tuple[str, int] | None:
-    """Return the arguments that stand at `at`, and where the text continues."""
+    """Return the arguments at `at` and the position after them."""
     start = skip_space(text, at)
     read = reader.read_object(start)
     if read is None:
@@ -235,7 +235,7 @@ def _find_deepseek(text: str, tools: Tools) -> list[Found]:
         separator = text.find(_SEPARATOR, start)
         if separator < 0:
             break
-        # Of several beginnings, the last one before the separator is its own.
+        # A separator belongs to the last beginning before it.
         start = text.rfind(_CALL_BEGIN, start, separator)
         at = start + len(_CALL_BEGIN)
         fenced = _FENCED.match(text, separator + len(_SEPARATOR))
@@ -258,7 +258,7 @@ def _find_deepseek(text: str, tools: Tools) -> list[Found]:
 
 
 def _with_brackets(text: str, found: Found) -> Found:
-    """Count the tokens that bracket all calls as part of the first and the last."""
+    """Extend the first and last call by the tokens that bracket all calls."""
     before = found.start
     while before and text[before - 1].isspace():
         before -= 1

@@ -1,7 +1,7 @@
-"""JSON objects inside a longer text, with the text of their members as it was written.
+"""JSON objects inside a longer text, with the verbatim text of their members.
 
-Lenient in one thing: models write raw line breaks into strings. Everything else that JSON forbids is no object.
-Whatever a model writes, finding all calls in it takes time in proportion to its length.
+Lenient in one point: strings may contain raw line breaks, as models write them. Anything else that is invalid JSON is
+not an object. Finding all calls in a text takes time linear in its length.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def _read_integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MAX_DIGITS else math.nan
 
 
-# NaN, Infinity and endless integers are read as NaN, and no call has one: raising would read what is before them again
-# from every brace in it.
+# NaN, Infinity and overlong integers are read as NaN, which no call may contain: raising would read the text before
+# them again from every brace in it.
 _DECODER = json.JSONDecoder(
     strict=False, parse_constant=lambda name: math.nan, parse_int=_read_integer
 )
 
 
 class _Text(str):
-    """A text whose lines are not counted, as JSONDecodeError does from the beginning for every error."""
+    """A text without line counts: JSONDecodeError counts all lines before each error."""
 
     def count(self, *args: Any) -> int:
         return 0
@@ -47,22 +47,22 @@ class _Text(str):
 class Member(NamedTuple):
     value: Any
     text: str
-    """As written."""
+    """Verbatim."""
 
 
 class Reader:
-    """Reads the objects of one text, wherever they begin, with a bound on what is read in vain.
+    """Reads objects at any position of one text, with a bound on unsuccessful reading.
 
-    A text in which many objects begin and none ends would otherwise be read again from each of them.
+    Otherwise a text in which many objects begin and none ends would be read again from each of them.
     """
 
     def __init__(self, text: str) -> None:
         self._text = _Text(text)
         self._left = 16 * len(text) + 4096
-        """Characters that may still be read without finding an object. Honest texts need none or a few."""
+        """Characters that may still be read without finding an object. Ordinary texts need few."""
 
     def read(self, start: int) -> Object | int:
-        """Read the object that begins at `start`, or return where the reading ended: no object begins at `start`."""
+        """Return the object that begins at `start`; if there is none, the position where reading failed."""
         if self._left <= 0:
             return len(self._text)
         read = _read_or_pass(self._text, start)
@@ -79,7 +79,7 @@ class Reader:
 class Object(NamedTuple):
     members: dict[str, Member]
     end: int
-    """Where the text continues."""
+    """The position after the object."""
 
 
 def skip_space(text: str, at: int) -> int:
@@ -130,7 +130,7 @@ def _expect(mark: str, text: str, at: int) -> None:
 def call_of(
     members: dict[str, Member], *, keys: Sequence[str] = ("arguments",), needs_arguments: bool
 ) -> Call | None:
-    """Return the call that an object describes, under the first of `keys` that it has; None if it is not a call."""
+    """Return the call that an object describes; its arguments are under the first of `keys`. None if it is no call."""
     name = members.get("name")
     key = next((key for key in keys if key in members), None)
     if name is None or not isinstance(name.value, str) or not name.value.strip():
@@ -147,7 +147,7 @@ def call_of(
 def arguments_of(member: Member) -> str | None:
     """Return arguments as the text of a JSON object; None if they are something else.
 
-    A string that holds an object is taken as one: the OpenAI API writes arguments so.
+    A string that contains an object counts as one, as in the OpenAI API.
     """
     value, text = member
     if isinstance(value, str):
@@ -177,7 +177,7 @@ def is_object(text: str) -> bool:
 
 
 def write_call(call: Call, *, key: str = "arguments") -> str:
-    """Write a call as JSON, the arguments exactly as they are; text that is no object is written as a string."""
+    """Write a call as JSON with its arguments verbatim, or as a string if they are not a JSON object."""
     arguments = call.arguments if is_object(call.arguments) else json.dumps(call.arguments)
     own_id = f', "id": {json.dumps(call.id)}' if call.id else ""
     name = json.dumps(call.name, ensure_ascii=False)

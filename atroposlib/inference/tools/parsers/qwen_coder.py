@@ -1,6 +1,6 @@
-"""The style of Qwen3-Coder: one tag per argument, values as bare text that only the tool's JSON schema types.
+"""The style of Qwen3-Coder: one tag per argument, values as plain text, typed by the tool's JSON schema.
 
-A value may hold anything but the end of its own tag followed by another tag of the call; nothing is escaped.
+Nothing is escaped: a value may contain anything but its closing tag followed by another tag of the call.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))")
 def _find(text: str, tools: Tools) -> list[Found]:
     found = []
     ends = [match.start() for match in _PARAMETER_END.finditer(text)]
-    in_vain: set[int] = set()
-    """Places after which the arguments are known not to end in `</function>`: many heads may lead to the same."""
+    dead_ends: set[int] = set()
+    """Positions after which the arguments are known not to end in `</function>`; several heads may reach one."""
     at = 0
     while (head := _FUNCTION.search(text, at)) is not None:
         at = head.end()
         values: list[tuple[str, int, int]] = []
         passed: list[int] = []
-        while at not in in_vain and (parameter := _PARAMETER.match(text, at)) is not None:
+        while at not in dead_ends and (parameter := _PARAMETER.match(text, at)) is not None:
             index = bisect.bisect_left(ends, parameter.end())
             if index == len(ends):
                 break
             values.append((parameter[1], parameter.end(), ends[index]))
             at = ends[index] + len("</parameter>")
             passed.append(at)
-        tail = None if at in in_vain else _FUNCTION_END.match(text, at)
+        tail = None if at in dead_ends else _FUNCTION_END.match(text, at)
         if tail is None:
-            in_vain.update(passed)
+            dead_ends.update(passed)
             at = head.end()
             continue
         at = tail.end()
@@ -86,7 +86,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """Read a value as one of the types that its schema allows; text where it does not fit, or without a schema."""
+    """Read a value as one of the types that its schema allows; text if none fits or there is no schema."""
     types = _types(schema)
     if "null" in types and value.strip().lower() in ("null", "none"):
         return None
@@ -121,7 +121,9 @@ def _render_call(call: Call) -> str:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
         arguments = None
-    if not isinstance(arguments, dict):  # an agent's, not a model's: the style has no place for it
+    if not isinstance(
+        arguments, dict
+    ):  # written by an agent, not a model; the format cannot express it
         arguments = {"arguments": call.arguments}
     lines = [_OPEN, f"<function={call.name}>"]
     for key, value in arguments.items():

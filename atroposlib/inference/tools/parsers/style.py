@@ -1,6 +1,6 @@
-"""What every tool call style shares: its calls, its two functions, and the text around the calls.
+"""What all tool call styles share: calls, the two functions of a style, and the text around calls.
 
-Owns two rules: calls inside a closed thinking block are not calls, and the text outside the calls is the content.
+Two rules: calls inside a closed thinking block are not calls, and the text outside the calls is the content.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ class Call(NamedTuple):
 
     name: str
     arguments: str
-    """A JSON object as text, as the model wrote it wherever that is valid JSON."""
+    """The text of a JSON object, verbatim if the model wrote valid JSON."""
     id: str | None = None
-    """Only where the model itself wrote one."""
+    """The id that the model wrote; None if it wrote none."""
 
 
 class Found(NamedTuple):
-    """Calls that stand together in a text."""
+    """Adjacent calls in a text."""
 
     start: int
     end: int
-    """Where they begin and end, with the marks around them."""
+    """Their positions in the text, including delimiters."""
     calls: tuple[Call, ...]
 
 
 class Parsed(NamedTuple):
-    """A text taken apart."""
+    """The content and calls of a text."""
 
     content: str
-    """What is not a call; the whole text, unchanged, when there is no call."""
+    """The text outside the calls; the whole text, unchanged, if there are none."""
     calls: tuple[Call, ...]
 
 
@@ -53,21 +53,20 @@ def _new_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """One way of writing tool calls."""
+    """One format of tool calls."""
 
     name: str
     split: Callable[[str, Tools], list[str | Call]]
-    """Take a model's answer apart: calls, and the text between them, in order. Some styles write values without their
-    types: these need the tools."""
+    """Split a model's answer into calls and the text between them, in order. Formats without types need the tools."""
     render: Callable[[Sequence[Call]], str]
     """Write calls as the model would."""
     markers: tuple[str, ...]
-    """Texts that only an attempted call holds. Some tokenizers have them as special tokens."""
+    """Texts that occur only in (attempted) calls. Some tokenizers have them as special tokens."""
     new_id: Callable[[], str] = _new_id
-    """Make an id for a call that has none."""
+    """Return an id for a call that has none."""
 
     def parse(self, text: str, tools: Tools = ()) -> Parsed:
-        """Return the calls of a model's answer, and its content.
+        """Return the calls and the content of a model's answer.
 
         >>> from atroposlib.inference.tools.parsers import style_named
         >>> style_named("hermes").parse('Hm. <tool_call>{"name": "now", "arguments": {}}</tool_call>')
@@ -82,11 +81,11 @@ class Style:
 
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
-"""Half of a character, as itself or as JSON writes it; pairs of the latter are a character."""
+"""A lone surrogate, or the JSON escape of a surrogate, which may be half of a valid pair."""
 
 
 def sendable(call: Call) -> Call:
-    """Replace half characters (lone surrogates), which JSON can write and no UTF-8 can hold."""
+    """Replace lone surrogates, which JSON can express but UTF-8 cannot."""
     if not any(text and _SURROGATE.search(text) for text in call):
         return call
     arguments = call.arguments
@@ -107,7 +106,7 @@ def _repaired(text: str) -> str:
 def by_places(
     find: Callable[[str, Tools], list[Found]],
 ) -> Callable[[str, Tools], list[str | Call]]:
-    """Make a style's `split` of a function that finds the well-formed calls of a text, in order."""
+    """Return a style's `split` for a function that finds the well-formed calls of a text, in order."""
 
     def split(text: str, tools: Tools) -> list[str | Call]:
         found = find(text, tools)
@@ -124,7 +123,7 @@ def by_places(
 
 
 def _end_of_thinking(text: str, found: Sequence[Found]) -> int:
-    """Return where the last thinking block ends; an end mark inside a call is an argument's text."""
+    """Return where the last thinking block ends; an end tag inside a call is part of an argument."""
     starts = [one.start for one in found]
     for match in reversed(list(_THINKING_END.finditer(text))):
         index = bisect.bisect_right(starts, match.start()) - 1

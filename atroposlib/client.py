@@ -2,16 +2,16 @@
 
 `samples(batch)` gives a trainer one record of numpy arrays per sequence, with its advantages.
 
-Both speak packed groups to our hub and JSON to an original server, and mark their requests with
-`Atropos-Client`, which is how the hub knows that it may answer 429 and that leases are understood.
-`HubClient` makes one attempt per call: retries belong to the environment runtime. `TrainerClient`
-retries its control calls itself; `batch()` and `lease_batch()` are one attempt.
+Both send packed groups to our hub and JSON to an original server. The header `Atropos-Client` tells the hub that it
+may answer 429 and that the client supports leases. `HubClient` makes one attempt per call: the environment runtime
+retries. `TrainerClient` retries its control calls; `batch()` and `lease_batch()` are one attempt.
 
-    HubUnavailable     no answer, 5xx or "later": the same call may succeed later
+    HubUnavailable     no answer, 408, 425, 429 or 5xx: the same call may succeed later
     HubRejected        the hub refused: the same call will not succeed
     |- UnknownEnvironment     register the environment again
     |- AnotherExperiment      the groups were sampled for an experiment that is over
     |- TrainerNotRegistered   register the trainer again
+    |- TrainerSuperseded      another trainer resumed the run: stop
     `- LeaseExpired           another trainer may get, or have, the batch
 """
 
@@ -103,14 +103,14 @@ class _ReadGroup(Protocol[T_contra]):
 
 
 TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
-"""Environment variable that holds the bearer token where no `token` is given."""
+"""Environment variable with the bearer token used if no `token` is given."""
 
 _OFFLOAD_TOKENS = 20_000
 """Groups with more tokens than this are encoded in a thread."""
 _COMPRESS_FROM_BYTES = 64 * 1024
-"""Smaller bodies take less time on the wire than the compression takes."""
+"""Sending smaller bodies takes less time than compressing them."""
 _KEEP_ALIVE_S = 4.0
-"""Idle connections are given up before the server does it (uvicorn: 5 s), so that no call meets its close."""
+"""Idle connections are closed before the server closes them (uvicorn: after 5 s), so that no call fails on one."""
 
 
 class UnknownEnvironment(HubRejected):
@@ -118,23 +118,23 @@ class UnknownEnvironment(HubRejected):
 
 
 class AnotherExperiment(HubRejected):
-    """The groups were sampled for an experiment that is no longer the run's: they will not be trained on."""
+    """The groups were sampled for an experiment that the run no longer holds: they will not be trained on."""
 
 
 class TrainerNotRegistered(HubRejected):
-    """The hub has no trainer, for example after its restart."""
+    """The hub has no registered trainer, for example after its restart."""
 
 
 class TrainerSuperseded(HubRejected):
-    """Another trainer has resumed the run since this one registered: this one has to stop."""
+    """Another trainer has resumed the run since this one registered: this one must stop."""
 
 
 class LeaseExpired(HubRejected):
-    """The lease ended (time, release, a newer incarnation of the trainer): the batch is not ours any more."""
+    """The lease ended (by time, release or a newer incarnation of the trainer): the batch may go to another trainer."""
 
 
 class TrainerRegistration(Registration):
-    """What a trainer announces; without wandb the two names are empty."""
+    """What a trainer registers; without wandb the two names are empty."""
 
     wandb_group: str = ""
     wandb_project: str = ""
@@ -145,7 +145,7 @@ class SendReceipt:
     """The hub's answer to a `send`."""
 
     status: str
-    """`received`; for a single group also `buffered` (it waits for others) or `duplicate` (the hub had it)."""
+    """`received`; for a single group also `buffered` (until others complete its group size) or `duplicate`."""
     buffered: int = 0
     """Groups of this call that were buffered."""
     buffer_size: int = 0
@@ -153,14 +153,14 @@ class SendReceipt:
     duplicates: int = 0
     """Groups of this call that the hub already had."""
     env_status: EnvStatus | None = None
-    """What `status_env` would answer now; None from an original server, or for an environment it does not know."""
+    """The current answer of `status_env`; None from an original server or for an unknown environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedBatch:
     """A batch that the hub keeps for this trainer until it is acknowledged, released or the lease ends.
 
-    From an original server, which knows no leases, everything but `groups` is None.
+    From an original server, which has no leases, everything but `groups` is None.
     """
 
     groups: list[ScoredGroup]
@@ -171,16 +171,15 @@ class LeasedBatch:
     step: int | None = None
     """The hub's `current_step` after this delivery: 1 for the first batch of a run."""
     expires_in_s: float | None = None
-    """How long the lease lasts without a heartbeat, counted from the answer."""
+    """Seconds from the answer until the lease ends without a heartbeat."""
 
 
 class HubClient:
     """One environment's connection to the hub. One attempt per call, one session per client.
 
-    Open it with `async with`. Every call raises `HubUnavailable` or `HubRejected`, or `HubError`
-    when the answer makes no sense. `token` None takes `ATROPOS_HUB_TOKEN` from the environment;
-    `compress` None compresses large bodies unless the hub is on this machine, where it costs more
-    than it saves.
+    Open it with `async with`. Every call raises `HubUnavailable` or `HubRejected`, or `HubError` for an unusable
+    answer. `token` defaults to the variable `ATROPOS_HUB_TOKEN`; `compress` None compresses large bodies unless the
+    hub is on this machine, where it costs more than it saves.
     """
 
     def __init__(
@@ -235,10 +234,10 @@ class HubClient:
         min_batch_allocation: float | None = None,
         env_uid: str | None = None,
     ) -> EnvRegistration | None:
-        """Register; None while the trainer has not started (ask again in a second).
+        """Register; None while the trainer has not started (retry after a second).
 
-        `env_uid` is any string that stays the same for this process: registering again with it
-        gives the same `env_id` and name.
+        `env_uid` is any string that is constant for this process: registering again with it
+        returns the same `env_id` and name.
         """
         body: dict[str, Any] = {
             "max_token_length": max_token_length,
@@ -267,8 +266,8 @@ class HubClient:
 
         With `wait_s` the hub answers when its step is no longer `seen_step` (or its policy version
         no longer `seen_policy`), or after `wait_s` seconds; an original server answers at once.
-        Raises `UnknownEnvironment` when the hub did not give out this id, gave it to an environment
-        that registered with another `env_uid`, or holds another experiment than `experiment`.
+        Raises `UnknownEnvironment` when the id is unknown, belongs to an environment that
+        registered with another `env_uid`, or the hub holds another experiment than `experiment`.
         """
         params: dict[str, str | int | float] = {"env_id": env_id}
         asked = {"wait": wait_s or None, "seen_step": seen_step, "seen_policy": seen_policy}
@@ -282,7 +281,7 @@ class HubClient:
                 "GET",
                 "/status-env",
                 params=params,
-                json={"env_id": env_id},  # where an original server looks for it
+                json={"env_id": env_id},  # an original server reads it here
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s + wait_s),
             )
         except HubRejected as e:
@@ -292,9 +291,9 @@ class HubClient:
         return _parse(EnvStatus, reply)
 
     async def disconnect_env(self, env_id: int, *, env_uid: str | None = None) -> None:
-        """Leave: the environment no longer counts in weights and minimums.
+        """Disconnect: the environment no longer counts in weights and minimums.
 
-        With `env_uid`, `UnknownEnvironment` if another process has been given the id since.
+        With `env_uid`, raises `UnknownEnvironment` if the id now belongs to another process.
         """
         body = {"env_id": env_id} if env_uid is None else {"env_id": env_id, "env_uid": env_uid}
         answer = await self._call("POST", "/disconnect-env", json=body)
@@ -306,9 +305,9 @@ class HubClient:
     async def send(
         self, groups: Sequence[ScoredGroup], *, experiment: str | None = None
     ) -> SendReceipt:
-        """Send groups, all or none. `experiment`: what they were sampled for, where the hub has told it.
+        """Send groups, all or none. `experiment`: the one they were sampled for; None if unknown.
 
-        Each carries a `group_id`: sending again what may have arrived is safe. Raises
+        Each must have a `group_id`, so that a retry is safe even if the groups have arrived. Raises
         `UnknownEnvironment` when the hub's run was reset meanwhile, and `AnotherExperiment`.
         """
         missing = [index for index, group in enumerate(groups) if group.group_id is None]
@@ -347,13 +346,13 @@ class HubClient:
             if e.status in (404, 409):
                 kind = AnotherExperiment if '"another_run"' in e.detail else UnknownEnvironment
                 raise kind(str(e), status=e.status, detail=e.detail) from e
-            # An original server cannot read the encoding; ours marks a refusal of the content.
+            # An original server cannot read the encoding; our hub marks a refusal of the content.
             if e.status not in (400, 415, 422) or "group_error" in e.detail:
                 raise
             return None
 
     async def _send(self, path: str, body: bytes, headers: dict[str, str]) -> SendReceipt:
-        # As a file: aiohttp then writes a large body piece by piece instead of at once.
+        # As a file: aiohttp then writes a large body in chunks instead of at once.
         answer = await self._call("POST", path, data=io.BytesIO(body), headers=headers)
         reply = _json_object(answer, f"POST {path}")
         if reply.get("status") not in _SENT:
@@ -377,11 +376,10 @@ class HubClient:
 class TrainerClient:
     """A trainer's connection to the hub. One thread takes batches; any thread may make control calls.
 
-    Control calls are retried here, for up to `retry_for_s`, while the hub is unavailable;
-    `batch()` and `lease_batch()` are one attempt per call. `token` None takes `ATROPOS_HUB_TOKEN`
-    from the environment; `compress` None asks for compressed batches unless the hub is on this
-    machine. An original server knows no leases, policies and checkpoints: those calls then do
-    nothing, which is logged once.
+    Control calls are retried here, for up to `retry_for_s`, while the hub is unavailable; `batch()` and
+    `lease_batch()` are one attempt per call. `token` defaults to the variable `ATROPOS_HUB_TOKEN`; `compress` None
+    requests compressed batches unless the hub is on this machine. An original server has no leases, policies and
+    checkpoints: those calls then do nothing, which is logged once.
     """
 
     def __init__(
@@ -413,9 +411,9 @@ class TrainerClient:
             reraise=True,
         )
         self._open_request: str | None = None
-        """Id of a lease request that has not been answered: the hub may have leased a batch to it."""
+        """Id of an unanswered lease request: the hub may have leased a batch to it."""
         self._epoch: int | None = None
-        """Of this trainer, once the hub has told it: what a later one has taken over is then refused to it."""
+        """This trainer's incarnation, once known: the hub refuses its calls after a later one has taken over."""
         self._is_missing_logged = False
 
     def __enter__(self) -> Self:
@@ -442,13 +440,12 @@ class TrainerClient:
     ) -> RegistrationReply:
         """Begin `experiment`, a fresh random name, or resume it from the checkpoint at `resume_step`.
 
-        Beginning one sets aside what the hub's run held before; `set_aside` of the reply names it. Registering again
-        under the same name changes nothing, so a lost answer does no harm. Resuming brings the experiment back if it
-        was set aside; without `experiment` it is the run's current one. Leases handed out before are then void, and
-        `resume` says what becomes of batches that were trained after that step: delivered again as they were and in
-        order, queued again, or dropped.
+        Beginning one sets aside the run's earlier experiment; `set_aside` of the reply names it. Registering again
+        under the same name changes nothing, so a retry is safe. Resuming restores the experiment if it was set aside;
+        without `experiment` it is the run's current one. It voids earlier leases, and `resume` decides what happens to
+        batches trained after that step: delivered again unchanged and in order, queued again, or dropped.
 
-        With neither, this trainer joins a live run, which ignores `registration`, as those of the original do.
+        With neither, this trainer joins a live run, which ignores `registration`, as in the original.
         """
         body = registration.model_dump(mode="json", exclude_none=True)
         more: dict[str, Any] = {"experiment": experiment}
@@ -466,7 +463,7 @@ class TrainerClient:
         return _parse(HubInfo, self._control("GET", "/info"))
 
     def latest_example(self) -> ScoredGroup | None:
-        """Return the group that was queued last, without taking it; None before the first."""
+        """Return the newest queued group without taking it; None before the first."""
         group = _json_object(self._control("GET", "/latest_example"), "GET /latest_example")
         if not group.get("tokens"):
             return None
@@ -484,9 +481,8 @@ class TrainerClient:
     def batch(self, wait_s: float = 0.0) -> list[ScoredGroup] | None:
         """Return the next batch; None when there is none within `wait_s`.
 
-        The batch counts as trained once it has been sent: use `lease_batch` where that is too
-        early. One attempt: raises `HubUnavailable`, `TrainerNotRegistered`, or `GroupError` for a
-        group that fails the trainer's gate.
+        The batch counts as trained once it has been sent; use `lease_batch` if that is too early. One attempt: raises
+        `HubUnavailable`, `TrainerNotRegistered`, or `GroupError` for a group that fails the trainer's gate.
         """
         delivery = self._take({}, wait_s)
         for fault in delivery.faults.values():
@@ -496,8 +492,8 @@ class TrainerClient:
     def lease_batch(self, wait_s: float = 0.0, *, ttl_s: float | None = None) -> LeasedBatch | None:
         """Lease the next batch for `ttl_s` (None: the hub's default); None when there is none within `wait_s`.
 
-        Groups that fail the trainer's gate are rejected: the hub sets them aside, and the next batch is asked for.
-        Otherwise one attempt; raises `HubUnavailable`, `TrainerNotRegistered`, `TrainerSuperseded`. When the answer was
+        Groups that fail the trainer's gate are rejected: the hub sets them aside, and the next batch is requested.
+        Otherwise one attempt; raises `HubUnavailable`, `TrainerNotRegistered`, `TrainerSuperseded`. If the answer is
         lost, the next call gets the same batch.
         """
         deadline = time.monotonic() + wait_s
@@ -515,12 +511,12 @@ class TrainerClient:
                 fault,
             )
             if batch.lease_id is None:
-                raise fault  # an original server, which takes nothing back
+                raise fault  # an original server, which has no rejection
             try:
                 self.reject(batch, list(faults), reason=str(fault))
             except LeaseExpired as e:
-                logger.warning("batch %s is not ours any more: %s", batch.batch_id, e)
-            # Not before: until it is rejected, the same batch must come again.
+                logger.warning("the lease of batch %s has ended: %s", batch.batch_id, e)
+            # Only now: until it is rejected, a retry must get the same batch.
             self._open_request = None
             left_s = max(0.0, deadline - time.monotonic())
 
@@ -554,30 +550,30 @@ class TrainerClient:
         return None if reply is None else _parse(HeartbeatReply, reply).expires_in_s
 
     def ack(self, batch: LeasedBatch, *, step: int | None = None) -> int | None:
-        """Say that the batch was trained, as `step` (None: the batch's own); return that step.
+        """Report that the batch was trained as `step` (None: the batch's own); return that step.
 
-        Safe to repeat. Raises `LeaseExpired` when the batch is not ours any more: it may be
-        trained twice. Raises `HubRejected` with status 404 at a hub that lost its run.
+        Safe to repeat. Raises `LeaseExpired` when the lease has ended: the batch may be trained twice.
+        Raises `HubRejected` with status 404 at a hub that lost its run.
         """
         more = {} if step is None else {"step": step}
         reply = self._control_lease("ack", batch, **more)
         return None if reply is None else _parse(AckReply, reply).step
 
     def reject(self, batch: LeasedBatch, positions: Sequence[int], *, reason: str) -> None:
-        """Give the batch back without the groups at `positions` of `groups`, which cannot be trained on.
+        """Give the batch back to the hub without the groups at `positions`, as delivered, which cannot be trained on.
 
         The hub sets those aside as dead, for `reason`, and delivers the others again at once. Raises `LeaseExpired`.
         """
         self._control_lease("reject", batch, groups=list(positions), reason=reason[:500])
 
     def release(self, batch: LeasedBatch) -> None:
-        """Give the batch back untrained: its groups are the next to be delivered."""
+        """Give the batch back to the hub untrained: its groups are delivered next."""
         self._control_lease("release", batch)
 
     def checkpoint(self, step: int, path: str | os.PathLike[str] | None = None) -> int:
-        """Say that the trainer can restart from `step`: batches up to there are not needed again.
+        """Report that the trainer can restart from `step`: batches up to it are not needed again.
 
-        Returns how many batches the hub let go of. Raises `TrainerSuperseded`.
+        Returns the number of batches that the hub discarded. Raises `TrainerSuperseded`.
         """
         body: dict[str, Any] = {"step": step, "path": None if path is None else os.fspath(path)}
         if self._epoch is not None:
@@ -589,7 +585,7 @@ class TrainerClient:
     def holding(self, batch: LeasedBatch) -> Iterator[None]:
         """Renew the lease in a thread while the block runs, three times per lease duration.
 
-        Raises nothing by itself: a lease that is lost meanwhile is logged, and seen at `ack`.
+        Never raises: a lease that is lost meanwhile is logged, and `ack` raises.
         """
         if batch.lease_id is None:
             yield
@@ -620,7 +616,7 @@ class TrainerClient:
                 return
 
     def _take(self, params: dict[str, str | float], wait_s: float) -> _Delivery:
-        """Ask for a batch once."""
+        """Request a batch once."""
         began = time.monotonic()
         if wait_s > 0:
             params = params | {"wait": wait_s}
@@ -639,12 +635,12 @@ class TrainerClient:
             return _through_the_gate(envelope.blobs, unpack_group, envelope.meta)
         delivery = _read_json_batch(response.content)
         if delivery.groups is None and (left := wait_s - (time.monotonic() - began)) > 0:
-            # An original server answers at once, whatever `wait` says.
+            # An original server ignores `wait` and answers at once.
             time.sleep(min(left, 1.0))
         return delivery
 
     def _control_lease(self, what: str, batch: LeasedBatch, **more: Any) -> bytes | None:
-        """Call a route of the batch, with retries; None when it has no lease."""
+        """Call a route of the batch, with retries; None if the batch has no lease."""
         if batch.lease_id is None:
             self._log_missing(f"POST /batches/{{batch_id}}/{what}")
             return None
@@ -664,7 +660,7 @@ class TrainerClient:
             raise
 
     def _native(self, path: str, body: dict[str, Any]) -> bytes | None:
-        """Post to a route that an original server does not have; None there."""
+        """Post to a route that an original server lacks; None from such a server."""
         try:
             return self._control("POST", path, json=body)
         except HubRejected as e:
@@ -677,14 +673,13 @@ class TrainerClient:
         if not self._is_missing_logged:
             self._is_missing_logged = True
             logger.warning(
-                "%s has no leases, policies or checkpoints (%s): a batch that this trainer loses"
-                " stays lost",
+                "%s has no leases, policies or checkpoints (%s): a batch that this trainer loses is lost",
                 self._base_url,
                 what,
             )
 
     def _control(self, method: str, path: str, **request: Any) -> bytes:
-        """Send a call that is safe to repeat; the owner of its retries."""
+        """Send a call that is safe to repeat, with retries."""
         return self._retrying(lambda: self._request(method, path, **request).content)
 
     def _request(self, method: str, path: str, **request: Any) -> httpx.Response:
@@ -705,11 +700,11 @@ class _Delivery(NamedTuple):
     """Those that pass the trainer's gate."""
     meta: dict[str, Any]
     faults: dict[int, GroupError]
-    """What is wrong with the others, by their position."""
+    """Errors of the others, by position."""
 
 
 class _Leased(NamedTuple):
-    """A leased batch, and what is wrong with the groups that are missing from it, by their position."""
+    """A leased batch, and the errors of the groups missing from it, by position."""
 
     batch: LeasedBatch | None
     faults: dict[int, GroupError]
@@ -729,7 +724,7 @@ def _through_the_gate(
 
 
 class _Lease(BaseModel):
-    """What the hub says about a leased batch."""
+    """The hub's fields of a leased batch."""
 
     batch_id: int | str
     lease_id: str
@@ -739,7 +734,7 @@ class _Lease(BaseModel):
 
 
 def _until_renewal(expires_in_s: float | None) -> float:
-    """A third of the lease: two renewals may fail before it ends."""
+    """Return a third of the lease: two renewals may fail before it ends."""
     return max(0.05, (expires_in_s or 0.0) / 3)
 
 

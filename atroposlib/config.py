@@ -1,11 +1,10 @@
 """Configuration: defaults < YAML < flags, for every command of this project.
 
-The only reader of `argv`. A flag is read as its field's own type (so `-1`, `None`, `1e-5`, enum
-values, JSON and comma lists work), `-` and `_` are the same, a boolean may stand bare, and an
-unknown flag is refused with the nearest valid name. Unknown *keys* in YAML or code are ignored
-with a warning that names them, because existing environments pass keys of their own making.
-`parse_flags` serves commands with one model; `parse_sections` serves the environment command
-line, where a flag belongs to a section (`--env.group_size`).
+The only reader of `argv`. A flag is parsed as its field's type (so `-1`, `None`, `1e-5`, enum values, JSON and comma
+lists work), `-` and `_` are equal, a boolean flag needs no value, and an unknown flag is refused with the nearest
+valid name. Unknown *keys* in YAML or code are ignored with a warning that names them, because existing environments
+pass extra keys. `parse_flags` serves commands with one model; `parse_sections` serves the environment command line,
+where a flag belongs to a section (`--env.group_size`).
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ _ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
 _BOOLEAN_WORDS = frozenset(
     {"true", "false", "yes", "no", "on", "off", "1", "0", "t", "f", "y", "n"}
 )
-"""What pydantic reads as a boolean; a bare boolean flag takes the next argument only if it is one."""
+"""Words that pydantic reads as a boolean; a boolean flag takes the next argument only if it is one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Flag:
-    """One field as the command line sees it."""
+    """The flag of one field."""
 
     section: str
     """Namespace before the dot; "" for none."""
@@ -70,7 +69,7 @@ class _Flag:
 
     @property
     def aliases(self) -> list[str]:
-        """Other names the model accepts for this field."""
+        """Other names that the model accepts for this field."""
         alias = self.info.validation_alias
         choices = alias.choices if isinstance(alias, AliasChoices) else [alias, self.info.alias]
         return [choice for choice in choices if isinstance(choice, str) and choice != self.name]
@@ -78,10 +77,10 @@ class _Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionValues:
-    """What the command line and the YAML file said, before it is merged with other defaults."""
+    """Values of the command line and the YAML file, before they are merged with defaults."""
 
     flags: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Section -> field -> value, only what was typed."""
+    """Section -> field -> value, only for flags that were given."""
     yaml: dict[str, Any] = field(default_factory=dict)
     """The whole YAML file; {} without one."""
 
@@ -97,8 +96,8 @@ def parse_flags(
     """Build `model` from its defaults, then `--config FILE`, then flags.
 
     `argv` None reads the process's arguments; `-h` prints every field and exits 0. `positional` is
-    a field whose value may also stand alone, without its flag. Raises ConfigError for an unknown
-    flag, a missing or bad value, a bad file.
+    a field whose value may also be given without its flag. Raises ConfigError for an unknown flag,
+    a missing or bad value, a bad file.
 
     >>> class Serve(BaseModel):
     ...     port: int = 8000
@@ -125,9 +124,9 @@ def parse_sections(
 ) -> SectionValues:
     """Read flags of several models at once; each key is a namespace, "" for flags without one.
 
-    A name without its namespace is accepted when exactly one section has it, or when `flat_names`
-    says which section it means. Nothing is validated here: the caller merges the values with its
-    own defaults and calls `build`.
+    A name without its namespace is accepted if exactly one section has it, or `flat_names` maps it
+    to a section. Nothing is validated here: the caller merges the values with its own defaults and
+    calls `build`.
     """
     flags = [
         _Flag(section=section, name=name, info=info)
@@ -194,7 +193,7 @@ def build(model: type[M], *layers: Mapping[str, Any], namespace: str = "") -> M:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` overlaid with `over`; where both hold a dict (or a model), they are merged.
+    """Return `base` overridden by `over`; where both have a dict (or `base` a model), they are merged.
 
     >>> merge({"a": 1, "b": {"x": 1, "y": 2}}, {"b": {"y": 3}})
     {'a': 1, 'b': {'x': 1, 'y': 3}}
@@ -213,7 +212,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML mapping; an empty file is {}.
 
-    Raises ConfigError when the file is absent, broken or not a mapping.
+    Raises ConfigError when the file is missing, invalid or not a mapping.
     """
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -226,13 +225,13 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         kind = type(document).__name__
         raise ConfigError(
-            f"the config file {str(path)!r} must hold a mapping at its top, not {kind}"
+            f"the config file {str(path)!r} must contain a mapping at the top level, not {kind}"
         )
     return {str(key): value for key, value in document.items()}
 
 
 def warn_unknown_keys(model: type[BaseModel], unknown: Iterable[str]) -> None:
-    """Log one line naming the keys that `model` does not have and therefore ignores."""
+    """Log one line naming the keys that `model` ignores."""
     names = _accepted_names(model)
     hints = [f"{key!r}{_did_you_mean(key, names)}" for key in unknown]
     if hints:
@@ -240,7 +239,7 @@ def warn_unknown_keys(model: type[BaseModel], unknown: Iterable[str]) -> None:
 
 
 def unknown_keys(model: type[BaseModel], keys: Iterable[str]) -> list[str]:
-    """Return those of `keys` that `model` neither has as a field nor accepts as an alias."""
+    """Return those of `keys` that are neither a field nor an alias of `model`."""
     names = _accepted_names(model)
     return [key for key in keys if key not in names]
 
@@ -257,7 +256,7 @@ def _accepted_names(model: type[BaseModel]) -> dict[str, str]:
 def _index_flags(
     flags: Iterable[_Flag], flat_names: Mapping[str, str]
 ) -> tuple[dict[str, _Flag], dict[str, list[_Flag]]]:
-    """Return every accepted spelling -> flag, and the bare names that more than one section has."""
+    """Return spelling -> flag, and the names without namespace that are in several sections."""
     index: dict[str, _Flag] = {}
     bare: dict[str, list[_Flag]] = {}
     for flag in flags:
@@ -292,7 +291,7 @@ def _refuse_flag(
 
 
 def _take(rest: list[str], given: list[str] | None, spelling: str, what: str) -> list[str]:
-    """Return the flag's one value: what followed `=`, else the next argument."""
+    """Return the flag's one value: the text after `=`, else the next argument."""
     if given is not None:
         return given
     if not rest or rest[0].startswith("--"):
@@ -323,7 +322,7 @@ def _read_value(flag: _Flag, rest: list[str], given: list[str] | None, earlier: 
 
 
 def _decode(info: FieldInfo, text: str) -> Any:
-    """Read `text` as JSON where that fits the field's type, else keep the text; `None` is null."""
+    """Read `text` as JSON if that fits the field's type, else keep the text; "None" is null."""
     if text == "None":
         return None
     for member in _union_members(info.annotation):
@@ -349,12 +348,12 @@ def _decode(info: FieldInfo, text: str) -> Any:
 def _adapter(annotation: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(annotation, config=_ANY_TYPE)
-    except PydanticUserError:  # models and dataclasses bring their own config
+    except PydanticUserError:  # models and dataclasses have their own config
         return TypeAdapter(annotation)
 
 
 def _union_members(annotation: Any) -> list[Any]:
-    """Return the alternatives of `X | Y` or `Optional[X]`; a plain type is its own only one."""
+    """Return the members of `X | Y` or `Optional[X]`; for any other type, the type itself."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _union_members(get_args(annotation)[0])
@@ -387,7 +386,7 @@ def _did_you_mean(name: str, candidates: Iterable[str]) -> str:
 
 
 def _explain(error: PydanticValidationError, namespace: str) -> str:
-    """Say per bad field: flag spelling, the value given, and pydantic's reason."""
+    """Return, per bad field, the flag, the given value and pydantic's reason."""
     lines = []
     for problem in error.errors(include_url=False):
         path = ".".join(str(part) for part in problem["loc"])

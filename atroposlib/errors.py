@@ -1,15 +1,15 @@
-"""Every error this project raises on purpose, and the one place where a command turns them into an exit code.
+"""The errors this project raises on purpose, and their exit codes in commands.
 
     AtroposError
     |- ConfigError(ValueError)        a flag, a file or a constructor argument is wrong
-    |- GroupError(ValueError)         a scored group is malformed; carries a path: `sequences[2].masks`
-    |- HubError                       talking to the trajectory API
-    |  |- HubUnavailable              no answer, or 5xx: the same request may succeed later
-    |  `- HubRejected                 4xx: the same request will never succeed
-    |- EngineError                    talking to an inference server
-    |  |- EngineUnavailable           no answer, or 5xx
-    |  |- EngineRejected              4xx
-    |  `- EngineProtocolError         it answered something that cannot be used
+    |- GroupError(ValueError)         a scored group is malformed; names a path: `sequences[2].masks`
+    |- HubError                       a request to the trajectory API failed
+    |  |- HubUnavailable              no answer, 408, 425, 429 or 5xx: a retry may succeed
+    |  `- HubRejected                 other 4xx: a retry will not succeed
+    |- EngineError                    a request to an inference server failed
+    |  |- EngineUnavailable           no answer, 408, 425, 429 or 5xx: a retry may succeed
+    |  |- EngineRejected              other 4xx
+    |  `- EngineProtocolError         the answer cannot be used
     |- EnvError                       an environment broke its contract
     `- MissingDependency(ImportError) an extra is not installed
 
@@ -37,13 +37,13 @@ class GroupError(AtroposError, ValueError):
 
 
 class HubError(AtroposError):
-    """The conversation with the hub failed."""
+    """A request to the hub failed."""
 
 
 class HubUnavailable(HubError):
-    """The hub did not answer, or answered 5xx or "later"; the same request may succeed later.
+    """The hub did not answer, or answered with a transient status; a retry may succeed.
 
-    `retry_after_s` is how long the hub asks to wait; None when it does not say.
+    `retry_after_s` is the hub's Retry-After in seconds; None if it sent none.
     """
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
@@ -52,9 +52,9 @@ class HubUnavailable(HubError):
 
 
 class HubRejected(HubError):
-    """The hub refused the request (4xx); repeating it will not help.
+    """The hub refused the request (4xx); a retry will not succeed.
 
-    `status` is the HTTP status, `detail` the hub's own words.
+    `status` is the HTTP status, `detail` the body of the answer.
     """
 
     def __init__(self, message: str, *, status: int = 0, detail: str = "") -> None:
@@ -64,14 +64,14 @@ class HubRejected(HubError):
 
 
 class EngineError(AtroposError):
-    """The conversation with an inference server failed."""
+    """A request to an inference server failed."""
 
 
 class EngineUnavailable(EngineError):
-    """The engine did not answer, or answered 5xx or "later"; the same request may succeed later.
+    """The engine did not answer, or answered with a transient status; a retry may succeed.
 
-    `status` is the HTTP status, None without an answer. `retry_after_s` is how long the engine asks to wait; None when
-    it does not say.
+    `status` is the HTTP status, None without an answer. `retry_after_s` is the engine's Retry-After in seconds; None if
+    it sent none.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EngineRejected(EngineError):
 
 
 class EngineProtocolError(EngineError):
-    """The engine answered something that cannot be used, such as lengths that disagree."""
+    """The engine's answer cannot be used, for example because lengths disagree."""
 
 
 class EnvError(AtroposError):
@@ -99,7 +99,7 @@ class MissingDependency(AtroposError, ImportError):
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """Import `module`; if it is missing, raise `MissingDependency` naming the extra that holds it."""
+    """Import `module`; if it is missing, raise `MissingDependency` naming its extra."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as e:
@@ -127,7 +127,7 @@ def cli_boundary(main: Callable[[], int | None]) -> int:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Unwrap exception groups of one kind: the first leaf, preferring an absent engine."""
+    """Return the first leaf of an exception group, preferring `EngineUnavailable`; other errors unchanged."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     leaves = [cause_of(inner) for inner in error.exceptions]

@@ -1,7 +1,7 @@
-"""Request bodies of the servers of this package: read up to a size and a time, then decoded, or refused with a status.
+"""Read and decode request bodies with limits on size and time, for the proxy and the local engine.
 
-Whatever a client sends, the answer is 400, 408 or 413 and never a failure of the server. Proxy and local engine use it;
-each of them turns `BodyRefused` into its own form of error.
+A bad body raises `BodyRefused` (status 400, 408, 413, or 499 if the client disconnects), which each server turns into
+its own form of error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class BodyRefused(Exception):
-    """A body that is not read; `status` is the HTTP status, the message says why."""
+    """A refused body; `status` is the HTTP status, the message gives the reason."""
 
     def __init__(self, status: int, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -56,9 +56,9 @@ async def read_body(
 
 
 def decode_json(body: bytes, kind: type[T]) -> T:
-    """Decode a JSON body; an empty one is `{}`. Raises BodyRefused (400) for what is no JSON or nested too deeply.
+    """Decode a JSON body; an empty one is `{}`. Raises BodyRefused (400) for invalid JSON or too deep nesting.
 
-    `msgspec.ValidationError`, for JSON that is no `kind`, is left to the caller, who knows the fields.
+    Raises `msgspec.ValidationError` for JSON that is not a `kind`: the caller knows the fields.
     """
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
@@ -71,5 +71,5 @@ def decode_json(body: bytes, kind: type[T]) -> T:
 
 
 def too_deep() -> BodyRefused:
-    """Return the refusal of a body that this process cannot walk through."""
+    """Return the refusal of a body that exceeds the recursion limit."""
     return BodyRefused(400, "the body is nested too deeply", code="nested_too_deeply")

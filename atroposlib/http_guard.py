@@ -1,10 +1,9 @@
-"""Which requests a server that asks for no secret refuses: those that a web page in a person's browser sent.
+"""Detect requests that a web page in a browser sent, so that servers without authentication can refuse them.
 
-A page can make a browser on this machine send requests to a server on loopback. It cannot read the answers, but it
-need not. Two rules stop it: a request of another site is refused, and so is one whose Host is none of this machine's
-names (DNS rebinding: a name of the attacker resolves to 127.0.0.1). Hub, proxy and local engine use these functions.
-They are pure and know no framework; how an answer looks is the server's business. Programs send none of these headers
-but Host.
+A page can make a browser on this machine send requests to a server on loopback, even if it cannot read the answers.
+Two rules stop it: requests from another site are refused, and so are requests whose Host does not name this machine
+(DNS rebinding: the attacker's name resolves to 127.0.0.1). Of these headers, programs send only Host. Hub, proxy and
+local engine use these functions, which are pure and independent of the web framework.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from typing import TypeAlias
 from urllib.parse import urlsplit
 
 Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
-"""Header names and values as ASGI has them in `scope["headers"]`, in any case."""
+"""Header names and values as in ASGI's `scope["headers"]`; names in upper or lower case."""
 
 CROSS_SITE = "requests of web pages from other sites are refused"
-"""The answer to a request that `is_cross_site`."""
+"""Error message for a request that `is_cross_site`."""
 
 _OTHER_SITES = frozenset({"cross-site", "same-site"})
-"""Values of Sec-Fetch-Site for a page of another origin. "Same site" ignores the port: http://localhost:3000 may be
-anything."""
+"""Values of Sec-Fetch-Site for another origin. "same-site" ignores the port: any program may serve localhost:3000."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -57,9 +55,9 @@ def is_loopback_url(url: str) -> bool:
 
 
 def foreign_host(headers: Headers, *, server: str | None) -> str | None:
-    """Return the Host of a request to a loopback address when it does not name this machine, else None.
+    """Return the Host of a request to a loopback address if it does not name this machine, else None.
 
-    `server` is the address that the request arrived at, `scope["server"][0]`; None where it is unknown.
+    `server` is the address that the request was sent to, `scope["server"][0]`; None if unknown.
 
     >>> foreign_host([(b"host", b"evil.example:8000")], server="127.0.0.1")
     'evil.example:8000'
@@ -75,8 +73,8 @@ def foreign_host(headers: Headers, *, server: str | None) -> str | None:
 def is_cross_site(headers: Headers) -> bool:
     """Whether a web page of another origin sent a request.
 
-    Browsers say so in Sec-Fetch-Site; over plain HTTP to another machine, and in old ones, there is only Origin, which
-    must be the address that the request was sent to. A page that the server itself gave out is let in.
+    Browsers send Sec-Fetch-Site; old ones, and all over plain HTTP to another machine, send only Origin, which must
+    then match Host. Pages that the server itself served are accepted.
 
     >>> is_cross_site([(b"host", b"localhost:8000"), (b"origin", b"https://evil.example")])
     True
@@ -96,12 +94,12 @@ def is_cross_site(headers: Headers) -> bool:
 @functools.lru_cache(maxsize=256)
 def _names_this_machine(host: str) -> bool:
     name = _host_of(f"//{host}") or ""
-    # Debian gives a machine's own name the address 127.0.1.1.
+    # On Debian the machine's own name resolves to 127.0.1.1.
     return is_loopback(name) or name == socket.gethostname().lower()
 
 
 def _host_of(url: str) -> str | None:
     try:
         return urlsplit(url).hostname
-    except ValueError:  # brackets that do not match
+    except ValueError:  # unbalanced brackets
         return None

@@ -1,7 +1,7 @@
-"""When the same request is sent again: which answers allow it, and how long to wait before it.
+"""Retry rules: which statuses allow a retry, and how long to wait before it.
 
-The one set of statuses, the one reading of `Retry-After` and the one back-off, for clients of the hub, clients of
-engines and the trainer. It sends nothing and counts no attempts: each caller is the one owner of its retries.
+The only set of transient statuses, reader of `Retry-After` and back-off, for clients of the hub and of engines and for
+the trainer. Each caller sends and limits its own retries.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ TRANSIENT_4XX = frozenset({408, 425, 429})
 """Request timeout, too early, too many requests: the request itself is fine."""
 
 MAX_RETRY_AFTER_S = 60.0
-"""A peer's `Retry-After` is followed up to here."""
+"""Longest `Retry-After` that is obeyed."""
 
 
 def is_transient_status(status: int) -> bool:
-    """Return whether the same request may succeed later."""
+    """Whether the same request may succeed later."""
     return status >= 500 or status in TRANSIENT_4XX
 
 
 def read_retry_after(value: str | None) -> float | None:
-    """Return the seconds of a `Retry-After` header (a number or a date); None where there is no readable one."""
+    """Return the seconds of a `Retry-After` header (a number or a date); None if it is missing or unreadable."""
     if not value:
         return None
     try:
@@ -48,12 +48,12 @@ class Backoff:
     """Pauses since the last success."""
 
     def next(self, *, asked_s: float | None = None) -> float:
-        """Return the next pause in seconds; longer where the peer asks for it, up to `MAX_RETRY_AFTER_S`."""
+        """Return the next pause in seconds, at least `asked_s` (capped at `MAX_RETRY_AFTER_S`)."""
         longest = min(self.cap_s, self.first_s * 2.0 ** min(self.num_failed, 30))
         self.num_failed += 1
         pause_s = longest * (0.5 + 0.5 * self.rng.random())
         return max(pause_s, min(asked_s or 0.0, MAX_RETRY_AFTER_S))
 
     def reset(self) -> None:
-        """Begin again with the shortest pause: an attempt succeeded."""
+        """Restart with the shortest pause, after a success."""
         self.num_failed = 0

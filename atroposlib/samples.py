@@ -1,7 +1,7 @@
-"""Groups from the hub -> one record per sequence, for any trainer: the rule of advantages, which exists here alone.
+"""Groups from the hub -> one record per sequence, for any trainer. The only code that computes advantages.
 
-Numpy only; the arrays of a record are views into arrays of its group. `atroposlib.client` hands `samples` out;
-`example_trainer/data.py` makes its tensors of the same records. Knows no loss, no batch layout and no hub.
+Numpy only; the arrays of a record are views into arrays of its group. `atroposlib.client` exports `samples`;
+`example_trainer/data.py` makes its tensors from the same records. Loss and batch layout are the trainer's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, FloatArray, IntArray, ScoredGroup
 
 GroupBaseline = Literal["group", "rloo", "none"]
-"""What a score is compared with: the group's mean, the mean of the others, nothing."""
+"""Baseline of a score: the group's mean, the mean of the others, none."""
 
 
 class HasGroups(Protocol):
@@ -29,24 +29,24 @@ class HasGroups(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One sequence of T tokens. Position t of every array is about token t, which position t - 1 predicts."""
+    """One sequence of T tokens. Position t of every array describes token t, which position t - 1 predicts."""
 
     input_ids: IntArray
     """[T]"""
     completion_mask: NDArray[np.bool_]
-    """[T] True where the token is trained. Never at position 0, which nothing predicts."""
+    """[T] True where the token is trained. Never at position 0, which no position predicts."""
     sampled_logprobs: FloatArray
-    """[T] of each trained token under the policy that sampled it; anything but a log-probability elsewhere."""
+    """[T] logprob of each trained token under the policy that sampled it; undefined elsewhere."""
     advantages: FloatArray
     """[T] 0 where not trained; 1 where trained if the sequence is supervised."""
     policy_version: int | None
-    """The oldest policy version that sampled a token; None where the engine does not tell."""
+    """The oldest policy version that sampled a token; None if unknown."""
     score: float
-    """As the environment gave it."""
+    """The environment's score, unchanged."""
     is_supervised: bool
-    """Train by maximum likelihood (override `sft`): the tokens were not sampled, so there is no ratio."""
+    """Whether to train by maximum likelihood (override `sft`): the tokens were not sampled, so there is no ratio."""
     is_silenced: bool
-    """The environment set the advantage to zero (`set_advantage_to_zero`): no later normalisation may change it."""
+    """Whether the override `set_advantage_to_zero` is set: later normalisation must keep the advantage at zero."""
     group: int
     """Position of its group in the batch."""
 
@@ -54,8 +54,8 @@ class Sample:
 def samples(batch: HasGroups | Iterable[ScoredGroup]) -> list[Sample]:
     """Return the sequences of a `LeasedBatch`, or of groups, in order, with GRPO's advantages.
 
-    Sequences without a trained position are included, so that `len(samples(batch))` is what was sent. Raises
-    GroupError for a group without sampled logprobs, unless all its sequences are supervised.
+    Sequences without a trained position are included, so `len(samples(batch))` is the number sent. Raises GroupError
+    for a group without sampled logprobs, unless all its sequences are supervised.
 
     >>> from atroposlib.scored_data import Strictness, check_group
     >>> group = {"tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [1.0, 0.0]}
@@ -77,8 +77,8 @@ def group_samples(
 ) -> Iterator[Sample]:
     """Yield the group's sequences with advantages computed from `scores` (None: the group's own).
 
-    Token-level advantages of the group replace those of its scores. Supervised sequences and sequences without a
-    trained position (an answer without a score) take no part in the comparison.
+    Token-level advantages of the group replace those computed from scores. Supervised sequences and sequences without
+    a trained position (an answer without a score) are excluded from the baseline.
     """
     overrides = group.overrides or [{}] * group.num_sequences
     all_supervised = (group.group_overrides or {}).get("sft")
@@ -123,14 +123,14 @@ def group_samples(
 
 
 def completion_mask(group: ScoredGroup) -> NDArray[np.bool_]:
-    """Return [N], whether each token of the group is trained; the first of a sequence never is."""
+    """Return [N]: whether each token of the group is trained; the first of a sequence never is."""
     mask: NDArray[np.bool_] = group.masks != IGNORE_INDEX
     mask[group.offsets[:-1][group.lengths > 0]] = False
     return mask
 
 
 def num_trained(group: ScoredGroup, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return [S], how many tokens of each sequence are trained."""
+    """Return [S]: the number of trained tokens of each sequence."""
     before = np.concatenate([[0], np.cumsum(mask)])
     return np.diff(before[group.offsets])
 
@@ -138,11 +138,11 @@ def num_trained(group: ScoredGroup, mask: NDArray[np.bool_]) -> NDArray[np.int64
 def group_advantages(
     scores: FloatArray, *, baseline: GroupBaseline = "group", scale: bool = True
 ) -> FloatArray:
-    """Return a group's advantages: its scores against a baseline, divided by their standard deviation with `scale`.
+    """Return a group's advantages: scores minus a baseline, with `scale` divided by the standard deviation.
 
     "group": the mean, and the population std + 1e-4 (GRPO, arXiv 2402.03300; unscaled: Dr. GRPO, arXiv 2503.20783).
-    "rloo": the mean of the others (arXiv 2402.14740). "none": the scores. A group of one has nothing to be compared
-    with: its score is its advantage.
+    "rloo": the mean of the others (arXiv 2402.14740). "none": the scores, unscaled. In a group of one, the score is
+    the advantage.
 
     >>> group_advantages(np.array([1.0, 0.0, 0.5]), scale=False)
     array([ 0.5, -0.5,  0. ])
@@ -152,7 +152,7 @@ def group_advantages(
     if len(scores) <= 1 or baseline == "none":
         return scores.astype(np.float64)
     if scores.min() == scores.max():
-        return np.zeros(len(scores))  # exactly: their mean is rounded
+        return np.zeros(len(scores))  # exact zeros: the mean is rounded
     centred: FloatArray = scores - scores.mean()
     if baseline == "rloo":
         centred = centred * (len(scores) / (len(scores) - 1))

@@ -1,10 +1,10 @@
-"""One group of scored sequences: the dict that authors write and the checked form that everything else reads.
+"""One group of scored sequences: the dict that authors write and the checked form that all other code reads.
 
-This module is the only code in the project that says which lengths and values of tokens, masks, logprobs, advantages,
-scores and distillation arrays are right: `check_group` for dicts, `check_arrays` for a packed group that need not be
-built. There are three gates: the environment's outbox and the trainer's client (`Strictness.MEANING`), and the hub
-(`MEANING` for packed groups, `Strictness.WIRE` for JSON). After the gate, alignment is a fact: the checked form keeps
-every per-token array flat, as long as `tokens`, and cut by the same `lengths`.
+Only this module checks lengths and values of tokens, masks, logprobs, advantages, scores and distillation arrays:
+`check_group` for dicts, `check_arrays` for packed groups without building them. There are three gates: the
+environment's outbox and the trainer's client (`Strictness.MEANING`), and the hub (`MEANING` for packed groups,
+`Strictness.WIRE` for JSON). In the checked form, every per-token array is flat, as long as `tokens`, and split by the
+same `lengths`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ IGNORE_INDEX: Final = -100
 """Mask value of a position that is not trained (the label convention of torch's cross entropy)."""
 
 MASKED_LOGPROB: Final = 1.0
-"""`inference_logprobs` value at masked positions: an impossible log-probability, so it cannot pass for a real one."""
+"""`inference_logprobs` value at masked positions: an impossible log-probability, so it cannot be mistaken for one."""
 
 MAX_TOKEN_ID: Final = 2**31 - 1
 MAX_GROUP_ID_CHARS: Final = 128
 
 LOGPROB_TOLERANCE: Final = 1e-4
-"""How far above 0 a sampled log-probability may lie: float32 log-softmax of a near-certain token rounds upwards."""
+"""Largest accepted sampled log-probability: float32 log-softmax of a near-certain token may round above 0."""
 
 WIRE_KEYS: Final = (
     "tokens",
@@ -50,7 +50,7 @@ WIRE_KEYS: Final = (
     "distill_token_ids",
     "distill_logprobs",
 )
-"""The fourteen keys of a group in JSON, in the order in which the hub hands them out."""
+"""The fourteen keys of a group in JSON, in the hub's order."""
 
 PER_TOKEN_FIELDS: Final = ("advantages", "ref_logprobs", "inference_logprobs")
 LOGPROB_FIELDS: Final = ("ref_logprobs", "inference_logprobs")
@@ -62,12 +62,12 @@ FloatArray = NDArray[np.float64]
 
 
 class Ragged(NamedTuple):
-    """Lists of numbers laid end to end: list i is `lengths[i]` of the `values`."""
+    """Concatenated lists of numbers: list i is the next `lengths[i]` of the `values`."""
 
     values: NDArray[Any]
     """[sum(lengths)]"""
     lengths: NDArray[Any]
-    """integers"""
+    """[num_lists] integers"""
 
     def to_lists(self) -> list[list[Any]]:
         """Return the lists as plain Python.
@@ -81,7 +81,7 @@ class Ragged(NamedTuple):
 
 
 class RaggedPerToken(NamedTuple):
-    """One list of numbers per token: `entries` holds the list of every token, `lengths` cuts them into sequences."""
+    """One list of numbers per token: `entries` holds the list of every token, `lengths` splits them into sequences."""
 
     entries: Ragged
     lengths: NDArray[Any]
@@ -129,10 +129,10 @@ class ScoredDataItem(TypedDict, total=False):
 
 
 class Strictness(enum.Enum):
-    """How much a gate asks of a group."""
+    """What a gate checks."""
 
     WIRE = "wire"
-    """Shapes, types, ranges and finiteness; what passes is handed on exactly as it came (JSON at the hub)."""
+    """Shapes, types, ranges and finiteness; groups that pass are forwarded unchanged (JSON at the hub)."""
 
     MEANING = "meaning"
     """Also: masks are labels and sampled logprobs are log-probabilities (our environments and trainer, packed groups at
@@ -152,7 +152,7 @@ class SequenceView(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredGroup:
-    """A group that passed `check_group`. S sequences with N tokens in all; build it only through the gate or `wire`."""
+    """A group that passed `check_group`: S sequences with N tokens in total. Built only by the gate or `wire`."""
 
     lengths: IntArray
     """[S] tokens per sequence."""
@@ -169,7 +169,7 @@ class ScoredGroup:
     advantages: FloatArray | None = None
     """[N] token-level advantages that replace those computed from scores."""
     sequence_advantages: FloatArray | None = None
-    """[S] where the sender gave one advantage per sequence: `advantages` repeats it for each token of the sequence."""
+    """[S] if the sender gave one advantage per sequence: `advantages` repeats it for each of its tokens."""
     distill_token_ids: Ragged | None = None
     """N lists: the ids a teacher proposes for each token."""
     distill_logprobs: Ragged | None = None
@@ -181,11 +181,11 @@ class ScoredGroup:
     images: Any = None
     env_id: int | None = None
     group_id: str | None = None
-    """Chosen by the sender; the hub stores a group id once, however often it arrives."""
+    """Chosen by the sender; the hub stores each group id only once."""
     policy_version: int | None = None
-    """The oldest policy version that sampled a token of this group; None where the engine does not tell."""
+    """The oldest policy version that sampled a token of this group; None if unknown."""
     empty_fields: frozenset[str] = frozenset()
-    """Optional per-sequence fields that came as `[]`, which is not the same JSON as null."""
+    """Optional per-sequence fields that were sent as `[]` rather than null."""
     repairs: tuple[str, ...] = ()
     """What the gate reinterpreted, for the caller to count: `binary_masks`."""
 
@@ -204,7 +204,7 @@ class ScoredGroup:
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """[S + 1] where each sequence starts in the flat arrays; the last entry is N."""
+        """[S + 1] start of each sequence in the flat arrays; the last entry is N."""
         out = np.zeros(len(self.lengths) + 1, dtype=np.int64)
         np.cumsum(self.lengths, out=out[1:])
         return out
@@ -262,7 +262,7 @@ class ScoredGroup:
 
 
 class Origin(NamedTuple):
-    """Who sent a group, and which one it is; fields of `ScoredGroup`."""
+    """Sender, id and policy version of a group; fields of `ScoredGroup`."""
 
     env_id: int | None
     group_id: str | None
@@ -350,10 +350,10 @@ def check_arrays(
     per_token: Mapping[str, NDArray[Any]],
     origin: Mapping[str, Any],
 ) -> Origin:
-    """Check under `Strictness.MEANING` a group of nothing but numbers, where they lie: no `ScoredGroup` is made.
+    """Check the numbers of a group under `Strictness.MEANING` without building a `ScoredGroup`.
 
-    `lengths` is [S], `scores` one number per sequence; the other arrays are [sum(lengths)], as the caller has checked.
-    Raises the `GroupError` of `check_group`.
+    `lengths` and `scores` are [S]; the caller has checked that the other arrays are [sum(lengths)]. Raises the
+    `GroupError` of `check_group`.
     """
     fail = _Failure()
     _check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token, fail=fail)
@@ -363,7 +363,7 @@ def check_arrays(
 
 
 class _Failure:
-    """Builds `GroupError`s that end with the environment's name."""
+    """Builds `GroupError`s that end with the environment's name, if known."""
 
     def __init__(self, environment: str | None = None) -> None:
         self._suffix = "" if environment is None else f" (environment {environment!r})"
@@ -406,7 +406,7 @@ def _array(row: Any, path: str, fail: _Failure) -> NDArray[Any]:
 
 
 def _int_rows(value: Any, name: str, fail: _Failure) -> Ragged:
-    """Return the rows of `value` laid end to end, in an integer type that holds them."""
+    """Return the rows of `value` concatenated, in an integer type that holds them."""
     if isinstance(value, Ragged):
         if value.values.size and value.values.dtype.kind not in "iu":
             raise fail(name, f"expected integers, got {value.values.dtype} values")
@@ -482,7 +482,7 @@ def _per_token_floats(
 def _sequence_advantages(
     group: Mapping[str, Any], num_sequences: int, fail: _Failure
 ) -> FloatArray | None:
-    """Return `advantages` if they are one number per sequence."""
+    """Return `advantages` if they are one number per sequence, else None."""
     rows = group.get("advantages")
     if not isinstance(rows, list | tuple | np.ndarray) or isinstance(rows, Ragged) or not len(rows):
         return None
@@ -542,7 +542,7 @@ def _optional_int(group: Mapping[str, Any], name: str, fail: _Failure) -> int | 
 
 
 def _check_origin(group: Mapping[str, Any], fail: _Failure) -> Origin:
-    """Check who sent a group, and which one it is."""
+    """Check and return the sender, id and policy version of a group."""
     group_id = group.get("group_id")
     if group_id is not None and not (
         isinstance(group_id, str) and 0 < len(group_id) <= MAX_GROUP_ID_CHARS
@@ -691,7 +691,7 @@ def _check_meaning(
     per_token: Mapping[str, NDArray[Any]],
     fail: _Failure,
 ) -> None:
-    """Check what `Strictness.MEANING` asks of a group beside its masks; `trained` is [N], as each of `per_token`."""
+    """Check what `Strictness.MEANING` requires besides masks; `trained` and each of `per_token` are [N]."""
     if not len(lengths):
         raise fail("tokens", "the group has no sequences")
     for name in LOGPROB_FIELDS:
@@ -706,7 +706,7 @@ def _check_meaning(
 
 
 def read_meaning(group: ScoredGroup, fail: _Failure | None = None) -> ScoredGroup:
-    """Return a group that passed `Strictness.WIRE` as `Strictness.MEANING` reads it, or raise `GroupError`."""
+    """Apply `Strictness.MEANING` to a group that passed `Strictness.WIRE`, or raise `GroupError`."""
     fail = fail or _Failure()
     labels, repairs = _read_labels(group, fail)
     fields = {name: getattr(group, name) for name in LOGPROB_FIELDS}

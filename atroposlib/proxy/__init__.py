@@ -1,8 +1,8 @@
-"""The parts of the proxy: `routes` over `sessions` over `ManagedServer`, and one module per API that agents speak.
+"""The proxy for agents that know only a base URL: `routes` over `sessions` over `ManagedServer`.
 
-`managed_server_proxy.create_app` puts them behind HTTP. A dialect (`chat`, `completions`, `responses`, `messages`) is
-two pure translations: a request body to a `turn.Ask`, a `turn.Answer` to a response body or to server-sent events.
-None of them sees tokens; `sessions.Session` alone talks to the managed server.
+`command.create_app` makes the HTTP application. Each dialect (`chat`, `completions`, `responses`, `messages`) is two
+pure translations: request body -> `turn.AgentRequest`, `turn.AgentAnswer` -> response body or server-sent events.
+Only `sessions.Session` handles tokens and calls the managed server.
 """
 
 __all__ = [

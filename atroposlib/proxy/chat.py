@@ -25,7 +25,7 @@ class StreamOptions(AgentBody):
 
 
 class Sampling(AgentBody):
-    """How to sample; shared with text completions. None means not given."""
+    """Sampling parameters, shared with text completions. None means not given."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -45,10 +45,10 @@ class Sampling(AgentBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     split: Literal["train", "eval"] = "train"
-    """Ours: which budget of the engine the request counts against."""
+    """Not OpenAI's: the engine budget that the request counts against."""
 
     def sampling(self) -> dict[str, Any]:
-        """Return what was given, under the engine's names."""
+        """Return the given parameters under the engine's names."""
         given = {name: getattr(self, name) for name in ENGINE_NAMES}
         if self.response_format is not None and self.response_format.get("type") != "text":
             given["response_format"] = self.response_format
@@ -79,9 +79,9 @@ ENGINE_NAMES = (
 
 
 DISTRIBUTION_KEPT = frozenset({"max_tokens", "stop", "stop_token_ids"})
-"""What may be said about sampling without changing the distribution that tokens are drawn from. An engine reports
-logprobs of the model's own distribution: under filters, penalties, a bias, a forced minimum length or a forced format
-they are not those of the draw. With a fixed seed all members of a group are the same."""
+"""Parameters that do not change the distribution that tokens are drawn from. Engines report logprobs of the model's own
+distribution: under filters, penalties, a bias, a minimum length or a forced format, tokens are drawn from another one.
+With a fixed seed, all sequences of a group are equal."""
 
 
 _TAKEN_NAMES = frozenset(
@@ -103,7 +103,7 @@ _TAKEN_NAMES = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Parameters of `apply_chat_template`: what they are is not the agent's to say."""
+"""Parameters of `apply_chat_template` that the agent must not set."""
 
 
 class AgentChatBody(Sampling):
@@ -117,11 +117,11 @@ class AgentChatBody(Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Not OpenAI's but vLLM's: variables of the chat template, such as `enable_thinking`."""
+    """vLLM's extension: variables of the chat template, such as `enable_thinking`."""
 
 
 def read(body: AgentChatBody) -> AgentRequest:
-    """Translate a request. Raises ProxyError for what cannot be answered as asked."""
+    """Translate a request. Raises ProxyError for unsupported parameters."""
     if body.functions:
         raise invalid("functions are deprecated; describe them as tools", param="functions")
     if body.top_logprobs:

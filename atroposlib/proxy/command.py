@@ -1,10 +1,10 @@
-"""The proxy for agents that were not written for us: a session is an endpoint as OpenAI's and Anthropic's SDKs know it.
+"""The proxy for agents that know only a base URL: a session is an endpoint for OpenAI's and Anthropic's SDKs.
 
     python -m atroposlib.proxy.command --config proxy.json --port 9100
 
 A session's URL is `http://host:port/<uuid>/v1`; agents that take only a key use `http://host:port/v1` with the uuid as
-API key. Anyone who knows a uuid may use that session; opening, listing and `/setup` need the token where there is one.
-`create_app` makes the application, `main` is the command. Tokens are the business of `ManagedServer`, not of this file.
+API key. Anyone who knows a uuid may use that session; opening, listing and `/setup` need the token if one is set.
+`create_app` makes the application, `main` is the command.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def create_app(
 ) -> Starlette:
     """Return the proxy's ASGI application; its `Sessions` are `app.state.sessions`.
 
-    `token` guards opening, listing and `/setup`; without one they are open to anyone who reaches the port. A private
-    proxy has no such routes, nor those for a session's sequences: its sessions are opened, read and closed in this
-    process. The manager stays the caller's to close.
+    `token` guards opening, listing and `/setup`; without one, anyone who reaches the port may use them. A private
+    proxy has no such routes and none for a session's sequences: its sessions are opened, read and closed in this
+    process. The caller closes the manager.
     """
     if getattr(server_manager, "use_proxy", False):
-        raise ConfigError("a proxy cannot stand on a proxy; unset proxy_url and ATROPOS_PROXY_URL")
+        raise ConfigError("a proxy cannot use a proxy; unset proxy_url and ATROPOS_PROXY_URL")
     sessions = Sessions(
         server_manager, tokenizer, model_name=model_name, limits=limits, clock=clock
     )
@@ -84,20 +84,20 @@ class ProxyConfig(Engines):
     port: int = Field(default=9100, ge=0, le=65535, description="0 takes a free port")
     token: SecretStr | None = Field(
         default=None,
-        description=f"Needed to open sessions; better in {TOKEN_VARIABLE}, which no process list shows",
+        description=f"Required to open sessions; safer in {TOKEN_VARIABLE}, which process lists do not show",
     )
     insecure: bool = Field(
-        default=False, description="Let other machines open sessions although there is no token"
+        default=False, description="Let other machines open sessions without a token"
     )
     max_sessions: int = Field(default=SessionLimits().max_sessions, ge=1)
     max_nodes: int = Field(
         default=SessionLimits().max_nodes, ge=1, description="Token sequences of one session"
     )
     idle_s: float = Field(
-        default=SessionLimits().idle_s, gt=0, description="Unused sessions end after this long"
+        default=SessionLimits().idle_s, gt=0, description="Seconds until an unused session expires"
     )
     life_s: float = Field(
-        default=SessionLimits().life_s, gt=0, description="Sessions end after this long"
+        default=SessionLimits().life_s, gt=0, description="Seconds until any session expires"
     )
 
 

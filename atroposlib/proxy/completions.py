@@ -1,5 +1,5 @@
-"""OpenAI's text completions: `POST .../v1/completions`. The prompt is text; a prompt that goes on where an earlier
-one and its answer ended continues that sequence."""
+"""OpenAI's text completions: `POST .../v1/completions`. A prompt that begins with an earlier prompt and its answer
+continues that sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AgentCompletionBody(Sampling):
 
 
 def read_prompt(body: AgentCompletionBody) -> str:
-    """Return the prompt. Raises ProxyError for what cannot be answered as asked."""
+    """Return the prompt. Raises ProxyError for unsupported parameters."""
     if body.echo or body.suffix or (body.best_of or 1) > (body.n or 1):
         raise invalid("echo, suffix and best_of are not supported", param="prompt")
     if (body.logprobs or 0) > 1:
@@ -32,7 +32,7 @@ def read_prompt(body: AgentCompletionBody) -> str:
         return body.prompt
     if len(body.prompt) == 1 and isinstance(body.prompt[0], str):
         return body.prompt[0]
-    raise invalid("prompt must be one text; send several as requests of their own", param="prompt")
+    raise invalid("prompt must be one text; send one request per prompt", param="prompt")
 
 
 def write(answer: AgentAnswer) -> dict[str, Any]:

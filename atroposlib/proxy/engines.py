@@ -1,4 +1,4 @@
-"""Which engines a proxy talks to: its configuration file and the body of `/setup`."""
+"""The engines of a proxy: its configuration file and the body of `/setup`."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ class Engines(AgentBody):
                 for entry in self.servers
             ]
         )
-        manager.proxy_url = None  # ATROPOS_PROXY_URL is for environments; this is the proxy
+        manager.proxy_url = None  # ignore ATROPOS_PROXY_URL: it is meant for environments
         return manager

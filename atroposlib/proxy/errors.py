@@ -1,7 +1,7 @@
 """Every failure as an HTTP status and an error body that SDKs understand.
 
-`error_for` decides once for all routes: what the client can change is 400, an engine that may recover is 503 (SDKs
-retry it), one that answered nonsense is 502. Agents look for `context_length_exceeded` to shorten their history.
+`error_for` decides for all routes: 400 for what the client can change, 503 for an engine that may recover, 502 for an
+unusable answer. Agents look for `context_length_exceeded` to shorten their history.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _TOO_LONG = re.compile(
     r"|maximum input length|fit into the model|context window",
     re.IGNORECASE,
 )
-"""How vLLM, SGLang and the local engine say that a prompt is too long."""
+"""Messages of vLLM, SGLang and the local engine about a prompt that is too long."""
 
 _OWN_FAULTS = frozenset({401, 403, 404, 405})
 """Refusals of an engine that concern the proxy's key, model name or route, not the agent's request."""
 
 
 class ProxyError(Exception):
-    """A request that is not answered."""
+    """A request that is answered with an error body."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
 
 
 def too_long(message: str) -> ProxyError:
-    """Return the 400 that agents take as "shorten the conversation"."""
+    """Return the 400 that makes agents shorten the conversation."""
     return invalid(message, param="messages", code="context_length_exceeded")
 
 
 def error_for(error: Exception) -> ProxyError | None:
-    """Return a client's view of an error; None for a bug here."""
+    """Return the error that the client sees; None for a bug of the proxy."""
     if isinstance(error, ProxyError):
         return error
     if isinstance(error, RecursionError):

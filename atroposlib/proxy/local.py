@@ -1,4 +1,4 @@
-"""Serve an application on this machine's loopback, from within the running event loop and without touching signals."""
+"""Serve an application on loopback, in the running event loop and without signal handlers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 KEEP_ALIVE_S = 120
-"""Longer than clients keep idle connections, so that they end them: a call must not meet the server's close."""
+"""Longer than clients keep idle connections, so that the server never closes one that a client is about to use."""
 _SHUTDOWN_S = 1
-"""How long requests that are being answered may take at the end."""
+"""How long requests in flight may take at shutdown."""
 
 
 class LocalServer(uvicorn.Server):
-    """uvicorn that leaves the process's signal handlers alone and says when it listens."""
+    """uvicorn without signal handlers; `ready` is set once it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -33,13 +33,13 @@ class LocalServer(uvicorn.Server):
         self.ready.set()
 
     def stop(self) -> None:
-        """End serving; requests that are being answered get a moment."""
+        """Stop serving; requests in flight have until the graceful shutdown timeout."""
         self.should_exit = True
 
 
 @asynccontextmanager
 async def serve_locally(app: ASGIApp) -> AsyncIterator[str]:
-    """Serve `app` on a free port of 127.0.0.1 and yield its URL, without a slash at the end."""
+    """Serve `app` on a free port of 127.0.0.1 and yield its URL, without a trailing slash."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     server = LocalServer(
         uvicorn.Config(

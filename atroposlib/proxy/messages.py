@@ -1,7 +1,7 @@
 """Anthropic's Messages API: `POST .../v1/messages` and `.../count_tokens`.
 
-Blocks become messages: tool results are messages of their own before the user's text, thinking is dropped, images and
-documents are refused. Unlike there, answers are never constrained, so `tool_choice` "any" is as "auto".
+Blocks become messages: tool results become messages before the user's text, thinking is dropped, images and documents
+are refused. Unlike Anthropic's API, answers are never constrained, so `tool_choice` "any" means "auto".
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MessagesBody(AgentBody):
 
 
 def read(body: MessagesBody) -> AgentRequest:
-    """Translate a request. Raises ProxyError for what cannot be answered as asked."""
+    """Translate a request. Raises ProxyError for unsupported content."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": text_content(body.system, where="system")})
@@ -87,8 +87,8 @@ def _messages_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]
         elif kind not in ("thinking", "redacted_thinking"):
             texts.append(text_content([block], where=at))
     if role == "assistant":
-        said: dict[str, Any] = {"role": role, "content": "".join(texts)}
-        return [{**said, "tool_calls": calls} if calls else said]
+        answer: dict[str, Any] = {"role": role, "content": "".join(texts)}
+        return [{**answer, "tool_calls": calls} if calls else answer]
     return results + ([{"role": role, "content": "".join(texts)}] if texts else [])
 
 

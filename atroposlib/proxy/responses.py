@@ -1,7 +1,7 @@
 """OpenAI's Responses API: `POST .../v1/responses`.
 
-Items become messages: a function call joins the assistant message before it, so that what one sampled turn was split
-into comes back as that turn. `previous_response_id` works within a session, whose `History` remembers conversations.
+Items become messages: a function call joins the assistant message before it, so that the items of one sampled turn
+become that turn again. `previous_response_id` works within a session, whose `History` stores conversations.
 Reasoning items are dropped; built-in tools, images and files are refused.
 """
 
@@ -48,7 +48,7 @@ class ResponsesBody(AgentBody):
 
 
 def read(body: ResponsesBody, history: History) -> tuple[AgentRequest, list[dict[str, Any]]]:
-    """Translate a request; the second value is the conversation to remember, without instructions."""
+    """Translate a request; the second value is the conversation to store, without instructions."""
     if body.background:
         raise invalid("background responses are not supported", param="background")
     earlier: list[dict[str, Any]] = []
@@ -75,7 +75,7 @@ def read(body: ResponsesBody, history: History) -> tuple[AgentRequest, list[dict
     if not isinstance(text_format, Mapping):
         raise invalid("text.format must be an object", param="text.format")
     if text_format.get("type") != "text":
-        # The same thing under the name and in the shape of chat completions.
+        # Converted to the form of chat completions.
         inner = {key: value for key, value in text_format.items() if key != "type"}
         sampling["response_format"] = {
             "type": text_field(text_format, "type", "text.format"),
@@ -91,7 +91,7 @@ def read(body: ResponsesBody, history: History) -> tuple[AgentRequest, list[dict
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one message per item, reasoning left out."""
+    """Return one message per item, without reasoning."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         where = f"input[{i}]"
@@ -110,7 +110,7 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             call_id = text_field(item, "call_id", where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind != "reasoning":
-            raise invalid(f"{where} is an item of type {kind!r}, not known here", param=where)
+            raise invalid(f"{where} is an item of unsupported type {kind!r}", param=where)
     return messages
 
 
@@ -152,7 +152,7 @@ def _tool_choice(choice: Any) -> Any:
 def remember(
     history: History, answer: AgentAnswer, conversation: list[dict[str, Any]], *, at_most: int
 ) -> None:
-    """Keep a conversation under its response's id, and forget the oldest beyond `at_most`."""
+    """Store a conversation under its response's id, and drop the oldest beyond `at_most`."""
     message = {**answer.choices[0].message(), "content": answer.choices[0].content or ""}
     history[f"resp_{answer.id}"] = [*conversation, message]
     while len(history) > at_most:

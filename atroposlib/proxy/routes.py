@@ -1,7 +1,7 @@
-"""The proxy's endpoints: who may call them, what is read, what is answered.
+"""The proxy's endpoints: permissions, requests and responses.
 
-A handler translates between HTTP and a `Session` and holds no state; the translation itself is in the dialects. Every
-failure, bugs included, becomes an error body in the form of the API that was called. Called by `create_app`.
+A handler passes requests from HTTP to a `Session` and holds no state; the dialects translate. Every failure, bugs
+included, becomes an error body in the form of the API that was called. Called by `create_app`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ B = TypeVar("B", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 
 THREAD_FROM_BYTES = 256 * 1024
-"""Bodies larger than this are read off the event loop: a millisecond of work."""
+"""Larger bodies are decoded off the event loop: that takes over a millisecond."""
 DROPPED_HEADER = "X-Atropos-Dropped"
-"""Of an answer: the sampling parameters of the request that were not used."""
+"""Response header: the sampling parameters of the request that were not used."""
 
 
 class NewSession(AgentBody):
-    """The body of `/sessions/create`; all but the first three are not the original's."""
+    """The body of `/sessions/create`; the original has only the first three fields."""
 
     tool_parser: str | None = DEFAULT_TOOL_PARSER
     track_tree: bool = False
@@ -64,17 +64,17 @@ class NewSession(AgentBody):
 
 
 class Routes:
-    """The handlers. Each returns a response or raises; `_guarded` turns what was raised into an error body."""
+    """The handlers. Each returns a response or raises; `_route` turns exceptions into error bodies."""
 
     def __init__(self, sessions: Sessions, *, token: str | None, is_private: bool) -> None:
         self._sessions = sessions
         self._token = token
         self._is_private = is_private
         self._own_managers: list[ServerManager] = []
-        """Made by `/setup`; earlier ones still serve the sessions that were opened on them."""
+        """Created by `/setup`; earlier ones still serve the sessions that were opened on them."""
 
     def table(self) -> list[Route]:
-        """Return every route; of a private proxy those that an agent needs, all of them for its own session."""
+        """Return every route; for a private proxy, only those that an agent needs for its own session."""
         table = []
         for prefix in ("", "/{uuid}"):
             table += [
@@ -102,12 +102,12 @@ class Routes:
         ]
 
     async def close(self) -> None:
-        """Close all sessions, and the managers made by `/setup`."""
+        """Close all sessions, and the managers created by `/setup`."""
         await self._sessions.close_all()
         for manager in self._own_managers:
             await manager.close()
 
-    # Looking and control.
+    # Information and control.
 
     async def _health(self, request: Request) -> Response:
         await self._sessions.expire()
@@ -126,7 +126,7 @@ class Routes:
         return _json({"object": "list", "data": [self._card()]})
 
     async def _model(self, request: Request) -> Response:
-        # Whatever agents call their model, it is this one.
+        # Any model name that an agent uses means this model.
         return _json(self._card())
 
     def _card(self) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class Routes:
 
     async def _nodes(self, request: Request) -> Response:
         session = await self._owned(request)
-        # Up to megabytes of numbers: not on the event loop.
+        # Up to megabytes of numbers, so encoded off the event loop.
         return await asyncio.to_thread(_json, {"nodes": list(map(dict, session.nodes()))})
 
     async def _forget(self, request: Request) -> Response:
@@ -285,14 +285,14 @@ class Routes:
         await self._sessions.close(session.uuid)
         return _json({"status": "deleted", "uuid": session.uuid})
 
-    # Who, and what.
+    # Permissions and bodies.
 
     def _control(self, handler: Handler) -> Handler:
         async def checked(request: Request) -> Response:
             if self._token is not None and not _same(_key(request), self._token):
                 raise ProxyError(
                     401,
-                    "this needs the proxy's token: Authorization: Bearer TOKEN",
+                    "the proxy's token is required: Authorization: Bearer TOKEN",
                     type="authentication_error",
                     code="invalid_api_key",
                 )
@@ -305,14 +305,14 @@ class Routes:
         if uuid is None or (self._token is not None and _same(uuid, self._token)):
             raise ProxyError(
                 401,
-                "which session? Use its URL, http://.../<uuid>/v1, or its uuid as the API key",
+                "the request names no session: use its URL, http://.../<uuid>/v1, or its uuid as the API key",
                 type="authentication_error",
                 code="invalid_api_key",
             )
         return await self._sessions.get(uuid)
 
     async def _owned(self, request: Request) -> Session:
-        """Return the session of a request about its sequences, which the agent in it may not make."""
+        """Return the session of a request for its sequences; its agent, without the owner key, is refused."""
         session = await self._session(request)
         key = session.options.owner_key
         if key is not None and not _same(request.headers.get(OWNER_HEADER), key):
@@ -325,7 +325,7 @@ class Routes:
         return session
 
     async def _body(self, request: Request, model: type[B]) -> B:
-        """Read a JSON body into `model`. Raises BodyRefused for one that is too large or no JSON."""
+        """Read a JSON body into `model`. Raises BodyRefused for one that is too large or not JSON."""
         body = await read_body(request.receive, max_bytes=self._sessions.limits.max_body_bytes)
         if len(body) < THREAD_FROM_BYTES:
             return _parse(body, model)
@@ -349,7 +349,7 @@ class Routes:
         return Route(path, endpoint, methods=[method])
 
     def _check_web(self, request: Request) -> None:
-        """Refuse what a web page made a browser on this machine send."""
+        """Refuse requests that a web page made a browser on this machine send."""
         headers, server = request.scope["headers"], request.scope.get("server")
         if is_cross_site(headers):
             raise ProxyError(403, CROSS_SITE)
@@ -359,7 +359,7 @@ class Routes:
         if host is not None:
             raise ProxyError(
                 403,
-                f"this proxy has no token and serves its own machine, which {host!r} does not name; call it as"
+                f"a proxy without a token serves only its own machine, which {host!r} does not name; call it as"
                 " localhost, or start it with a token",
             )
 
@@ -375,7 +375,7 @@ def _refusal(request: Request, error: ProxyError) -> Response:
     is_anthropic = "/v1/messages" in request.url.path
     body = error.anthropic_body() if is_anthropic else error.openai_body()
     answer = _json(body, status=error.status)
-    # The proxy's own client has retried already. The SDKs of OpenAI and Anthropic obey this.
+    # The proxy has retried already. The SDKs of OpenAI and Anthropic obey this header.
     answer.headers["x-should-retry"] = "false"
     if error.retry_after_s is not None:
         answer.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
@@ -389,7 +389,7 @@ async def no_route(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request) -> None:
-    """Return when the client has closed its connection; its body has been read."""
+    """Return when the client has closed its connection; call after the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

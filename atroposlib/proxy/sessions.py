@@ -1,9 +1,9 @@
-"""Sessions: one conversation state (`ManagedServer`) per agent, reached by an identifier that cannot be guessed.
+"""Sessions: one conversation state (`ManagedServer`) per agent, addressed by an identifier that cannot be guessed.
 
-`Sessions` opens, finds, expires and closes them; time comes from its clock. `Session` asks the engine and keeps the
-token sequences. Invariant: what `nodes` returns is what the engine sampled and what a client was given: an answer that
-could not be written, or whose client disconnected before it was there, is not kept. The HTTP side is
-`managed_server_proxy`; `AgentEnv` uses `Sessions` directly.
+`Sessions` opens, finds, expires and closes them, by its own clock. `Session` calls the engine and keeps the token
+sequences. Invariant: `nodes` returns what the engine sampled and a client received. An answer that could not be
+written, or whose client disconnected before it was complete, is not kept. `routes` serves sessions over HTTP;
+`AgentEnv` uses `Sessions` directly.
 """
 
 from __future__ import annotations
@@ -44,53 +44,53 @@ T = TypeVar("T")
 
 DEFAULT_TOOL_PARSER = "hermes"
 _NUM_REMEMBERED = 10_000
-"""Expired sessions that are still answered with 410; older ones are unknown."""
+"""Expired sessions that are answered with 410; older ones are unknown (404)."""
 
 _ANSWERS: ContextVar[list[TokenCompletions] | None] = ContextVar("_ANSWERS", default=None)
-"""What the engine answered within the current call."""
+"""The engine's answers within the current call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """What one proxy allows."""
+    """Limits of one proxy."""
 
     max_sessions: int = 10_000
     max_nodes: int = 1_000
     """Token sequences of one session."""
     max_body_bytes: int = MAX_BODY_BYTES
     idle_s: float = 3600.0
-    """A session that was not used for this long is gone, with its sequences."""
+    """A session that is unused for this long expires, with its sequences."""
     life_s: float = 24 * 3600.0
-    """A session is gone this long after it was opened, used or not."""
+    """A session expires this long after it was opened, used or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """What the opener of a session decides and the agent cannot change."""
+    """Options set by the opener of a session, which the agent cannot change."""
 
     tool_parser: str | None = DEFAULT_TOOL_PARSER
     track_tree: bool = False
     base_url: str | None = None
-    """Which engine; None: the least loaded."""
+    """The engine; None: the least loaded."""
     max_tokens: int = 1024
-    """Of one answer, where the agent does not say."""
+    """Of one answer, unless the agent sets it."""
     max_context_tokens: int | None = None
-    """Prompt and answer together; a longer prompt is refused as too long. None: whatever the engine takes."""
+    """Prompt and answer together; a longer prompt is refused as too long. None: the engine's limit."""
     sampling: Mapping[str, Any] | None = None
-    """Replaces what the agent asks for, such as {"temperature": 1.0}."""
+    """Overrides the agent's sampling parameters, such as {"temperature": 1.0}."""
     needs_tokens: bool = True
-    """Refuse an API without token ids. False: use it without sequences, to evaluate it."""
+    """Whether to refuse an API without token ids. False: use it without sequences, for evaluation."""
     split: str | None = None
-    """Budget of the engine: train or eval; None: what the request says."""
+    """Budget of the engine: train or eval; None: the request's."""
     keeps_distribution: bool = False
-    """Drop what the agent says about sampling, DISTRIBUTION_KEPT excepted, so that logprobs are those of the draw."""
+    """Whether to drop the agent's sampling parameters outside DISTRIBUTION_KEPT, so that logprobs are exact."""
     owner_key: str | None = None
-    """Needed to read, drop or close the sequences, so that the agent, who has the uuid, cannot. None: the uuid is
+    """Required to read, drop or close the sequences, so that the agent, which has the uuid, cannot. None: the uuid is
     enough."""
 
 
 class _Engine:
-    """A session's view of its server: keeps requests within the context and notes the answers of each call."""
+    """A session's server: keeps requests within the context limit and records the answers of each call."""
 
     def __init__(self, server: Any, *, max_context_tokens: int | None) -> None:
         self._server = server
@@ -122,7 +122,7 @@ class _Engine:
 
 
 class _Plain:
-    """An API without token ids in the place of a managed server: there are answers, but no sequences."""
+    """Stands in for a managed server with an API without token ids: answers, but no sequences."""
 
     def __init__(self, manager: Any) -> None:
         self.server = manager.servers[0]
@@ -133,11 +133,11 @@ class _Plain:
         return {"nodes": []}
 
     def reset(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there are no sequences."""
 
 
 Turn = Callable[..., AbstractAsyncContextManager[Any]]
-"""Samples, and keeps what was sampled if the block that gets the completion ends without an exception."""
+"""Samples, and stores the turn if the block that gets the completion ends without an exception."""
 
 
 def _without_keeping(call: Callable[..., Awaitable[Any]]) -> Turn:
@@ -169,12 +169,11 @@ class Session:
         self.opened_at = self.used_at = clock()
         self.created_at = time.time()
         self.closed_by: ProxyError | None = None
-        """Why it takes no more requests."""
+        """Why the session is closed; None while it is open."""
         self.responses: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
         """Conversations by the id of the response that ended them."""
         self.engine_errors: list[EngineError] = []
-        """Failures of the engine that the agent was told, until a later request succeeds; requests that were at fault
-        themselves are not among them."""
+        """Engine failures that the agent received, until a later request succeeds; without faults of the request."""
         self.last_messages: list[dict[str, Any]] = []
         """The conversation of the latest answer, that answer included."""
         self._clock = clock
@@ -190,7 +189,7 @@ class Session:
 
     @property
     def num_calls(self) -> int:
-        """Requests that are being answered."""
+        """Requests in flight."""
         return len(self._calls)
 
     def nodes(self) -> list[SequenceNode]:
@@ -205,19 +204,19 @@ class Session:
         return managed.num_nodes if isinstance(managed, ManagedServer) else len(self.nodes())
 
     async def ask(self, ask: AgentRequest, write: Callable[[AgentAnswer], T]) -> T:
-        """Sample the next message(s) and return what `write` makes of them; what it cannot write is not kept."""
+        """Sample the next message(s) and return `write(answer)`; if `write` raises, the turn is not stored."""
         kwargs: dict[str, Any] = {"messages": ask.messages, **ask.template}
         if ask.tools:
             kwargs |= {"tools": ask.tools, "tool_choice": ask.tool_choice}
         answer, written = await self._sample(self._chat_turn, ask, kwargs, write)
-        said = answer.choices[0].message()
-        self.last_messages = [*ask.messages, {**said, "content": said["content"] or ""}]
+        message = answer.choices[0].message()
+        self.last_messages = [*ask.messages, {**message, "content": message["content"] or ""}]
         return written
 
     async def complete(
         self, prompt: str, ask: AgentRequest, write: Callable[[AgentAnswer], T]
     ) -> T:
-        """Sample text that follows a prompt and return what `write` makes of it; what it cannot write is not kept."""
+        """Sample the continuation of a prompt and return `write(answer)`; if `write` raises, it is not stored."""
         _, written = await self._sample(self._text_turn, ask, {"prompt": prompt}, write)
         return written
 
@@ -237,7 +236,7 @@ class Session:
         self, call: Coroutine[Any, Any, T], *, gone: Coroutine[Any, Any, None] | None = None
     ) -> T:
         """Await a call of this session; cancel it when the session closes or the client disconnects (`gone`)."""
-        if self.closed_by is not None:  # while the body of the request arrived
+        if self.closed_by is not None:  # closed while the request's body was read
             call.close()
             if gone is not None:
                 gone.close()
@@ -255,12 +254,12 @@ class Session:
             if task.cancelled():
                 raise self.closed_by or ProxyError(503, "the proxy is shutting down")
             result = task.result()
-            # The agent got over what failed before this request was sent.
+            # The agent recovered from what failed before this request was sent.
             self.engine_errors[:] = [e for e in self.engine_errors if e not in earlier]
             return result
         except EngineError as e:
-            told = error_for(e)
-            if told is None or told.status != 400:
+            shown = error_for(e)
+            if shown is None or shown.status != 400:
                 self.engine_errors.append(e)
             raise
         finally:
@@ -272,7 +271,7 @@ class Session:
             await asyncio.gather(*waits, return_exceptions=True)
 
     async def close(self, reason: ProxyError) -> None:
-        """Cancel what is running and forget the sequences; lists obtained earlier stay valid."""
+        """Cancel requests in flight and drop the sequences; lists obtained earlier stay valid."""
         if self.closed_by is None:
             self.closed_by = reason
             for call in self._calls:
@@ -288,12 +287,11 @@ class Session:
     ) -> tuple[AgentAnswer, T]:
         if self.num_nodes >= self._limits.max_nodes:
             raise invalid(
-                f"this session has {self.num_nodes} sequences, which is all it may have",
+                f"this session has {self.num_nodes} sequences, the limit",
                 code="too_many_sequences",
             )
-        await (
-            turn()
-        )  # hundreds of agents may ask at once, and a prompt takes a part of a millisecond
+        # Hundreds of agents may call at once, and building a prompt takes a fraction of a millisecond.
+        await turn()
         asked = self._allowed(ask.sampling)
         if "response_format" in asked and not self._can_constrain():
             raise invalid(
@@ -319,11 +317,11 @@ class Session:
         allowed = {name: value for name, value in sampling.items() if name in DISTRIBUTION_KEPT}
         pinned = {"temperature", *(self.options.sampling or ())}
         for name in sampling.keys() - allowed.keys() - pinned:
-            _say_dropped(name)
+            _warn_dropped(name)
         return allowed
 
     def _can_constrain(self) -> bool:
-        # The routes of vLLM take it; engines with those routes that cannot do it refuse with 400.
+        # vLLM's routes accept it; engines with these routes that do not support it answer 400.
         return getattr(self.managed.server.config, "server_type", None) in ("vllm", "openai")
 
     def _read(
@@ -385,7 +383,7 @@ class Sessions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
-        """Where the engines of new sessions come from; earlier sessions keep theirs."""
+        """Chooses the engines of new sessions; open sessions keep theirs."""
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.limits = limits or SessionLimits()
@@ -394,7 +392,7 @@ class Sessions:
         self._expired: OrderedDict[str, str] = OrderedDict()
 
     async def open(self, options: SessionOptions | None = None) -> Session:
-        """Open a session on an engine. Raises ProxyError when there are too many, or no such engine."""
+        """Open a session on an engine. Raises ProxyError for too many sessions or an unknown engine."""
         options = options or SessionOptions()
         await self.expire()
         if len(self._by_uuid) >= self.limits.max_sessions:
@@ -423,7 +421,9 @@ class Sessions:
                 raise
             managed = _Plain(self.manager)
         else:
-            managed.tool_parser = options.tool_parser  # None too: the manager has a default
+            managed.tool_parser = (
+                options.tool_parser
+            )  # also None, which the manager replaces by its default
         session = Session(
             managed,
             uuid=str(uuid.uuid4()),
@@ -437,7 +437,7 @@ class Sessions:
         return session
 
     async def get(self, uuid: str) -> Session:
-        """Return an open session and note that it is used. Raises ProxyError: 404, or 410 for an expired one."""
+        """Return an open session and update its time of use. Raises ProxyError: 404, or 410 for an expired one."""
         session = self._by_uuid.get(uuid)
         if session is not None:
             await self._expire(session)
@@ -447,7 +447,7 @@ class Sessions:
         return session
 
     async def close(self, uuid: str) -> None:
-        """Close a session. Raises ProxyError when there is none."""
+        """Close a session. Raises ProxyError for an unknown one."""
         session = self._by_uuid.pop(uuid, None)
         if session is None:
             raise self._absence(uuid)
@@ -459,7 +459,7 @@ class Sessions:
             await self.close(session.uuid)
 
     async def expire(self) -> None:
-        """Close the sessions whose time is over."""
+        """Close the expired sessions."""
         for session in self.open_sessions():
             await self._expire(session)
 
@@ -467,7 +467,7 @@ class Sessions:
         return list(self._by_uuid.values())
 
     def idle_s(self, session: Session) -> float:
-        """Seconds since a session was last used."""
+        """Return the seconds since a session was last used."""
         return self._clock() - session.used_at
 
     async def _expire(self, session: Session) -> None:
@@ -505,15 +505,15 @@ class Sessions:
 
 
 @functools.cache
-def _say_dropped(name: str) -> None:
+def _warn_dropped(name: str) -> None:
     logger.warning(
-        "an agent asked for %s, which is not used: the logprobs of its tokens would not be those they were drawn with",
+        "dropped %s from an agent's request: tokens would be drawn from another distribution than their logprobs",
         name,
     )
 
 
 def _plain_call(call: Any) -> dict[str, Any]:
-    """Return a tool call, an object of the openai package or a dict, as plain JSON."""
+    """Return a tool call (an object of the openai package or a dict) as plain JSON."""
     plain = call.model_dump() if isinstance(call, BaseModel) else dict(call)
     function = plain["function"]
     return {

@@ -1,4 +1,4 @@
-"""Server-sent events. An answer is streamed once it is whole: clients get the form they asked for, no earlier start."""
+"""Server-sent events. An answer is streamed only when complete: clients get the format, not an earlier start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all dialects come down to: an `Ask` (messages, tools, sampling) and an `Answer` (choices, token counts)."""
+"""The common form of all dialects: `AgentRequest` (messages, tools, sampling), `AgentAnswer` (choices, usage)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 class AgentBody(BaseModel):
-    """A request body; fields that are not named are ignored, as at OpenAI."""
+    """A request body; unknown fields are ignored, as at OpenAI."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
@@ -33,9 +33,9 @@ class AgentRequest:
     """In the form of chat completions."""
     tool_choice: Any = None
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Only what the client gave: max_tokens, temperature, stop, ..."""
+    """Only what the client set: max_tokens, temperature, stop, ..."""
     template: dict[str, Any] = field(default_factory=dict)
-    """`chat_template_kwargs`, where the client gave them."""
+    """`chat_template_kwargs`, if the client set them."""
     n: int = 1
     split: str = "train"
     wants_logprobs: bool = False
@@ -63,7 +63,7 @@ class Choice:
     logprobs: list[TokenLogprob] | None = None
 
     def message(self) -> dict[str, Any]:
-        """Return it as a message of chat completions."""
+        """Return the message in the form of chat completions."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.tool_calls:
             message["tool_calls"] = self.tool_calls
@@ -75,7 +75,7 @@ class AgentAnswer:
     """All choices of one request."""
 
     id: str
-    """Hexadecimal, unique; dialects put their prefix before it."""
+    """Hexadecimal, unique; dialects add a prefix."""
     created: int
     """Unix seconds."""
     model: str
@@ -87,10 +87,10 @@ class AgentAnswer:
 
 
 def read_messages(raw: Sequence[Mapping[str, Any]], *, param: str = "messages") -> list[Any]:
-    """Return chat messages with text as contents and only what a chat template may look at.
+    """Return chat messages with text contents and only the fields that chat templates use.
 
-    What clients add to their history (refusal, annotations, null fields, names of assistants) is left out: a turn
-    that was sampled here must be recognised when it comes back.
+    Fields that clients add to their history (refusal, annotations, nulls, names of assistants) are dropped, so that a
+    turn that was sampled here is recognised in a later request.
     """
     if not raw:
         raise invalid(f"{param} must hold at least one message", param=param)
@@ -164,7 +164,7 @@ def _read_calls(raw: Any, where: str) -> list[dict[str, Any]]:
 
 
 def read_tools(raw: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return the tools of a chat completion; None without any."""
+    """Check and return the tools of a chat completion; None if there are none."""
     for i, tool in enumerate(raw or ()):
         where = f"tools[{i}]"
         if tool.get("type") != "function":

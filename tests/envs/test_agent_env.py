@@ -147,7 +147,7 @@ class Reviews:
         self.num_reviews = 0
 
     def __call__(self, request: HarnessRequest) -> str:
-        found = re.search(r"Somebody answered: (\d+)", request.prompt)
+        found = re.search(r"Another model answered: (\d+)", request.prompt)
         if found is None:
             return "390"
         self.num_reviews += 1
@@ -217,7 +217,7 @@ async def test_groups_of_agents_reach_the_file_and_the_page_with_their_messages(
     reviews = itertools.count()
 
     def every_other(request: HarnessRequest) -> str:
-        is_right = "Somebody answered" in request.prompt and next(reviews) % 2
+        is_right = "Another model answered" in request.prompt and next(reviews) % 2
         return gold_of(request.prompt) if is_right else "no idea"
 
     env = make(

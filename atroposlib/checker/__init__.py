@@ -1,8 +1,7 @@
 """`check_env(MyEnv)`: a conformance kit for authors, and what `python my_env.py check` runs."""
 
 from atroposlib.checker.check import check_env, offline_class
-from atroposlib.checker.report import Evidence, Finding, Report, Rule, Status
-from atroposlib.checker.rules import RULES
+from atroposlib.checker.report import RULES, Evidence, Finding, Report, Rule, Status
 
 __all__ = [
     "RULES",

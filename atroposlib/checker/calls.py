@@ -1,6 +1,7 @@
-"""Calling the author's code, which may hang, spin, end the process or cancel itself: here it ends with an Exception.
+"""Call the author's code, which may hang, spin, end the process or leave things open, and observe what it does.
 
-Used by `check.py` only.
+Whatever the code does, a call ends with a result or an Exception. `LoopWatch` is the thread that finds blocked event
+loops and ends code that spins. Lateness of a busy machine is not blocking: see `LoopWatch`. Used by `check.py` only.
 """
 
 from __future__ import annotations
@@ -8,20 +9,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import selectors
+import ctypes
+import gc
+import multiprocessing
+import os
+import stat
+import subprocess
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, Self, TypeVar
 
-from atroposlib.checker.watch import LoopKilled
 from atroposlib.errors import EnvError, cause_of
 
 T = TypeVar("T")
 
 GRACE_S = 0.5
 """How long a cancelled call may take to end."""
+BLOCKED_S = 0.1
+"""Code that keeps the event loop longer than this blocks it."""
+LEAKY_RUNS = 3
+"""A leak is what grew in each of this many runs in a row."""
+
+_PING_S = 0.02
+_LOOK_S = 0.05
+_IDLE_SHARE = 0.02
+"""A thread that used less of a look's time than this was waiting. One that is ready to run gets more, even on a
+machine with ten times more busy threads than cores."""
 _OTHER_TIME_S = 3 * 86_400 + 7 * 3_600 + 11 * 60 + 17.25
 """How far the wall clock is moved when answers are scored again: another day, hour, minute and second."""
 
@@ -30,9 +51,159 @@ class Unfinished(Exception):
     """The author's code did not end in time, or not as code may end."""
 
 
-def run_in_own_loop(main: Coroutine[Any, Any, T], selector: selectors.BaseSelector) -> T:
-    """Like `asyncio.run`, but with this selector, and a task that refuses to be cancelled cannot hold the end up."""
-    loop = asyncio.SelectorEventLoop(selector)
+class LoopKilled(BaseException):
+    """Raised inside code that kept the event loop for the whole timeout."""
+
+
+class LoopWatch:
+    """Pings the running event loop from a thread; while a ping waits, it looks at what the loop's thread does.
+
+    Only time that the thread spent computing (by its CPU clock) or waiting (it used no CPU during a whole look, and
+    the look itself was on time) counts as blocked. Time spent ready to run without a CPU does not, nor does
+    `Thread.start`, which waits for the other thread to get a CPU.
+    """
+
+    def __init__(self, author_files: Collection[str], *, patience_s: float) -> None:
+        """Raise `LoopKilled` in the loop's thread when a ping has waited for `patience_s`."""
+        self.run = 0
+        """The number of the author's call, set by the caller; 0 between calls."""
+        self.stalls: dict[str, dict[int, float]] = defaultdict(dict)
+        """Longest time in seconds for which the loop was blocked, by function (file:line), then by run."""
+        self._author_files = author_files
+        self._patience_s = patience_s
+        self._stop = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="loop watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_PING_S):
+            answered = threading.Event()
+            self._loop.call_soon_threadsafe(answered.set)
+            self._wait(answered)
+
+    def _wait(self, answered: threading.Event) -> None:
+        """Wait for the answer to a ping, and record the stall if there is one."""
+        cpu_s = _cpu_clock(self._thread_id)
+        asked_at = looked_at = time.monotonic()
+        used_s, blocked_s, stall = cpu_s(), 0.0, None
+        while not answered.wait(_LOOK_S) and not self._stop.is_set():
+            look_s, look_used_s = time.monotonic() - looked_at, cpu_s() - used_s
+            looked_at, used_s = looked_at + look_s, used_s + look_used_s
+            where, run = self._author_function(), self.run
+            if where is not None and run:
+                if look_used_s >= _IDLE_SHARE * look_s:
+                    blocked_s += look_used_s
+                elif look_s < 2 * _LOOK_S:
+                    blocked_s += look_s
+                stall = where, run
+            if looked_at - asked_at > self._patience_s and not answered.is_set():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread_id), ctypes.py_object(LoopKilled)
+                )
+                answered.wait(GRACE_S)
+                return  # the error says where
+        if stall is not None and blocked_s > BLOCKED_S:
+            where, run = stall
+            self.stalls[where][run] = max(blocked_s, self.stalls[where].get(run, 0.0))
+
+    def _author_function(self) -> str | None:
+        """Return the author's innermost function; None when there is none, or a thread is being started."""
+        frame: FrameType | None = sys._current_frames().get(self._thread_id)
+        while frame is not None and frame.f_code is not threading.Thread.start.__code__:
+            code = frame.f_code
+            if code.co_filename in self._author_files:
+                return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+            frame = frame.f_back
+        return None
+
+
+def _cpu_clock(thread_id: int) -> Callable[[], float]:
+    """Return a clock of the CPU seconds that a thread used; outside Linux, that the whole process used."""
+    if sys.platform == "linux":
+        return partial(time.clock_gettime, time.pthread_getcpuclockid(thread_id))
+    return time.process_time
+
+
+def author_files(cls: type) -> frozenset[str]:
+    """Return the files that define `cls` and its bases outside the library's runtime."""
+    files = set()
+    for base in cls.__mro__:
+        module = sys.modules.get(base.__module__)
+        file = getattr(module, "__file__", None)  # builtin modules have none
+        if file and base.__module__ not in ("abc", "atroposlib.envs.base"):
+            files.add(file)
+    return frozenset(files)
+
+
+def open_handles() -> set[int]:
+    """Return the descriptors below the lowest free one, which rises when a handle is left open."""
+    lowest_free = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest_free)
+    return set(range(lowest_free))
+
+
+def kind_of_handle(handle: int) -> str:
+    """Return what a descriptor is, as far as the system tells."""
+    try:
+        mode = os.fstat(handle).st_mode
+    except OSError:  # closed meanwhile
+        return "handle"
+    return "socket" if stat.S_ISSOCK(mode) else "pipe" if stat.S_ISFIFO(mode) else "file"
+
+
+def child_processes() -> set[Any]:
+    """Return the running processes that `subprocess`, asyncio or `multiprocessing` started.
+
+    `subprocess` keeps the `Popen` of a running process, even when the author dropped it.
+    """
+    if sys.platform == "linux":  # where there is no child at all, searching the heap is wasted
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return set()
+    return {
+        *multiprocessing.active_children(),
+        *(
+            found
+            for found in gc.get_objects()
+            if issubclass(type(found), subprocess.Popen) and found.returncode is None
+        ),
+    }
+
+
+def end_processes(processes: Collection[Any]) -> None:
+    """Kill the processes that the environment started and left."""
+    for process in processes:
+        process.kill()
+        process.join() if isinstance(process, BaseProcess) else process.wait()
+
+
+def leaked(stock: Sequence[set[Any]]) -> set[Any]:
+    """Return what the last runs added, if every one of them added something that stayed.
+
+    >>> leaked([{1}, {1, 2}, {1, 2, 3}, {1, 2, 3, 4}])
+    {2, 3, 4}
+    """
+    recent = stock[-LEAKY_RUNS - 1 :]
+    if len(recent) <= LEAKY_RUNS:
+        return set()
+    stayed = [
+        (later - earlier) & recent[-1] for earlier, later in zip(recent, recent[1:], strict=False)
+    ]
+    return set().union(*stayed) if all(stayed) else set()
+
+
+def run_in_own_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Like `asyncio.run`, but a task that refuses to be cancelled cannot prevent the end."""
+    loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(main)
     except SystemExit as error:

@@ -1,4 +1,4 @@
-"""Run an environment on the scripted engine, without a hub, and judge it by the rules of `rules.py`.
+"""Run an environment on an in-process engine, without a hub, and judge it by the rules of `report.py`.
 
 Items run one after another, each several times with the same answers, so that every difference has one cause. A rule
 is skipped where an earlier failure makes its verdict worthless: one fault, one finding. Called by
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import inspect
 import random
 import tempfile
 import time
@@ -19,39 +18,29 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from atroposlib.checker.answers import EMPTY, guesses, judge_of, rounds
 from atroposlib.checker.calls import (
     GRACE_S,
+    LEAKY_RUNS,
+    LoopWatch,
+    author_files,
+    child_processes,
     copy_of,
     describe,
+    end_processes,
+    kind_of_handle,
+    leaked,
+    open_handles,
     other_time,
     run_in_own_loop,
     within,
 )
-from atroposlib.checker.engine import (
-    Answer,
-    PairTokenizer,
-    ProbeEngine,
-    question_of,
-)
-from atroposlib.checker.judge import judge_of
-from atroposlib.checker.probes import EMPTY, guesses, rounds
-from atroposlib.checker.report import Evidence, Finding, Report, Status
-from atroposlib.checker.restoring import attach_checkpoints, is_same, restore_faults, save
-from atroposlib.checker.rules import BY_NAME, RULES
-from atroposlib.checker.runs import Run, Sink, difference
-from atroposlib.checker.tokens import faults_of, text_of
-from atroposlib.checker.watch import (
-    LEAKY_RUNS,
-    LoopWatch,
-    author_files,
-    children,
-    end_children,
-    leaked,
-    name_of_handle,
-    open_handles,
-)
+from atroposlib.checker.checkpoints import attach_checkpoints, is_same, restore_faults, save
+from atroposlib.checker.engine import Answer, PairTokenizer, ProbeEngine, question_of
+from atroposlib.checker.report import BY_NAME, RULES, Evidence, Finding, Report, Status
+from atroposlib.checker.runs import Run, Sink, difference, faults_of, text_of
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.collecting import collect
+from atroposlib.envs.collecting import close, collect
 from atroposlib.envs.rewards import RewardWorkers
 from atroposlib.errors import ConfigError, GroupError, cause_of
 from atroposlib.inference.manager import ServerManager
@@ -119,7 +108,7 @@ def check_env(
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
-        return run_in_own_loop(check.run(), check.watch.selector)
+        return run_in_own_loop(check.run())
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
@@ -170,16 +159,16 @@ class _Check:
         self._engine = ProbeEngine(PairTokenizer())
         self._sink = Sink()
         self._group_size = MIN_GROUP_SIZE
-        self.watch = LoopWatch(author_files(env_cls), patience_s=timeout_s)
+        self._watch = LoopWatch(author_files(env_cls), patience_s=timeout_s)
         self._num_runs = 0
         self._left: dict[str, list[set[Any]]] = {"tasks": [], "handles": [], "processes": []}
 
     async def run(self) -> Report:
         began = time.monotonic()
-        before = children() or {}
-        with tempfile.TemporaryDirectory() as folder, self.watch:
+        processes_before = child_processes()
+        with tempfile.TemporaryDirectory() as folder, self._watch:
             await self._judge(Path(folder))
-        end_children(before)
+        end_processes(child_processes() - processes_before)
         return Report(
             environment=self._env_cls.name or self._env_cls.__name__,
             findings=list(self._findings.values()),
@@ -271,11 +260,8 @@ class _Check:
 
     async def _stop(self, env: BaseEnv) -> None:
         """Close what an environment holds: its servers, its reward workers, what its `close` closes."""
-        await env.server.close()
         try:
-            closing = env.close()
-            if inspect.isawaitable(closing):
-                await self._within(closing, "close()")
+            await self._within(close(env), "close()")
         except Exception as error:  # noqa: BLE001 - boundary: the author's code
             self._fail("no_leaked_handles", f"close() failed: {describe(error)}")
         for value in vars(env).values():
@@ -291,7 +277,7 @@ class _Check:
                 self._fail("gives_items", describe(error), item=index)
                 return
             finally:
-                self.watch.end()
+                self._watch.run = 0
             if item is None:
                 if index == 0:
                     self._fail("gives_items", "get_next_item() returned None", item=0)
@@ -300,7 +286,7 @@ class _Check:
 
     def _begin_run(self) -> None:
         self._num_runs += 1
-        self.watch.begin(self._num_runs)
+        self._watch.run = self._num_runs
 
     # Items.
 
@@ -363,8 +349,7 @@ class _Check:
             self._fail("collects", describe(cause_of(error)), item=index)
             return None
         finally:
-            self.watch.end()
-        await asyncio.sleep(0)  # judging is another turn of the loop: it is not the author's time
+            self._watch.run = 0
         run = Run(item=index, answers=list(answers), samples=self._engine.samples)
         for group in self._sink.groups:
             self._judge_group(env, run, group)
@@ -462,11 +447,9 @@ class _Check:
         """Count what is open after a run, once everything that was about to end has ended."""
         for _ in range(5):
             await asyncio.sleep(0)
-        tasks: set[Any] = {task for task in asyncio.all_tasks() if not task.done()}
-        self._left["tasks"].append(tasks)
-        for name, found in (("handles", open_handles()), ("processes", children())):
-            if found is not None:
-                self._left[name].append(set(found))
+        self._left["tasks"].append({task for task in asyncio.all_tasks() if not task.done()})
+        self._left["handles"].append(open_handles())
+        self._left["processes"].append(child_processes())
 
     async def _judge_leaks(self) -> None:
         tasks = leaked(self._left["tasks"])
@@ -476,43 +459,22 @@ class _Check:
         if len(tasks) >= LEAKY_RUNS:
             name = _name_of(next(iter(tasks)))
             self._fail("no_leaked_tasks", f"every run left a task of {name} behind")
-        processes = leaked(self._left["processes"])
-        if processes:
-            pid = max(processes)
-            name = (children() or {}).get(pid, "?")
-            self._fail(
-                "no_leaked_processes", f"every run left a process behind, like {pid} ({name})"
-            )
+        if processes := leaked(self._left["processes"]):
+            self._fail("no_leaked_processes", f"every run left one behind, like {processes.pop()}")
             self._skip("no_leaked_handles", "processes are left, and their pipes with them")
-        handles = leaked(self._left["handles"])
-        if handles:
-            handle = max(handles)
-            self._fail(
-                "no_leaked_handles",
-                f"every run left a handle open, like {handle}: {name_of_handle(handle)}",
-            )
-        for name, rule in (
-            ("tasks", "no_leaked_tasks"),
-            ("handles", "no_leaked_handles"),
-            ("processes", "no_leaked_processes"),
-        ):
-            if len(self._left[name]) <= LEAKY_RUNS:
-                self._skip(rule, "too few items ran, or this system does not tell")
+        if leaked(self._left["handles"]):
+            kind = kind_of_handle(len(self._left["handles"][-2]))
+            self._fail("no_leaked_handles", f"every run left a handle open; the last is a {kind}")
+        if len(self._left["tasks"]) <= LEAKY_RUNS:
+            for name in ("no_leaked_tasks", "no_leaked_handles", "no_leaked_processes"):
+                self._skip(name, "too few items ran")
 
     def _judge_stalls(self) -> None:
-        """A place that stalled the loop in two runs blocks it; once is an import, or bad luck."""
-        stalls = self.watch.stalls
-        for where in dict.fromkeys(stall.where for stall in stalls):
-            # A stall that was not observed may have been anywhere.
-            here = [stall for stall in stalls if stall.where in (where, None)]
-            if len({stall.run for stall in here}) >= 2 and not (
-                where is None and self._has_failed("loop_stays_free")
-            ):
-                longest_ms = 1000 * max(stall.seconds for stall in here)
-                self._fail(
-                    "loop_stays_free",
-                    f"{where or 'the item'} blocked it for up to {longest_ms:.0f} ms",
-                )
+        """Fail a function that blocked the loop in two runs; once may be an import."""
+        for where, blocked_s in self._watch.stalls.items():
+            if len(blocked_s) >= 2:
+                longest_ms = 1000 * max(blocked_s.values())
+                self._fail("loop_stays_free", f"{where} blocked it for up to {longest_ms:.0f} ms")
 
     # Cancelling.
 

@@ -57,7 +57,7 @@ def check_environment(
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Run the environment on a scripted engine and report what would go wrong in training.",
+        description="Run the environment without a model and report what would go wrong in training.",
         epilog=f"Flags of the environment (--env.FIELD, --config FILE) are those of serve."
         f" Rules: {', '.join(rule.name for rule in RULES)}.",
         allow_abbrev=False,
@@ -69,6 +69,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--skip", action="append", default=[], metavar="RULE", help="do not judge this rule; repeat"
     )
     parser.add_argument("--resume-items", action="store_true", help="judge items_resume, too")
-    parser.add_argument("--tokenizer", help="name or path, instead of the scripted one")
+    parser.add_argument("--tokenizer", help="name or path, instead of the built-in one")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser

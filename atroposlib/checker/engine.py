@@ -1,4 +1,4 @@
-"""The engine of the check: it answers with texts that the check chooses, and remembers every token it sampled.
+"""The engine of the check, in-process: it gives chosen texts as answers, and records every token it sampled.
 
 Its tokenizer joins pairs of letters, its samples never do. Code that turns an answer into text and back into tokens
 therefore gets other tokens than were sampled: the drift that real tokenizers show now and then, here every time.

@@ -1,4 +1,4 @@
-"""What the check found: one finding per rule, with evidence, as text and as JSON."""
+"""The rules, and what the check found: one finding per rule, with evidence, as text and as JSON. `check.py` judges."""
 
 from __future__ import annotations
 
@@ -24,6 +24,116 @@ class Rule:
     """What holds when the rule passes."""
     advice: str
     """What to change when it fails."""
+
+
+RULES = (
+    Rule(
+        name="starts",
+        claim="config_init, the constructor and setup() work without a network",
+        advice="load what the environment needs in setup(); give `check` small local data by flags",
+    ),
+    Rule(
+        name="gives_items",
+        claim="get_next_item() returns an item, and soon",
+        advice="return an item; None means 'nothing now' and ends `process`",
+    ),
+    Rule(
+        name="collects",
+        claim="collect_trajectories() works and turns items into groups",
+        advice="let it return (group, backlog); None only where an item is worth nothing",
+    ),
+    Rule(
+        name="group_size",
+        claim="a group has config.group_size sequences, or says otherwise in group_overrides",
+        advice="sample config.group_size completions; a smaller group states"
+        " group_overrides={'group_size': n}",
+    ),
+    Rule(
+        name="aligned",
+        claim="tokens, masks and logprobs agree, and only sampled tokens are trained",
+        advice="take tokens, masked_tokens and logprobs from managed.get_state()['nodes'] as they are",
+    ),
+    Rule(
+        name="token_exact",
+        claim="the tokens sent back are the tokens that were sampled, in every turn",
+        advice="never turn sampled text into tokens again: use managed_server() and its nodes",
+    ),
+    Rule(
+        name="reward_repeatable",
+        claim="the same completions earn the same rewards when they are scored again",
+        advice="score from item and completion alone: no clock, no unseeded randomness, no memory",
+    ),
+    Rule(
+        name="reward_ignores_order",
+        claim="a completion's reward does not depend on its place in the group",
+        advice="score every completion by itself, or in a way that any order gives the same",
+    ),
+    Rule(
+        name="reward_varies",
+        claim="different completions earn different rewards",
+        advice="if none of the answers tried can be right, give a right one: define"
+        " example_answers(self, item) -> list[str]; else correct the reward",
+    ),
+    Rule(
+        name="empty_unrewarded",
+        claim="an empty answer earns less than half of what can be earned",
+        advice="score an empty completion as a wrong one (`'' in text` is always true)",
+    ),
+    Rule(
+        name="echo_unrewarded",
+        claim="repeating the question earns less than half of what can be earned",
+        advice="look for the answer where the model has to put it, not anywhere in its text",
+    ),
+    Rule(
+        name="no_leaked_tasks",
+        claim="no asyncio task outlives its item",
+        advice="create tasks in an asyncio.TaskGroup, or await them in a finally block",
+    ),
+    Rule(
+        name="no_leaked_handles",
+        claim="no file, socket or pipe stays open after its item",
+        advice="open with `with` or `async with`; share one client that setup() makes",
+    ),
+    Rule(
+        name="no_leaked_processes",
+        claim="no child process outlives its item",
+        advice="wait for every process in a finally block, or score in envs.rewards.RewardWorkers",
+    ),
+    Rule(
+        name="loop_stays_free",
+        claim="no item blocks the event loop for more than 100 ms",
+        advice="move the work into asyncio.to_thread or envs.rewards.RewardWorkers; await, never"
+        " time.sleep",
+    ),
+    Rule(
+        name="cancellable",
+        claim="a cancelled item ends at once with CancelledError",
+        advice="catch Exception rather than BaseException, and re-raise asyncio.CancelledError",
+    ),
+    Rule(
+        name="evaluates",
+        claim="evaluate() works and writes metrics",
+        advice="end evaluate() with await self.evaluate_log({'eval/...': value})",
+    ),
+    Rule(
+        name="checkpoint_is_json",
+        claim="save_checkpoint() saves plain JSON values",
+        advice="save numbers, strings, lists and dicts; rebuild the rest from them in setup()",
+    ),
+    Rule(
+        name="checkpoint_restores",
+        claim="a fresh environment that loads a checkpoint has the attributes that were saved",
+        advice="save under the attribute's name (load_checkpoint sets attributes), with string keys,"
+        " or override load_checkpoint",
+    ),
+    Rule(
+        name="items_resume",
+        claim="after a restore the next item is the one that would have come",
+        advice="derive the item from what the checkpoint holds: a seed and a position",
+    ),
+)
+
+BY_NAME = {rule.name: rule for rule in RULES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

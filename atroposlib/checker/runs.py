@@ -1,4 +1,8 @@
-"""One call of collect_trajectories with scripted answers, and how two of them compare. Pure but for the sink."""
+"""One run of an item with scripted answers: its groups, compared with what the engine sampled and with another run.
+
+A trained position is right when some sample had exactly the tokens before it as its prompt and earlier tokens, gave
+exactly this token, and with exactly this logprob.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from atroposlib.checker.engine import Answer, ProbeSample
-from atroposlib.checker.tokens import texts_said
-from atroposlib.scored_data import ScoredGroup
+from atroposlib.scored_data import IGNORE_INDEX, ScoredGroup, SequenceView
+
+LOGPROB_TOLERANCE = 1e-4
+"""Room for a trip through 16 or 32 bits; made-up logprobs of different positions differ by more, nearly always."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,3 +81,114 @@ def difference(first: Run, second: Run, *, may_leave_out: bool = False) -> str |
 
 def _listed(scores: Sequence[float]) -> str:
     return ", ".join(f"{score:.6g}" for score in scores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """The first fault of each kind, None where there is none."""
+
+    drift: str | None = None
+    """Trained tokens that are not the sampled ones."""
+    alignment: str | None = None
+    """Masks that train what was given, or logprobs of another token."""
+
+
+def faults_of(view: SequenceView, samples: Sequence[ProbeSample], tokenizer: Any) -> Faults:
+    """Judge one sequence against all samples of its run."""
+    tokens: list[int] = view.tokens.tolist()
+    trained = np.flatnonzero(view.masks != IGNORE_INDEX).tolist()
+    if not trained:
+        return Faults(alignment="masks: no position is trained")
+    sampled = _sampled_logprobs(tokens, samples)
+    strange = next((position for position in trained if position not in sampled), None)
+    if strange is not None:
+        return _strange(tokens, strange, samples, tokenizer)
+    if view.inference_logprobs is not None:
+        for position in trained:
+            got = float(view.inference_logprobs[position])
+            if abs(got - sampled[position]) > LOGPROB_TOLERANCE:
+                return Faults(
+                    alignment=f"inference_logprobs[{position}] is {got:.5f}, but the engine"
+                    f" sampled token {tokens[position]} with {sampled[position]:.5f}"
+                )
+    return Faults()
+
+
+def texts_said(samples: Sequence[ProbeSample]) -> dict[int, str]:
+    """Return, for every scripted answer, all that was said with it: the turns of its conversation joined.
+
+    Where tokens were sampled, what was asked for as text only belongs to no sequence.
+    """
+    said: dict[int, str] = {}
+    with_tokens = [sample for sample in samples if sample.tokens]
+    for sample in with_tokens or samples:
+        said[sample.persona] = said.get(sample.persona, "") + sample.text
+    return said
+
+
+def text_of(view: SequenceView, samples: Sequence[ProbeSample], tokenizer: Any) -> str | None:
+    """Return which of the texts said a sequence holds; None when it holds none of them."""
+    said = texts_said(samples)
+    tokens: list[int] = view.tokens.tolist()
+    for sample in reversed(samples):
+        whole = [*sample.prompt_tokens, *sample.tokens]
+        if sample.tokens and tokens[: len(whole)] == whole:
+            return said[sample.persona]
+    trained = view.tokens[view.masks != IGNORE_INDEX].tolist()
+    text = str(tokenizer.decode(trained, skip_special_tokens=True))
+    return max((words for words in said.values() if words in text), key=len, default=None)
+
+
+def _sampled_logprobs(tokens: Sequence[int], samples: Sequence[ProbeSample]) -> dict[int, float]:
+    """Return the logprob of every position of `tokens` that a sample accounts for."""
+    found: dict[int, float] = {}
+    for sample in samples:
+        start = len(sample.prompt_tokens)
+        if not sample.tokens or list(tokens[:start]) != sample.prompt_tokens:
+            continue
+        for position, (token, logprob) in enumerate(
+            zip(sample.tokens, sample.logprobs, strict=True), start
+        ):
+            if position >= len(tokens) or tokens[position] != token:
+                break
+            found[position] = logprob
+    return found
+
+
+def _strange(
+    tokens: list[int], position: int, samples: Sequence[ProbeSample], tokenizer: Any
+) -> Faults:
+    """Say why a trained position was not sampled: given to the model, or the sampled text in other tokens."""
+    for sample in samples:
+        start = len(sample.prompt_tokens)
+        if not start <= position or tokens[:start] != sample.prompt_tokens:
+            continue
+        before = tokenizer.decode(tokens[start:position], skip_special_tokens=True)
+        after = tokenizer.decode(tokens[start:], skip_special_tokens=True)
+        if len(before) < len(sample.text) and after.startswith(sample.text):
+            wanted = (
+                sample.tokens[position - start] if position - start < len(sample.tokens) else None
+            )
+            return Faults(
+                drift=f"token {position} is {tokens[position]}, but {wanted} was sampled there:"
+                f" {sample.text!r:.60} was turned into tokens again"
+            )
+    if any(tokens[: position + 1] == sample.prompt_tokens[: position + 1] for sample in samples):
+        return Faults(
+            alignment=f"masks[{position}]: token {tokens[position]} is trained, but it was given to"
+            " the model, not sampled"
+        )
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    for sample in samples:
+        sent = sample.prompt_tokens
+        if sent and text.startswith(tokenizer.decode(sent, skip_special_tokens=False)):
+            other = next((i for i, t in enumerate(sent) if tokens[i : i + 1] != [t]), None)
+            if other is not None and other < position:
+                return Faults(
+                    drift=f"token {other} is {tokens[other]}, but {sent[other]} was sent to the engine"
+                    f" for token {position}: an earlier turn was turned into tokens again"
+                )
+    return Faults(
+        drift=f"token {position} ({tokens[position]}) is trained, but after these tokens the engine"
+        " sampled no such token"
+    )

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atroposlib.checker import RULES, Report, check_env
+from atroposlib.checker.calls import LoopWatch
 from atroposlib.checker.engine import PairTokenizer
-from atroposlib.checker.watch import LoopWatch
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError
 from atroposlib.runtime.command import run_environment
@@ -183,28 +186,72 @@ def test_a_stall_names_the_function_that_blocks() -> None:
     ]
 
 
-@pytest.mark.parametrize(("work_s", "is_blamed"), [(0.0, False), (0.25, True)])
-def test_waiting_for_a_thread_to_begin_is_no_stall(work_s: float, is_blamed: bool) -> None:
-    def start_late(thread: threading.Thread) -> None:
+async def keep_loop(watch: LoopWatch, work: Callable[[], None]) -> None:
+    """Do `work` in two runs."""
+    with watch:
+        for run in (1, 2):
+            await asyncio.sleep(0.05)
+            watch.run = run
+            work()
+
+
+def start_a_late_thread() -> None:
+    """Start a thread that gets a CPU only after 300 ms."""
+    thread = threading.Thread(target=lambda: None)
+    bootstrap = thread._bootstrap  # type: ignore[attr-defined]
+
+    def bootstrap_late() -> None:
         time.sleep(0.3)
+        bootstrap()
 
-    async def item() -> None:
-        watch._start_thread = start_late
-        watch.begin(0)
-        await asyncio.sleep(0)
-        threading.Thread(target=lambda: None).start()
-        time.sleep(work_s)  # noqa: ASYNC251 - what the watch is there to see
-        await asyncio.sleep(0)
-        watch.end()
+    thread._bootstrap = bootstrap_late  # type: ignore[attr-defined]
+    thread.start()
 
-    original = threading.Thread.start
+
+@pytest.mark.parametrize(
+    ("work", "is_blamed"), [(lambda: time.sleep(0.3), True), (start_a_late_thread, False)]
+)
+def test_waiting_is_blocking_unless_it_is_for_a_thread_to_begin(
+    work: Callable[[], None], is_blamed: bool
+) -> None:
     watch = LoopWatch({__file__}, patience_s=30.0)
-    loop = asyncio.SelectorEventLoop(watch.selector)
-    with contextlib.closing(loop), watch:
-        loop.run_until_complete(item())
-        watch._start_thread = original
-    assert threading.Thread.start is original
-    assert [stall.run for stall in watch.stalls] == ([0] if is_blamed else [])
+    asyncio.run(keep_loop(watch, work))
+    assert [sorted(stall) for stall in watch.stalls.values()] == ([[1, 2]] if is_blamed else [])
+
+
+STOPPED = """
+import asyncio, time
+from atroposlib.checker.calls import LoopWatch
+
+def compute():
+    print("computing", flush=True)
+    until = time.thread_time() + 0.06
+    while time.thread_time() < until:
+        pass
+
+async def main():
+    watch = LoopWatch({"<string>"}, patience_s=30.0)
+    with watch:
+        for watch.run in (1, 2):
+            await asyncio.sleep(0.1)
+            compute()
+    print(sorted(watch.stalls.items()))
+
+asyncio.run(main())
+"""
+
+
+def test_time_without_a_cpu_is_no_stall() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            assert process.stdout.readline() == "computing\n"
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGCONT)
+        assert process.stdout.read() == "[]\n"
 
 
 def test_command_prints_the_report_and_exits_1_on_a_failure(

@@ -1,13 +1,16 @@
-"""The answers that the check gives in the model's place: guesses at the right one, nonsense, nothing, an echo.
+"""The answers that the check gives in place of the model and of a judge.
 
-What is right is known only to the author. `example_answers(item)`, an optional method of the environment, says it;
-without it the texts inside the item are tried in the usual wrappings, because the gold answer often travels there.
+The model's are guesses at the right answer, nonsense, an empty answer and an echo. Only the author knows what is right:
+`example_answers(item)`, an optional method of the environment, says it; without it, the texts inside the item are tried
+in common formats, because items often contain the gold answer. The judge gives those useless answers the lowest score.
+It reads the prompts of `JudgeEnv`; an environment with other prompts defines `example_verdict(prompt)`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel
@@ -28,6 +31,16 @@ _WRAPPINGS = (
 )
 _MAX_GUESS_CHARS = 2000
 _MAX_GUESSES = 24
+
+Judge = Callable[[str], str | None]
+"""Returns a verdict; None for a prompt that is not the judge's."""
+
+_ONE_ANSWER = re.compile(r"<request>\n(.*?)\n</request>\n<answer>\n(.*?)\n</answer>", re.DOTALL)
+_TWO_ANSWERS = re.compile(
+    r"<request>\n(.*?)\n</request>\n<answer_a>\n(.*?)\n</answer_a>\n<answer_b>\n(.*?)\n</answer_b>",
+    re.DOTALL,
+)
+_BEST_SCORE = re.compile(r"\(worst\) to (\d+(?:\.\d+)?) \(best\)")
 
 
 @runtime_checkable
@@ -78,6 +91,37 @@ def is_useless(answer: str, request: str) -> bool:
     """Whether an answer is one that every round has: nothing, nonsense, or the request itself."""
     words = answer.strip()
     return not words or words in request or words.startswith(NONSENSE[0]) or words in NONSENSE
+
+
+@runtime_checkable
+class HasExampleVerdicts(Protocol):
+    """An environment that says what its judge could say."""
+
+    def example_verdict(self, prompt: str) -> str | None:
+        """Return a verdict; None for a prompt that is not the judge's."""
+
+
+def judge_of(env: object) -> Judge:
+    """Return the judge for an environment."""
+    return env.example_verdict if isinstance(env, HasExampleVerdicts) else verdict
+
+
+def verdict(prompt: str) -> str | None:
+    """Answer a prompt of `JudgeEnv`.
+
+    >>> verdict("<user>Be strict.<eos><assistant>") is None
+    True
+    """
+    text = question_of(prompt)
+    if pair := _TWO_ANSWERS.search(text):
+        request, first, second = pair.groups()
+        marks = [not is_useless(answer, request) for answer in (first, second)]
+        return f"Verdict: {'tie' if marks[0] == marks[1] else 'A' if marks[0] else 'B'}"
+    one, best = _ONE_ANSWER.search(text), _BEST_SCORE.search(text)
+    if one and best:
+        request, answer = one.groups()
+        return f"Score: {0 if is_useless(answer, request) else best[1]}"
+    return None
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:

@@ -19,9 +19,9 @@ import numpy as np
 from atroposlib.client import LeaseExpired, TrainerClient
 from atroposlib.errors import HubUnavailable
 from atroposlib.scored_data import ScoredGroup
+from tests.faults.answers import answer_logprobs, answer_tokens
 from tests.faults.drivers import BATCH_SIZE, CorruptGroup, registration
 from tests.faults.faulty_env import PROMPT_END
-from tests.faults.scripted_engine import answer_tokens
 
 CHECKPOINT_EVERY = 4
 END_TOKEN = ord(PROMPT_END) + 3
@@ -41,7 +41,7 @@ def read_name(group: ScoredGroup) -> str:
         assert group.inference_logprobs is not None
         start = int(group.offsets[index])
         logprobs = group.inference_logprobs[start + length : start + len(tokens)]
-        if not np.allclose(logprobs, [-token / 256 for token in answer]):
+        if not np.allclose(logprobs, answer_logprobs(tokens[:length], answer)):
             raise CorruptGroup(f"sequence {index}: logprobs {logprobs}")
     if len(names) != 1 or group.scores.tolist() != list(range(group.num_sequences)):
         raise CorruptGroup(f"{names}, scores {group.scores.tolist()}")

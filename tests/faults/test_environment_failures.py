@@ -13,9 +13,11 @@ import pytest
 
 from atroposlib.client import TrainerClient
 from atroposlib.errors import EnvError
+from atroposlib.inference.scripted_engine import ScriptedEngine
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.process import process
 from atroposlib.runtime.serve import Timings, serve
+from tests.faults.answers import script
 from tests.faults.closing import MARK, closing_counts
 from tests.faults.drivers import (
     HubProcess,
@@ -25,7 +27,6 @@ from tests.faults.drivers import (
     hub_process,
     registration,
 )
-from tests.faults.scripted_engine import ScriptedEngine
 from tests.processes import ROOT, running
 from tests.runtime.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
 
@@ -45,7 +46,10 @@ async def open_run(hub: HubProcess) -> None:
 def environment_argv(hub: HubProcess, engine: ScriptedEngine, *flags: str) -> list[str]:
     return [
         *(SCRIPT, "serve", f"--env.rollout_server_url={hub.url}", "--env.max_batches_offpolicy=3"),
-        *(f"--env.max_consecutive_failures={MAX_CONSECUTIVE}", f"--openai.base_url={engine.url}"),
+        *(
+            f"--env.max_consecutive_failures={MAX_CONSECUTIVE}",
+            f"--openai.base_url={engine.url}/v1",
+        ),
         *flags,
     ]
 
@@ -60,7 +64,7 @@ async def test_equal_failures_end_the_run_with_that_error_and_the_hub_is_told(
     tmp_path: Path,
 ) -> None:
     with hub_process(tmp_path) as hub:
-        async with ScriptedEngine() as engine:
+        async with ScriptedEngine(script()) as engine:
             await open_run(hub)
             argv = environment_argv(hub, engine, "--env.has_faults=false", "--env.fails_from=6")
             with running("environment", argv, log_path=tmp_path / "log") as environment:
@@ -88,7 +92,7 @@ async def test_equal_failures_end_the_run_with_that_error_and_the_hub_is_told(
 async def test_environment_whose_code_exits_goes_on_and_counts_it(tmp_path: Path) -> None:
     """SystemExit and KeyboardInterrupt would stop the event loop with every group that is held."""
     with hub_process(tmp_path) as hub:
-        async with ScriptedEngine() as engine:
+        async with ScriptedEngine(script()) as engine:
             await open_run(hub)
             argv = environment_argv(hub, engine)
             with running("environment", argv, log_path=tmp_path / "log") as environment:

@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.base import APIServerConfig
+from atroposlib.inference.scripted_engine import ScriptedEngine
 from atroposlib.runtime import hub_link
 from atroposlib.runtime import serve as serving
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.pace import Pace
+from tests.faults.answers import script
 from tests.faults.faulty_env import FaultyEnv, FaultyEnvConfig
-from tests.faults.scripted_engine import ScriptedEngine
 from tests.runtime.helpers_runtime import LoopbackHub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -101,7 +102,7 @@ class Run:
             rollout_server_url=hub.url,
             total_steps=1_000_000,
         )
-        servers = [APIServerConfig(server_type="vllm", model_name="m", base_url=engine.url)]
+        servers = [APIServerConfig(server_type="vllm", model_name="m", base_url=f"{engine.url}/v1")]
         self.env = FaultyEnv(config, servers)
         self.stop = asyncio.Event()
         self.task: asyncio.Task[Outbox] = asyncio.create_task(
@@ -150,12 +151,12 @@ async def test_hub_away_for_an_hour_costs_no_group(
     duration_s: float, comes_back: str, clock: SkippingClock, log: pytest.LogCaptureFixture
 ) -> None:
     async with (
-        ScriptedEngine() as engine,
+        ScriptedEngine(script()) as engine,
         LoopbackHub(batch_size=16) as hub,
         run_on(hub, engine) as run,
     ):
         await clock.until(lambda: run.ledger.produced >= 4, within_s=60)
-        engine.delay_s = 5.0
+        engine.set_script(script(delay_s=5.0))
         await run.train(2)
         await clock.until(lambda: len(run.env.running_items) >= 4, within_s=60)
         await hub.stop()
@@ -175,7 +176,7 @@ async def test_hub_away_for_an_hour_costs_no_group(
         assert held >= 4
         assert not run.env.running_items
         assert hub.calls == {}
-        engine.delay_s = 0.02
+        engine.set_script(script())
         await hub.start()
         if comes_back == "empty":
             await hub.start_trainer()
@@ -218,7 +219,7 @@ async def test_engine_away_for_longer_than_any_wait_costs_no_item(
     clock: SkippingClock, log: pytest.LogCaptureFixture
 ) -> None:
     async with (
-        ScriptedEngine() as engine,
+        ScriptedEngine(script()) as engine,
         LoopbackHub(batch_size=16) as hub,
         run_on(hub, engine) as run,
     ):

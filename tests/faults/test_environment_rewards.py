@@ -23,8 +23,10 @@ import pytest
 
 from atroposlib.client import HubClient, TrainerClient
 from atroposlib.envs.rewards import RewardFailure, RewardWorkers
+from atroposlib.inference.scripted_engine import ScriptedEngine
 from atroposlib.scored_data import ScoredGroup
 from tests.faults import bad_rewards
+from tests.faults.answers import script
 from tests.faults.bad_rewards import KINDS, SCORE
 from tests.faults.closing import MARK
 from tests.faults.drivers import (
@@ -41,7 +43,6 @@ from tests.faults.drivers import (
     own_children,
     registration,
 )
-from tests.faults.scripted_engine import ScriptedEngine
 from tests.processes import Process
 
 pytestmark = [
@@ -223,7 +224,7 @@ class Judged:
                 f"--env.reward_timeout_s={HANG_S if 'timeout' in self.reasons else PATIENT_S}",
                 f"--env.rollout_server_url={hub.url}",
                 f"--env.data_path_to_save_groups={folder / 'groups.jsonl'}",
-                f"--openai.base_url={engine.url}",
+                f"--openai.base_url={engine.url}/v1",
             ],
             log_path=folder / "log",
         )
@@ -306,7 +307,7 @@ async def test_run_goes_on_whatever_its_rewards_do_and_every_lost_score_is_count
 ) -> None:
     began = time.monotonic()
     with hub_process(tmp_path) as hub:
-        async with ScriptedEngine() as engine:
+        async with ScriptedEngine(script()) as engine:
             with TrainerClient(hub.url) as trainer:
                 await asyncio.to_thread(
                     trainer.register, registration(batch_size=12, max_token_len=64)

@@ -25,7 +25,10 @@ from typing import Any
 import pytest
 
 from atroposlib.client import HubClient
+from atroposlib.inference.scripted_engine import Fault as EngineFault
+from atroposlib.inference.scripted_engine import ScriptedEngine
 from atroposlib.scored_data import Strictness, check_group
+from tests.faults.answers import answer_logprobs, answer_tokens, script
 from tests.faults.closing import closing_counts
 from tests.faults.drivers import (
     BATCH_SIZE,
@@ -40,7 +43,6 @@ from tests.faults.drivers import (
 )
 from tests.faults.faulty_env import kind_of
 from tests.faults.proxy import Proxy, Toxics
-from tests.faults.scripted_engine import ScriptedEngine, answer_tokens
 from tests.processes import ROOT, Process
 
 pytestmark = pytest.mark.e2e
@@ -137,7 +139,7 @@ class Stage:
                 f"--env.rollout_server_url={self.proxy.url}",
                 f"--env.data_path_to_save_groups={folder / 'groups.jsonl'}",
                 "--env.max_batches_offpolicy=6",
-                f"--openai.base_url={self.engine.url}",
+                f"--openai.base_url={self.engine.url}/v1",
             ],
             log_path=folder / f"{number}.log",
         )
@@ -193,7 +195,7 @@ class Stage:
 async def stage(directory: Path, *, seed: int) -> AsyncIterator[Stage]:
     flags = ("--max-queued-sequences", str(MAX_QUEUED), "--max-deliveries", "100")
     with hub_process(directory, *flags) as hub:
-        async with ScriptedEngine(seed=seed) as engine, Proxy(hub.port, seed=seed) as proxy:
+        async with ScriptedEngine(script()) as engine, Proxy(hub.port, seed=seed) as proxy:
             running = Stage(directory, hub, proxy, engine, random.Random(seed))
             try:
                 running.start_trainer()
@@ -266,9 +268,15 @@ async def kill_trainer(on: Stage) -> None:
 
 
 async def spoil_engine(on: Stage) -> None:
-    on.engine.error_chance, on.engine.drop_chance = 0.3, 0.3
+    drops = (
+        EngineFault(kind="drop_before", chance=0.15),
+        EngineFault(kind="drop_in_body", chance=0.15),
+    )
+    errors = [EngineFault(kind="status", status=status, chance=0.1) for status in (500, 502, 503)]
+    unwell = EngineFault(kind="status", path="/health", chance=0.3)
+    on.engine.set_script(script(faults=[*errors, *drops, unwell]))
     await asyncio.sleep(4)
-    on.engine.error_chance = on.engine.drop_chance = 0.0
+    on.engine.set_script(script())
 
 
 async def take_engine_away(on: Stage) -> None:
@@ -381,7 +389,7 @@ async def fill_up(url: str, num_groups: int) -> list[str]:
                 "masks": [[-100] * len(prompt) + answer for answer in answers],
                 "scores": [float(choice) for choice in range(GROUP_SIZE)],
                 "inference_logprobs": [
-                    [1.0] * len(prompt) + [-token / 256 for token in answer] for answer in answers
+                    [1.0] * len(prompt) + answer_logprobs(prompt, answer) for answer in answers
                 ],
                 "group_id": name,
             }

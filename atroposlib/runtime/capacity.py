@@ -1,8 +1,8 @@
-"""How many items may be in flight: pure arithmetic on what the hub said, so it can be tested in tables.
+"""How many items may be in flight: pure arithmetic on the hub's status.
 
-Two bounds hold at once. Workers: no more than the environment may run. Staleness: what is queued at the hub, held
-here and in flight together stays within `max_batches_offpolicy` batches, so that a sequence is at most that many
-steps old when it is trained on. The answer only says how many to start; nothing running is ever cancelled for it.
+Two bounds hold at once. Workers: no more than the environment may run. Staleness: groups queued at the hub, held here
+and in flight add up to at most `max_batches_offpolicy` batches, so that a sequence is at most that many steps old when
+it is trained on. The result says how many items to start; running items are never cancelled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Everything the decision depends on. Groups are counted in this environment's group size."""
+    """The inputs of the decision. Groups are counted in this environment's group size."""
 
     max_workers: int
     running: int
@@ -46,7 +46,7 @@ def num_to_start(load: Load) -> int:
 
 
 def _staleness_bound(load: Load) -> int:
-    """Return how many items may be in flight, given the groups that already wait."""
+    """Return how many items may be in flight, given the groups already queued or held."""
     if load.max_batches_offpolicy <= 0 or load.batch_size <= 0:
         return load.max_workers
     ahead = load.max_batches_offpolicy * load.batch_size

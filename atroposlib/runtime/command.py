@@ -1,7 +1,7 @@
 """`python my_env.py serve|process|evaluate|check`: merge the configuration, build the environment, run it.
 
 Precedence: the environment's own `config_init` < YAML < flags. Flags are `--env.<field>`, `--openai.<field>`,
-`--slurm`, `--testing`; a name that only one section has may stand without its namespace (`--model_name`).
+`--slurm`, `--testing`; a name that only one section has may omit its namespace (`--model_name`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODES = {
 }
 
 FLAT_NAMES = {"tokenizer_name": ENV_NAMESPACE}
-"""Both sections have these; without a namespace early documentation means this section."""
+"""Names that both sections have, with the section meant when the namespace is omitted."""
 
 
 def run_environment(env_cls: type[BaseEnv], argv: Sequence[str] | None = None) -> int:
@@ -74,10 +74,10 @@ def _run(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
 
 
 class EnvCommand(BaseModel):
-    """One command with its options: a field per flag, named like it (`env.group_size`), and the YAML file.
+    """One command with its options: a field per flag, with the flag's name (`env.group_size`), and the YAML file.
 
-    `command_class` makes the subclass for an environment and a mode. Values are read as the flags' types when the
-    environment is built; only fields that were given override YAML and `config_init`.
+    `command_class` makes the subclass for an environment and a mode. Values are converted to the flags' types when
+    the environment is built; only fields that were set override YAML and `config_init`.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -111,7 +111,7 @@ class EnvCommand(BaseModel):
         return environment_from(self.env_cls, self.mode, SectionValues(flags=flags, yaml=document))
 
     def run(self) -> None:
-        """Build the environment and run it to its end."""
+        """Build the environment and run it."""
         env = self.build()
         collect_less_often()
         with asyncio.Runner(loop_factory=loop_with_short_rounds) as runner:
@@ -119,7 +119,7 @@ class EnvCommand(BaseModel):
 
 
 def command_class(env_cls: type[BaseEnv], mode: str) -> type[EnvCommand]:
-    """Return the command of an environment; what `BaseEnv.get_cli_<mode>_config_cls` returns."""
+    """Return the command class that `BaseEnv.get_cli_<mode>_config_cls` returns by default."""
     defaults, _ = env_cls.config_init()
     fields: dict[str, Any] = {
         _flag_name(section, name): (Any, Field(default=None, description=info.description))
@@ -192,7 +192,7 @@ def _sections(env_cls: type[BaseEnv], defaults: BaseEnvConfig) -> dict[str, type
 
 
 def environment_from(env_cls: type[BaseEnv], mode: str, given: SectionValues) -> BaseEnv:
-    """Merge `config_init`, YAML and flags, say what came out, and construct the environment."""
+    """Merge `config_init`, YAML and flags, print the result, and construct the environment."""
     defaults, default_servers = env_cls.config_init()
     values = SectionValues(flags=given.flags, yaml=without_masked(given.yaml))
     config = _env_config(env_cls, defaults, values, mode)
@@ -247,7 +247,7 @@ def _env_config(
     if own.get("wandb_name") is None:
         forced["wandb_name"] = env_cls.name or env_cls.__name__
     if mode != "serve" and "use_wandb" not in defaults.model_fields_set:
-        forced["use_wandb"] = False  # both work offline; wandb only where it is configured
+        forced["use_wandb"] = False  # both work offline; wandb only if `config_init` sets it
     if mode == "process":
         forced |= {"ensure_scores_are_not_same": False, "include_messages": True}
         if not defaults.data_path_to_save_groups:
@@ -271,10 +271,10 @@ def _construct(
     testing: bool,
     extra: Mapping[str, Any],
 ) -> BaseEnv:
-    """Call the constructor with the names it has.
+    """Call the constructor with the parameters it accepts.
 
-    Environments in the wild call the third parameter `slurm_job_id` or `slurm_config`, leave it out, or take
-    `*args`: what is named like a flag gets the flag, what has a default keeps it.
+    Existing environments name the third parameter `slurm_job_id` or `slurm_config`, omit it, or take `*args`. A
+    parameter whose name resembles a flag gets the flag; other parameters with a default keep it.
     """
     parameters = list(inspect.signature(env_cls).parameters.values())
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -298,7 +298,7 @@ def _construct(
 def _describe(
     config: BaseModel, sections: Mapping[str, ServerConfigs], manager: ServerManagerConfig
 ) -> str:
-    """Return the configuration as YAML that `--config` reads, secrets masked."""
+    """Return the configuration as YAML that `--config` can read, with secrets masked."""
     document: dict[str, Any] = {"env": config.model_dump(mode="json", fallback=str)}
     for namespace, servers in sections.items():
         listed = servers if isinstance(servers, list) else [servers]

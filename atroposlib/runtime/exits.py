@@ -1,8 +1,8 @@
-"""Turn `sys.exit()` in an environment's code into a failure of what called it: an item, a hook.
+"""Turn `sys.exit()` in an environment's code into a failure of the item or hook that called it.
 
-Raised out of a task, SystemExit and KeyboardInterrupt stop the event loop at once: nothing is delivered, and nothing
-is told to the hub. `as_failures` raises `ExitRaised` in their place; `contained` does so at the outermost frame of
-every task. Only `serve.py` uses them, which takes Ctrl-C as a signal; elsewhere both mean what they say.
+SystemExit or KeyboardInterrupt raised out of a task stops the event loop at once: held groups are not delivered and
+the environment does not disconnect from the hub. `as_failures` raises `ExitRaised` instead; `contained` does so at the
+outermost frame of every task. Used by `serve` only, which handles Ctrl-C as a signal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ExitRaised(EnvError):
 
 @contextlib.contextmanager
 def as_failures() -> Iterator[None]:
-    """Raise `ExitRaised` where the block would exit."""
+    """Raise `ExitRaised` in place of SystemExit and KeyboardInterrupt."""
     try:
         yield
     except (SystemExit, KeyboardInterrupt) as error:
@@ -29,12 +29,12 @@ def as_failures() -> Iterator[None]:
 
 
 def _failure(error: BaseException) -> ExitRaised:
-    return ExitRaised(f"{type(error).__name__}: {error} was raised by the environment's code")
+    return ExitRaised(f"the environment's code raised {type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager
 def contained() -> Iterator[None]:
-    """Contain the exits of every task that the running loop makes in this block."""
+    """Apply `as_failures` to every task that the running loop creates in this block."""
     loop = asyncio.get_running_loop()
     before = loop.get_task_factory()
 
@@ -54,9 +54,9 @@ def contained() -> Iterator[None]:
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises `ExitRaised` where the one in it would stop the loop.
+    """Wraps a coroutine and raises `ExitRaised` where it would stop the loop.
 
-    Not an `async def` around it: a task that is cancelled before its first step would leave the inner one unawaited.
+    Not an `async def` wrapper: if its task were cancelled before the first step, `work` would never be awaited.
     """
 
     def __init__(self, work: Coroutine[Any, Any, Any]) -> None:

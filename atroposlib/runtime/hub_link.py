@@ -1,10 +1,9 @@
-"""A serving environment's control calls to its hub: registration, the newest status, and leaving.
+"""A serving environment's control calls to its hub: registration, status, disconnection.
 
-Owns their retries and their pace: calls pass a `Pace`, on average one per second at most, and are repeated until the
-hub answers. What the hub has queued is learned from its answers to our own groups and from one long poll. An original
-hub answers polls at once and is thus polled once per second; an environment that has nothing in flight then hears of
-shorter steps once per second, and makes at most `max_batches_offpolicy` batches in that time. Sending groups is the
-outbox's.
+Owns their retries and their rate: calls pass a `Pace` (on average at most one per second) and are retried until the hub
+answers. Queue sizes come from the hub's answers to sent groups and from one long poll. An original hub answers polls at
+once, so it is polled once per second; an environment with nothing in flight then learns of new steps once per second
+and makes at most `max_batches_offpolicy` batches in that time. The outbox sends the groups.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ T = TypeVar("T")
 
 
 class HubLink:
-    """One environment's place at one hub. `on_news` is called whenever the status changes."""
+    """One environment's registration at one hub. `on_news` is called after each status update."""
 
     def __init__(
         self,
@@ -50,16 +49,16 @@ class HubLink:
         self._pace = Pace(burst=timings.control_burst, refill_s=timings.control_refill_s)
         self._backoff = timings.backoff()
         self._uid = uuid.uuid4().hex
-        """Tells the hub that a registration is this process again."""
+        """Identifies this process, so that the hub recognises its later registrations."""
         self._registering = asyncio.Lock()  # the driver and the outbox may both notice a lost id
         self._follows_total_steps = env.config.total_steps == -1
-        """Each trainer that registers says how many steps there are."""
+        """Whether `total_steps` is taken from the trainer at each registration."""
         self._num_polls = 0
         self._stored_at_status = 0
-        self.is_away = False
-        """The hub did not answer the last control call."""
+        self.hub_unavailable = False
+        """Whether the hub failed to answer the last control call."""
         self.status: EnvStatus | None = None
-        """The newest; None until the hub has told one for the present registration."""
+        """The newest status; None until the first one after a registration."""
         outbox.on_status = self._take_answer
 
     @property
@@ -75,7 +74,7 @@ class HubLink:
     # Registration
 
     async def register(self) -> bool:
-        """Ask for an id until the hub gives one; return whether the trainer has begun another experiment."""
+        """Register until the hub gives an id; return whether the trainer has started another experiment."""
         env = self._env
         is_first = True
         while (answer := await env._register_env())["status"] != "success":
@@ -100,7 +99,7 @@ class HubLink:
         return is_another
 
     async def ask_for_id(self) -> dict[str, Any]:
-        """Return the hub's answer to one registration."""
+        """Return the hub's answer to one registration request."""
         env, config = self._env, self._env.config
 
         def ask() -> Any:
@@ -120,14 +119,14 @@ class HubLink:
         return answer
 
     async def register_again(self, old_id: int) -> None:
-        """Register again, unless that was done since `old_id` was given."""
+        """Register again, unless `old_id` was already replaced."""
         async with self._registering:
             if self._env.env_id == old_id:
                 await self._env.register_env()
                 await self.learn_batch()
 
     async def learn_batch(self) -> None:
-        """Let the environment read the hub's figures, then check that a group fits a batch."""
+        """Call `get_server_info`, then check that a group fits in a batch."""
         config = self._env.config
         await self._env.get_server_info()
         if 0 < config.batch_size < config.group_size:
@@ -137,7 +136,7 @@ class HubLink:
             )
 
     async def read_info(self) -> None:
-        """Take the batch size and the token limit from the hub, where it knows them."""
+        """Read the batch size and the token limit from the hub, if it knows them."""
         env = self._env
         info = await self._call(self._hub.info)
         if info.batch_size != -1:
@@ -146,7 +145,7 @@ class HubLink:
             env.max_token_len = info.max_token_len
 
     async def start_wandb(self) -> None:
-        """Wait for the trainer's project, then open the run."""
+        """Wait for the trainer's wandb project, then start the run."""
         if not self._env.config.use_wandb:
             return
         info = await self._call(self._hub.wandb_info)
@@ -156,14 +155,14 @@ class HubLink:
         start_wandb(self._env, project=info.project, group=info.group)
 
     async def disconnect(self) -> None:
-        """Tell the hub that this environment leaves; a hub that does not answer is only logged."""
+        """Disconnect from the hub; a failure is logged, not raised."""
         if self._env.env_id is None:
             return
         try:
             async with asyncio.timeout(self._timings.disconnect_s):
                 await self._hub.disconnect_env(self._env.env_id, env_uid=self._uid)
         except (HubError, TimeoutError) as error:
-            logger.warning("could not tell the hub that this environment leaves: %s", error)
+            logger.warning("could not disconnect from the hub: %s", error)
 
     # Status
 
@@ -173,23 +172,23 @@ class HubLink:
         while True:
             num_polls = self._num_polls
             await env.get_status()
-            if self._num_polls == num_polls:  # an override that asks in its own way
+            if self._num_polls == num_polls:  # an override that does not call the default
                 self._take_over(env.status_dict)
                 await self._pace.turn()
 
     async def poll_status(self) -> None:
-        """Wait for news from the hub and keep them in `status_dict`."""
+        """Wait for the hub's next status and store it in `status_dict`."""
         self._num_polls += 1
         await self._call(self._poll)
 
     async def _poll(self) -> None:
-        """Ask for news once; register again when the hub has forgotten this environment."""
+        """Poll the status once; register again if this environment is unknown to the hub."""
         env_id, known, stored = self._env.env_id or 0, self.status, self._outbox.num_stored
         try:
             status = await self._hub.status_env(
                 env_id,
                 # After an outage, probe instead of long-polling.
-                wait_s=0.0 if known is None or self.is_away else self._timings.poll_wait_s,
+                wait_s=0.0 if known is None or self.hub_unavailable else self._timings.poll_wait_s,
                 seen_step=None if known is None else known.current_step,
                 seen_policy=None if known is None else known.policy_version,
                 env_uid=self._uid,
@@ -203,7 +202,7 @@ class HubLink:
             self._take_poll(status, known, stored)
 
     def _take_over(self, status_dict: dict[str, Any]) -> None:
-        """Take the status that an author's own `get_status` left."""
+        """Store the status that an author's own `get_status` left in `status_dict`."""
         try:
             self._set_status(EnvStatus.model_validate(status_dict))
         except ValidationError as error:
@@ -211,15 +210,15 @@ class HubLink:
             raise EnvError(f"get_status left an unusable status_dict: {faults}") from error
 
     def _take_answer(self, status: EnvStatus) -> None:
-        """Take the status that came with the answer to groups; it counts every group stored so far."""
+        """Store the status sent with the answer to groups; it counts every group stored so far."""
         self._stored_at_status = self._outbox.num_stored
         self._set_status(status)
 
     def _take_poll(self, status: EnvStatus, known: EnvStatus | None, stored: int) -> None:
-        """Take the status of a request made when `known` was the newest and `stored` groups were stored.
+        """Store the status of a poll sent when `known` was the newest and `stored` groups were stored.
 
-        Groups stored since then may or may not be in it: they are counted once more, which errs on the side of too few
-        items, unless the hub's answer to them has told more meanwhile.
+        Groups stored during the poll may or may not be in it. They are counted as missing, which starts too few items
+        rather than too many, unless the hub's answer to them has updated the status meanwhile.
         """
         latest = self.status
         if latest is None or latest is known:
@@ -237,19 +236,19 @@ class HubLink:
         self._on_news()
 
     async def _call(self, request: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a control call until the hub answers; the owner of its retries, and of their pace."""
+        """Retry a control call until the hub answers; owns its retries and their rate."""
         while True:
             await self._pace.turn()
             try:
                 result = await request()
             except HubUnavailable as error:
-                if not self.is_away:
-                    self.is_away = True
+                if not self.hub_unavailable:
+                    self.hub_unavailable = True
                     logger.warning("the hub is unavailable; starting no new work: %s", error)
                 await asyncio.sleep(self._backoff.next(asked_s=error.retry_after_s))
                 continue
-            if self.is_away:
-                self.is_away = False
+            if self.hub_unavailable:
+                self.hub_unavailable = False
                 logger.info("the hub answers again")
             self._backoff.reset()
             return result

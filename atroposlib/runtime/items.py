@@ -1,8 +1,8 @@
-"""Items in flight: started as capacity allows, run as owned tasks, and what the failure of one means.
+"""Items in flight: starting them as capacity allows, running them as owned tasks, and handling their failures.
 
-A failure is data: counted by type, the item retried a few times, and when one type fails many times in a row without
-a success in between, that error ends the run. An unavailable engine is no failure of the item: it waits, and one item
-at a time tries whether the engine is back. `process.py` uses `Work` and `Outcomes` without the rest.
+A failure is counted by type and the item is retried up to `max_item_attempts`; `max_consecutive_failures` of one type
+without a success in between end the run with that error. An unavailable engine is not the item's failure: items wait,
+and one at a time probes the engine. `process.py` uses `Work` and `Outcomes` without the rest.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ class Work:
     item: Any
     num_failures: int = 0
     is_settled: bool = False
-    """The present attempt has been counted."""
+    """Whether the current attempt has been counted."""
     began_after: int = 0
-    """`Outcomes.num_failed` when the present attempt began."""
+    """`Outcomes.num_failed` when the current attempt began."""
 
 
 class Outcomes:
-    """Counts what became of every item, and decides when failures end the run.
+    """Counts the outcome of every item and decides when failures end the run.
 
-    Attempts under way together often fail together, of one cause that is over in a moment: a process that was stopped,
-    a judge that restarts. However many they are, they end no run; one of those begun afterwards must fail as well.
+    Concurrent attempts often fail together from one brief cause, such as a judge that restarts. They alone do not end
+    the run, whatever their number: an attempt that began after the first of them must fail as well.
     """
 
     def __init__(self, *, max_consecutive: int) -> None:
         self._max_consecutive = max_consecutive
         self._consecutive: Counter[str] = Counter()
         self._since: dict[str, int] = {}
-        """By type: the number of failures counted when those in a row began."""
+        """By type: `num_failed` when its current series of failures began."""
         self.num_begun = 0
-        """Items, not attempts; one that is tried again is not counted again."""
+        """Items, not attempts."""
         self.num_with_groups = 0
         self.num_without_groups = 0
-        """Items whose worker returned nothing: the author's own way to skip one."""
+        """Items whose worker returned no group: the author skipped them."""
         self.num_put_back = 0
-        """Attempts that ended because the engine was unavailable; they cost the item nothing."""
+        """Attempts that do not count against the item: no engine, or cancelled for another experiment."""
         self.by_type: Counter[str] = Counter()
         """Every failed attempt."""
         self.given_up: Counter[str] = Counter()
@@ -74,7 +74,7 @@ class Outcomes:
         return self.num_begun - ended
 
     def log_failure(self, what: str, error: BaseException) -> None:
-        """Log what `failed` is about to count: the first of its type with its traceback, later ones in a line."""
+        """Log a failure before `failed` counts it: the first of its type with its traceback, others in one line."""
         is_first = self.by_type[type(error).__name__] == 0
         logger.error(
             "%s failed: %s: %s",
@@ -98,23 +98,23 @@ class Outcomes:
         return self.by_type.total()
 
     def failed(self, error: BaseException, *, began_after: int) -> None:
-        """Count the `error` of an attempt; raise EnvError when its type has failed too often in a row.
+        """Count a failed attempt; raise EnvError when its type has failed too often in a row.
 
-        `began_after` is `num_failed` at the beginning of the attempt.
+        `began_after` is `num_failed` when the attempt began.
         """
         kind = type(error).__name__
         self.by_type[kind] += 1
         self._consecutive[kind] += 1
         if self._consecutive[kind] == 1:
             self._since[kind] = self.num_failed
-        has_gone_on = self._max_consecutive == 1 or began_after >= self._since[kind]
-        if has_gone_on and self._consecutive[kind] >= self._max_consecutive:
+        is_lasting = self._max_consecutive == 1 or began_after >= self._since[kind]
+        if is_lasting and self._consecutive[kind] >= self._max_consecutive:
             raise EnvError(
                 f"{self._consecutive[kind]} items in a row failed with {kind}: {error}"
             ) from error
 
     def summary(self) -> str:
-        """One line in which every item that was begun is in exactly one place."""
+        """Return one line that counts every started item exactly once."""
         return (
             f"{self.num_begun} items begun: {self.num_with_groups} gave groups, "
             f"{self.num_without_groups} gave none, {self.given_up.total()} given up "
@@ -147,7 +147,7 @@ class EngineOutage:
         return time.monotonic() >= (self._retry_at or 0.0)
 
     def begin(self, error: BaseException) -> None:
-        """Note an attempt that found no engine; logged when it begins, and as a reminder."""
+        """Record an attempt that found no engine; log the start of an outage, then a reminder at intervals."""
         now = time.monotonic()
         is_news = self._retry_at is None
         if is_news or now - self._reminded_at >= self._timings.engine_reminder_s:
@@ -157,7 +157,7 @@ class EngineOutage:
             self._retry_at = now + self._backoff.next()
 
     def end(self) -> None:
-        """Note that the engine answered."""
+        """Record that the engine answered."""
         if self._retry_at is not None:
             self._retry_at = None
             self._backoff.reset()
@@ -165,13 +165,13 @@ class EngineOutage:
 
 
 class StartTask(Protocol):
-    """Starts a task of the run, which cancels it at its end."""
+    """Starts a task that the run cancels when it ends."""
 
     def __call__(self, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]: ...
 
 
 class Items:
-    """The items of one serving environment: those in flight, and those to try again.
+    """The items of one serving environment: those in flight and those to retry.
 
     `env.running_items` and `env.workers` mirror them for the author. `on_change` is called when an item ends,
     `on_fatal` with the error that ends the run.
@@ -197,7 +197,7 @@ class Items:
         self._on_fatal = on_fatal
         self._retries: deque[Work] = deque()
         self._work: dict[str, Work] = {}
-        """What each of `running_items` is, with its failures so far."""
+        """The item and failure count behind each key of `running_items`."""
         self._engine = EngineOutage(timings)
         self._idle_since: float | None = None
         self._num_idle_reminders = 0
@@ -208,7 +208,7 @@ class Items:
     def _allowed(self) -> int:
         """Return how many items to start now."""
         env, config, status = self._env, self._env.config, self._link.status
-        if status is None or self._link.is_away or self._outbox.is_away:
+        if status is None or self._link.hub_unavailable or self._outbox.hub_unavailable:
             return 0
         workers = max_workers(
             configured=config.max_num_workers,
@@ -240,7 +240,7 @@ class Items:
         return min(1, allowed) if self._engine.may_try() and not env.running_items else 0
 
     async def start(self) -> None:
-        """Start what `capacity` allows: items to retry, then the backlog, then fresh ones."""
+        """Start as many items as `capacity` allows."""
         num_started = self._allowed()
         for started in range(num_started):
             work = await self._next_work()
@@ -261,7 +261,7 @@ class Items:
             self._env.workers_added_list.append(num_started)
 
     async def _next_work(self) -> Work | None:
-        """Return the oldest item to retry, then the author's backlog, then a fresh one."""
+        """Return the oldest item to retry, else one from the author's backlog, else a new one."""
         if self._retries:
             return self._retries.popleft()
         if self._env.backlog:
@@ -284,11 +284,11 @@ class Items:
         return Work(item=item)
 
     def not_idle(self) -> None:
-        """Note that the author's code made something."""
+        """Record that the author's code produced an item or a group."""
         self._idle_since = None
 
     def remind_idle(self, reason: str) -> None:
-        """Log from time to time that the author's code makes nothing; nothing else shows why the run stands still."""
+        """Log at intervals that the author's code produces nothing; nothing else shows why the run stalls."""
         now = time.monotonic()
         if self._idle_since is None or self._env.running_items:
             self._idle_since, self._num_idle_reminders = now, 0
@@ -308,14 +308,14 @@ class Items:
     # Running
 
     async def _work_on(self, key: str, work: Work) -> None:
-        """Run one item through the environment's `handle_env`; a failure of an override is the item's."""
+        """Run one item through the environment's `handle_env`; an error in an override counts as the item's failure."""
         work.is_settled = False
         work.began_after = self.outcomes.num_failed
         try:
             with as_failures():
                 groups = await self._env.handle_env(key)
         except Exception as raised:  # noqa: BLE001 - boundary: one item
-            if work.is_settled:  # its groups are handed over: asking again would give them twice
+            if work.is_settled:  # its groups are queued: a retry would send them twice
                 self.outcomes.log_failure("handle_env after the item's end", cause_of(raised))
             else:
                 self._failed(work, cause_of(raised))
@@ -324,14 +324,14 @@ class Items:
             self._succeeded(work, gave_groups=bool(groups))
 
     def _ended(self, key: str, task: asyncio.Task[Any]) -> None:
-        """Forget an item, also one that was cancelled before it began."""
+        """Remove an item, including one cancelled before it began."""
         self._work.pop(key, None)
         self._env.running_items.pop(key, None)
         self._env.workers.discard(task)
         self._on_change()
 
     async def run_item(self, key: str) -> Any:
-        """Collect, postprocess and hand over; a failure is counted and the item tried again."""
+        """Collect, postprocess and send one item's groups; a failure is counted and the item retried."""
         env = self._env
         entry = env.running_items.get(key)
         if entry is None:
@@ -344,7 +344,9 @@ class Items:
                 if groups:
                     await env.handle_send_to_api(groups, work.item)
                     env.last_completed_item = groups
-            env.backlog.extend(backlog)  # not before: a group that is refused is asked for again
+            env.backlog.extend(
+                backlog
+            )  # after sending: a failure retries the item and returns its backlog again
         except Exception as raised:  # noqa: BLE001 - boundary: one item
             self._failed(work, cause_of(raised))
             return None
@@ -362,7 +364,7 @@ class Items:
     def _failed(self, work: Work, error: BaseException) -> None:
         work.is_settled = True
         if isinstance(error, EngineUnavailable) or (
-            # It spent its time waiting for an engine: no fault of the item.
+            # Its time ran out while it waited for an engine.
             isinstance(error, TimeoutError) and not self._has_healthy_engine()
         ):
             self._retries.append(work)
@@ -389,35 +391,35 @@ class Items:
     # Stopping
 
     async def sample_again(self) -> None:
-        """Cancel the items in flight and queue them again: the trainer has begun another experiment."""
-        under_way = dict(self._work)
-        workers = [self._env.running_items[key]["worker"] for key in under_way]
+        """Cancel the items in flight and queue them again: the trainer has started another experiment."""
+        in_flight = dict(self._work)
+        workers = [self._env.running_items[key]["worker"] for key in in_flight]
         logger.warning(
-            "the trainer has begun another experiment; %d items under way are sampled again, and the hub refuses the"
+            "the trainer has started another experiment; sampling %d items in flight again; the hub will refuse the"
             " groups of the earlier one",
-            len(under_way),
+            len(in_flight),
         )
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-        unsettled = [work for work in under_way.values() if not work.is_settled]
+        unsettled = [work for work in in_flight.values() if not work.is_settled]
         self.outcomes.num_put_back += len(unsettled)
         self._retries.extend(unsettled)
 
-    async def drain(self, hurry: asyncio.Event) -> None:
-        """Let items in flight finish; those that do not, or were to be tried again, go to `backlog` and into the log.
+    async def drain(self, skip_wait: asyncio.Event) -> None:
+        """Wait for items in flight; move unfinished ones and those to retry to `backlog`, and log their number.
 
-        Without an engine none of them can, as when everything is stopped at once.
+        Ends early when `skip_wait` is set or no engine is available.
         """
         items = set(self._env.workers)
         if items:
             logger.info("%d items may finish within %.0f s", len(items), self._timings.drain_s)
         deadline = time.monotonic() + self._timings.drain_s
-        while items and not hurry.is_set() and self._may_have_engine():
+        while items and not skip_wait.is_set() and self._may_have_engine():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
-            # Signals and engines are looked at once per tick.
+            # Checks `skip_wait` and the engines once per tick.
             done, _ = await asyncio.wait(
                 items,
                 timeout=min(left_s, self._timings.tick_s),

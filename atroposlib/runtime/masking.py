@@ -1,4 +1,4 @@
-"""Configurations without their secrets: for what is printed, written to evaluate_config.yaml or sent to wandb."""
+"""Mask secrets in configurations before they are printed, written to evaluate_config.yaml or sent to wandb."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
-"""Stands for a secret; a configuration file that holds it is read as if the key were absent."""
+"""Replaces a secret. A key with this value in a configuration file is ignored."""
 
 _SECRET_NAME = re.compile(
     r"(^|_)(api|access|secret|private|auth)_?key$|passw(or)?d|secret|credential"
@@ -18,7 +18,7 @@ _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def without_secrets(value: Any) -> Any:
-    """Return plain data with every secret replaced by `MASK`; names tell, and user parts of URLs.
+    """Return plain data with secrets replaced by `MASK`: values with secret-like names, and user parts of URLs.
 
     >>> without_secrets({"api_key": "sk-1", "max_token_length": 9, "base_url": "http://me:pw@host/v1"})
     {'api_key': '***', 'max_token_length': 9, 'base_url': 'http://***@host/v1'}
@@ -38,7 +38,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def without_masked(value: Any) -> Any:
-    """Return a configuration as read from a file without the keys whose value is `MASK`."""
+    """Return a configuration without the keys whose value is `MASK`."""
     if isinstance(value, Mapping):
         return {key: without_masked(inner) for key, inner in value.items() if inner != MASK}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Starting and ending a Weights & Biases run; imported only where `use_wandb` is true."""
+"""Start and finish a Weights & Biases run; wandb is imported only if `use_wandb` is true."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_name(prefix: str) -> str:
 
 
 def require_wandb(env: BaseEnv) -> Any:
-    """Return the wandb module; MissingDependency also names the flag that turns it off."""
+    """Return the wandb module; MissingDependency names the flag that turns it off."""
     try:
         return require("wandb", extra="wandb")
     except MissingDependency as error:
@@ -27,7 +27,7 @@ def require_wandb(env: BaseEnv) -> Any:
 
 
 def start_wandb(env: BaseEnv, *, project: str | None, group: str | None) -> None:
-    """Open the run that `BaseEnv.wandb_log` writes to."""
+    """Start the run that `BaseEnv.wandb_log` writes to."""
     wandb = require_wandb(env)
     env.wandb_project, env.wandb_group = project, group
     try:
@@ -42,7 +42,7 @@ def start_wandb(env: BaseEnv, *, project: str | None, group: str | None) -> None
 
 
 def finish_wandb(env: BaseEnv) -> None:
-    """Close the run, if there is one."""
+    """Finish the run, if there is one."""
     if env.wandb_run is not None:
         env.wandb_run.finish()
         env.wandb_run = None

@@ -1,8 +1,8 @@
-"""What leaves an environment: gate 1, the drop rules, the JSONL file, and sending until the hub has stored it.
+"""Outgoing groups of an environment: gate 1, the drop rules, the JSONL file, and sending to the hub.
 
-Invariants: a group is either counted as dropped with a reason, or it keeps its one group id and stays here until the
-hub has stored it or refused it for good. The outbox is the only owner of retries of `HubClient.send`. It decides
-nothing about when to start work; `serve.py` reads `num_held` and `is_away` for that.
+Invariant: a group is either counted as dropped with a reason, or it keeps its group id and stays here until the hub
+stores it or refuses it permanently. The outbox alone retries `HubClient.send`. It does not decide when to start work;
+`hub_link.py` and `items.py` read `num_held` and `hub_unavailable` for that.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ T = TypeVar("T")
 
 MAX_GROUPS_PER_SEND = 16
 MAX_TOKENS_PER_SEND = 1_000_000
-"""About 12 MB: a hub takes several times that in one body, and a lost answer costs no more than this."""
-
+"""About 12 MB: well below a hub's body limit, and the most that a lost answer makes us send again."""
 
 LOCKED_OUT_STATUSES = frozenset({401, 403})
-"""Refusals of the token, not of a group."""
+"""The hub refuses the bearer token, not a group."""
 
 _ALWAYS_WRITTEN = (
     "ref_logprobs",
@@ -79,7 +78,7 @@ class GroupLog:
 
     @classmethod
     def open(cls, path: str | Path) -> GroupLog:
-        """Create `path`, or `<stem>_1`, `<stem>_2`, ... while that exists; parent folders are made."""
+        """Create `path`, or the first free of `<stem>_1`, `<stem>_2`, ...; parent folders are created."""
         wanted = Path(path)
         wanted.parent.mkdir(parents=True, exist_ok=True)
         candidate, number = wanted, 0
@@ -91,7 +90,7 @@ class GroupLog:
                 candidate = wanted.with_name(f"{wanted.stem}_{number}{wanted.suffix}")
 
     def write(self, line: bytes | Mapping[str, Any]) -> None:
-        """Append one group: its JSON, or a dict as environments hand it to `jsonl_writer.write`."""
+        """Append one group: its JSON, or a dict, as environments pass to `jsonl_writer.write`."""
         if not isinstance(line, bytes):
             line = msgspec.json.encode(dict(line), enc_hook=_plain)
         self._file.write(line + b"\n")
@@ -128,13 +127,13 @@ class Outbox:
         self._num_restored = 0
         self._on_restored: Callable[[], None] = _nothing
         self.author_sends: Callable[[Any], Awaitable[None]] | None = None
-        """The environment's own `_send_scored_data_to_api`; None where it keeps the default."""
+        """The environment's own `_send_scored_data_to_api`; None if it keeps the default."""
         self.on_status: Callable[[EnvStatus], None] = _ignore
-        """Called with the status that rides on a hub's answer; it counts every group in `num_stored`."""
+        """Called with the status in a hub's answer; it counts every group in `num_stored`."""
         self.experiment: str | None = None
-        """What the trainer trains on now, as the hub has told it; None from an original server."""
-        self.is_away = False
-        """The hub did not take the last attempt."""
+        """The trainer's current experiment, as given by the hub; None from an original hub."""
+        self.hub_unavailable = False
+        """Whether the hub was unavailable at the last attempt."""
         self.num_accepted = 0
         """Groups that passed gate 1 and the drop rules."""
         self.num_stored = 0
@@ -144,16 +143,16 @@ class Outbox:
 
     @property
     def num_held(self) -> int:
-        """Groups waiting to be stored by the hub, the one being sent included."""
+        """Groups not yet stored by the hub, including those being sent."""
         return len(self._held)
 
     @property
     def held(self) -> list[ScoredGroup]:
-        """The groups waiting, oldest first."""
+        """The held groups, oldest first."""
         return [held.group for held in self._held]
 
     def restore(self, groups: Sequence[ScoredGroup], on_stored: Callable[[], None]) -> None:
-        """Send groups of an earlier process before all others; `on_stored()` once the hub has answered each."""
+        """Queue groups of an earlier process before all others; call `on_stored` once the hub has answered them all."""
         self._held.extendleft(_Held(group, self.experiment) for group in reversed(groups))
         self._num_restored, self._on_restored = len(groups), on_stored
         self._drained.clear()
@@ -169,9 +168,8 @@ class Outbox:
     ) -> int:
         """Check, record and (with `send`) queue one group or a list; return how many were accepted.
 
-        A malformed group in a list is dropped and logged; if no group of an item is well formed, the first
-        `GroupError` is raised, because then the item failed. Groups that the author sends without an item (from
-        `env_step_checks`, say) are never a reason to raise.
+        A malformed group is dropped and logged. If every group of an item is malformed, the item failed: raises the
+        first `GroupError`. Groups sent without an item (for example from `env_step_checks`) never raise it.
         """
         groups = [scored_data] if isinstance(scored_data, Mapping) else list(scored_data or [])
         accepted, errors, num_judged = 0, [], 0
@@ -210,7 +208,7 @@ class Outbox:
         return accepted
 
     async def post(self, scored_data: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Hold what an environment's own `_send_scored_data_to_api` hands on to the default."""
+        """Hold the groups that an overridden `_send_scored_data_to_api` passes to the default."""
         groups = [scored_data] if isinstance(scored_data, Mapping) else scored_data
         for group in map(without_tensors, groups):
             checked = await in_thread_if_large(group, self._check, group)
@@ -219,9 +217,9 @@ class Outbox:
     async def run(
         self, hub: HubClient, *, env_id: Callable[[], int], reregister: Reregister
     ) -> None:
-        """Send held groups until cancelled; retry while the hub is unavailable, re-register when it forgot us.
+        """Send held groups until cancelled; retry while the hub is unavailable, register again if it lost the id.
 
-        Raises `HubRejected` when the hub refuses the token: then every group is still held.
+        Raises `HubRejected` when the hub refuses the token; unsent groups stay held.
         """
         while True:
             await self._changed.wait()
@@ -241,7 +239,7 @@ class Outbox:
         return self.num_held
 
     def summary(self) -> str:
-        """One line: accepted, stored, held, dropped by reason."""
+        """Return one line: groups accepted, stored, held, and dropped by reason."""
         reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(self.dropped.items())) or "none"
         return (
             f"{self.num_accepted} groups accepted, {self.num_stored} stored by the hub, "
@@ -251,7 +249,7 @@ class Outbox:
     async def _send_some(
         self, hub: HubClient, size: int, env_id: Callable[[], int], reregister: Reregister
     ) -> int:
-        """Make one attempt with the oldest groups, at most `size`; return the size of the next attempt."""
+        """Try to send the oldest groups, at most `size`; return the size of the next attempt."""
         known_id = env_id()
         experiment = self._held[0].experiment
         groups = [group.replace(env_id=known_id) for group in self._oldest(size)]
@@ -277,7 +275,7 @@ class Outbox:
             if error.status in LOCKED_OUT_STATUSES:
                 raise
             self._hub_answered()
-            if size > 1:  # find the one it refuses
+            if size > 1:  # find the refused one
                 return 1
             self._forget(1)
             self._drop(f"rejected_{error.status}", f"the hub refused it: {error}")
@@ -290,11 +288,11 @@ class Outbox:
         return min(2 * size, MAX_GROUPS_PER_SEND)
 
     def _hub_answered(self) -> None:
-        """The hub accepted or refused groups: either way it is available again."""
+        """Record that the hub is available: it accepted or refused groups."""
         self._backoff.reset()
-        if self.is_away:
-            self.is_away = False
-            logger.info("the hub is back; %d groups still held", self.num_held)
+        if self.hub_unavailable:
+            self.hub_unavailable = False
+            logger.info("the hub is available again; %d groups still held", self.num_held)
 
     def _hold(self, group: ScoredGroup) -> None:
         self._held.append(_Held(group, experiment_of_item() or self.experiment))
@@ -302,13 +300,13 @@ class Outbox:
         self._changed.set()
 
     def _as_sent(self, group: Mapping[str, Any], checked: ScoredGroup) -> dict[str, Any]:
-        """Return the author's dict as the original hands it to `_send_scored_data_to_api`."""
+        """Return the author's dict as the original passes it to `_send_scored_data_to_api`."""
         defaults = dict.fromkeys(_ALWAYS_WRITTEN)
         own = {**defaults, **group, "group_id": checked.group_id, "env_id": self._env.env_id}
         return own if checked.messages is None else {**own, "messages": checked.messages}
 
     def _forget(self, count: int) -> None:
-        """Take the oldest groups out: the hub has answered them for good."""
+        """Remove the oldest groups: the hub has stored or refused them."""
         for _ in range(count):
             self._held.popleft()
         if self._num_restored > 0:
@@ -317,7 +315,7 @@ class Outbox:
                 self._on_restored()
 
     def _oldest(self, size: int) -> list[ScoredGroup]:
-        """Return the oldest groups of one experiment, at most `size` and, but for the first, `MAX_TOKENS_PER_SEND`."""
+        """Return the oldest groups of one experiment, at most `size` and `MAX_TOKENS_PER_SEND` (at least one group)."""
         groups: list[ScoredGroup] = []
         num_tokens = 0
         for group, experiment in itertools.islice(self._held, size):
@@ -329,8 +327,8 @@ class Outbox:
         return groups
 
     async def _wait_for_hub(self, error: HubUnavailable) -> None:
-        if not self.is_away:
-            self.is_away = True
+        if not self.hub_unavailable:
+            self.hub_unavailable = True
             logger.warning("the hub is unavailable; holding %d groups: %s", self.num_held, error)
         await self._sleep(self._backoff.next(asked_s=error.retry_after_s))
 
@@ -365,13 +363,13 @@ class Outbox:
         return checked
 
     def _with_notes(self, checked: ScoredGroup, group: Mapping[str, Any]) -> ScoredGroup:
-        """Add the policy version and the temperature that its item was sampled at, where the author says none."""
+        """Add the item's policy version and sampling temperature where the author gives none."""
         notes = noted()
         if notes is None:
             return checked
         if "policy_version" not in group:
             checked = checked.replace(policy_version=notes.oldest)
-        if notes.temperatures <= {1.0} or _says_temperature(checked):
+        if notes.temperatures <= {1.0} or _gives_temperature(checked):
             return checked
         if len(notes.temperatures) == 1:
             found = {"temperature": min(notes.temperatures)}
@@ -379,8 +377,8 @@ class Outbox:
         if not self._has_warned_of_temperatures:
             self._has_warned_of_temperatures = True
             logger.warning(
-                "environment %r sampled one item at temperatures %s, and its groups do not say which: the trainer "
-                "assumes 1. Put `temperature` into `overrides`, one dict per sequence; sample what is not trained on "
+                "environment %r sampled one item at temperatures %s, and its groups do not give theirs: the trainer "
+                "assumes 1. Put `temperature` into `overrides`, one dict per sequence; sample untrained text "
                 'with split="eval"',
                 self._environment,
                 ", ".join(f"{temperature:g}" for temperature in sorted(notes.temperatures)),
@@ -388,7 +386,7 @@ class Outbox:
         return checked
 
     def _with_text(self, checked: ScoredGroup) -> ScoredGroup:
-        """Add one pseudo message per sequence: all of its text."""
+        """Add one message per sequence that holds all of its text."""
         return checked.replace(
             messages=[
                 one_message(self._env.decode_tokens(checked.sequence(i).tokens.tolist()))
@@ -409,7 +407,7 @@ class Outbox:
         return checked.replace(group_id=checked.group_id or uuid.uuid4().hex)
 
     async def _record(self, group: Mapping[str, Any], checked: ScoredGroup, item: Any) -> None:
-        """Hand the group to the rollout table and write its JSONL line."""
+        """Add the group to the rollout table and write its JSONL line."""
         readable = {**group, "messages": checked.messages} if checked.messages else dict(group)
         try:
             await self._env.add_rollouts_for_wandb(readable, item)
@@ -419,14 +417,14 @@ class Outbox:
             self._log.write(await in_thread_if_large(group, _line, group, checked))
 
 
-def _says_temperature(group: ScoredGroup) -> bool:
+def _gives_temperature(group: ScoredGroup) -> bool:
     """Whether the author gives every sequence a temperature, in one of the three places that a trainer reads."""
 
-    def says(source: Mapping[str, Any] | None) -> bool:
+    def gives(source: Mapping[str, Any] | None) -> bool:
         return (source or {}).get("temperature") is not None
 
-    whole_group = says(group.generation_params) or says(group.group_overrides)
-    return whole_group or (bool(group.overrides) and all(map(says, group.overrides or ())))
+    whole_group = gives(group.generation_params) or gives(group.group_overrides)
+    return whole_group or (bool(group.overrides) and all(map(gives, group.overrides or ())))
 
 
 def _ignore(_: EnvStatus) -> None:
@@ -438,11 +436,11 @@ def _nothing() -> None:
 
 
 class _Held(NamedTuple):
-    """A group on its way to the hub."""
+    """A group that the hub has not stored yet."""
 
     group: ScoredGroup
     experiment: str | None
-    """What it was sampled for; None where that is unknown."""
+    """The experiment it was sampled for; None if unknown."""
 
 
 _experiment_of_item: ContextVar[str | None] = ContextVar("experiment_of_item", default=None)
@@ -450,7 +448,7 @@ _experiment_of_item: ContextVar[str | None] = ContextVar("experiment_of_item", d
 
 @contextlib.contextmanager
 def sampling_for(experiment: str | None) -> Iterator[None]:
-    """Groups that are handed over inside the block were sampled for `experiment`."""
+    """Mark groups queued inside the block as sampled for `experiment`."""
     token = _experiment_of_item.set(experiment)
     try:
         yield
@@ -459,18 +457,18 @@ def sampling_for(experiment: str | None) -> Iterator[None]:
 
 
 def experiment_of_item() -> str | None:
-    """The experiment of the item under way; None outside of one."""
+    """Return the experiment of the current item; None outside an item."""
     return _experiment_of_item.get()
 
 
 class Reregister(Protocol):
-    """Registers again unless `old_id` was already replaced; returns when the environment is known."""
+    """Registers again unless `old_id` was already replaced; returns once registered."""
 
     async def __call__(self, old_id: int) -> None: ...
 
 
 def _line(group: Mapping[str, Any], checked: ScoredGroup) -> bytes:
-    """Return the JSON of the author's keys in their checked form, and the keys that are always there."""
+    """Return the JSON of the author's keys in their checked form, plus the keys that are always written."""
     record: dict[str, Any] = dict(group)
     for key, value in checked.to_dict().items():
         if (
@@ -483,5 +481,5 @@ def _line(group: Mapping[str, Any], checked: ScoredGroup) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Turn numpy and torch values of private keys into lists; anything else into its text."""
+    """Convert numpy and torch values of author-defined keys to lists, any other value to its text."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)

@@ -1,7 +1,7 @@
-"""How often an environment may call the hub's control routes: a token bucket, so that thousands can share a hub.
+"""Token bucket for an environment's calls to the hub's control routes, so that thousands can share a hub.
 
-Over any stretch of T seconds at most `burst + T / refill_s` calls pass. Callers wait their turn in order of arrival;
-nothing is ever refused. `serve.py` is the only user; sending groups is not paced.
+In any T seconds at most `burst + T / refill_s` calls pass. Callers wait in order of arrival; no call is refused. Used
+by `hub_link.py`; sending groups is not limited.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Pace:
         self._clock = clock
         self._sleep = sleep
         self._left = float(burst)
-        """Negative: calls that have been promised and wait."""
+        """Calls available now; negative while reserved calls wait."""
         self._counted_at = clock()
 
     def reserve(self) -> float:
-        """Take one call out of the bucket; return how long to wait before making it, in seconds."""
+        """Take one call from the bucket; return the seconds to wait before making it."""
         now = self._clock()
         gained = (now - self._counted_at) / self._refill_s
         self._left = min(float(self._burst), self._left + gained) - 1.0

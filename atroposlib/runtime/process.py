@@ -1,6 +1,6 @@
-"""Produce groups into a JSONL file and an HTML page, without a hub.
+"""Write groups to a JSONL file and an HTML page, without a hub.
 
-Items run concurrently; lines are written in the order of the items. Only groups that were written count.
+Items run concurrently; lines are written in the order of the items. Only written groups count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessResult:
-    """What a `process` run left behind."""
+    """The result of a `process` run."""
 
     path: Path
     """The JSONL file."""
@@ -35,17 +35,17 @@ class ProcessResult:
 
 
 async def process(env: BaseEnv) -> ProcessResult:
-    """Write `total_steps` groups to `data_path_to_save_groups`; fewer when the items run out.
+    """Write `total_steps` groups to `data_path_to_save_groups`; fewer if the items run out.
 
-    Raises ConfigError without a path or a positive number of groups, EnvError when items keep failing or keep
-    yielding nothing. Groups written before an error stay in the file.
+    Raises ConfigError without a path or a positive number of groups, EnvError when items fail or give no group too
+    often in a row. Groups written before an error stay in the file.
     """
     config = env.config
     if not config.data_path_to_save_groups:
         raise ConfigError("data_path_to_save_groups: process needs a file to write to")
     if config.total_steps < 1:
         raise ConfigError(
-            f"total_steps: got {config.total_steps}; process needs how many groups to make"
+            f"total_steps: got {config.total_steps}; process needs the number of groups to make"
         )
     if config.use_wandb:
         require_wandb(env)
@@ -68,7 +68,7 @@ async def process(env: BaseEnv) -> ProcessResult:
 
 
 async def process_and_render(env: BaseEnv) -> None:
-    """Write the groups, then the page beside them."""
+    """Write the groups, then an HTML page next to them."""
     result = await process(env)
     if result.num_groups:
         page = await asyncio.to_thread(generate_html, result.path)
@@ -76,7 +76,7 @@ async def process_and_render(env: BaseEnv) -> None:
 
 
 async def _fill(env: BaseEnv, log: GroupLog) -> None:
-    """Keep items running ahead of the writer, in order, until enough groups are written."""
+    """Run items ahead of the writer and write their groups in order, until enough are written."""
     wanted = env.config.total_steps
     width = max_workers(
         configured=env.config.max_num_workers,
@@ -112,7 +112,9 @@ async def _fill(env: BaseEnv, log: GroupLog) -> None:
                         abort_on_any_max_length_exceeded=False,
                     )
             except Exception as raised:  # noqa: BLE001 - boundary: one item
-                has_more = _keep(work, cause_of(raised), env, outcomes, retries) or has_more
+                has_more = (
+                    _count_and_retry(work, cause_of(raised), env, outcomes, retries) or has_more
+                )
                 continue
             env.backlog.extend(backlog)
             has_more = has_more or bool(backlog)
@@ -141,17 +143,17 @@ async def _next_work(env: BaseEnv, retries: deque[Work]) -> Work | None:
     return None if item is None else Work(item=item)
 
 
-def _keep(
+def _count_and_retry(
     work: Work, error: BaseException, env: BaseEnv, outcomes: Outcomes, retries: deque[Work]
 ) -> bool:
-    """Count a failure and queue the item again; True when it will be tried again.
+    """Count a failure; queue the item again and return True if it has attempts left.
 
-    An engine that was unavailable for its whole waiting time (`health_wait_s`) ends the run.
+    An engine that stayed unavailable for `health_wait_s` ends the run.
     """
     if isinstance(error, EngineUnavailable):
         raise error
     outcomes.log_failure("item", error)
-    outcomes.failed(error, began_after=outcomes.num_failed)  # no retry: end now
+    outcomes.failed(error, began_after=outcomes.num_failed)
     work.num_failures += 1
     if work.num_failures >= env.config.max_item_attempts:
         outcomes.given_up[type(error).__name__] += 1

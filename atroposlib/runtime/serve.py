@@ -1,10 +1,9 @@
-"""Serve an environment to a hub: register, keep items in flight, send groups, until the trainer is done.
+"""Serve an environment to a hub: register, keep items in flight and send groups until the trainer is done.
 
-Who waits for whom: the driver (one task) follows the trainer's steps and starts items; each item is an owned task with
-a deadline; the outbox (one task) sends; the watcher (one task) asks the hub for its status. All live in one
-`TaskGroup`, so none can outlive the run. When hub or engine are unavailable, groups are held, items in flight continue,
-no new ones start, and one log line says so at each change. The environment's hooks are called through the instance;
-`_Server` is the `Runtime` behind their defaults.
+Tasks: the driver follows the trainer's steps and starts items; each item is an owned task with a deadline; the outbox
+sends; the watcher polls the hub's status. `run` cancels and awaits them all. While the hub or the engine is
+unavailable, groups are held, items in flight continue, no new ones start, and each change is logged once. The
+environment's hooks are called through the instance; `_Server` is the `Runtime` behind their defaults.
 """
 
 from __future__ import annotations
@@ -34,35 +33,36 @@ logger = logging.getLogger(__name__)
 async def serve(
     env: BaseEnv, *, timings: Timings | None = None, stop: asyncio.Event | None = None
 ) -> Outbox:
-    """Serve `env` until the trainer's step reaches `total_steps`, or `stop` is set, or SIGTERM or SIGINT arrives.
+    """Serve `env` until the trainer's step reaches `total_steps`, `stop` is set, or SIGTERM or SIGINT arrives.
 
-    Returns the outbox with its counts. Raises EnvError when items keep failing, ConfigError when the hub's batch
-    cannot hold a group, HubUnavailable when groups had to be left in a file, and whatever `setup` raises.
+    Returns the outbox with its counts. Raises EnvError when items keep failing or undelivered groups are lost,
+    ConfigError when the hub's batch cannot hold a group, HubUnavailable when undelivered groups were left in a file,
+    HubRejected when the hub refuses the token, and the errors of `setup`.
     """
     if env.config.use_wandb:
-        require_wandb(env)  # fails now, not after the model has been waited for
+        require_wandb(env)  # fail before `setup` loads anything
     async with HubClient(env.config.rollout_server_url) as hub:
         return await _Server(env, hub, timings or Timings(), stop or asyncio.Event()).run()
 
 
 class _Server:
-    """One run: the driver, the ends of its tasks, and the trainer's steps."""
+    """One run: its tasks, their shutdown, and the trainer's steps."""
 
     def __init__(self, env: BaseEnv, hub: HubClient, timings: Timings, stop: asyncio.Event) -> None:
         self._env = env
         self._hub = hub
         self._timings = timings
         self._stop = stop
-        self._hurry = asyncio.Event()
-        """A second signal: wait for nothing more."""
+        self._skip_wait = asyncio.Event()
+        """Set by the second signal: stop waiting."""
         self._wake = asyncio.Event()
         self._error: BaseException | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starts_own_work = is_overridden(env.add_train_workers, BaseEnv.add_train_workers)
-        """The author's code decides what is made when, for example by sending groups from `env_step_checks`."""
+        """Whether the author's code starts the work, for example by sending groups from `env_step_checks`."""
         self._num_accepted_before = 0
         self._step_before: int | None = None
-        """The step that `curr_step` really stands for, while the first step is shown as new."""
+        """The real step while `curr_step` is lowered by `_show_first_step_as_new`; None otherwise."""
         path = env.config.data_path_to_save_groups
         self._log = GroupLog.open(path) if path else None
         if self._log is not None:
@@ -86,7 +86,7 @@ class _Server:
         env.group_sink = self._outbox
         env.runtime = self
         env.jsonl_writer = self._log
-        # What the defaults of the environment's hooks do.
+        # The defaults of the environment's hooks.
         self.start_wandb = self._link.start_wandb
         self.ask_for_id = self._link.ask_for_id
         self.read_info = self._link.read_info
@@ -96,7 +96,7 @@ class _Server:
 
     async def run(self) -> Outbox:
         try:
-            with _signals(self._stop, self._hurry), contained():
+            with _signals(self._stop, self._skip_wait), contained():
                 await self._run()
         finally:
             self._spool.close()
@@ -119,7 +119,7 @@ class _Server:
                 await self._stop.wait()
                 driver.cancel()
                 if self._error is None and not self._link.is_done:
-                    await self._items.drain(self._hurry)
+                    await self._items.drain(self._skip_wait)
                 for task in list(self._tasks):
                     task.cancel()
             await self._deliver_rest()
@@ -129,11 +129,11 @@ class _Server:
             await self._link.disconnect()
 
     async def _deliver_rest(self) -> None:
-        """Deliver what is held, or leave it in a file; a file left behind is an error of the run."""
+        """Deliver the held groups or write them to a file; undelivered groups are an error of the run."""
         patience_s = self._timings.flush_s if self._error is None else 1.0
         first_s = min(patience_s, self._timings.spool_after_s)
         error = await self._spool.deliver_rest(
-            first_s=first_s, rest_s=patience_s - first_s, hurry=self._hurry
+            first_s=first_s, rest_s=patience_s - first_s, skip_wait=self._skip_wait
         )
         self._error = self._error or error
 
@@ -149,7 +149,7 @@ class _Server:
         self._stop.set()
 
     async def _guard(self, work: Awaitable[None]) -> None:
-        """Await `work`; its error and its end both end the run."""
+        """Await `work`; the run ends when it returns or raises."""
         try:
             with as_failures():
                 await work
@@ -170,13 +170,13 @@ class _Server:
         await env.setup_wandb()
         await env.register_env()
         await link.learn_batch()
-        self._spool.send_earlier()  # not in a thread: a cancel would lose the claims; nothing else runs yet
+        self._spool.send_earlier()  # not in a thread: a cancellation would lose the claims
         self._show_first_step_as_new()
         self._own(self._guard(link.watch()), name="watcher")
         followed: EnvStatus | None = None
         while True:
             began = time.monotonic()
-            if link.status is not None:  # as in the original, not before there is a status_dict
+            if link.status is not None:  # as in the original, only once there is a status_dict
                 if link.status is not followed:
                     followed = link.status
                     await env.server.update_weight(followed.env_weight)
@@ -187,7 +187,7 @@ class _Server:
             if link.status is not None:
                 await env.add_train_workers()
             if self._starts_own_work:
-                self._look_for_own_work()
+                self._check_own_work()
             env.mainloop_timings.append(time.monotonic() - began)
             env.last_loop_time = time.time()
             await self._sleep_until_woken()
@@ -201,8 +201,8 @@ class _Server:
             pass
         self._wake.clear()
 
-    def _look_for_own_work(self) -> None:
-        """Notice whether the author's own hooks made anything."""
+    def _check_own_work(self) -> None:
+        """Check whether the author's own hooks produced any group."""
         if self._outbox.num_accepted == self._num_accepted_before:
             self._items.remind_idle(
                 "add_train_workers() starts no item, env_step_checks() sends nothing"
@@ -212,7 +212,7 @@ class _Server:
             self._items.not_idle()
 
     async def register(self) -> None:
-        """Ask for an id until the hub gives one, and restore the checkpoint of its step."""
+        """Register until the hub gives an id; before the first group, restore the checkpoint."""
         env = self._env
         is_another = await self._link.register()
         if is_another:
@@ -225,7 +225,7 @@ class _Server:
     # Steps of the trainer
 
     async def check_step(self) -> None:
-        """Evaluate, save and log where the trainer's step passed a boundary; then take the step over."""
+        """Update `curr_step`; evaluate, save and log if the step passed a boundary."""
         env = self._env
         before = env.curr_step if self._step_before is None else self._step_before
         self._step_before = None
@@ -254,9 +254,9 @@ class _Server:
                 logger.exception("wandb_log failed at step %d; the run continues", step)
 
     def _show_first_step_as_new(self) -> None:
-        """Let an environment that sends groups only when the step changes begin at once.
+        """Lower `curr_step` by one so that an environment that sends groups only on a new step starts at once.
 
-        Where it is the only one, the trainer can take no step before it has sent some.
+        If it is the only environment, the trainer takes no step before it has sent groups.
         """
         checks = self._env.env_step_checks
         if self._starts_own_work and is_overridden(checks, BaseEnv.env_step_checks):
@@ -272,25 +272,25 @@ class _Server:
 
 
 def is_overridden(method: Any, default: Any) -> bool:
-    """Whether a bound method (or what was put in its place) is not the base class's `default`."""
+    """Whether a bound method (or its replacement) is not the base class's `default`."""
     return getattr(method, "__func__", method) is not default
 
 
 @contextlib.contextmanager
-def _signals(stop: asyncio.Event, hurry: asyncio.Event) -> Any:
-    """Let SIGTERM and SIGINT set `stop`, and `hurry` the second time; without signal handlers (threads), do nothing."""
+def _signals(stop: asyncio.Event, skip_wait: asyncio.Event) -> Any:
+    """Let SIGTERM and SIGINT set `stop`, and `skip_wait` the second time; do nothing outside the main thread."""
     loop = asyncio.get_running_loop()
     installed = []
 
     def signalled() -> None:
-        (hurry if stop.is_set() else stop).set()
+        (skip_wait if stop.is_set() else stop).set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         try:
             loop.add_signal_handler(number, signalled)
             installed.append(number)
         except (NotImplementedError, RuntimeError, ValueError):
-            logger.debug("no handler for signal %d outside the main thread", number)
+            logger.debug("cannot handle signal %d outside the main thread", number)
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""Groups that could not be delivered, on disk: written at the end of a run, sent first by the next run of that name.
+"""Undelivered groups on disk: written at the end of a run, sent first by the next run with the same name.
 
-Invariant: a group stays in some file until the hub has stored it. Sending it twice is harmless, because it keeps its
-group id. A file belongs to one hub address, one environment name and one experiment; groups made at a later step than
-the trainer's are left alone, too. Used by `serve.py` only, which decides when.
+Invariant: a group stays in a file until the hub has stored it. Sending it twice is harmless: it keeps its group id. A
+file belongs to one hub address, environment name and experiment; files written at a later step than the trainer's are
+skipped too. Used by `serve.py` only.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SUFFIX = ".groups"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Whose groups a file holds."""
+    """The hub and the environment that a file's groups belong to."""
 
     hub_url: str
     environment: str
-    """The configured name, which is the same in the next run; the registered one may not be."""
+    """The configured name; the hub may register the next run under another one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,17 +48,17 @@ class Spooled:
     _file: IO[bytes]
 
     def close(self) -> None:
-        """Give the claim back and leave the file."""
+        """Release the claim and keep the file."""
         self._file.close()
 
     def delete(self) -> None:
-        """Remove the file: its groups are stored, or in another file."""
+        """Delete the file; its groups must be stored by the hub or in another file."""
         self.path.unlink(missing_ok=True)
         self._file.close()
 
 
 def spool_folder(data_path: str | None) -> Path:
-    """Return the folder: beside the environment's JSONL file, else below `data`."""
+    """Return the folder `spool` next to the environment's JSONL file, else in `data`."""
     return (Path(data_path).parent if data_path else Path("data")) / "spool"
 
 
@@ -76,7 +76,7 @@ def write(
     experiment: str | None,
     step: int,
 ) -> None:
-    """Write `groups`, made up to `step`; a reader sees the whole file or none, also after a power cut."""
+    """Write `groups`, sampled up to `step`, atomically and durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     meta = {"hub_url": owner.hub_url, "environment": owner.environment, "step": step}
@@ -94,10 +94,10 @@ def write(
 
 
 def claim(folder: Path, *, owner: Owner, experiment: str | None, step: int) -> list[Spooled]:
-    """Claim the owner's files of this experiment, oldest first; others stay as they are, each named in the log."""
+    """Claim the owner's files of this experiment, oldest first; skip the others and log why."""
     found = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
-        with contextlib.suppress(FileNotFoundError):  # delivered by another process just now
+        with contextlib.suppress(FileNotFoundError):  # another process has just delivered it
             file = path.open("rb")
             spooled = _claim_one(path, file, owner, experiment, step)
             if spooled is None:
@@ -113,7 +113,7 @@ def _claim_one(
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return None  # another process of this name sends it
+        return None  # another process is sending it
     try:
         envelope = split_packed(file.read())
         meta = envelope.meta
@@ -121,20 +121,20 @@ def _claim_one(
             return None
         if meta.get("hub_url") != owner.hub_url:
             logger.warning(
-                "%s: its groups are for the hub at %s: left alone", path, meta.get("hub_url")
+                "%s skipped: its groups are for the hub at %s", path, meta.get("hub_url")
             )
             return None
         made_for = meta.get("experiment")
         if None not in (made_for, experiment) and made_for != experiment:
             logger.warning(
-                "%s: its groups were sampled for another experiment: left alone; delete it, or resume that one",
+                "%s skipped: its groups were sampled for another experiment; delete it or resume that experiment",
                 path,
             )
             return None
         made_at = int(meta.get("step", 0))
         if made_at > step:
             logger.warning(
-                "%s: its groups were made at step %d, the trainer is at %d: left alone; delete it or resume the run",
+                "%s skipped: its groups were made at step %d, the trainer is at %d; delete it or resume that run",
                 path,
                 made_at,
                 step,
@@ -142,13 +142,13 @@ def _claim_one(
             return None
         groups = [unpack_group(blob, strictness=Strictness.MEANING) for blob in envelope.blobs]
     except GroupError as error:
-        logger.error("%s cannot be read and is left alone: %s", path, error)
+        logger.error("%s skipped: cannot be read: %s", path, error)
         return None
     return Spooled(path=path, groups=groups, _file=file)
 
 
 class Spool:
-    """The files of one run: those of earlier runs that it claimed, and the one it may leave."""
+    """The files of one run: those it claimed from earlier runs, and the one it may write."""
 
     def __init__(self, env: BaseEnv, outbox: Outbox) -> None:
         self._env = env
@@ -160,9 +160,9 @@ class Spool:
         self._claimed: list[Spooled] = []
 
     def send_earlier(self) -> None:
-        """Queue the groups that an earlier run of this name left behind."""
+        """Queue the undelivered groups of earlier runs with this name."""
         if self._claimed or self._outbox.num_accepted:
-            return  # registered again; this run's own groups are in the outbox
+            return  # a later registration; this run has groups of its own
         self._claimed = claim(
             self._folder,
             owner=self._owner,
@@ -176,17 +176,17 @@ class Spool:
             self._outbox.restore(groups, self._delete_claimed)
 
     async def deliver_rest(
-        self, *, first_s: float, rest_s: float, hurry: asyncio.Event
+        self, *, first_s: float, rest_s: float, skip_wait: asyncio.Event
     ) -> HubUnavailable | EnvError | None:
-        """Deliver what is held within `first_s + rest_s`, or leave it in a file; return that as an error.
+        """Wait up to `first_s + rest_s` for delivery; if groups remain, write them to a file and return an error.
 
-        After `first_s` the groups are on disk as well. `hurry` ends the waiting.
+        After `first_s` the groups are on disk as well. `skip_wait` ends the wait.
         """
-        if not await self._flush(first_s, hurry):
+        if not await self._flush(first_s, skip_wait):
             return None
         path = new_path(self._folder, self._owner)
         await self._write(path)
-        if not await self._flush(rest_s, hurry):
+        if not await self._flush(rest_s, skip_wait):
             path.unlink(missing_ok=True)
             return None
         what = f"{self._outbox.num_held} groups could not be delivered to {self._owner.hub_url}"
@@ -201,22 +201,25 @@ class Spool:
         return error
 
     def close(self) -> None:
-        """Give every claim back."""
+        """Release every claim."""
         for file in self._claimed:
             file.close()
 
-    async def _flush(self, patience_s: float, hurry: asyncio.Event) -> int:
-        """Wait until nothing is held, the time is over or `hurry` is set; return the number still held."""
+    async def _flush(self, patience_s: float, skip_wait: asyncio.Event) -> int:
+        """Wait until nothing is held, `patience_s` is over or `skip_wait` is set; return the number still held."""
         flush = asyncio.create_task(self._outbox.flush(patience_s))
-        hurried = asyncio.create_task(hurry.wait())
-        await asyncio.wait({flush, hurried}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (flush, hurried):
+        skipped = asyncio.create_task(skip_wait.wait())
+        await asyncio.wait({flush, skipped}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (flush, skipped):
             task.cancel()
-        await asyncio.gather(flush, hurried, return_exceptions=True)
+        await asyncio.gather(flush, skipped, return_exceptions=True)
         return self._outbox.num_held
 
     async def _write(self, path: Path) -> bool:
-        """Write every held group to `path`; files of earlier runs, whose rest is among them, are removed then."""
+        """Write every held group to `path`, then delete the claimed files; return whether it was written.
+
+        The undelivered groups of claimed files are among the held ones.
+        """
         try:
             await asyncio.to_thread(
                 write,

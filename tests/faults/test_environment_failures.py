@@ -109,8 +109,8 @@ async def test_environment_whose_code_exits_goes_on_and_counts_it(tmp_path: Path
     counts = closing_counts(log)
     assert counts["failed"]["ExitRaised"] == counts["author"]["exited"] == 2
     assert ledger["produced"] == ledger["queued"] == counts["accepted"] == counts["stored"]
-    assert "SystemExit: 3 was raised by the environment's code" in log
-    assert "KeyboardInterrupt:  was raised by the environment's code" in log
+    assert "the environment's code raised SystemExit: 3" in log
+    assert "the environment's code raised KeyboardInterrupt: " in log
 
 
 # In one process, with a hub on a loopback port

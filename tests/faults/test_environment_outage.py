@@ -194,7 +194,7 @@ async def test_hub_away_for_an_hour_costs_no_group(
         assert log.text.count("the hub is unavailable; starting no new work") == 1
         assert log.text.count("the hub is unavailable; holding") == 1
         assert log.text.count("the hub answers again") == 1
-        assert log.text.count("the hub is back") == 1
+        assert log.text.count("the hub is available again") == 1
         assert log.text.count("registering again") == (comes_back == "empty")
         num_batches = 6
         await run.train(num_batches)

@@ -258,7 +258,7 @@ async def test_hub_that_says_later_loses_nothing() -> None:
     await outbox.accept(make_group())
     await deliver(outbox, hub)
     assert outbox.num_stored == 1
-    assert not outbox.is_away
+    assert not outbox.hub_unavailable
     assert not outbox.dropped
 
 
@@ -273,8 +273,8 @@ async def test_hub_that_is_back_and_refuses_all_that_is_held_is_not_away(
     with caplog.at_level("INFO"):
         await deliver(outbox, hub)
     assert (outbox.num_stored, outbox.num_held, outbox.dropped.total()) == (0, 0, 1)
-    assert not outbox.is_away  # otherwise no item would ever be started again
-    assert "the hub is back" in caplog.text
+    assert not outbox.hub_unavailable  # otherwise no item would ever be started again
+    assert "the hub is available again" in caplog.text
 
 
 async def test_hub_that_says_when_is_asked_again_then() -> None:

@@ -1,4 +1,4 @@
-"""Environments. `from atroposlib.envs import BaseEnv` works and loads the module only then."""
+"""Environments. `from atroposlib.envs import BaseEnv` loads the module on first use."""
 
 from __future__ import annotations
 

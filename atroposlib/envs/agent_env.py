@@ -1,11 +1,11 @@
 """`AgentEnv`: agents that were not written for training. Define `load_rows`, `run_agent` and `score`.
 
-Every rollout is one session of a proxy on this machine's loopback. The agent gets its base URL and key, as it would get
-those of OpenAI or Anthropic, and talks to the policy; the tokens of all its conversations are what is trained. The
-proxy is started by the first rollout and stopped by `close`; over HTTP it has the agent's own session and nothing else.
-Where the environment is given a proxy (`proxy_url`), the sessions are opened there instead. Temperature and top_p are
-the environment's, and whatever else would change the distribution of samples is dropped: logprobs would not be those of
-the draw. It does not keep hostile agents in: run those in a container of your own.
+Every rollout is one session of a proxy on this machine's loopback. The agent gets the session's base URL and key as it
+would get OpenAI's or Anthropic's, and talks to the policy; the tokens of all its conversations are trained. The first
+rollout starts the proxy and `close` stops it; over HTTP an agent can reach only its own session. With `proxy_url`, the
+sessions are opened at that proxy instead. Temperature and top_p are the environment's; other parameters that change the
+sampling distribution are dropped, because the logprobs would not match it. Hostile agents are not contained: run them
+in a container.
 """
 
 from __future__ import annotations
@@ -61,29 +61,29 @@ class AgentEnvConfig(DatasetEnvConfig):
     agent_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds one run of the agent may take."""
     tool_parser: str | None = "hermes"
-    """How the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, deepseek_v3, ...; None: as text."""
+    """Format of tool calls: hermes, llama3_json, mistral, qwen3_coder, deepseek_v3, ...; None leaves them as text."""
     max_context_tokens: int = Field(default=0, ge=0)
-    """Tokens of one conversation; the agent gets an error when it is longer. 0: the trainer's limit, where known."""
+    """Token limit of one conversation; above it the agent gets an error. 0: the trainer's limit, if known."""
     max_agent_output_bytes: int = Field(default=2**20, ge=1)
-    """What `run_command` reads of a program's output before it gives up on it."""
+    """Limit of `run_command` for each of a program's stdout and stderr; more is a failure."""
 
 
 class AgentFailed(Exception):
-    """The agent did not come to an answer: it crashed, gave up or took too long."""
+    """The agent gave no answer: it crashed, gave up or timed out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSession:
-    """What one run of the agent works with."""
+    """The proxy session of one run of the agent."""
 
     base_url: str
-    """Ends in /v1, as OpenAI's SDK takes it; Anthropic's takes it without."""
+    """Ends in /v1, as for OpenAI's SDK; remove it for Anthropic's."""
     api_key: str
     fetch_nodes: Callable[[], Awaitable[list[SequenceNode]]]
     engine_errors: Sequence[EngineError] = ()
-    """Failures of the engine that the agent was told, where they are known."""
+    """Engine failures returned to the agent; empty if unknown (remote proxy)."""
     last_messages: Callable[[], list[dict[str, Any]]] = list
-    """The conversation that the agent went on with last, where it is known."""
+    """Returns the conversation that the agent continued last; [] if unknown (remote proxy)."""
 
 
 class AgentEnv(DatasetEnv):
@@ -93,7 +93,7 @@ class AgentEnv(DatasetEnv):
     config: AgentEnvConfig
 
     agent_failure_score: ClassVar[float | None] = None
-    """Score of a run in which the agent failed. None: it says nothing about the policy, see `on_reward_failure`."""
+    """Score of a run in which the agent failed. None: no score, see `on_reward_failure`."""
 
     def __init__(
         self,
@@ -108,23 +108,23 @@ class AgentEnv(DatasetEnv):
         self._url = ""
         self._starting = asyncio.Lock()  # only one rollout starts the proxy
 
-    # What an author defines.
+    # Defined by the author.
 
     @abstractmethod
     def run_agent(self, row: Row, base_url: str, api_key: str) -> Any:
-        """Let the agent do a task and return what it answers; `score` is given that.
+        """Run the agent on a task and return its answer for `score`.
 
-        A coroutine, or a plain function, which runs in a thread of its own. After `agent_timeout_s` a coroutine is
-        cancelled (`run_command` then kills the program); a thread is left alone, and its next request is refused.
+        A coroutine, or a plain function, which runs in its own thread. After `agent_timeout_s` a coroutine is cancelled
+        (`run_command` then kills the program); a thread keeps running, and its next request is refused.
         """
 
     def choose_sequences(
         self, row: Row, nodes: list[SequenceNode], answer: Any
     ) -> list[SequenceNode]:
-        """Return the token sequences to train, of all that the agent's conversations made.
+        """Return the token sequences to train, out of those of all the agent's conversations.
 
-        Several conversations (sub-agents, a history that was cut) are several sequences with the same score. Called in
-        a thread: there may be millions of tokens.
+        Several conversations (sub-agents, a shortened history) give several sequences with the same score. Called in a
+        thread: there may be millions of tokens.
         """
         return train_once(nodes)
 
@@ -140,11 +140,11 @@ class AgentEnv(DatasetEnv):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> str:
-        """Run a program as the agent and return what it printed.
+        """Run a program as the agent and return its stdout.
 
-        It finds base URL and key where the SDKs of OpenAI and Anthropic look (`agent_variables`), and no secrets of
-        this process. Raises AgentFailed with the end of its stderr when the exit code is not 0 or it prints too much.
-        The program and all of its process group are killed when this is cancelled.
+        It gets base URL and key in the variables that the SDKs of OpenAI and Anthropic read (`agent_variables`), and no
+        secrets of this process. Raises AgentFailed if the exit code is not 0 (with the end of its stderr) or it prints
+        too much. Its process group is killed when it ends or this call is cancelled.
         """
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -169,7 +169,7 @@ class AgentEnv(DatasetEnv):
             )
             code = await process.wait()
         finally:
-            # Also what the program left running.
+            # Includes processes that the program left running.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
@@ -185,7 +185,7 @@ class AgentEnv(DatasetEnv):
         options: dict[str, Any] = {
             "max_tokens": self.config.max_token_length,
             "max_context_tokens": self.config.max_context_tokens or trained or None,
-            # Whatever the agent prefers: exploring is the trainer's business.
+            # Override the agent's choice.
             "sampling": {"temperature": self._temperature(split), "top_p": 1.0},
             "keeps_distribution": True,
             "split": split,
@@ -193,7 +193,7 @@ class AgentEnv(DatasetEnv):
         # The agent's requests come from outside the item.
         note_sampling({**options["sampling"], "split": split})
         if self.server.use_proxy:
-            # The agent has the uuid; its sequences are not its own to drop.
+            # The agent knows the uuid and must not be able to drop its sequences.
             options["owner_key"] = secrets.token_urlsafe()
             remote = await create_proxy_session(
                 str(self.server.proxy_url), tool_parser=self.config.tool_parser, options=options
@@ -218,24 +218,24 @@ class AgentEnv(DatasetEnv):
             )
         )
 
-        async def look() -> list[SequenceNode]:
+        async def local_nodes() -> list[SequenceNode]:
             return session.nodes()
 
         try:
             yield AgentSession(
                 base_url=f"{self._url}/{session.uuid}/v1",
                 api_key=session.uuid,
-                fetch_nodes=look,
+                fetch_nodes=local_nodes,
                 engine_errors=session.engine_errors,
                 last_messages=lambda: session.last_messages,
             )
         finally:
             await sessions.close(session.uuid)
 
-    # What it does with that.
+    # Implementation.
 
     async def roll_out(self, row: Row, n: int, *, split: Split) -> list[Rollout]:
-        """Run `n` agents at once. Raises the first failure when all of them failed, an engine's failure at once."""
+        """Run `n` agents concurrently. Raises EnvError if all of them failed, an engine's error at once."""
         failures: list[Exception] = []
         rollouts = await run_together([self._run(row, split, failures) for _ in range(n)])
         if len(failures) == n and self.agent_failure_score is None:
@@ -245,7 +245,7 @@ class AgentEnv(DatasetEnv):
         return rollouts
 
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Return the scores that the runs ended with."""
+        """Return the scores set by the runs."""
         return [rollout.outcome for rollout in rollouts]
 
     async def close(self) -> None:
@@ -260,7 +260,7 @@ class AgentEnv(DatasetEnv):
         async with self.agent_session(split) as session:
             try:
                 answer = await self._answer_of(row, session)
-            except Exception as failure:  # boundary: one run of an agent's program
+            except Exception as failure:  # boundary: one run of the agent
                 if session.engine_errors:
                     raise session.engine_errors[-1] from failure
                 failures.append(failure)
@@ -314,7 +314,7 @@ class AgentEnv(DatasetEnv):
         async with self._starting:
             if self._sessions is None:
                 name = self.server.servers[0].config.model_name
-                # Each run closes its session, so none may expire under a slow agent.
+                # Sessions must not expire while a slow agent runs; each run closes its own.
                 limits = SessionLimits(idle_s=math.inf, life_s=math.inf)
                 app = create_app(self.server, self.tokenizer, name, limits=limits, is_private=True)
                 self._url = await self._proxy.enter_async_context(serve_locally(app))
@@ -324,7 +324,7 @@ class AgentEnv(DatasetEnv):
 
 
 def agent_variables(base_url: str, api_key: str) -> dict[str, str]:
-    """Return the environment of an agent's process: this one's without secrets, with the session's address."""
+    """Return an agent's environment variables: this process's without secrets, plus the session's URL and key."""
     kept = {name: value for name, value in os.environ.items() if not _SECRET_NAME.search(name)}
     local = ",".join(filter(None, [kept.get("NO_PROXY"), "127.0.0.1,localhost"]))
     return {
@@ -333,14 +333,16 @@ def agent_variables(base_url: str, api_key: str) -> dict[str, str]:
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": api_key,
-        # HTTP_PROXY is for the outside world.
+        # HTTP_PROXY must not be used for the session.
         "NO_PROXY": local,
         "no_proxy": local,
     }
 
 
 async def _write(stream: asyncio.StreamWriter, content: bytes) -> bytes:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it does not read its input
+    with contextlib.suppress(
+        BrokenPipeError, ConnectionResetError
+    ):  # the program does not read its input
         stream.write(content)
         await stream.drain()
     stream.close()

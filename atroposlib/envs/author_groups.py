@@ -1,4 +1,4 @@
-"""Groups as authors write them: what gate 1 needs done to their dicts first, and the drop rules after it."""
+"""Conversion of authors' group dicts before gate 1, and the drop rules after it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from atroposlib.utils.off_loop import off_loop
 T = TypeVar("T")
 
 THREAD_FROM_TOKENS = 8192
-"""Groups larger than this are checked and written off the event loop: over a millisecond of work, and often several
-groups come at once."""
+"""Larger groups are checked and encoded off the event loop: over a millisecond of work, often for several at once."""
 
 
 class Dropped(Exception):
@@ -33,9 +32,9 @@ def one_message(text: str) -> list[dict[str, str]]:
 
 
 def with_text_as_messages(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a group whose `messages` may be plain texts, one per sequence, with a message for each text.
+    """Return the group with each plain text in `messages` replaced by a conversation of one message.
 
-    Environments that load texts, as the original's SFT loader, have no conversation to give.
+    Environments that load texts, such as the original's SFT loader, have no conversations.
     """
     messages = group.get("messages")
     if not isinstance(messages, list) or not any(isinstance(each, str) for each in messages):
@@ -51,9 +50,9 @@ def drop_rule(
     max_token_len: int,
     abort_on_max_length: bool = True,
 ) -> Dropped | None:
-    """Return the first drop rule, in the original's order, that applies to a well-formed group; None: it is kept.
+    """Return the first drop rule, in the original's order, that applies to a well-formed group; None keeps it.
 
-    `max_token_len` is the trainer's limit; 0 or less means it is unknown.
+    `max_token_len` is the trainer's limit; 0 or less means unknown.
     """
     expected = (checked.group_overrides or {}).get("group_size", config.group_size)
     if checked.num_sequences != expected:
@@ -62,7 +61,7 @@ def drop_rule(
         return Dropped("equal_scores", f"every score is {checked.scores[0]}")
     longest = int(checked.lengths.max())
     if abort_on_max_length and 0 < max_token_len <= longest:
-        detail = f"{longest} tokens, the trainer takes fewer than {max_token_len}"
+        detail = f"{longest} tokens, the trainer accepts fewer than {max_token_len}"
         return Dropped("too_long", detail)
     return None
 
@@ -80,9 +79,9 @@ _NUMBERS = (
 
 
 def without_tensors(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the group with torch tensors as numpy arrays or numbers, and true and false among scores as 1 and 0.
+    """Return the group with torch tensors as numpy arrays or numbers, and boolean scores as 1.0 and 0.0.
 
-    Gate 1 takes lists and numpy arrays; torch is not imported for it.
+    Gate 1 accepts lists and numpy arrays; torch is not imported.
     """
     changed: dict[str, Any] = {}
     for name in _NUMBERS:
@@ -119,7 +118,7 @@ def _array_of(tensor: Any) -> NDArray[Any]:
 
 
 async def in_thread_if_large(group: Mapping[str, Any], work: Callable[..., T], *args: Any) -> T:
-    """Return `work(*args)`, off the event loop where it visits the tokens of a large group."""
+    """Return `work(*args)`, computed off the event loop for a large group."""
     tokens = group.get("tokens")
     rows = tokens if isinstance(tokens, list | tuple) else []
     size = sum(len(row) for row in rows if isinstance(row, list | tuple))

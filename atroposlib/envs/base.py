@@ -1,9 +1,9 @@
-"""The author's surface: subclass `BaseEnv`, write `setup`, `get_next_item`, `collect_trajectories`, `evaluate`.
+"""`BaseEnv`, the author's base class: define `setup`, `get_next_item`, `collect_trajectories`, `evaluate`.
 
-An environment only says what to ask and how to judge the answers. Keeping items in flight, checking groups, sending
-them and logging is done by `envs.runtime`, from outside; it calls every hook through the instance, so an override may
-add to the default (`super()`) or replace it. Names and positional order of the constructor are those of the original,
-because environments in the wild call `super().__init__` positionally.
+An environment defines what to ask and how to score the answers. `atroposlib.runtime` keeps items in flight, checks and
+sends groups and logs; it calls every hook through the instance, so an override may extend the default (`super()`) or
+replace it. The constructor has the original's names and positional order, because existing environments call
+`super().__init__` positionally.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 OpenaiConfig = APIServerConfig
-"""The name some community environments import."""
+"""Name imported by some community environments."""
 
 _PER_SEQUENCE = (
     "advantages",
@@ -75,16 +75,16 @@ Servers = ServerBaseline | APIServerConfig | list[APIServerConfig]
 
 
 class ExtraServers(NamedTuple):
-    """Further servers of an environment, beside those of the policy (a teacher, a judge)."""
+    """Servers of an environment other than the policy's (a teacher, a judge)."""
 
     keyword: str
-    """The constructor's parameter that takes them."""
+    """The constructor's parameter for them."""
     default: Servers | None
-    """None: the parameter is left out unless YAML or flags describe them."""
+    """None: the parameter is omitted unless YAML or flags configure the servers."""
 
 
 class GroupSink(Protocol):
-    """Where finished groups go; the runtime sets it before the first item."""
+    """Receives finished groups; the runtime sets it before the first item."""
 
     async def accept(
         self,
@@ -101,7 +101,7 @@ class GroupSink(Protocol):
 
 
 class Runtime(Protocol):
-    """What drives an environment over its hub; `serve` sets it before `setup`. The hooks' defaults hand on to it."""
+    """The defaults of the hooks of `serve`, which sets it before `setup`."""
 
     async def start_wandb(self) -> None: ...
     async def register(self) -> None: ...
@@ -114,7 +114,7 @@ class Runtime(Protocol):
 
 
 class _Done:
-    """Already finished: may be awaited or not."""
+    """An awaitable that is already finished, so it may also be ignored."""
 
     def __await__(self) -> Generator[None, None, None]:
         return
@@ -122,12 +122,12 @@ class _Done:
 
 
 class BaseEnv(ABC):
-    """One environment. `name` names it to the hub and in file names; default: the class name."""
+    """One environment. `name` is used at the hub and in file names; default: the class name."""
 
     name: ClassVar[str | None] = None
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     server_cls: ClassVar[type[APIServer]] = APIServer  # type: ignore[type-abstract]
-    """A concrete subclass overrides the choice by `server_type`."""
+    """A concrete subclass here overrides `server_type`."""
 
     def __init__(
         self,
@@ -186,12 +186,12 @@ class BaseEnv(ABC):
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, Servers]:
-        """Return the defaults that YAML and flags are laid over. Cheap and free of side effects."""
+        """Return the defaults that YAML and flags override. Must be cheap and free of side effects."""
         return cls.env_config_cls(), ServerBaseline()
 
     @classmethod
     def cli(cls) -> None:
-        """Run `serve`, `process` or `evaluate` as the command line says, and exit."""
+        """Run the command line (`serve`, `process`, `evaluate`, `check`) and exit."""
         from atroposlib.runtime.command import (
             run_environment,  # the one upward edge: authors call cli()
         )
@@ -200,7 +200,7 @@ class BaseEnv(ABC):
 
     @classmethod
     def extra_servers(cls) -> dict[str, ExtraServers]:
-        """Return further servers by namespace: `{"judge": ExtraServers("judge_configs", default)}`.
+        """Return the extra servers by namespace: `{"judge": ExtraServers("judge_configs", default)}`.
 
         Their flags are `--judge.<field>`, their YAML section is `judge:`.
         """
@@ -231,33 +231,33 @@ class BaseEnv(ABC):
         return command
 
     def load_tokenizer(self) -> Any:
-        """Return the tokenizer of `config.tokenizer_name`; override for one that is no file."""
+        """Return the tokenizer of `config.tokenizer_name`; override for one built in code."""
         return load_tokenizer(self.config.tokenizer_name)
 
     @property
     def registered_name(self) -> str:
-        """Name announced to the hub: the configured one, else the class's."""
+        """Name requested from the hub: `wandb_name`, else `name`, else the class name."""
         return self.config.wandb_name or self.name or type(self).__name__
 
     @property
     def derived_batch_size(self) -> int:
-        """Sequences of a batch that this environment may fill; -1 while unknown."""
+        """Sequences of a batch that this environment may contribute; -1 while unknown."""
         if self.config.batch_size == -1 or not self.status_dict:
             return self.config.batch_size
         reserved = self.config.min_batch_allocation or 0.0
         return int(self.config.batch_size * (self.status_dict["unallocated_fraction"] + reserved))
 
     async def setup(self) -> None:
-        """Load data; called once, first."""
+        """Load data; called once, before the other hooks."""
         raise NotImplementedError(f"{type(self).__name__} must define `async def setup(self)`")
 
     @abstractmethod
     async def get_next_item(self) -> Item | None:
-        """Return what to ask next; None means nothing now (`process` ends there)."""
+        """Return the next item; None means none now (ends `process`)."""
 
     @abstractmethod
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Measure the current policy; runs beside training every `steps_per_eval` steps."""
+        """Evaluate the current policy; runs concurrently with training every `steps_per_eval` steps."""
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
         """Return one scored sequence for `item`, and items to ask later."""
@@ -268,8 +268,8 @@ class BaseEnv(ABC):
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
         """Return a group, a list of groups or None, and items to ask later.
 
-        The default runs `collect_trajectory` `group_size` times at once and joins the results; an exception in
-        one cancels the others. Optional fields that no sequence has stay None.
+        The default runs `collect_trajectory` `group_size` times concurrently and joins the results; an exception in
+        one cancels the others. Optional fields that no sequence has are None.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -283,7 +283,7 @@ class BaseEnv(ABC):
         return join_items([run.result()[0] for run in runs]), backlog
 
     async def postprocess_histories(self, trajectories: Any) -> Any:
-        """Change groups before they are checked; default: leave them."""
+        """Change groups before they are checked; default: unchanged."""
         return trajectories
 
     async def handle_send_to_api(
@@ -293,7 +293,7 @@ class BaseEnv(ABC):
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
     ) -> int:
-        """Hand groups over; returns the number accepted. Override to change groups on their way out."""
+        """Check and send groups; return the number accepted. Override to change groups before they are sent."""
         if self.group_sink is None:
             raise EnvError("no runtime is attached; start the environment with serve or process")
         return await self.group_sink.accept(
@@ -306,24 +306,24 @@ class BaseEnv(ABC):
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
         """Send one accepted group, or a list; default: hold it until the hub has stored it.
 
-        Called only where it is overridden, with dicts that hold `env_id` and `group_id`.
+        Called only if overridden, with dicts that have `env_id` and `group_id`.
         """
         if self.group_sink is None:
             raise EnvError("no runtime is attached; start the environment with serve or process")
         await self.group_sink.post(scored_data)
 
-    # Hooks of `serve`, in the order of their first call. Each default does the work.
+    # Hooks of `serve`, in the order of their first call.
 
     async def setup_wandb(self) -> None:
-        """Open the wandb run under the trainer's project and group, if `use_wandb`."""
+        """Start the wandb run in the trainer's project and group, if `use_wandb`."""
         await self._driver.start_wandb()
 
     async def register_env(self) -> None:
-        """Register until the hub takes it; again whenever the hub has forgotten this environment."""
+        """Register until the hub gives an id; called again when the hub no longer knows the id."""
         await self._driver.register()
 
     async def _register_env(self) -> dict[str, Any]:
-        """Ask the hub for an id once; return its answer, whose `status` is "success" when it gave one."""
+        """Request an id from the hub once; return its answer, with `status` "success" if it gave one."""
         return await self._driver.ask_for_id()
 
     async def get_server_info(self) -> None:
@@ -331,11 +331,11 @@ class BaseEnv(ABC):
         await self._driver.read_info()
 
     async def get_status(self) -> None:
-        """Wait for news from the hub and keep them in `status_dict`; called without end."""
+        """Wait for the hub's next status and store it in `status_dict`; called in a loop."""
         await self._driver.poll_status()
 
     async def env_step_checks(self) -> None:
-        """Compare `status_dict["current_step"]` with `curr_step`: evaluate, save, log, and take the step over."""
+        """Evaluate, save and log if `status_dict["current_step"]` passed a boundary; then update `curr_step`."""
         await self._driver.check_step()
 
     async def add_train_workers(self) -> None:
@@ -343,27 +343,27 @@ class BaseEnv(ABC):
         await self._driver.start_items()
 
     async def handle_env(self, item_uuid: UUID) -> Any:
-        """Run `running_items[item_uuid]`: collect, postprocess, hand over, clean up; return the groups.
+        """Run `running_items[item_uuid]`: collect, clean up, postprocess, send; return the groups.
 
-        None when there were none, or when the item failed: it is then counted and tried again.
+        None when there were none, or when the item failed: the failure is counted and the item retried.
         """
         return await self._driver.run_item(item_uuid)
 
     async def cleanup(self) -> None:  # noqa: B027
-        """Called after every item, whether it succeeded or failed; default: nothing."""
+        """Called after every item, including failed ones; default: nothing."""
 
     def close(self) -> Any:
-        """Called at the end of every run; may be plain or async, and `super().close()` may be awaited or not."""
+        """Called at the end of every run. May be plain or async; `super().close()` need not be awaited."""
         return _Done()
 
     async def env_manager(self) -> None:
-        """Serve until the trainer is done (what `python env.py serve` does)."""
+        """Serve until the trainer is done, as `python env.py serve` does."""
         from atroposlib.runtime.serve import serve
 
         await serve(self)
 
     async def process_manager(self) -> None:
-        """Produce `total_steps` groups into a file and a page (what `python env.py process` does)."""
+        """Write `total_steps` groups to a file and a page, as `python env.py process` does."""
         from atroposlib.runtime.process import process_and_render
 
         await process_and_render(self)
@@ -375,14 +375,14 @@ class BaseEnv(ABC):
         return self.runtime
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Write `data` for `step`; without data there is nothing to save. Subclasses add data and call super."""
+        """Write `data` for `step`; None writes nothing. Subclasses add data and call super."""
         if data is None:
             logger.debug("step %d: the environment has nothing to save", step)
             return
         checkpoint.save(self._checkpoint_folder, step, data)
 
     def load_checkpoint(self) -> None:
-        """Set the attributes saved at the newest step that is not later than the current one."""
+        """Set the attributes saved at the newest step up to the current one."""
         for key, value in checkpoint.load(self._checkpoint_folder, self.curr_step).items():
             setattr(self, key, value)
 
@@ -396,7 +396,7 @@ class BaseEnv(ABC):
         return str(self.tokenizer.decode(list(tokens)))
 
     async def add_rollouts_for_wandb(self, scored_data: Any, item: Item | None = None) -> None:
-        """Keep (text, score) of some sequences of a group for the rollout table."""
+        """Keep text and score of some sequences of a group for the rollout table."""
         if not self.config.use_wandb:
             return
         wanted = self.config.num_rollouts_per_group_for_logging
@@ -419,7 +419,7 @@ class BaseEnv(ABC):
         return wandb_metrics
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
-        """Add durations and counts since the last call, and clear them."""
+        """Add the durations and counts since the last call to the metrics, and clear them."""
         for name, values in (
             ("task_duration", self.task_duration),
             ("succeeded_task_duration", self.succeeded_task_duration),
@@ -439,7 +439,7 @@ class BaseEnv(ABC):
         return metrics_dict
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Log the author's metrics with the runtime's. Subclasses add theirs and call super last."""
+        """Log the author's and the runtime's metrics. Subclasses add theirs and call super last."""
         metrics = dict(wandb_metrics or {})
         if self.completion_lengths:
             lengths = np.array(self.completion_lengths)
@@ -460,7 +460,7 @@ class BaseEnv(ABC):
             run.log(metrics, step=self.curr_step)
 
     def _open_wandb_run(self) -> Any:
-        """Return the runtime's run, else one the author opened with `wandb.init`; None without either."""
+        """Return the runtime's run, else one that the author started with `wandb.init`; None without either."""
         if self.wandb_run is None and self.config.use_wandb and "wandb" in sys.modules:
             return sys.modules["wandb"].run
         return self.wandb_run
@@ -499,8 +499,8 @@ class BaseEnv(ABC):
 def join_items(items: Sequence[Any]) -> ScoredDataGroup:
     """Join single sequences into one group, keeping every optional field that at least one of them has.
 
-    A sequence without `overrides` gets `{}`; without another optional field that the others have it gets None,
-    which gate 1 refuses with the field's path. `policy_version` is the oldest one.
+    A sequence that lacks `overrides` gets `{}`; one that lacks another of these fields gets None, which gate 1 refuses
+    with the field's path. `policy_version` is the oldest one.
     """
     for index, member in enumerate(items):
         if not isinstance(member, dict):

@@ -41,7 +41,7 @@ def load(folder: Path, step: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Turn numpy and torch values into numbers and lists, sets into lists; refuse the rest."""
+    """Convert numpy and torch values to numbers and lists, sets to lists; TypeError for other types."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     if callable(getattr(value, "tolist", None)):

@@ -1,4 +1,4 @@
-"""Calls of the author's code for one item, with a deadline, and of `close`: what runtime and checker share."""
+"""Call the author's code for one item, with a deadline, and `close`; shared by runtime and checker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atroposlib.envs.base import BaseEnv
 
 
 async def collect(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
-    """Run the author's code on one item within `worker_timeout`; `cleanup` always follows.
+    """Run the author's code on one item within `worker_timeout`; `cleanup` is always called afterwards.
 
     Returns the postprocessed groups (or a falsy value) and the items to ask later.
     Raises whatever the author's code raised; TimeoutError past the deadline.
@@ -36,7 +36,7 @@ async def collect(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
 
 
 async def collect_timed(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
-    """Do `collect` and record its duration and outcome; an item without groups (None) counts as failed."""
+    """Call `collect` and record its duration and outcome; groups of None count as failed."""
     began = time.monotonic()
     succeeded = False
     try:

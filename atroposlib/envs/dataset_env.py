@@ -2,9 +2,9 @@
 
 It owns the order of the rows (shuffled by seed and epoch, resumed from a checkpoint), the split into training and
 evaluation rows, sampling through the managed server, and `evaluate`. Invariant: an answer that could not be judged
-(`None`, a `RewardFailure`, NaN, an exception in `score`, an answer that the engine aborted) is never a score; it is
-dropped, masked or judged again, as configured, and counted. It changes neither the scores nor the advantages of others.
-Authors subclass it; `MultiTurnEnv`, `ToolEnv` and `JudgeEnv` build on it. It does not send, batch or retry items.
+(None, a `RewardFailure`, NaN, an exception in `score`, an answer that the engine aborted) has no score; it is dropped,
+masked or judged again, as configured, and counted. It affects neither the scores nor the advantages of other answers.
+`MultiTurnEnv`, `ToolEnv`, `JudgeEnv` and `AgentEnv` build on it. It does not send, batch or retry items.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 logger = logging.getLogger(__name__)
 
 Row: TypeAlias = Any
-"""One task; only the environment looks inside."""
+"""One task, in any form; only the environment reads it."""
 
 Split: TypeAlias = Literal["train", "eval"]
 
 Outcome: TypeAlias = float | bool | RewardFailure | None
-"""What judging an answer gives: a number, or None / `RewardFailure` when it could not be judged."""
+"""Result of judging an answer: a number, or None / `RewardFailure` if it could not be judged."""
 
 NUM_GOLD_ANSWERS_CHECKED = 100
 
 ABORTED = "abort"
-"""Finish reason of an answer that the engine did not complete, for example because its weights were changed."""
+"""Finish reason of an answer that the engine did not complete, for example because of a weight update."""
 
 
 class DatasetEnvConfig(BaseEnvConfig):
@@ -55,11 +55,11 @@ class DatasetEnvConfig(BaseEnvConfig):
     dataset_path: str | None = None
     """JSONL file of training rows, for environments that do not define `load_rows`."""
     eval_dataset_path: str | None = None
-    """The same for evaluation; None: rows are held out of the training rows."""
+    """JSONL file of evaluation rows; None holds out some of the training rows."""
     num_eval_rows: int = Field(default=100, ge=0)
-    """Rows held out for evaluation where there are none of their own; at most half of the rows."""
+    """Training rows held out if there are no evaluation rows; at most half of them."""
     seed: int = 0
-    """Order of the training rows, and which are held out."""
+    """Determines the order of the training rows and which rows are held out."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature in training."""
     num_eval_samples: int = Field(default=1, ge=1)
@@ -67,33 +67,33 @@ class DatasetEnvConfig(BaseEnvConfig):
     eval_temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature in `evaluate`; None: 0 for one answer per row, `temperature` for several."""
     min_trained_tokens: int = Field(default=1, ge=0)
-    """Answers with fewer sampled tokens are left out of the group, and counted."""
+    """Answers with fewer sampled tokens are dropped from the group and counted."""
     on_reward_failure: Literal["drop", "mask", "retry"] = "drop"
-    """An answer that could not be judged is left out of its group (drop), stays without trained positions and with
-    the mean score of the others (mask: the group keeps its size; the trainer computes the others' advantages without
-    it), or is judged once more, then dropped (retry)."""
+    """For an answer that could not be judged. drop: remove it from its group. mask: keep it without trained positions,
+    with the mean score of the others; the group keeps its size, and the trainer computes the others' advantages without
+    it. retry: judge it once more, then drop it."""
     use_wandb: bool = False
     """Log to Weights & Biases (extra `wandb`)."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds one call of `in_worker` may take before its worker is killed."""
+    """Time limit of one `in_worker` call in seconds; then its worker is killed."""
     num_reward_workers: int = Field(default=2, ge=1)
     """Processes of `in_worker`; they start on first use."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    """What the model did with one row."""
+    """One answer or conversation of the model for one row."""
 
     messages: list[dict[str, Any]]
-    """The conversation, the last answer included."""
+    """The conversation, including the last answer."""
     nodes: list[SequenceNode]
-    """Its token sequences: one, or several where the chat template rewrites earlier turns. Empty without token ids."""
+    """Its token sequences: one, or several if the chat template rewrites earlier turns. Empty without token ids."""
     finish_reason: str | None = None
-    """Of the last answer: stop, length or abort."""
+    """Of the last answer: stop, length or abort; in `MultiTurnEnv` the episode's `done_reason`."""
     outcome: Outcome = None
-    """Set where the rollout judged itself (multi-turn)."""
+    """Set if the rollout was judged while it ran (multi-turn, agent)."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Details that travel with the sequences."""
+    """Sent as the `overrides` of each of its sequences."""
 
     @property
     def completion(self) -> str:
@@ -107,9 +107,9 @@ class ChatSession:
     """One conversation with the policy; the same calls in training and evaluation."""
 
     target: Any
-    """A managed server, or in evaluation of an API without token ids the server manager."""
+    """A managed server; in evaluation with an API without token ids, the server manager."""
     has_tokens: bool
-    """Whether it is the former."""
+    """Whether `target` is a managed server."""
     split: Split
     temperature: float
     max_tokens: int
@@ -141,11 +141,11 @@ class DatasetEnv(BaseEnv):
     config: DatasetEnvConfig
 
     system_prompt: ClassVar[str | None] = None
-    """Put before a prompt that is a string."""
+    """System message of a prompt that is a string."""
     success_score: ClassVar[float] = 1.0
-    """A score from here up counts as solved in pass@k."""
+    """Smallest score that counts as solved in pass@k."""
     preload: ClassVar[tuple[str, ...]] = ()
-    """Modules that reward workers import when they start, so that slow imports do not count as scoring."""
+    """Modules that reward workers import when they start, so that imports do not use up `reward_timeout_s`."""
 
     def __init__(
         self,
@@ -158,34 +158,34 @@ class DatasetEnv(BaseEnv):
         self.train_rows: list[Row] = []
         self.eval_rows: list[Row] = []
         self.num_items = 0
-        """Rows handed out in all; epoch and position follow from it."""
+        """Total of rows returned by `get_next_item`; determines epoch and position."""
         self.reward_workers = RewardWorkers(
             num_workers=config.num_reward_workers, preload=self.preload
         )
         self.num_reward_failures = 0
-        """Answers that could not be judged, after a retry where one is configured."""
+        """Answers that could not be judged, after the retry if configured."""
         self.score_errors: Counter[str] = Counter()
-        """Exceptions of the author's judging code, by type; each cost one answer."""
+        """Exceptions of the author's judging code, by type."""
         self.num_too_short = 0
         self.train_scores: list[float] = []
         """Scores since the last log."""
         self.counts: Counter[str] = Counter()
-        """What happened since the last log, by name; logged as `train/<name>`."""
+        """Events since the last log, by name; logged as `train/<name>`."""
         self.eval_metrics: dict[str, float] = {}
         self._order: tuple[int, list[int]] | None = None
 
     @classmethod
     def config_init(cls) -> tuple[Any, Any]:
-        """Return the fields' own defaults and an engine on port 9001; name model and tokenizer by flag or override."""
+        """Return the default configuration and an engine on port 9001; set model and tokenizer by flag or override."""
         server = APIServerConfig(server_type="vllm", base_url="http://localhost:9001/v1")
         return cls.env_config_cls(), [server]
 
-    # What an author defines.
+    # Defined by the author.
 
     def load_rows(self, split: Split) -> Any:
-        """Return the rows of a split (any iterable, or an awaitable of one); None for "eval" holds some out.
+        """Return the rows of a split (any iterable, or an awaitable of one); None for "eval" holds out training rows.
 
-        The default reads the JSONL files of the configuration.
+        The default reads the configured JSONL files.
         """
         path = self.config.dataset_path if split == "train" else self.config.eval_dataset_path
         if path is not None:
@@ -198,11 +198,11 @@ class DatasetEnv(BaseEnv):
         return None
 
     def prompt(self, row: Row) -> str | list[dict[str, Any]]:
-        """Return what the model is asked: a string, or a list of messages that is used as it is."""
+        """Return the prompt: a string, or a list of messages that is sent unchanged."""
         raise NotImplementedError(f"{type(self).__name__} must define prompt(self, row)")
 
     def score(self, row: Row, answer: str) -> Outcome | Awaitable[Outcome]:
-        """Judge one answer, plain or async; None or a `RewardFailure` says that it could not be judged."""
+        """Judge one answer, plain or async; None or a `RewardFailure` if it could not be judged."""
         raise NotImplementedError(f"{type(self).__name__} must define score(self, row, answer)")
 
     def gold_answer(self, row: Row) -> str | None:
@@ -210,15 +210,15 @@ class DatasetEnv(BaseEnv):
         return None
 
     def example_answers(self, item: Row) -> list[str]:
-        """Return answers that `check` tries beside its own: the gold one."""
+        """Return answers that `check` tries besides its own guesses; default: the gold answer."""
         gold = self.gold_answer(item)
         return [] if gold is None else [gold]
 
     def shape_group(self, row: Row, group: ScoredDataGroup) -> ScoredDataGroup | None:
-        """Change a judged group before it leaves (length penalties, say); None drops it."""
+        """Change a judged group before it is sent, for example by a length penalty; None drops it."""
         return group
 
-    # What it does with that.
+    # Implementation.
 
     async def setup(self) -> None:
         """Load both splits and check the gold answers."""
@@ -236,7 +236,7 @@ class DatasetEnv(BaseEnv):
                 ) from raised
 
     async def get_next_item(self) -> Row:
-        """Return the next row; every epoch has each row once, in an order of its own."""
+        """Return the next row; every epoch has each row once, in its own order."""
         epoch, position = divmod(self.num_items, len(self.train_rows))
         if self._order is None or self._order[0] != epoch:
             order = epoch_order(len(self.train_rows), seed=self.config.seed, epoch=epoch)
@@ -245,9 +245,9 @@ class DatasetEnv(BaseEnv):
         return self.train_rows[self._order[1][position]]
 
     async def collect_trajectories(self, item: Row) -> tuple[ScoredDataGroup | None, list[Any]]:
-        """Sample and judge one group; None when fewer than two answers could be judged.
+        """Sample and judge one group; None if fewer than two answers could be judged (one if `group_size` is 1).
 
-        Raises the first exception of the judging code when it raised for every answer.
+        Raises the first exception of the judging code if it raised for every answer.
         """
         published = self.status_dict.get("policy_version")
         sampled = await self.roll_out(item, self.config.group_size, split="train")
@@ -275,7 +275,7 @@ class DatasetEnv(BaseEnv):
         return shaped, []
 
     async def roll_out(self, row: Row, n: int, *, split: Split) -> list[Rollout]:
-        """Let the model answer a row `n` times."""
+        """Sample `n` answers to a row."""
         messages = self.conversation(row)
         async with self.chat_session(split) as chat:
             completion = await chat.ask(messages, n=n)
@@ -292,14 +292,14 @@ class DatasetEnv(BaseEnv):
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
         """Judge the rollouts of one row, in order; override to judge them against each other.
 
-        Rollouts that the engine aborted, and in training those that are too short, are not among them.
+        Rollouts that the engine aborted, and in training those that are too short, are excluded.
         """
         return await run_together(
             [self.outcome_of(row, rollout.completion) for rollout in rollouts]
         )
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Answer every evaluation row, and write the metrics and the samples."""
+        """Sample and judge every evaluation row; write the metrics and the samples."""
         began = time.time()
         limit = asyncio.Semaphore(max(1, self.config.max_eval_workers))
         judged: list[list[Outcome]] = [[] for _ in self.eval_rows]
@@ -335,10 +335,10 @@ class DatasetEnv(BaseEnv):
         return self.eval_metrics
 
     def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """Turn the scores of every evaluation row ([num_rows][num_eval_samples], None: not judged) into metrics.
+        """Return metrics of the scores of every evaluation row ([num_rows][num_eval_samples], None: not judged).
 
-        Answers that could not be judged are counted, and belong to no mean. pass@k is over the rows with at least k
-        judged answers.
+        Answers without a score are counted and excluded from means. pass@k is over the rows with at least k judged
+        answers.
         """
         judged = [[score for score in row if score is not None] for row in scores]
         flat = [score for row in judged for score in row]
@@ -374,7 +374,7 @@ class DatasetEnv(BaseEnv):
         await super().wandb_log(metrics)
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Remember the position in the rows. Rows in flight at a crash are not asked again in that epoch."""
+        """Save the position in the rows. Rows in flight at a crash are skipped for that epoch."""
         super().save_checkpoint(step, {**(data or {}), "num_items": self.num_items})
 
     async def close(self) -> None:
@@ -384,17 +384,17 @@ class DatasetEnv(BaseEnv):
     # For authors and subclasses.
 
     async def outcome_of(self, row: Row, answer: str) -> Outcome:
-        """Judge one answer with `score`; once more where that failed and `on_reward_failure` says retry."""
+        """Judge one answer with `score`; judge it again if that fails and `on_reward_failure` is "retry"."""
         outcome = await self._score_of(row, answer)
         if number_of(outcome) is None and self.config.on_reward_failure == "retry":
             outcome = await self._score_of(row, answer)
         return outcome
 
     async def guarded(self, hook: Callable[..., Any], *args: Any) -> Any:
-        """Call judging code of the author, plain or async; return a `RewardFailure` for what it raises.
+        """Call the author's judging code, plain or async; return a `RewardFailure` if it raises.
 
-        Errors of this library are raised: they are the engine's or the environment's, not the answer's. Each type of
-        the others is counted, and logged once with its traceback.
+        Raises this library's own errors: the engine or the environment caused them, not the answer. Others are counted
+        by type; the first of each type is logged with its traceback.
         """
         try:
             return await awaited(hook(*args))
@@ -406,14 +406,14 @@ class DatasetEnv(BaseEnv):
     async def in_worker(self, function: Callable[..., JsonValue] | str, *args: JsonValue) -> Any:
         """Call a module-level function in a process that is killed after `reward_timeout_s`.
 
-        Arguments and result are JSON. Returns a `RewardFailure` instead of raising what the function raised.
+        Arguments and result are JSON. Returns a `RewardFailure` if the function raises.
         """
         return await self.reward_workers.run(
             function, *args, timeout_s=self.config.reward_timeout_s
         )
 
     def conversation(self, row: Row) -> list[dict[str, Any]]:
-        """Return the messages that begin a rollout of `row`."""
+        """Return the first messages of a rollout of `row`."""
         prompt = self.prompt(row)
         if not isinstance(prompt, str):
             return [dict(message) for message in prompt]
@@ -422,7 +422,7 @@ class DatasetEnv(BaseEnv):
 
     @asynccontextmanager
     async def chat_session(self, split: Split) -> AsyncIterator[ChatSession]:
-        """Open a conversation; evaluation falls back to plain chat where the API has no token ids."""
+        """Open a conversation; evaluation falls back to plain chat if the API has no token ids."""
         settings: dict[str, Any] = {
             "split": split,
             "temperature": self._temperature(split),
@@ -468,7 +468,7 @@ class DatasetEnv(BaseEnv):
         is_first = self.score_errors[kind] == 1
         logger.log(
             logging.ERROR if is_first else logging.DEBUG,
-            "%s.%s raised %s; the answer has no score. Later ones of this type are counted as train/score_error_%s",
+            "%s.%s raised %s; the answer has no score. Errors of this type are counted as train/score_error_%s",
             type(self).__name__,
             where,
             kind,
@@ -497,7 +497,7 @@ class DatasetEnv(BaseEnv):
         return False
 
     async def _judge(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Judge all rollouts but those that the engine aborted: these have no outcome."""
+        """Judge all rollouts except those that the engine aborted, whose outcome is None."""
         ended = [rollout for rollout in rollouts if rollout.finish_reason != ABORTED]
         outcomes = iter(await self.score_group(row, ended) if ended else [])
         return [
@@ -507,12 +507,12 @@ class DatasetEnv(BaseEnv):
     def _join(
         self, rollouts: Sequence[Rollout], scores: Sequence[float | None], *, num_needed: int
     ) -> ScoredDataGroup | None:
-        """Build the group of the judged rollouts; None when there are fewer than are needed."""
+        """Build the group of the judged rollouts; None if there are fewer than `num_needed`."""
         judged = [score for score in scores if score is not None]
         self.num_reward_failures += len(scores) - len(judged)
         if len(judged) < num_needed:
             return None
-        # What is masked must not make equal scores differ, as a rounded mean of them would.
+        # The score of masked sequences; a rounded mean of equal scores could differ from them.
         stand_in = judged[0] if min(judged) == max(judged) else sum(judged) / len(judged)
         group = ScoredDataGroup(tokens=[], masks=[], inference_logprobs=[], scores=[], messages=[])
         overrides: list[dict[str, Any]] = []
@@ -543,7 +543,7 @@ class DatasetEnv(BaseEnv):
 
 
 def epoch_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
-    """Return the order of the rows in one epoch: a permutation that seed and epoch alone decide.
+    """Return the order of the rows in one epoch: a permutation determined by seed and epoch.
 
     >>> epoch_order(5, seed=0, epoch=0) == epoch_order(5, seed=0, epoch=0)
     True
@@ -556,7 +556,7 @@ def epoch_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
 
 
 def read_jsonl(path: str, *, flag: str = "dataset_path") -> list[Any]:
-    """Read one JSON value per line; ConfigError names `--env.<flag>` when there is no such file or it has no rows."""
+    """Read one JSON value per line; ConfigError names `--env.<flag>` if the file is missing, invalid or empty."""
     if not Path(path).is_file():
         raise ConfigError(f"--env.{flag} {path}: there is no such file")
     rows = []
@@ -573,12 +573,12 @@ def read_jsonl(path: str, *, flag: str = "dataset_path") -> list[Any]:
 
 
 async def awaited(value: Any) -> Any:
-    """Return `value`, or what it gives when awaited: hooks may be plain or async."""
+    """Return `value`, awaited if it is awaitable: hooks may be plain or async."""
     return await value if inspect.isawaitable(value) else value
 
 
 def number_of(outcome: Outcome) -> float | None:
-    """Return the score; None when there is none, or none that is a finite number.
+    """Return the score as a float; None if there is none or it is not a finite number.
 
     >>> number_of(True), number_of(float("nan")), number_of(None)
     (1.0, None, None)
@@ -593,7 +593,7 @@ def number_of(outcome: Outcome) -> float | None:
 
 
 def _raise_if_all_raised(outcomes: Sequence[Outcome]) -> None:
-    """Raise the first exception where the judging of every answer raised: no answer is the cause of that."""
+    """Raise the first exception if judging raised for every answer: the answers are not the cause."""
     errors = [o.error for o in outcomes if isinstance(o, RewardFailure) and o.error is not None]
     if errors and len(errors) == len(outcomes):
         raise errors[0]

@@ -1,6 +1,6 @@
-"""Settings every environment has. Environments subclass `BaseEnvConfig` and add their own fields.
+"""Settings of every environment. Environments subclass `BaseEnvConfig` and add their own fields.
 
-Unknown keys are ignored with a warning that names them: environments in the wild pass keys of their own making.
+Unknown keys are ignored with a warning that names them: existing environments pass undeclared keys.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from atroposlib.config import unknown_keys, warn_unknown_keys
 
 
 class EvalHandlingEnum(enum.Enum):
-    """What training does while an evaluation runs."""
+    """How an evaluation limits training while it runs."""
 
     STOP_TRAIN = "STOP_TRAIN"
     """Start no training items; those in flight finish."""
     LIMIT_TRAIN = "LIMIT_TRAIN"
-    """Use `eval_limit_ratio` of the workers."""
+    """Use `eval_limit_ratio` of the workers for training."""
     NONE = "NONE"
-    """Nothing."""
+    """No limit."""
 
 
 class BaseEnvConfig(BaseModel):
@@ -34,33 +34,33 @@ class BaseEnvConfig(BaseModel):
     group_size: int = Field(default=4, ge=1)
     """Sequences per group."""
     max_num_workers: int = -1
-    """Items in flight; -1 means max_num_workers_per_node for every server."""
+    """Limit of items in flight; -1 means max_num_workers_per_node for every server."""
     max_eval_workers: int = 16
     """Concurrency hint for `evaluate`; the runtime does not enforce it."""
     max_num_workers_per_node: int = 8
-    """Items in flight per server, where max_num_workers is -1."""
+    """Limit of items in flight per server if max_num_workers is -1."""
     steps_per_eval: int = 100
     """Training steps between evaluations; 0 or less means none."""
     max_token_length: int = 2048
-    """Generation length hint; announced to the hub, which weighs environments by it."""
+    """Generation length hint; sent to the hub, which weights environments by it."""
     eval_handling: EvalHandlingEnum = EvalHandlingEnum.STOP_TRAIN
-    """What training does while an evaluation runs."""
+    """How an evaluation limits training while it runs."""
     eval_limit_ratio: float = 0.5
-    """Share of the workers that trains during an evaluation under LIMIT_TRAIN."""
+    """Share of the workers used for training during an evaluation with LIMIT_TRAIN."""
     inference_weight: float = 1.0
     """Relative share of the inference servers."""
     batch_size: int = -1
     """Sequences per training batch; replaced by the hub's value once it is known."""
     max_batches_offpolicy: int = 3
-    """Batches that may wait or be in flight ahead of the trainer; 0 or less means no bound."""
+    """Limit of batches queued or in flight ahead of the trainer; 0 or less means no limit."""
     tokenizer_name: str = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"
     """Name or path of the tokenizer, loaded when the environment is constructed."""
     use_wandb: bool = True
     """Log to Weights & Biases (extra `wandb`)."""
     rollout_server_url: str = "http://localhost:8000"
-    """The hub."""
+    """URL of the hub."""
     total_steps: int = 1000
-    """Training steps to serve; -1 takes the trainer's number. With `process`: groups to produce."""
+    """Training steps to serve; -1 takes the trainer's number. With `process`: groups to write."""
     wandb_name: str | None = None
     """Name in the hub and in run names; default: the environment's name."""
     num_rollouts_to_keep: int = 32
@@ -74,15 +74,15 @@ class BaseEnvConfig(BaseModel):
     data_dir_to_save_evals: str | None = None
     """Directory of evaluation results."""
     min_items_sent_before_logging: int = 2
-    """Groups that must have been sent since the last wandb log; 0 or less logs at every step."""
+    """Groups sent since the last wandb log before the next one; 0 or less logs at every step."""
     include_messages: bool = False
-    """Put readable messages into what is sent and saved."""
+    """Include readable messages in sent and saved groups."""
     min_batch_allocation: float | None = None
-    """Share of every batch this environment must fill."""
+    """Share of every batch reserved for this environment."""
     worker_timeout: float = 600
     """Seconds one item may take; 0 or less means no limit."""
     thinking_mode: bool = False
-    """Ask the model for reasoning."""
+    """Request reasoning from the model."""
     reasoning_effort: str | None = None
     """none, minimal, low, medium, high or xhigh."""
     max_reasoning_tokens: int | None = Field(default=None, ge=1024, le=32000)
@@ -90,9 +90,9 @@ class BaseEnvConfig(BaseModel):
     custom_thinking_prompt: str | None = None
     """Read only by environments."""
     max_item_attempts: int = Field(default=3, ge=1)
-    """How often a failing item is tried before it is given up."""
+    """Attempts before a failing item is given up."""
     max_consecutive_failures: int = Field(default=16, ge=1)
-    """Failures of one type, without a success in between, that end the run; not where all were under way at once."""
+    """Failures of one type without a success in between that end the run, unless all of them ran concurrently."""
 
     @model_validator(mode="before")
     @classmethod
@@ -103,5 +103,5 @@ class BaseEnvConfig(BaseModel):
 
 
 def max_workers(*, configured: int, per_node: int, num_servers: int) -> int:
-    """Return the worker bound; `configured` -1 means `per_node` for each server."""
+    """Return the limit of items in flight; `configured` of 0 or less means `per_node` for each server."""
     return configured if configured > 0 else max(1, per_node * num_servers)

@@ -1,4 +1,4 @@
-"""Evaluations: results on disk in the original's file shapes, pass@k, and evaluations without an environment.
+"""Evaluations: result files in the original's format, pass@k, and evaluations without an environment.
 
 `evaluate_log` is the only code that writes results; `BaseEnv.evaluate_log` fills in its defaults and calls it.
 """
@@ -51,10 +51,10 @@ def evaluate_log(
     samples: Sequence[Mapping[str, Any]] | None = None,
     verbose: bool = True,
 ) -> None:
-    """Write `metrics.json` and, with samples, `samples.jsonl` into `eval_dir`; without it only warn.
+    """Write `metrics.json` and, with samples, `samples.jsonl` into `eval_dir`; None only warns.
 
-    Times are seconds since the epoch. These names always hold the latest results: earlier ones are kept as
-    `metrics_1.json`, `samples_1.jsonl` and so on, in the order they were made. `verbose` also prints a table.
+    Times are seconds since the epoch. These files always hold the latest results: earlier ones are renamed to
+    `metrics_1.json`, `samples_1.jsonl` and so on, oldest first. `verbose` also prints a table.
     """
     if eval_dir is None:
         logger.warning("data_dir_to_save_evals is not set: the evaluation is not written to disk")
@@ -86,7 +86,7 @@ def evaluate_log(
 
 
 def _keep_earlier(folder: Path) -> None:
-    """Rename the results that are there; both files of one evaluation get the same number."""
+    """Rename the existing results; both files of one evaluation get the same number."""
     names = [name for name in (METRICS_FILE, SAMPLES_FILE) if (folder / name).exists()]
     if not names:
         return
@@ -102,15 +102,15 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """Turn numpy and torch values into numbers and lists; anything else into its text."""
+    """Convert numpy and torch values to numbers and lists, any other value to its text."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)
 
 
 class EvalBase(ABC):
-    """An evaluation without an environment: items, a way to run one, averages over all.
+    """An evaluation without an environment: runs every item and averages the metrics.
 
     Keyword arguments become attributes. Read here: `temperature` (0.0), `top_p` (1.0), `max_tokens` (-1: the
-    server's own limit), `eval_dir` and `verbose` (False) for `evaluate_log`.
+    server's limit), `eval_dir` and `verbose` (False) for `evaluate_log`.
     """
 
     def __init__(self, pass_at_n: int = 1, pass_at_n_samples: int = 1, **kwargs: Any) -> None:
@@ -126,10 +126,10 @@ class EvalBase(ABC):
 
     @abstractmethod
     async def run_item(self, server: ServerManager, data_item: Any) -> tuple[dict[str, float], Any]:
-        """Return the metrics of one item and a sample of it for `samples.jsonl`."""
+        """Return the metrics of one item and its sample for `samples.jsonl`."""
 
     def get_generation_params(self) -> dict[str, Any]:
-        """Return the sampling parameters of `chat_completion`; `max_tokens` -1 is left to the server."""
+        """Return the sampling parameters of `chat_completion`; `max_tokens` -1 is not sent."""
         return {
             "temperature": getattr(self, "temperature", 0.0),
             "n": max(self.pass_at_n_samples, self.pass_at_n),
@@ -140,7 +140,7 @@ class EvalBase(ABC):
     async def chat_completion(
         self, server: ServerManager, messages: Sequence[Mapping[str, Any]]
     ) -> Any:
-        """Ask the model with the generation parameters, on the evaluation budget."""
+        """Request a completion with the generation parameters, as evaluation traffic."""
         parameters = self.get_generation_params()
         if parameters.get("max_tokens") == -1:
             del parameters["max_tokens"]
@@ -148,16 +148,16 @@ class EvalBase(ABC):
 
     @property
     def task_name(self) -> str:
-        """`<Class>@<n>`, and `:<samples>` where more are drawn than counted."""
+        """`<Class>@<n>`, followed by `:<samples>` if that differs."""
         name = f"{type(self).__name__}@{self.pass_at_n}"
         return (
             name if self.pass_at_n == self.pass_at_n_samples else f"{name}:{self.pass_at_n_samples}"
         )
 
     async def __call__(self, server_manager: ServerManager) -> dict[str, float]:
-        """Run all items at once (the servers' budgets bound what is in flight), log and return the averages.
+        """Run all items concurrently (within the servers' limits); log and return the averages.
 
-        An exception of one item ends the evaluation. No items is a ValueError.
+        An exception of one item ends the evaluation. ValueError without items.
         """
         if not self.data:
             raise ValueError(f"{type(self).__name__}.setup_data returned no items")
@@ -180,7 +180,7 @@ class EvalBase(ABC):
 
 
 def average_metrics(per_item: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average every metric of the first item over the items that have it; how many lack it is logged.
+    """Average every metric of the first item over the items that have it; log how many lack it.
 
     >>> average_metrics([{"right": 1.0}, {"right": 0.0}])
     {'right': 0.5}
@@ -201,15 +201,15 @@ class EvalFlags(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True, protected_namespaces=())
 
     server_url: str = "http://localhost:8000"
-    """Where the model is served, with `/v1` if the server wants it."""
+    """URL of the server, with `/v1` if the server needs it."""
     model_name: str
-    """Model named in every request."""
+    """Model name in every request."""
     eval_dir: str | None = None
-    """Directory of the results; default: the evaluation's own, or none."""
+    """Directory of the results; default: the evaluation's `eval_dir`, if any."""
 
 
 async def eval_runner(eval_env: EvalBase) -> dict[str, float]:
-    """Run one evaluation as the command line says: `--server-url`, `--model-name`, `--eval-dir`."""
+    """Run one evaluation from the command line: `--server-url`, `--model-name`, `--eval-dir`."""
     flags = parse_flags(EvalFlags, None, prog=type(eval_env).__name__)
     if flags.eval_dir is not None:
         eval_env.eval_dir = flags.eval_dir  # type: ignore[attr-defined]  # one of the keyword attributes

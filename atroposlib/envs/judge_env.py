@@ -1,8 +1,8 @@
 """`JudgeEnv`: another model scores the answers - by a rubric, against each other, or as a reward model.
 
-The judge is a server of its own (`--judge.base_url`, `--judge.model_name`, YAML section `judge:`), else the policy's.
-Invariant: a verdict that cannot be read is no score; it is dropped, masked or asked for again as `on_reward_failure`
-says, and counted. Authors subclass it with `load_rows`, `prompt` and a `rubric`. It does not train the judge.
+The judge is a separate server (`--judge.base_url`, `--judge.model_name`, YAML section `judge:`), else the policy's.
+Invariant: an unreadable verdict gives no score; it is counted and handled by `on_reward_failure`. Subclasses define
+`load_rows`, `prompt` and a `rubric`. It does not train the judge.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class JudgeEnvConfig(DatasetEnvConfig):
     judge_temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of the judge."""
     judge_max_tokens: int = Field(default=1024, ge=1)
-    """Length of a verdict with its reasons."""
+    """Token limit of a verdict with its reasoning."""
     num_opponents: int = Field(default=2, ge=1)
-    """Pairwise: each answer of a group meets this many others on each side of it, in both orders."""
+    """Pairwise: compare each answer with this many on each side of it in the group, in both orders."""
     reward_model_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds a reward model may take for one answer."""
+    """Timeout of a reward model for one answer, in seconds."""
 
 
 class JudgeEnv(DatasetEnv):
-    """Answers without a known truth."""
+    """Tasks whose answers another model judges."""
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = JudgeEnvConfig
     config: JudgeEnvConfig
@@ -88,9 +88,9 @@ class JudgeEnv(DatasetEnv):
     judging: ClassVar[Judging] = "rubric"
     rubric: ClassVar[str] = "Is the answer correct, complete and well written?"
     best_mark: ClassVar[float] = 10.0
-    """Marks go from 0 to this; a score is the mark divided by it."""
+    """Highest mark (the lowest is 0); a score is the mark divided by it."""
     reward_path: ClassVar[str] = "/pooling"
-    """Route of a reward model: vLLM's for models of that kind."""
+    """Route of the reward model; the default is vLLM's."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class JudgeEnv(DatasetEnv):
     ) -> None:
         super().__init__(config, server_configs, slurm, testing)
         self.judge = self.server
-        """The policy's servers when no judge is configured."""
+        """The policy's servers if no judge is configured."""
         if judge_configs is not None:
             self.judge = ServerManager(judge_configs, testing=testing)
         self._reward_model: HttpPeer | None = None
@@ -116,10 +116,10 @@ class JudgeEnv(DatasetEnv):
 
     @classmethod
     def extra_servers(cls) -> dict[str, ExtraServers]:
-        """Give the judge flags and a YAML section of its own."""
+        """Add the judge's flags and YAML section."""
         return {"judge": ExtraServers("judge_configs", None)}
 
-    # What an author may change.
+    # May be overridden by the author.
 
     def request_of(self, row: Row) -> str:
         """Return the request as the judge sees it: the last user message."""
@@ -127,11 +127,11 @@ class JudgeEnv(DatasetEnv):
         return str(asked[-1]["content"])
 
     def reference(self, row: Row) -> str | None:
-        """Return an answer to compare with where an answer stands alone (pairwise evaluation)."""
+        """Return the answer that a single answer is compared with (pairwise evaluation)."""
         return None
 
     def judge_messages(self, row: Row, answer: str) -> list[dict[str, Any]]:
-        """Return what the judge is asked about one answer."""
+        """Return the judge's prompt about one answer."""
         text = _RUBRIC_PROMPT.format(
             rubric=self.rubric,
             request=self.request_of(row),
@@ -141,14 +141,14 @@ class JudgeEnv(DatasetEnv):
         return [{"role": "user", "content": text}]
 
     def pairwise_messages(self, row: Row, first: str, second: str) -> list[dict[str, Any]]:
-        """Return what the judge is asked about two answers."""
+        """Return the judge's prompt about two answers."""
         text = _PAIRWISE_PROMPT.format(
             rubric=self.rubric, request=self.request_of(row), first=first, second=second
         )
         return [{"role": "user", "content": text}]
 
     def parse_mark(self, verdict: str) -> float | None:
-        """Return the score (0 to 1) in a verdict; None when there is none or it is out of range."""
+        """Return the score (0 to 1) in a verdict; None if it is missing or out of range."""
         return parse_mark(verdict, best_mark=self.best_mark)
 
     def read_reward(self, reply: dict[str, Any]) -> float:
@@ -158,10 +158,10 @@ class JudgeEnv(DatasetEnv):
             value = value[-1]
         return float(value)
 
-    # What it does with that.
+    # Implementation.
 
     async def score(self, row: Row, answer: str) -> Outcome:
-        """Judge one answer by itself, or against the reference."""
+        """Judge one answer by itself; pairwise, against the reference."""
         if self.judging == "rubric":
             verdict = await self._ask(self.judge_messages(row, answer))
             return self._counted(self.parse_mark(verdict))
@@ -170,12 +170,12 @@ class JudgeEnv(DatasetEnv):
         reference = self.reference(row)
         if reference is None:
             raise EnvError(
-                f"{type(self).__name__}: an answer that stands alone is compared with reference(row); define it"
+                f"{type(self).__name__}: a single answer is compared with reference(row); define it"
             )
         return await self.compare(row, answer, reference)
 
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Judge each answer by itself; pairwise, the share of its comparisons that it won."""
+        """Judge each answer by itself; pairwise, return the share of its comparisons that each won."""
         if self.judging != "pairwise" or len(rollouts) < 2:
             return await super().score_group(row, rollouts)
         pairs = pairings(len(rollouts), num_opponents=self.config.num_opponents)
@@ -189,14 +189,14 @@ class JudgeEnv(DatasetEnv):
         return [sum(shares) / len(shares) if shares else None for shares in won]
 
     async def compare(self, row: Row, first: str, second: str) -> float | None:
-        """Return 1 where the first answer is better, 0 where the second is, 0.5 for a tie; None without a verdict.
+        """Return 1 if the first answer is better, 0 if the second is, 0.5 for a tie; None without a verdict.
 
-        The judge sees both orders. A judge that prefers a place rather than an answer gives a tie.
+        The mean of both orders: a judge that prefers a position over an answer gives a tie.
         """
-        there, back = await run_together(
+        forward, reverse = await run_together(
             [self._prefer(row, first, second), self._prefer(row, second, first)]
         )
-        return None if there is None or back is None else (there + 1.0 - back) / 2
+        return None if forward is None or reverse is None else (forward + 1.0 - reverse) / 2
 
     async def close(self) -> None:
         """Close the judge's connections."""
@@ -215,7 +215,7 @@ class JudgeEnv(DatasetEnv):
         return None
 
     async def _ask(self, messages: list[dict[str, Any]]) -> str:
-        """Return the judge's answer; "" for one that was cut off, which may end in the midst of its thinking."""
+        """Return the judge's answer; "" if it was cut off: it may end within the reasoning."""
         self.counts["judge_calls"] += 1
         completion = await self.judge.chat_completion(
             messages=messages,
@@ -252,7 +252,7 @@ class JudgeEnv(DatasetEnv):
 
 
 def pairings(num_answers: int, *, num_opponents: int) -> list[tuple[int, int]]:
-    """Return who meets whom: everybody the next `num_opponents` in a ring, no pair twice.
+    """Return the pairs of answers to compare: each with the next `num_opponents` in a ring, no pair twice.
 
     >>> pairings(4, num_opponents=1)
     [(0, 1), (1, 2), (2, 3), (3, 0)]
@@ -271,7 +271,7 @@ def pairings(num_answers: int, *, num_opponents: int) -> list[tuple[int, int]]:
 
 
 def parse_mark(verdict: str, *, best_mark: float) -> float | None:
-    """Return the last `Score: N` after the judge's thinking, divided by the best mark.
+    """Return the last `Score: N` after the judge's reasoning, divided by the best mark; None without a valid one.
 
     >>> parse_mark("Clear, but long. **Score:** 8", best_mark=10)
     0.8
@@ -285,7 +285,7 @@ def parse_mark(verdict: str, *, best_mark: float) -> float | None:
 
 
 def after_thinking(verdict: str) -> str:
-    """Return what follows the judge's thinking; "" where the thinking does not end.
+    """Return the text after the judge's `<think>` block; "" if the block does not end.
 
     >>> after_thinking("<think>A? No.</think> Verdict: B"), after_thinking("<think>Verdict: A? Perhaps")
     (' Verdict: B', '')
@@ -295,7 +295,7 @@ def after_thinking(verdict: str) -> str:
 
 
 def parse_verdict(verdict: str) -> float | None:
-    """Return 1 for the last `Verdict: A` after the judge's thinking, 0 for B, 0.5 for a tie, None without one.
+    """Return 1 for the last `Verdict: A` after the judge's reasoning, 0 for B, 0.5 for a tie, None without one.
 
     >>> parse_verdict("A is longer, B is right. Verdict: B")
     0.0

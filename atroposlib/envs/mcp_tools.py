@@ -1,7 +1,7 @@
-"""Tools of a Model Context Protocol server that runs as a child process and speaks over stdin and stdout.
+"""Tools of a Model Context Protocol server that runs as a child process and communicates over stdin and stdout.
 
-One task owns the connection from `open` to `close`, because the `mcp` package wants it left where it was entered; calls
-may come from any task. Used by `ToolEnv`. It starts a server once and does not start one again that died.
+One task owns the connection from `open` to `close`, because the `mcp` package requires the same task to enter and exit
+it; calls may come from any task. Used by `ToolEnv`. A server that exits is not restarted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from atroposlib.errors import EnvError, require
 
 _CONNECTION_CLOSED = -32000
-"""The code with which the `mcp` package says so (mcp.types.CONNECTION_CLOSED)."""
+"""Error code of the `mcp` package (mcp.types.CONNECTION_CLOSED)."""
 
 OPEN_TIMEOUT_S = 60.0
-"""For starting the program and its handshake; some download themselves first."""
+"""Time limit of start and handshake; some programs download themselves first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class McpServer:
     command: str
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside a few harmless ones (PATH, HOME); the server sees no others."""
+    """Environment variables in addition to a few harmless ones (PATH, HOME); no others are passed."""
 
 
 class OfferedTool(NamedTuple):
-    """A tool as the server describes it."""
+    """The server's description of a tool."""
 
     name: str
     description: str
@@ -39,7 +39,7 @@ class OfferedTool(NamedTuple):
 
 
 class McpResult(NamedTuple):
-    """What a call gave."""
+    """The result of a call."""
 
     text: str
     is_error: bool
@@ -55,7 +55,7 @@ class McpSession:
         self._closing = asyncio.Event()
 
     async def open(self) -> list[OfferedTool]:
-        """Start the server and return its tools; EnvError when it does not come up."""
+        """Start the server and return its tools; EnvError if it does not start."""
         mcp = require("mcp", extra="mcp")
         opened: asyncio.Future[list[OfferedTool]] = asyncio.get_running_loop().create_future()
         self._owner = asyncio.create_task(self._own(mcp, opened))
@@ -81,7 +81,7 @@ class McpSession:
         ) from failure
 
     async def call(self, name: str, arguments: dict[str, Any]) -> McpResult:
-        """Call a tool. Raises EnvError when the server is gone, and what the `mcp` package raises."""
+        """Call a tool. Raises EnvError if the server has ended, and the errors of the `mcp` package."""
         if self._client is None:
             raise EnvError(f"the MCP server {self._server.command} is not running")
         mcp = require("mcp", extra="mcp")

@@ -1,8 +1,8 @@
-"""`MultiTurnEnv`: conversations. Define `load_rows`, `prompt` and `step`; `reset` where an episode needs state.
+"""`MultiTurnEnv`: conversations. Define `load_rows`, `prompt` and `step`; `reset` if an episode needs state.
 
 Every episode is one managed session, so each turn sends the earlier tokens verbatim and all answers are trained.
-An episode ends when `step` says so, or by a limit that is named in `done_reason` and counted. The score is the sum
-of the turns' rewards. Authors subclass it, and `ToolEnv` does; it does not judge answers itself.
+An episode ends when `step` returns `done`, or by a limit; `done_reason` names it and each is counted. The score is the
+sum of the turns' rewards. `ToolEnv` builds on it.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from atroposlib.errors import EnvError
 from atroposlib.inference.servers.choices import run_together
 
 _TEMPLATE_TOKENS = 16
-"""What a chat template is assumed to put around one message, at most."""
+"""Assumed upper bound of the tokens that a chat template adds to one message."""
 
 
 class MultiTurnEnvConfig(DatasetEnvConfig):
     """Settings of an environment of conversations."""
 
     max_turns: int = Field(default=8, ge=1)
-    """Answers of the model in one episode, at most."""
+    """Limit of the model's answers in one episode."""
     max_episode_tokens: int = Field(default=0, ge=0)
-    """Tokens of one episode, prompts included; 0: what the trainer takes, where it is known."""
+    """Token limit of one episode, prompts included; 0: the trainer's limit, if known."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
-    """One conversation under way."""
+    """One conversation in progress."""
 
     row: Row
     messages: list[dict[str, Any]]
-    """Everything said so far."""
+    """All messages so far."""
     state: dict[str, Any] = field(default_factory=dict)
-    """The author's."""
+    """For the author's use."""
     rewards: list[float] = field(default_factory=list)
     """One per answer of the model."""
     done_reason: str | None = None
-    """Why it ended: what `step` said (default "done"), or max_turns, length (an answer was cut off), tokens (no room
-    for another turn), abort (the engine did not complete an answer; no score), unjudged (a reward was None, not a
-    finite number or a failure, or `step` raised; no score)."""
+    """Why it ended: the `reason` of `Step` (default "done"), or max_turns, length (an answer was cut off), tokens (no
+    room for another turn), abort (the engine did not complete an answer; no score), unjudged (a reward was None, not a
+    finite number or a failure, or `step` raised; no score). None while in progress."""
 
     @property
     def num_turns(self) -> int:
@@ -67,15 +67,15 @@ class Episode:
 
 
 class Step(NamedTuple):
-    """What an answer leads to."""
+    """The environment's reaction to an answer."""
 
     reply: str | Sequence[Mapping[str, Any]] = ()
-    """What comes next: a user message's text, or messages. Not sent when done."""
+    """The next user message's text, or messages. Not sent when done."""
     reward: Outcome = 0.0
-    """For this answer; None or a `RewardFailure` when it could not be judged, which ends the episode unscored."""
+    """For this answer; None or a `RewardFailure` if it could not be judged, which ends the episode without a score."""
     done: bool = False
     reason: str = "done"
-    """Name under which the end is counted."""
+    """`Episode.done_reason` if `done`."""
 
 
 class MultiTurnEnv(DatasetEnv):
@@ -88,12 +88,12 @@ class MultiTurnEnv(DatasetEnv):
     """Added to the score of an episode that a limit ended."""
 
     def reset(self, row: Row) -> Any:
-        """Return the `Episode` of a row (or an awaitable of one); the default starts with `prompt(row)`."""
+        """Return a new `Episode` for a row (or an awaitable of one); the default starts with `prompt(row)`."""
         return Episode(row=row, messages=self.conversation(row))
 
     @abstractmethod
     def step(self, episode: Episode, answer: str) -> Any:
-        """Take the model's answer (already the last of `episode.messages`); return a `Step` or an awaitable of one."""
+        """Return a `Step` (or an awaitable of one) for the model's answer, the last of `episode.messages`."""
 
     def final_score(self, episode: Episode) -> Outcome:
         """Return the score of an ended episode."""
@@ -101,11 +101,11 @@ class MultiTurnEnv(DatasetEnv):
         return sum(episode.rewards) + (self.unfinished_score if unfinished else 0.0)
 
     async def roll_out(self, row: Row, n: int, *, split: Split) -> list[Rollout]:
-        """Play `n` episodes of a row at once; an error of the engine in one cancels the others."""
+        """Run `n` episodes of a row concurrently; an engine error in one cancels the others."""
         return await run_together([self._play(row, split) for _ in range(n)])
 
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Return the scores that the episodes ended with."""
+        """Return the final scores of the episodes."""
         return [rollout.outcome for rollout in rollouts]
 
     async def _play(self, row: Row, split: Split) -> Rollout:
@@ -128,7 +128,7 @@ class MultiTurnEnv(DatasetEnv):
         )
 
     async def _run_episode(self, episode: Episode, chat: ChatSession) -> Outcome:
-        """Talk until something ends the episode, and say why in `done_reason`."""
+        """Run the episode, set its `done_reason` and return its score."""
         max_tokens: int | None = None
         while True:
             completion = await chat.ask(episode.messages, max_tokens=max_tokens)
@@ -166,7 +166,7 @@ class MultiTurnEnv(DatasetEnv):
         return outcome
 
     def _room(self, num_used: int, reply: Sequence[Mapping[str, Any]], wanted: int) -> int:
-        """Return how many tokens the next answer may have, so that the episode stays within its limit."""
+        """Return the token limit of the next answer that keeps the episode within its own limit."""
         limit = self.config.max_episode_tokens or max(0, self.max_token_len - 1)
         if not limit:
             return wanted

@@ -1,7 +1,7 @@
-"""The worker process of `rewards.RewardWorkers`: calls scoring functions by name, and answers in JSON lines.
+"""The worker process of `rewards.RewardWorkers`: calls scoring functions by name and replies in JSON lines.
 
-On Linux it is two processes: a child, which calls the function under a memory limit, and its keeper, which ends all
-that comes of the child. `rewards.py` starts it and says what the lines hold.
+On Linux it is two processes: a child, which calls the function under a memory limit, and its keeper, which kills the
+child's descendants. `rewards.py` starts it and documents the protocol.
 """
 
 from __future__ import annotations
@@ -26,42 +26,44 @@ from typing import IO, Any
 from atroposlib.envs.sandbox import hide_this_process
 
 _TAIL_BYTES = 4000
-"""Of a traceback that a reply carries."""
+"""Limit of a traceback in a reply."""
 _IS_LINUX = sys.platform == "linux"
 _MAX_LOGGED_LINES = 10
-"""Warnings of this library that one reply carries to the parent's log."""
+"""Limit of this library's warnings that one reply forwards to the parent's log."""
 _MAX_CHILDREN = 16
-"""A worker with more children after a call is replaced: the scoring code leaves them behind."""
+"""A worker with more children after a call is replaced: the scoring code leaks processes."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 """Both from linux/prctl.h."""
 
 
 def _work(settings: dict[str, Any]) -> None:
-    """Be a worker; on Linux as the keeper of a child that does the work."""
+    """Serve requests; on Linux in a child, with this process as its keeper."""
     if not _IS_LINUX:
         _serve(settings)
         return
     keeper = os.getpid()
     hide_this_process()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # The child may answer its first call, and be closed, before the keeper has its handlers.
+    # The parent may terminate the worker before the keeper has installed its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == keeper:  # else it died before the line above
+        if os.getppid() == keeper:  # else the keeper died before prctl
             _serve(settings)
     else:
         _keep(child)
 
 
 def _keep(child: int) -> None:
-    """Wait until the child dies or the parent closes its end of the pipe, then end all that came of the child."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 1)  # the child's end of file is the end of the child
+    """Wait until the child dies or the parent closes its end of the pipe, then kill the child's descendants."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(
+        null, 1
+    )  # only the child holds the reply pipe, so its end of file means that the child ended
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -69,7 +71,9 @@ def _keep(child: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     poll = select.poll()
-    poll.register(0, 0)  # requests are the child's; a hang-up is reported without being asked for
+    poll.register(
+        0, 0
+    )  # the child reads the requests; a hang-up is reported without registering for it
     poll.register(woken, select.POLLIN)
     status = _collect(child)
     while status is None:
@@ -77,7 +81,7 @@ def _keep(child: int) -> None:
             break
         status = _collect(child)
     with contextlib.suppress(ProcessLookupError):
-        # All at once first: they may fork faster than they can be listed.
+        # The whole group first: processes may fork faster than they can be listed.
         os.killpg(child, signal.SIGKILL)
     while (left := _children()) or status is None:
         for pid in left:
@@ -95,7 +99,7 @@ def _keep(child: int) -> None:
 
 
 def _collect(child: int) -> int | None:
-    """Collect what has died; return the child's status if it is among them."""
+    """Reap dead children; return the exit status of `child` if it is among them."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -111,16 +115,14 @@ def _children() -> list[int]:
         try:
             with open(f"/proc/self/task/{task}/children") as file:
                 found += map(int, file.read().split())
-        except (
-            FileNotFoundError
-        ):  # a thread that has just ended, or a kernel that keeps no such list
+        except FileNotFoundError:  # a thread that has just ended, or a kernel without this file
             continue
     return found
 
 
 def _serve(settings: dict[str, Any]) -> None:
     """Answer requests until the parent closes the pipe."""
-    requests, replies = _take_the_pipes()
+    requests, replies = _reserve_pipes()
     if settings["memory_limit_mb"] is not None:
         limit = settings["memory_limit_mb"] << 20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -142,7 +144,7 @@ def _serve(settings: dict[str, Any]) -> None:
             reply["logged"] = [*warnings.texts]
             warnings.texts.clear()
         if os.getpid() != server:
-            os._exit(0)  # a fork of the scoring code that came back as if it were the worker
+            os._exit(0)  # a process forked by the scoring code that returned here
         if _IS_LINUX and len(_children()) > _MAX_CHILDREN:
             reply["is_worn"] = True
         _reply(replies, reply)
@@ -160,12 +162,12 @@ class _Warnings(logging.Handler):
             self.texts.append(record.getMessage()[:1000])
 
 
-def _take_the_pipes() -> tuple[IO[bytes], IO[bytes]]:
-    """Keep the pipes for the protocol alone: what scoring code prints or reads goes nowhere."""
+def _reserve_pipes() -> tuple[IO[bytes], IO[bytes]]:
+    """Reserve the pipes for the protocol: stdin and stdout of the scoring code are /dev/null."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
     return requests, replies
 
 
@@ -199,7 +201,7 @@ def _resolve(module_name: str, file: str | None, qualname: str) -> Callable[...,
 
 
 def _import(module_name: str, file: str | None) -> ModuleType:
-    """Import by name; a script's own module, or one not on the path, is loaded from its file."""
+    """Import a module by name; the main script, or a module not on the path, is loaded from its file."""
     if module_name != "__main__":
         try:
             return importlib.import_module(module_name)

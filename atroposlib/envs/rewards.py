@@ -1,20 +1,20 @@
 """Run a scoring function in a worker process that can be killed.
 
-Scoring code meets whatever a model writes: it hangs, eats memory, calls `sys.exit`, dies in C. Here
-it costs one `RewardFailure` - never the environment, and never a score of zero that looks like one.
+On a model's text, scoring code may hang, exhaust memory, call `sys.exit` or crash in C. Each costs one `RewardFailure`:
+the environment continues, and the answer does not get a score of zero.
 
     async with RewardWorkers(num_workers=2, preload=("math_verify",)) as workers:
         outcome = await workers.run(score_answer, gold, completion, timeout_s=10)
 
-Functions travel by name, arguments and results as JSON; nothing is pickled. A worker is `reward_worker` as a process of
-its own session, speaking JSON lines over a pipe. On Linux it is two: a child, which calls the function under a memory
-limit, and its keeper. Processes that come of a call, daemons included, become the keeper's; it ends them all when the
-child dies or the parent's end of the pipe is closed, for whatever reason.
+Functions are sent by name, arguments and results as JSON; nothing is pickled. A worker is a `reward_worker` process in
+its own session that exchanges JSON lines over a pipe. On Linux it is two: a child, which calls the function under a
+memory limit, and its keeper. The keeper adopts the processes that a call starts, daemons included, and kills them all
+when the child dies or the parent's end of the pipe is closed.
 
-Every call has a random nonce, which its reply repeats. A reply without it, and anything written between two calls, ends
-the worker: no call is given what another one wrote. This keeps accidents in. A scoring function that runs text of a
-model in its own process (`exec`) can still be made to return any value for that text: run such text with
-`sandbox.run_code`, in a process that holds neither this pipe nor the expected answer.
+Every call has a random nonce, which its reply repeats. A reply without it, or output between two calls, ends the
+worker, so no call gets another's reply. This protects against accidents only: model text that a scoring function runs
+in its own process (`exec`) can still forge the result. Run such text with `sandbox.run_code`, in a process that has
+neither this pipe nor the expected answer.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ FailureReason: TypeAlias = Literal["timeout", "exception", "memory", "crash", "o
 
 _TAIL_BYTES = 4000
 _MAX_LOGGED_LINES = 10
-"""Warnings of this library that are passed on from one worker."""
+"""Limit of this library's warnings that a pool forwards from its workers."""
 _STARTUP_TIMEOUT_S = 120.0
-"""For starting Python and importing the preloaded modules, on a busy machine."""
+"""To start Python and import the preloaded modules, on a busy machine."""
 _EXIT_GRACE_S = 2.0
-"""For a process whose pipe was closed to exit; one that still runs has closed the pipe itself."""
+"""To exit after the pipe was closed; a process still running then has closed the pipe itself."""
 _NUM_PASSES_TO_READ = 3
-"""Passes of the event loop after which what lies in a pipe has reached the task that reads it."""
+"""Event loop iterations until data in a pipe has reached the task that reads it."""
 _END_TIMEOUT_S = 10.0
-"""For a worker to end with all it started; a kill takes milliseconds unless the machine is stuck."""
+"""To end a worker and its descendants; a kill takes milliseconds on a responsive machine."""
 _IS_LINUX = sys.platform == "linux"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailure:
-    """Scoring did not produce a value. It says nothing about the completion: do not read it as zero."""
+    """Scoring gave no value. It does not mean that the completion is wrong: do not treat it as zero."""
 
     reason: FailureReason
     """timeout: killed at the deadline. exception: the function raised, `SystemExit` included.
@@ -69,7 +69,7 @@ class RewardFailure:
     detail: str
     """The end of the traceback or of the worker's stderr."""
     error: Exception | None = field(default=None, compare=False, repr=False)
-    """What was raised, where that happened in this process."""
+    """The exception, if it was raised in this process."""
 
     def __bool__(self) -> bool:
         return False
@@ -86,11 +86,11 @@ class RewardWorkers:
         max_output_bytes: int = 1 << 20,
         preload: Sequence[str] = (),
     ) -> None:
-        """Describe the pool.
+        """Configure the pool.
 
-        `memory_limit_mb` bounds the address space of each worker, and of each process it starts, in MiB (None: no
-        limit). `max_output_bytes` bounds one result's JSON. `preload` names modules that every worker imports when it
-        starts, so that slow imports are not counted against a call's deadline.
+        `memory_limit_mb` limits the address space of each worker, and of each process it starts, in MiB (None: no
+        limit). `max_output_bytes` limits one result's JSON. `preload` names modules that every worker imports when it
+        starts, so that slow imports do not count against a call's deadline.
         """
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: at least one worker is needed")
@@ -109,12 +109,11 @@ class RewardWorkers:
     async def run(
         self, function: Callable[..., JsonValue] | str, *args: JsonValue, timeout_s: float
     ) -> JsonValue | RewardFailure:
-        """Call `function(*args)` in a worker; return its value or why there is none.
+        """Call `function(*args)` in a worker; return its value or a `RewardFailure`.
 
-        `function` is a module-level function or its name, `"package.module:function"`. `timeout_s`
-        bounds the call itself, in seconds of wall-clock time; waiting for a free worker and starting
-        one are not counted. Raises `TypeError` for arguments that are not JSON and `EnvError` when
-        the function cannot be imported: those are the author's mistakes, not the completion's.
+        `function` is a module-level function or its name, `"package.module:function"`. `timeout_s` limits the call
+        alone, in seconds of wall-clock time, without the wait for a free worker and its start. Raises `TypeError` for
+        arguments that are not JSON, and `EnvError` when the function cannot be imported or a worker does not start.
         """
         nonce = secrets.token_hex(16)
         request = json.dumps({"nonce": nonce, **_address(function), "args": args}).encode() + b"\n"
@@ -129,7 +128,7 @@ class RewardWorkers:
         return outcome
 
     def _count(self, failure: RewardFailure) -> None:
-        """Log the first failure of each reason, and every hundredth, at a visible level."""
+        """Log the first failure of each reason and every hundredth as a warning, others at DEBUG."""
         self.failures[failure.reason] += 1
         count = self.failures[failure.reason]
         level = logging.WARNING if count == 1 or count % 100 == 0 else logging.DEBUG
@@ -143,12 +142,12 @@ class RewardWorkers:
         return sum(worker.num_unasked for worker in self._workers)
 
     def summary(self) -> str:
-        """One line: calls, and those that gave no value by reason."""
+        """Return one line: the number of calls, and of failed ones by reason."""
         reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(self.failures.items()))
         return f"{self.num_calls} scoring calls; failed: {reasons or 'none'}"
 
     async def close(self) -> None:
-        """Kill every worker and what it started."""
+        """Kill every worker and its descendants."""
         await asyncio.gather(*(worker.kill() for worker in self._workers))
         if self.num_calls:
             logger.info("%s", self.summary())
@@ -166,7 +165,7 @@ class RewardWorkers:
 
 
 class _Worker:
-    """The parent's end of one process: idle or in exactly one call."""
+    """The parent's side of one worker process: idle or in one call."""
 
     def __init__(
         self,
@@ -176,7 +175,7 @@ class _Worker:
         logged: set[str],
     ) -> None:
         self._logged = logged
-        """Warnings that workers of the pool have sent; each is shown once."""
+        """Warnings that the pool's workers have sent; each is logged once."""
         self._settings = json.dumps(
             {
                 "memory_limit_mb": memory_limit_mb,
@@ -188,7 +187,7 @@ class _Worker:
         self._line_limit = max_output_bytes + _TAIL_BYTES + 1024
         self._process: asyncio.subprocess.Process | None = None
         self._first_byte: asyncio.Task[bytes] | None = None
-        """Of the next reply; done while the worker is idle when it wrote something unasked."""
+        """Reads the first byte of the next reply; done on an idle worker if it wrote unexpected output or ended."""
         self._drain: asyncio.Task[None] | None = None
         self._stderr_tail = b""
         self.num_unasked = 0
@@ -252,14 +251,14 @@ class _Worker:
         return process
 
     def _is_quiet(self, process: asyncio.subprocess.Process) -> bool:
-        """Whether an idle worker can be given a call: it runs, and has written nothing since its last reply."""
+        """Whether an idle worker is usable: it runs and has written nothing since its last reply."""
         if self._first_byte is None or not self._first_byte.done():
             return process.returncode is None
         if self._first_byte.result():
             self.num_unasked += 1
             logger.log(
                 logging.WARNING if self.num_unasked == 1 else logging.DEBUG,
-                "a reward worker wrote to its pipe between two calls; it is replaced",
+                "a reward worker wrote to its pipe between two calls; replacing it",
             )
         return False
 
@@ -267,13 +266,13 @@ class _Worker:
         assert process.stdin is not None
         self._stderr_tail = b""
         process.stdin.write(request)
-        # A worker that died meanwhile shows itself as an end of file in the read below.
+        # If the worker has died, the read below returns an end of file.
         with contextlib.suppress(ConnectionError):
             await process.stdin.drain()
         return await self._next_line(process)
 
     async def _next_line(self, process: asyncio.subprocess.Process) -> bytes | None:
-        """Return the next line, without its end where the pipe was closed; None when it exceeds its limit."""
+        """Return the next line (partial if the pipe was closed); None if it exceeds its limit."""
         assert process.stdout is not None
         first = await self._first_byte if self._first_byte is not None else b""
         try:
@@ -295,7 +294,7 @@ class _Worker:
         except (ValueError, RecursionError) as error:
             return RewardFailure(reason="output", detail=f"the result cannot be read: {error}")
         if not isinstance(reply, dict) or reply.pop("nonce", None) != nonce:
-            detail = f"what the worker wrote is not the reply to this call: {line[:200]!r}"
+            detail = f"the worker's output is not the reply to this call: {line[:200]!r}"
             return RewardFailure(reason="output", detail=detail)
         for text in map(str, reply.pop("logged", ())):
             if text not in self._logged and len(self._logged) < _MAX_LOGGED_LINES:
@@ -304,7 +303,7 @@ class _Worker:
         return reply
 
     async def _ending_of(self, process: asyncio.subprocess.Process) -> RewardFailure:
-        """Say how a worker ended that closed its pipe."""
+        """Return the failure for a worker that closed its pipe."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_EXIT_GRACE_S):
                 await process.wait()
@@ -323,14 +322,13 @@ class _Worker:
             self._stderr_tail = (self._stderr_tail + chunk)[-_TAIL_BYTES:]
 
     async def kill(self) -> None:
-        """Kill the process with everything it started, and wait for it."""
+        """Kill the process and its descendants, and wait for it."""
         process, self._process = self._process, None
         readers = [task for task in (self._first_byte, self._drain) if task is not None]
         self._first_byte = self._drain = None
         if process is None:
             return
-        # Before anything is awaited: the keeper ends them all when the pipe is closed, even if no caller waits for
-        # that.
+        # Before the first await: once the pipe is closed, the keeper kills them even if this call is cancelled.
         if process.stdin is not None and not process.stdin.is_closing():
             process.stdin.transport.abort()
         if _IS_LINUX:
@@ -342,7 +340,7 @@ class _Worker:
             async with asyncio.timeout(_END_TIMEOUT_S):
                 await process.wait()
         except TimeoutError:
-            logger.error("reward worker %d does not end; killing it alone", process.pid)
+            logger.error("reward worker %d does not end; killing its process group", process.pid)
             _kill_group(process.pid)
         for reader in readers:
             reader.cancel()
@@ -355,7 +353,7 @@ def _kill_group(pgid: int) -> None:
 
 
 def _address(function: Callable[..., JsonValue] | str) -> dict[str, str | None]:
-    """Say where a worker finds the function: a module name, its file as a fallback, a name."""
+    """Return the function's module, the module's file as a fallback, and its qualified name."""
     if isinstance(function, str):
         module_name, separator, qualname = function.partition(":")
         if not (module_name and separator and qualname):

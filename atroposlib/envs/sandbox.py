@@ -1,22 +1,22 @@
-"""Run a program that a model wrote, in a process that can reach neither its grader nor other programs.
+"""Run a program that a model wrote in a process that cannot access its grader or other programs.
 
     result = run_code(completion, stdin="3 4", limits=SandboxLimits(wall_s=5))
     score = result.reason == "exit" and result.stdout.strip() == "7"
 
-Only the program and its input go in; what it printed and how it ended comes out. The expected answer stays with the
-caller: compare here, never in the program. Call it from a scoring function in a reward worker
-(`DatasetEnv.in_worker`), which is killed with all sandboxes at its deadline, or with `asyncio.to_thread`.
+The program gets only its source and input; the caller gets its output and exit. Compare with the expected answer in the
+caller, never in the program. Call it from a scoring function in a reward worker (`DatasetEnv.in_worker`), which is
+killed with all sandboxes at its deadline, or with `asyncio.to_thread`.
 
-`Sandbox` is the one interface; two backends run programs on this machine:
+`Sandbox` is the interface; two backends run programs on this machine:
 
-- `BubblewrapSandbox`, where bubblewrap (`apt install bubblewrap`) may make namespaces: its own processes, network
-  (none), memory file system; of this machine it sees the interpreter and /usr, read-only.
-- `ProcessSandbox` elsewhere: a process with limits, without inherited descriptors and environment, that can start no
-  other process or thread. As root, it runs as a user of its own, which can neither signal nor read any process. As
-  another user it shares the user of its grader. The kernel then refuses it the memory and the descriptors of processes
-  that hid themselves (`hide_this_process`: the workers, the environment, the caller), but it does NOT stop it from
-  signalling processes of that user, from reading and writing that user's files, or from using the network. A warning
-  says so once. Run such an environment in a container, or install bubblewrap.
+- `BubblewrapSandbox`, if bubblewrap (`apt install bubblewrap`) may create namespaces: separate processes, no network, a
+  file system in memory; of this machine only the interpreter and /usr are visible, read-only.
+- `ProcessSandbox` otherwise: a process with limits, without inherited descriptors and environment, that cannot start a
+  process or thread. If the caller is root, it runs as an unused user, which can neither signal nor read any process.
+  Otherwise it runs as its grader's user. The kernel then denies it the memory and the descriptors of processes that
+  hide themselves (`hide_this_process`: the workers, the environment, the caller), but it CAN signal that user's
+  processes, read and write that user's files, and use the network. This is logged once as a warning. Run such an
+  environment in a container, or install bubblewrap.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _CHILD = Path(sandbox_child.__file__).read_text(encoding="utf-8")
 _STDERR_TAIL_BYTES = 4000
 _NUM_OPEN_FILES = 128
 _FIRST_USER = 1 << 30
-"""User ids from here on are unused on an ordinary system; each running sandbox has one."""
+"""User ids from here on are unused on ordinary systems; each running sandbox gets its own."""
 _USERS_PER_PROCESS = 64
 _PID_BITS = 22
 """Process ids are below 2**22 (proc(5), pid_max)."""
 _FEW_USERS = range(61184, 65520)
-"""Where a container maps only 65536 ids: systemd's range for short-lived users."""
+"""If a container maps only 65536 ids: systemd's range for dynamic users."""
 _PR_SET_DUMPABLE = 4
 """From linux/prctl.h."""
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
@@ -66,7 +66,7 @@ _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What one program may use."""
+    """Limits of one program."""
 
     wall_s: float = 10.0
     """Seconds from its start to its end."""
@@ -75,32 +75,32 @@ class SandboxLimits:
     memory_mb: int = 512
     """Address space of each process, MiB."""
     num_processes: int = 16
-    """Processes and threads at once; only 1 where bubblewrap does not run."""
+    """Processes and threads at once; `ProcessSandbox` allows only 1."""
     output_bytes: int = 1 << 20
-    """What it may print; of stderr the end is kept."""
+    """Size of stdout; only the end of stderr is kept."""
     file_mb: int = 16
-    """Size of a file, MiB; with bubblewrap of all files together."""
+    """Size of a file, MiB; with bubblewrap also of all files together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """What became of a program."""
+    """How a program ended, and its output."""
 
     reason: Reason
     """exit: it ended by itself, with any exit code. timeout: killed at a deadline. memory: a MemoryError ended it.
     output: it printed too much. crash: a signal ended it."""
     stdout: str
     stderr: str
-    """The end of it."""
+    """The last part of stderr."""
     exit_code: int | None
-    """None where it did not end by itself."""
+    """None if it was killed."""
 
 
 class Sandbox(Protocol):
-    """Runs programs; this module's backends, or a container service of yours."""
+    """Runs programs: this module's backends, or your own, such as a container service."""
 
     def run(self, source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
-        """Run a Python program to its end or its limits. Raises EnvError when the sandbox itself does not start."""
+        """Run a Python program until it ends or reaches a limit. Raises EnvError if the sandbox does not start."""
 
 
 def run_code(
@@ -110,13 +110,13 @@ def run_code(
     limits: SandboxLimits | None = None,
     sandbox: Sandbox | None = None,
 ) -> SandboxResult:
-    """Run a Python program in `sandbox`, by default the best one that this machine has."""
+    """Run a Python program in `sandbox`; default: the best one on this machine."""
     return (sandbox or local_sandbox()).run(source, stdin=stdin, limits=limits or SandboxLimits())
 
 
 @functools.cache
 def local_sandbox() -> Sandbox:
-    """Return the best sandbox of this machine, found out once per process by running a program."""
+    """Return the best sandbox on this machine, determined once per process by running a program."""
     if (program := shutil.which("bwrap")) is not None:
         bubblewrap = BubblewrapSandbox(program)
         with contextlib.suppress(EnvError):
@@ -126,19 +126,19 @@ def local_sandbox() -> Sandbox:
 
 
 def hide_this_process() -> None:
-    """Keep processes of the same user from opening this one's memory and descriptors, or tracing it (Linux)."""
+    """Prevent processes of the same user from opening this one's memory and descriptors or tracing it (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
 
 
 def hide_if_programs_share_the_user() -> None:
-    """Hide this process where sandboxed programs would run as its own user."""
+    """Hide this process if sandboxed programs would run as the same user."""
     if os.geteuid() != 0 and isinstance(local_sandbox(), ProcessSandbox):
         hide_this_process()
 
 
 class BubblewrapSandbox:
-    """Programs in namespaces of their own."""
+    """Runs programs in separate namespaces."""
 
     def __init__(self, program: str = "bwrap") -> None:
         self._program = program
@@ -146,7 +146,7 @@ class BubblewrapSandbox:
     def run(self, source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
         """See `Sandbox`."""
         is_root = os.geteuid() == 0
-        # Limits on processes do not hold for root, not even in a user namespace: it becomes another user inside.
+        # RLIMIT_NPROC does not apply to root, not even in a user namespace: the program switches to another user.
         rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if is_root else []
         argv = [
             self._program,
@@ -166,7 +166,7 @@ class BubblewrapSandbox:
 
 
 class ProcessSandbox:
-    """Programs in a process without rights; what it cannot stop is said in the module's docstring."""
+    """Runs programs in an unprivileged process; the module docstring lists what it cannot prevent."""
 
     def run(self, source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
         """See `Sandbox`."""
@@ -190,7 +190,7 @@ class ProcessSandbox:
 @functools.cache
 def _warn_once(*, is_root: bool) -> None:
     logger.warning(
-        "PROGRAMS OF THE MODEL RUN WITHOUT NAMESPACES: bubblewrap is missing or may not make them. They can %s, and "
+        "MODEL-WRITTEN PROGRAMS RUN WITHOUT NAMESPACES: bubblewrap is missing or may not create them. They can %s, and "
         "use the network. Install bubblewrap (apt install bubblewrap), or run this environment in a container",
         "read this machine's public files"
         if is_root
@@ -223,12 +223,12 @@ def _maps_all_users() -> bool:
 
 @functools.cache
 def _public_interpreter() -> str:
-    """Return an interpreter that every user can run, for programs that root runs as another user."""
+    """Return an interpreter that every user can run, for programs that root starts as another user."""
     own = sys.executable if _is_public(sys.executable) and _is_public(os.__file__) else None
     found = own or next(filter(_is_public, ("/usr/local/bin/python3", "/usr/bin/python3")), None)
     if found is None:
         raise EnvError(
-            f"{sys.executable} lies in a folder that only root can enter, and programs of the model do not run as "
+            f"{sys.executable} is in a folder that only root can access, and model-written programs do not run as "
             "root: install bubblewrap (apt install bubblewrap) or python3 (apt install python3)"
         )
     return found
@@ -266,11 +266,11 @@ def _bindings() -> Sequence[str]:
     return options
 
 
-class _Said(NamedTuple):
+class _Output(NamedTuple):
     stdout: bytes
     stderr: bytes
     ended_by: Reason | None
-    """The limit that the caller enforced."""
+    """The limit that `_exchange` enforced; None if the process ended first."""
 
 
 def _run(
@@ -293,7 +293,7 @@ def _run(
             "RLIMIT_AS": limits.memory_mb << 20,
             "RLIMIT_CPU": limits.cpu_s,
             "RLIMIT_FSIZE": limits.file_mb << 20,
-            # 1 is the program itself: a user's processes count together, and it may share its user with its grader.
+            # 1 denies new processes: the limit counts all processes of the user, which may be the grader's too.
             "RLIMIT_NPROC": 1 if is_plain else limits.num_processes,
             "RLIMIT_NOFILE": _NUM_OPEN_FILES,
             "RLIMIT_CORE": 0,
@@ -315,25 +315,25 @@ def _run(
         },
         start_new_session=True,
     )
-    with _ending(process):
-        said = _converse(process, code + stdin.encode("utf-8", "replace"), limits)
-    stderr = said.stderr.decode("utf-8", "replace")
-    if not said.stdout.startswith(READY):
-        if said.ended_by == "timeout":
+    with _killed_at_end(process):
+        output = _exchange(process, code + stdin.encode("utf-8", "replace"), limits)
+    stderr = output.stderr.decode("utf-8", "replace")
+    if not output.stdout.startswith(READY):
+        if output.ended_by == "timeout":
             raise EnvError(f"the sandbox did not start within {limits.wall_s:g} s: {stderr}")
         raise EnvError(f"the sandbox did not start: exit status {process.returncode}. {stderr}")
-    reason = said.ended_by or _reason(process.returncode, stderr)
+    reason = output.ended_by or _reason(process.returncode, stderr)
     return SandboxResult(
         reason=reason,
-        stdout=said.stdout[len(READY) :][: limits.output_bytes].decode("utf-8", "replace"),
+        stdout=output.stdout[len(READY) :][: limits.output_bytes].decode("utf-8", "replace"),
         stderr=stderr,
         exit_code=process.returncode if reason in ("exit", "memory") else None,
     )
 
 
 @contextlib.contextmanager
-def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """End the process with all of its group at the end of the block."""
+def _killed_at_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kill the process group at the end of the block."""
     try:
         yield
     finally:
@@ -346,8 +346,8 @@ def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
                 pipe.close()
 
 
-def _converse(process: subprocess.Popen[bytes], given: bytes, limits: SandboxLimits) -> _Said:
-    """Write what is given and read what is printed until the process ends or a limit is reached."""
+def _exchange(process: subprocess.Popen[bytes], given: bytes, limits: SandboxLimits) -> _Output:
+    """Write `given` to stdin and read stdout and stderr until the process ends or reaches a limit."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -355,18 +355,18 @@ def _converse(process: subprocess.Popen[bytes], given: bytes, limits: SandboxLim
     stdout, stderr = bytearray(), bytearray()
     left = memoryview(given)
 
-    def said(ended_by: Reason | None) -> _Said:
-        return _Said(bytes(stdout), bytes(stderr), ended_by)
+    def output(ended_by: Reason | None) -> _Output:
+        return _Output(bytes(stdout), bytes(stderr), ended_by)
 
     with selectors.DefaultSelector() as selector:
-        for pipe, heard in ((process.stdout, stdout), (process.stderr, stderr)):
-            selector.register(pipe, selectors.EVENT_READ, heard)
+        for pipe, received in ((process.stdout, stdout), (process.stderr, stderr)):
+            selector.register(pipe, selectors.EVENT_READ, received)
         os.set_blocking(process.stdin.fileno(), False)
         selector.register(process.stdin, selectors.EVENT_WRITE)
         while selector.get_map():
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                return said("timeout")
+                return output("timeout")
             for key, _ in selector.select(remaining_s):
                 if key.data is None:
                     try:
@@ -383,16 +383,16 @@ def _converse(process: subprocess.Popen[bytes], given: bytes, limits: SandboxLim
                 key.data.extend(chunk)
                 del stderr[:-_STDERR_TAIL_BYTES]
                 if len(stdout) > limits.output_bytes + len(READY):
-                    return said("output")
+                    return output("output")
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return said("timeout")
-    return said(None)
+        return output("timeout")
+    return output(None)
 
 
 def _reason(exit_code: int, stderr: str) -> Reason:
-    """Say how a process ended; bubblewrap reports signal N as 128 + N."""
+    """Return how a process ended; bubblewrap reports signal N as 128 + N."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     if number == signal.SIGXCPU:
         return "timeout"

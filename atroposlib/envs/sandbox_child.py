@@ -1,7 +1,7 @@
-"""The first code in a sandbox: set the limits, give up rights, then become the program.
+"""The first code in a sandbox: set the limits, drop privileges, then run the program.
 
-`sandbox.py` gives its text to `python -I -c`, so it imports the standard library alone. The program comes first on
-standard input; what follows it is the program's own input. The line that it prints says that the sandbox is complete.
+`sandbox.py` passes this source to `python -I -c`, so it imports only the standard library. Standard input holds the
+program, then the program's own input. It prints `READY` once the sandbox is set up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 READY = b"\x00sandbox ready\n"
-"""Comes before what the program prints."""
+"""Printed before the program's output."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 """Both from linux/prctl.h."""
@@ -29,7 +29,7 @@ def become(settings: dict[str, Any]) -> None:
         number = getattr(resource, name)
         hard = resource.getrlimit(number)[1]
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        # At the soft limit on processor time comes SIGXCPU, which says why; at the hard one, SIGKILL.
+        # The soft limit on processor time sends SIGXCPU, which identifies the cause; the hard one sends SIGKILL.
         resource.setrlimit(number, (limit, limit + (name == "RLIMIT_CPU" and limit != hard)))
     if (user := settings["user"]) is not None:
         os.setgroups([])

@@ -1,7 +1,7 @@
-"""An environment whose groups also carry a teacher's logprobs for every token, for distillation on the policy's text.
+"""An environment that adds a teacher's logprobs for every token to its groups, for distillation on the policy's text.
 
-The teacher is asked after a group has passed the gate and the drop rules, so a group that will not be sent costs it
-nothing. A group that the teacher cannot annotate is sent without its fields: distillation is an extra.
+The teacher gets only groups that pass the gate and the drop rules. If it fails on a group, the group is sent without
+the distillation fields.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ ServerConfigs = ServerBaseline | APIServerConfig | list[APIServerConfig]
 
 
 class TeacherDistillationConfig(BaseEnvConfig):
-    """The common settings and the teacher's."""
+    """Settings of an environment with a teacher."""
 
     teacher_enabled: bool = False
-    """Ask the teacher servers for logprobs."""
+    """Request logprobs from the teacher servers."""
     teacher_top_k: int = Field(default=0, ge=-1)
-    """Most likely tokens to keep per position; 0: only the sequence's own token; -1: do not ask."""
+    """Most likely tokens to keep per position; 0: only the sequence's own token; -1: no request."""
 
 
 class TeacherLogprobs(NamedTuple):
@@ -71,11 +71,11 @@ class TeacherDistillationEnv(BaseEnv):
         slurm: bool = False,
         testing: bool = False,
     ) -> None:
-        """Build both sets of servers; ConfigError without a teacher or with another vocabulary than the policy's."""
+        """Build both sets of servers; ConfigError if the teacher is missing or its vocabulary differs."""
         super().__init__(config, server_configs, slurm=slurm, testing=testing)
         self.teacher_server: ServerManager | None = None
         self.num_teacher_failures = 0
-        """Groups that were sent without the teacher's fields because it failed."""
+        """Groups sent without the distillation fields because the teacher failed."""
         if not config.teacher_enabled:
             return
         if not teacher_server_configs:
@@ -90,12 +90,12 @@ class TeacherDistillationEnv(BaseEnv):
 
     @classmethod
     def teacher_config_init(cls) -> ServerConfigs | None:
-        """Return the default teacher servers; None: they must be configured."""
+        """Return the default teacher servers; None if they must be configured."""
         return None
 
     @classmethod
     def extra_servers(cls) -> dict[str, ExtraServers]:
-        """Read the teacher's flags and YAML section."""
+        """Add the teacher's flags and YAML section."""
         return {
             **super().extra_servers(),
             cls.teacher_namespace: ExtraServers(
@@ -104,7 +104,7 @@ class TeacherDistillationEnv(BaseEnv):
         }
 
     def load_teacher_tokenizer(self, source: str) -> Any:
-        """Return a teacher's tokenizer; override for one that is no file."""
+        """Return a teacher's tokenizer; override for one built in code."""
         return load_tokenizer(source)
 
     def _check_vocabulary(self, configs: ServerBaseline | Sequence[APIServerConfig]) -> None:
@@ -114,8 +114,8 @@ class TeacherDistillationEnv(BaseEnv):
                 continue
             if self.load_teacher_tokenizer(source).get_vocab() != self.tokenizer.get_vocab():
                 raise ConfigError(
-                    f"the teacher's tokenizer {source!r} has another vocabulary than"
-                    f" {self.config.tokenizer_name!r}: its token ids would mean something else"
+                    f"the vocabulary of the teacher's tokenizer {source!r} differs from that of"
+                    f" {self.config.tokenizer_name!r}: token ids would not match"
                 )
 
     async def handle_send_to_api(
@@ -125,7 +125,7 @@ class TeacherDistillationEnv(BaseEnv):
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
     ) -> int:
-        """Add `distill_token_ids` and `distill_logprobs` to the groups that will be kept, then hand all over."""
+        """Add `distill_token_ids` and `distill_logprobs` to the groups that will be kept, then send all groups."""
         if self.teacher_server is not None:
             abort = abort_on_any_max_length_exceeded
             if isinstance(scored_data, Mapping):
@@ -179,7 +179,7 @@ class TeacherDistillationEnv(BaseEnv):
         return override
 
     def _is_kept(self, group: Mapping[str, Any], abort_on_max_length: bool) -> bool:
-        """Whether the outbox will keep the group; it says why not, later."""
+        """Whether the outbox will keep the group; the outbox logs the reason if not."""
         try:
             checked = check_group(without_tensors(group), strictness=Strictness.MEANING)
         except GroupError:
@@ -200,7 +200,7 @@ class TeacherDistillationEnv(BaseEnv):
         return await off_loop(functools.partial(read_answer, answer, num_tokens=len(tokens)))
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the number of groups the teacher failed on."""
+        """Add the number of teacher failures."""
         metrics = dict(wandb_metrics or {})
         if self.teacher_server is not None:
             metrics["train/teacher_failures"] = self.num_teacher_failures

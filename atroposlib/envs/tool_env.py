@@ -1,9 +1,9 @@
 """`ToolEnv`: the model calls Python functions (and tools of MCP servers) until it answers; then `score` judges.
 
 Tools are functions with type hints, or `Tool`s. Calls are read from the text of an answer (`<tool_call>` JSON, as
-Hermes and Qwen models write it; override `parse_calls` for another form), so every token stays as it was sampled.
-Invariant: a call that is malformed, fails, takes too long or returns what has no text never ends an episode; the model
-is told, and the error is counted. What it is told is valid Unicode and holds no special token of its tokenizer.
+Hermes and Qwen models write it; override `parse_calls` for another format), so the sampled tokens are unchanged.
+Invariant: a call that is malformed, fails, times out or returns a value without a text never ends an episode; the model
+gets the error as the result, and it is counted. Results are valid Unicode, by default without special tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from atroposlib.inference.tools.parsers import Call, style_named
 logger = logging.getLogger(__name__)
 
 MAX_HUNG_THREADS = 32
-"""Calls of plain functions that took too long and still run; above it no plain function is called."""
+"""Limit of timed-out calls that still run; at the limit no plain function is called."""
 
 _HERMES = style_named("hermes")
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -59,17 +59,17 @@ class ToolEnvConfig(MultiTurnEnvConfig):
     """Settings of an environment with tools."""
 
     tool_timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds one call may take."""
+    """Time limit of one call in seconds."""
     max_tool_output_chars: int = Field(default=4000, ge=1)
-    """Longer results are cut, and the text says so."""
+    """Longer results are truncated, with a note."""
     escape_special_tokens: bool = True
-    """Put a space into texts of results that the tokenizer would read as special tokens: `<|im_end|>` becomes
-    `< |im_end|>`, else it would end the message. False: results are passed on as they are."""
+    """Break up special tokens of the tokenizer in results: `<|im_end|>`, which would end the message, becomes
+    `< |im_end|>`. False leaves results unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call that the model asked for."""
+    """One call in the model's answer."""
 
     name: str
     arguments: dict[str, Any]
@@ -77,14 +77,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MalformedCall:
-    """Something marked as a call that cannot be read."""
+    """Text marked as a call that cannot be parsed."""
 
     reason: str
-    """Told to the model."""
+    """Returned to the model."""
 
 
 class ToolFailure(Exception):
-    """A call failed; the message goes to the model, `kind` is the counter."""
+    """A failed call; the message is returned to the model, `kind` names the counter."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -96,19 +96,19 @@ Run: TypeAlias = Callable[[dict[str, Any], Episode], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """Something the model can call."""
+    """A tool that the model can call."""
 
     name: str
     description: str
     parameters: dict[str, Any]
     """JSON schema of the arguments."""
     run: Run
-    """Takes the arguments as the model gave them; raises `ToolFailure` for those that do not fit the schema."""
+    """Called with the model's arguments; raises `ToolFailure` if they do not match the schema."""
     keeps_time: bool = False
-    """`run` keeps to the time limit itself; the start of a worker process is then not counted."""
+    """Whether `run` enforces the time limit itself, so that the start of a worker process is not counted."""
 
     def schema(self) -> dict[str, Any]:
-        """Return the tool in the OpenAI form."""
+        """Return the tool in OpenAI's format."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -119,23 +119,23 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Killable:
-    """A tool that may hang or eat memory: a module-level function, run in a worker process that can be killed."""
+    """A tool that may hang or exhaust memory: a module-level function, run in a worker process that can be killed."""
 
     function: Callable[..., Any]
 
 
 class ToolEnv(MultiTurnEnv):
-    """Questions that are answered with tools."""
+    """Tasks that are solved with tools."""
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = ToolEnvConfig
     config: ToolEnvConfig
 
     tools: ClassVar[Sequence[Callable[..., Any] | Killable | Tool]] = ()
-    """Functions with type hints; a parameter annotated `Episode` is given the episode and hidden from the model."""
+    """Functions with type hints; a parameter annotated `Episode` receives the episode and is hidden from the model."""
     mcp_servers: ClassVar[Sequence[McpServer]] = ()
-    """Programs that offer tools over stdin and stdout (extra `mcp`); started by `setup`."""
+    """Programs that provide tools over stdin and stdout (extra `mcp`); started by `setup`."""
     tool_role: ClassVar[str] = "tool"
-    """Role of the results. "user" for chat templates that know no tools: results then stand in <tool_response>."""
+    """Role of the results. "user" for chat templates without tools: results are then wrapped in <tool_response>."""
 
     def __init__(
         self, config: ToolEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
@@ -170,33 +170,33 @@ class ToolEnv(MultiTurnEnv):
         await super().close()
 
     def conversation(self, row: Row) -> list[dict[str, Any]]:
-        """Begin with a system message that describes the tools, after the environment's own."""
+        """Add the description of the tools to the system message."""
         messages = super().conversation(row)
         schemas = [tool.schema()["function"] for tool in self.tools_by_name.values()]
-        told = _INSTRUCTIONS % "\n".join(json.dumps(schema) for schema in schemas)
+        tools = _INSTRUCTIONS % "\n".join(json.dumps(schema) for schema in schemas)
         if messages and messages[0]["role"] == "system":
-            own = {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}
+            own = {**messages[0], "content": f"{messages[0]['content']}\n\n{tools}"}
             return [own, *messages[1:]]
-        return [{"role": "system", "content": told}, *messages]
+        return [{"role": "system", "content": tools}, *messages]
 
     def parse_calls(self, answer: str) -> list[ToolCall | MalformedCall]:
-        """Return the calls in an answer, in order; [] makes it the final answer."""
+        """Return the calls in an answer, in order; [] if it is the final answer."""
         return parse_hermes_calls(answer)
 
     async def step(self, episode: Episode, answer: str) -> Step:
-        """Run the calls of an answer one after the other, or judge the final answer."""
+        """Run the calls of an answer in sequence, or judge the final answer."""
         calls = self.parse_calls(answer)
         if not calls:
             outcome = await self.outcome_of(episode.row, answer)
             return Step(reward=outcome, done=True, reason="answered")
         replies = []
         for call in calls:
-            name = self._as_told(call.name) if isinstance(call, ToolCall) else "unknown"
-            text = self._as_told(await self._result_of(call, episode))
+            name = self._escaped(call.name) if isinstance(call, ToolCall) else "unknown"
+            text = self._escaped(await self._result_of(call, episode))
             if self.tool_role != "tool":
                 text = f"<tool_response>\n{text}\n</tool_response>"
             replies.append({"role": self.tool_role, "name": name, "content": text})
-        if self.tool_role != "tool":  # some templates refuse two user messages in a row
+        if self.tool_role != "tool":  # some templates refuse consecutive user messages
             text = "\n".join(reply["content"] for reply in replies)
             replies = [{"role": self.tool_role, "content": text}]
         return Step(replies)
@@ -213,8 +213,8 @@ class ToolEnv(MultiTurnEnv):
             text = f"{text[:limit]}\n... ({len(text) - limit} characters more were cut)"
         return text
 
-    def _as_told(self, text: str) -> str:
-        """Return a text that every tokenizer takes, without special tokens where so configured."""
+    def _escaped(self, text: str) -> str:
+        """Return `text` as valid Unicode, with special tokens broken up if configured."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         special = self._special_token
         return special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if special else text
@@ -275,7 +275,7 @@ class ToolEnv(MultiTurnEnv):
         if num_hung >= MAX_HUNG_THREADS and not inspect.iscoroutinefunction(function):
             logger.log(
                 logging.DEBUG if self.counts["tool_error_hung"] else logging.WARNING,
-                "%d calls of tools hang in their threads, so %s is not called; make it Killable(...)",
+                "%d tool calls hang in their threads, so %s is not called; make it Killable(...)",
                 num_hung,
                 function.__name__,
             )
@@ -299,9 +299,9 @@ async def call_function(
     *,
     abandoned: list[threading.Thread] | None = None,
 ) -> Any:
-    """Call `function`, a plain one in its own thread, which is abandoned when it hangs.
+    """Call `function`; a plain one in its own thread.
 
-    Cancelled, it leaves the thread, and adds it to `abandoned`.
+    A cancelled call leaves the thread running and adds it to `abandoned`.
     """
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
@@ -324,10 +324,10 @@ async def call_function(
             error = raised
         except BaseException as raised:  # noqa: BLE001 - SystemExit must not end the environment
             error = RuntimeError(repr(raised))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no caller
             loop.call_soon_threadsafe(settle, value, error)
 
-    # asyncio.to_thread would keep the process from ending while a tool hangs.
+    # asyncio.to_thread would keep the process alive while a tool hangs.
     thread = threading.Thread(target=work, name=f"tool {function.__name__}", daemon=True)
     thread.start()
     try:
@@ -343,10 +343,10 @@ def tool_from(
     *,
     call: Callable[[Callable[..., Any], dict[str, Any]], Awaitable[Any]] = call_function,
 ) -> Tool:
-    """Make a tool of a function: its schema from the type hints, its description from the docstring.
+    """Make a tool from a function: its schema from the type hints, its description from the docstring.
 
-    Raises ConfigError for a parameter without a type hint, one that takes any number of arguments, or a type that
-    has no JSON schema. `Annotated[str, Field(description=...)]` describes a parameter.
+    Raises ConfigError for a parameter that has no type hint, is variadic or positional-only, or whose type has no JSON
+    schema. `Annotated[str, Field(description=...)]` describes a parameter.
 
     >>> def area(width: float, height: float = 1.0) -> float:
     ...     "Area of a rectangle."
@@ -399,7 +399,7 @@ def _check_killable(function: Callable[..., Any]) -> None:
     if Episode in typing.get_type_hints(function).values():
         raise ConfigError(f"tool {name}: the episode cannot be sent to a worker process")
     if any(p.kind is p.KEYWORD_ONLY for p in inspect.signature(function).parameters.values()):
-        raise ConfigError(f"tool {name}: a worker is given positional arguments only")
+        raise ConfigError(f"tool {name}: a worker takes positional arguments only")
 
 
 def parse_hermes_calls(answer: str) -> list[ToolCall | MalformedCall]:
@@ -414,14 +414,14 @@ def parse_hermes_calls(answer: str) -> list[ToolCall | MalformedCall]:
     for part in _HERMES.split(answer, ()):
         if isinstance(part, Call):
             found.append(ToolCall(name=part.name, arguments=json.loads(part.arguments)))
-        else:  # marks that are left are of calls that could not be read
+        else:  # remaining tags belong to calls that could not be parsed
             marked = _CALL.finditer(part.rpartition("</think>")[2])
             found += [MalformedCall(reason=_fault_of(match.group(1).strip())) for match in marked]
     return found
 
 
 def _text_of(result: Any, call: ToolCall | MalformedCall) -> str:
-    """Return a result as text for the model; raises ToolFailure for a value that has no text."""
+    """Return a result as text for the model; raises ToolFailure if it cannot be converted."""
     try:
         return str.__str__(result) if isinstance(result, str) else json.dumps(result, default=str)
     except (Exception, SystemExit) as error:  # a value's own methods may raise anything
@@ -438,7 +438,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _fault_of(text: str) -> str:
-    """Say why a text is not a call."""
+    """Return why a text is not a valid call."""
     try:
         call = json.loads(text, strict=False)  # models write newlines inside strings
         arguments = call.get("arguments", {}) if isinstance(call, dict) else None

@@ -1,7 +1,7 @@
 """Ready-made reward functions, one per file, found by name through `registry`.
 
-A reward function takes a list of completions and returns one number for each. Modules are imported when a name is first
-asked for; what needs an extra imports it when it first computes.
+A reward function takes a list of completions and returns one number for each. Modules are imported when their name is
+first looked up; an extra is imported when the reward is first computed.
 """
 
 from atroposlib.envs.reward_fns.combined_reward import CombinedReward

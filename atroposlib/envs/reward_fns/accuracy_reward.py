@@ -1,7 +1,7 @@
-"""Is the final answer right? For mathematics: equal texts and numbers are seen here, the rest by math-verify.
+"""Reward for a correct final answer in mathematics: equal texts and numbers are compared here, the rest by math-verify.
 
-math-verify runs in a worker that can be killed (extra `math`). An answer that could not be judged is not a wrong one:
-`on_failure` says what its value is, and `failures` counts it by reason.
+math-verify runs in a worker that can be killed (extra `math`). For an answer that could not be judged, `on_failure`
+decides the value, and `failures` counts it by reason.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _HASHED = re.compile(r"####\s*(\S.*)")
 
 @registry.register
 class AccuracyReward(RewardFunction):
-    """1.0 for a right answer, 0.0 for a wrong one or none.
+    """1.0 for a correct answer, 0.0 for a wrong or missing one.
 
-    `on_failure` decides about answers that could not be judged: "zero", "nan" (the group is refused until the
-    environment takes them out), or "raise" an `EnvError`.
+    `on_failure` for answers that could not be judged: "zero", "nan" (a group that contains it is refused), or "raise"
+    an `EnvError`.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class AccuracyReward(RewardFunction):
         self.split_on_think_tag = split_on_think_tag
         """Judge only what follows the last `</think>`."""
         self.max_boxed_threshold = max_boxed_threshold
-        """An answer with more boxes than this is guessing, and wrong."""
+        """An answer with more boxes than this is a guess and scores 0.0."""
         self.timeout_s = timeout_s
-        """To judge one answer, seconds."""
+        """Seconds to judge one answer."""
         self.on_failure = on_failure
         self._workers = workers
 
@@ -66,7 +66,7 @@ class AccuracyReward(RewardFunction):
         ground_truth: Any = None,
         **kwargs: Any,
     ) -> list[float]:
-        """Judge every completion by `solution` (else `ground_truth`): one for all, or one each."""
+        """Judge every completion by `solution` (else `ground_truth`): one for all completions, or one each."""
         given = solution if solution is not None else ground_truth
         golds = spread(given, len(completions), name="solution")
         values = [0.0] * len(completions)
@@ -93,7 +93,7 @@ class AccuracyReward(RewardFunction):
         return values
 
     def _is_plainly_equal(self, gold: str, answer: str | None) -> bool:
-        """Whether no mathematics is needed: the same text but for white space, or the same number."""
+        """Whether the texts are equal except for white space, or are the same number."""
         if answer is None:
             return False
         if gold.split() == answer.split():
@@ -112,7 +112,7 @@ class AccuracyReward(RewardFunction):
 
 
 def gold_answer(gold: Any) -> str:
-    """Return the answer itself: of a number its text, else what is boxed, else what follows `####`, else all of it.
+    """Return the boxed part of a solution, else the text after `####`, else all of it; a number as text.
 
     >>> gold_answer("3 + 1 = 4 #### 1,004")
     '1,004'
@@ -122,7 +122,7 @@ def gold_answer(gold: Any) -> str:
 
 
 def final_answer(text: str) -> str | None:
-    """Return the content of the last `\\boxed{}`, else what follows the last `####`; None without either.
+    """Return the content of the last `\\boxed{}`, else the text after the last `####`; None without either.
 
     >>> final_answer(r"so \\boxed{1} or \\boxed{\\frac{1}{2}}.")
     '\\\\frac{1}{2}'

@@ -1,4 +1,4 @@
-"""Mathematics first, form second: the form counts only where the answer is right."""
+"""Reward for a correct answer in mathematics, with a format bonus only if it is correct."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WELL_FORMED = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>[^<]*", re.DOTA
 def cascading_r1_math_reward(
     completions: Sequence[Any], solution: Any = None, ground_truth: Any = None, **kwargs: Any
 ) -> list[float]:
-    """Return the accuracy, plus 0.5 where it is right and all of the text is one thinking block and plain text."""
+    """Return the accuracy, plus 0.5 if it is positive and the text is one thinking block followed by plain text."""
     accuracies = accuracy_reward(completions, solution=solution, ground_truth=ground_truth)
     texts = [RewardFunction.get_content(completion) for completion in completions]
     return [

@@ -1,4 +1,4 @@
-"""Is Sanskrit verse in the wanted metre? Needs the package `chandas`, which no extra installs."""
+"""Reward for Sanskrit verse in a given metre. Needs the package `chandas`, which no extra installs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VALUES = {"exact": 1.0, "partial": 0.5, "accidental": 0.25}
 
 @registry.register(name="chandas_meter")
 class ChandasMeterReward(RewardFunction):
-    """1.0 for an exact match of `meter`, 0.5 for a partial, 0.25 for an accidental one, else (or without chandas) 0."""
+    """1.0 for an exact match of `meter`, 0.5 for partial, 0.25 for accidental; 0 for none or without chandas."""
 
     def __init__(self, meter: str = "tristubh", weight: float = 1.0, **config: Any) -> None:
         super().__init__(weight=weight, **config)

@@ -1,4 +1,4 @@
-"""Several rewards as one: the weighted sum of its members, optionally normalised."""
+"""The weighted sum of several rewards, optionally normalised."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Normalization = Literal["none", "sum", "minmax"]
 class CombinedReward(RewardFunction):
     """The sum of `weight * value` over the members.
 
-    `normalization`: "sum" divides by the sum of the members' weights, "minmax" maps a call's values onto 0..1 (all
-    equal: 0). A member that raises is left out of that call, logged and counted in `failures` under its name.
+    `normalization`: "sum" divides by the sum of the members' weights, "minmax" maps a call's values to 0..1 (0 if all
+    are equal). A member that raises is excluded from that call, logged and counted in `failures` under its name.
     """
 
     def __init__(

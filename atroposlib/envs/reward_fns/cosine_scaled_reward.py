@@ -1,6 +1,6 @@
-"""How close is the meaning to the solution's? Cosine of sentence embeddings (extra `trainer`: torch, transformers).
+"""Reward for similarity to the solution: cosine of sentence embeddings (extra `trainer`: torch, transformers).
 
-The embedding model is loaded once per Python process and name.
+Each embedding model is loaded once per process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_TOKENS = 512
 
 @registry.register(name="cosine_scaled")
 class CosineScaledReward(RewardFunction):
-    """1 - scale_factor * (1 - cosine), kept within [min_reward, max_reward]; without a solution `default_reward`."""
+    """1 - scale_factor * (1 - cosine), clipped to [min_reward, max_reward]; `default_reward` without a solution."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class CosineScaledReward(RewardFunction):
 
 
 def embed(texts: Sequence[str], *, model_name: str) -> NDArray[np.float64]:
-    """Return unit vectors [num_texts][width]: the mean of the model's last hidden states over real tokens."""
+    """Return unit vectors [num_texts][width]: the mean of the model's last hidden states, padding excluded."""
     torch = require("torch", extra="trainer")
     tokenizer, model = _load(model_name)
     batch = tokenizer(

@@ -1,4 +1,4 @@
-"""Are crossword answers written as asked, for example `3-Across: WORD`?"""
+"""Reward for the format of crossword answers, for example `3-Across: WORD`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the completion use the tags it was asked to use?"""
+"""Reward for the use of given tags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atroposlib.envs.reward_fns.reward_function import RewardFunction
 
 @registry.register
 class FormatReward(RewardFunction):
-    """1.0 when any of `preferred_tags` (all, with `require_all_tags`) is there, opened and closed; else 0.0."""
+    """1.0 if any of `preferred_tags` (all, with `require_all_tags`) occurs opened and closed; else 0.0."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Judge mathematical answers in worker processes, for callers that are not async.
+"""Judge mathematical answers in worker processes, for synchronous callers.
 
-math-verify can hang and needs the main thread for its own time limit; here it only runs in a process of
-`envs.rewards`, which is killed at its deadline. One pool per Python process, started when it is first needed.
+math-verify can hang, and its own time limit works only in the main thread; here it runs in a process of
+`envs.rewards`, which is killed at the deadline. One pool per Python process, started on first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_WORKERS = 2
 
 
 class BlockingWorkers:
-    """A `RewardWorkers` pool with an event loop of its own in a thread; ends with the process or `close()`."""
+    """A `RewardWorkers` pool with its own event loop in a thread; ends with the process or by `close()`."""
 
     def __init__(self, *, num_workers: int = NUM_WORKERS, preload: Sequence[str] = ()) -> None:
         self._pool = RewardWorkers(num_workers=num_workers, preload=preload)
@@ -39,7 +39,7 @@ class BlockingWorkers:
         *,
         timeout_s: float,
     ) -> list[JsonValue | RewardFailure]:
-        """Call `function(*arguments)` for every entry of `calls`, as many at once as there are workers."""
+        """Call `function(*arguments)` for every entry of `calls`, one per worker at a time."""
 
         async def run_all() -> list[JsonValue | RewardFailure]:
             each = (self._pool.run(function, *args, timeout_s=timeout_s) for args in calls)
@@ -48,7 +48,7 @@ class BlockingWorkers:
         return asyncio.run_coroutine_threadsafe(run_all(), self._loop).result()
 
     def close(self) -> None:
-        """Kill the workers and end the thread."""
+        """Kill the workers and stop the thread."""
         self._finalizer()
 
 
@@ -61,7 +61,7 @@ def _stop(pool: RewardWorkers, loop: asyncio.AbstractEventLoop, thread: threadin
 
 @functools.cache
 def math_workers() -> BlockingWorkers:
-    """Return this process's pool for `is_equal`; `MissingDependency` without math-verify."""
+    """Return this process's pool for `is_equal`; raises `MissingDependency` without math-verify."""
     if importlib.util.find_spec("math_verify") is None:
         raise MissingDependency(
             "math_verify is not installed; run: pip install 'atroposlib[math]'", name="math_verify"
@@ -70,7 +70,7 @@ def math_workers() -> BlockingWorkers:
 
 
 def is_equal(gold: str, text: str) -> bool:
-    """Say whether the answer in `text` (the last `\\boxed{}`, else other LaTeX) equals `gold`; runs in a worker."""
+    """Whether the answer in `text` (the last `\\boxed{}`, else other LaTeX) equals `gold`; runs in a worker."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     # The worker has its own deadline, so math-verify's alarms are switched off.

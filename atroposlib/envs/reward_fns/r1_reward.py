@@ -1,4 +1,4 @@
-"""Think first, then answer rightly: the two parts of a reasoning reward, and their sum."""
+"""The format and the accuracy part of a reasoning reward, and their sum."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 @registry.register
 class FormatReasoningReward(RewardFunction):
-    """`reward_value` for one thinking block with content and a response after it; else 0.0.
+    """`reward_value` for one non-empty thinking block followed by a response; else 0.0.
 
-    Without `require_thinking` a completion without any tag passes as well, without `require_response` one that ends
-    with its thinking; with `allow_multiple_thinking` several blocks do.
+    `require_thinking` False also accepts a completion without tags, `require_response` False one that ends with its
+    thinking block, `allow_multiple_thinking` True several blocks.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FormatReasoningReward(RewardFunction):
 
 @registry.register
 class AccuracyXReward(RewardFunction):
-    """`reward_value` when the response (after the thinking) contains the solution; `exact_match`: is it."""
+    """`reward_value` if the text after the thinking contains the solution (`exact_match`: equals it); else 0.0."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class AccuracyXReward(RewardFunction):
     def compute(
         self, completions: Sequence[Any], solution: Any = None, **kwargs: Any
     ) -> list[float]:
-        """Compare with `solution`: one for all, or one each; None or "" matches nothing."""
+        """Compare with `solution`: one for all completions, or one each; None or "" matches nothing."""
         golds = spread(solution, len(completions), name="solution")
         return [
             self.reward_value if self._matches(self.get_content(completion), gold) else 0.0
@@ -90,7 +90,7 @@ class AccuracyXReward(RewardFunction):
 
 @registry.register
 class R1Reward(RewardFunction):
-    """`format_weight` times the format reward (0.5) plus `accuracy_weight` times the accuracy (1.0)."""
+    """`format_weight` times the format reward (0 or 0.5) plus `accuracy_weight` times the accuracy (0 or 1)."""
 
     def __init__(
         self,

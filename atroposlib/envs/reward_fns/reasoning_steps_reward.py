@@ -1,4 +1,4 @@
-"""Does the text show steps? Counts what steps look like; it does not judge whether they are any good."""
+"""Reward for visible reasoning steps. Counts their markers; it does not judge their quality."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PATTERNS = {
     "bullet_points": re.compile(r"^\s*[-*\u2022]\s", re.MULTILINE),
     "transition_words": re.compile(rf"\b(?:{_TRANSITIONS})\b", re.IGNORECASE),
 }
-"""`Step 1:`, `1. ` and `- ` at the start of a line, and words that lead from one step to the next (the original's)."""
+"""`Step 1:`; `1. ` and `- ` at the start of a line; words that connect steps (the original's list)."""
 
 
 @registry.register(name="reasoning_steps")
 class ReasoningStepsReward(RewardFunction):
-    """For each pattern its weight times min(1, matches / min_steps), in all at most 1.
+    """The sum over the patterns of weight times min(1, matches / min_steps), at most 1.
 
-    Texts of more than `min_words` words earn `base_score` as well. `pattern_weights` replaces some of
+    Texts of more than `min_words` words get `base_score` in addition. `pattern_weights` overrides entries of
     `DEFAULT_WEIGHTS`.
     """
 

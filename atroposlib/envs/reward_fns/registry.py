@@ -1,7 +1,7 @@
-"""Reward functions by name: registered ones, and those of this package's files, imported when first asked for.
+"""Reward functions by name: registered ones, and those of this package's files, imported on first lookup.
 
-A name means exactly one thing: the given name, else the class's in lower case without a trailing "reward".
-Underscores do not matter when a name is looked up.
+A class is registered under the given name, else its own in lower case without a trailing "reward". Lookups ignore
+underscores.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from atroposlib.envs.reward_fns.reward_function import RewardFunction
 
 _PACKAGE = "atroposlib.envs.reward_fns"
 _NO_REWARDS = frozenset({"registry", "reward_function", "math_worker"})
-"""Modules of the package that define no reward of their own."""
+"""Modules of the package that define no reward."""
 
 RewardFactory: TypeAlias = Callable[..., RewardFunction]
 
 
 class LegacyFunctionWrapper(RewardFunction):
-    """A plain function as a reward; one number for all completions is repeated."""
+    """A plain function as a reward; a single number is repeated for all completions."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class LegacyFunctionWrapper(RewardFunction):
 
 
 class RewardRegistry:
-    """Names and what they make."""
+    """Maps names to reward factories."""
 
     def __init__(self) -> None:
         self._factories: dict[str, RewardFactory] = {}
@@ -67,7 +67,7 @@ class RewardRegistry:
 
     def _add_class(self, cls: Any, name: str | None) -> Any:
         if not (inspect.isclass(cls) and issubclass(cls, RewardFunction)):
-            raise TypeError(f"{cls!r} is no subclass of RewardFunction; see register_function")
+            raise TypeError(f"{cls!r} is not a subclass of RewardFunction; see register_function")
         self._factories[name or cls.__name__.lower().removesuffix("reward")] = cls
         return cls
 
@@ -76,7 +76,7 @@ class RewardRegistry:
         self._factories[name] = partial(LegacyFunctionWrapper, function, name=name)
 
     def get(self, name: str) -> RewardFactory:
-        """Return the class (or the factory of a function) of `name`; ImportError when there is none."""
+        """Return the class (or the factory of a function) of `name`; ImportError if there is none."""
         found = self._find(name)
         if found is None:
             for module in self._modules_of(name):
@@ -92,7 +92,7 @@ class RewardRegistry:
         return found
 
     def create(self, name_or_config: str | Mapping[str, Any], **kwargs: Any) -> RewardFunction:
-        """Make a reward from its name, or from `{"type": name, "params": {...}, ...}`; the mapping wins over kwargs."""
+        """Make a reward from its name, or from `{"type": name, "params": {...}, ...}`, which overrides kwargs."""
         if isinstance(name_or_config, str):
             return self.get(name_or_config)(**kwargs)
         config = dict(name_or_config)
@@ -103,11 +103,11 @@ class RewardRegistry:
         return factory(**{**kwargs, **config, **params})
 
     def list_registered(self) -> list[str]:
-        """Return the names known so far; files of the package are known once they were asked for."""
+        """Return the names registered so far; a file of the package is registered on first lookup."""
         return sorted(self._factories)
 
     def load_required_functions(self, config: Mapping[str, Any]) -> set[str]:
-        """Import every reward function that a configuration names, and return their names."""
+        """Import every reward function named in a configuration, and return their names."""
         names = set(_names_in(config))
         for name in names:
             self.get(name)
@@ -131,7 +131,7 @@ class RewardRegistry:
                 yield importlib.import_module(f"{_PACKAGE}.{candidate}")
 
     def _adopt(self, module: ModuleType, name: str) -> None:
-        """Register what a file that does not register itself is for."""
+        """Register the reward of a module that does not register itself."""
         if self._find(name) is not None:
             return
         classes = [
@@ -160,7 +160,7 @@ class RewardRegistry:
 
 
 def _key(name: str) -> str:
-    """Return what two spellings of one name share.
+    """Return the form that all spellings of a name share.
 
     >>> _key("cosine_scaled_reward") == _key("CosineScaledReward") == _key("cosinescaled")
     True
@@ -185,4 +185,4 @@ def _names_in(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 registry = RewardRegistry()
-"""The one that environments use."""
+"""The registry that environments use."""

@@ -1,4 +1,4 @@
-"""Does the text repeat itself? From 0 (no) to -1 (nothing else)."""
+"""Penalty for repetition, from 0 (none) to -1."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BEGINNING_WORDS = 2
 _MIN_WORD_LENGTH = 4
 """Shorter words (the, and, of) recur in any text."""
 _REST_OF_SCALE = 0.4
-"""What repeated sentences can cost beyond `paragraph_repetition_base_penalty`."""
+"""Largest penalty for repeated sentences beyond `paragraph_repetition_base_penalty`."""
 
 DEFAULT_WEIGHTS = {
     "word_repetition": 0.3,
@@ -30,13 +30,13 @@ DEFAULT_WEIGHTS = {
 
 @registry.register(name="repetition_penalty")
 class RepetitionPenaltyReward(RewardFunction):
-    """Minus what a text repeats.
+    """The negative share of repeated parts of a text.
 
-    Fewer than `min_words` words or `min_sentences` sentences: `short_text_penalty`. A sentence that occurs again:
-    `paragraph_repetition_base_penalty` - 0.4 * the share of such sentences. Otherwise minus the weighted sum, at most
-    1, of four shares, each counted only above `threshold`: long words that repeat the most frequent one, repeated
-    phrases of three words, words that follow themselves, and sentences that begin like another. `component_weights`
-    replaces some of `DEFAULT_WEIGHTS`; `stopwords` are long words that may be repeated.
+    Fewer than `min_words` words or `min_sentences` sentences: `short_text_penalty`. Any repeated sentence:
+    `paragraph_repetition_base_penalty` - 0.4 * the share of repeated sentences, at least -1. Otherwise minus the
+    weighted sum, at most 1, of four shares, each counted only above `threshold`: repeats of the most frequent long
+    word, repeated phrases of three words, words that follow themselves, and sentences that begin like an earlier one.
+    `component_weights` overrides entries of `DEFAULT_WEIGHTS`; `stopwords` are long words that may be repeated.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RepetitionPenaltyReward(RewardFunction):
 
 
 def _repeated_share(entries: Sequence[Hashable]) -> float:
-    """Return the share of entries that have occurred before.
+    """Return the share of entries equal to an earlier one.
 
     >>> _repeated_share(["a", "b", "a", "a"])
     0.5
@@ -108,5 +108,5 @@ def _repeated_share(entries: Sequence[Hashable]) -> float:
 def repetition_penalty_reward(
     completions: Sequence[Any], threshold: float = 0.05, **kwargs: Any
 ) -> list[float]:
-    """Judge with the other settings of `RepetitionPenaltyReward` at their defaults."""
+    """Judge with `RepetitionPenaltyReward`, its other settings at their defaults."""
     return RepetitionPenaltyReward(threshold=threshold)(completions, **kwargs)

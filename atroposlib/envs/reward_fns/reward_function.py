@@ -1,8 +1,7 @@
-"""The base of all reward functions: compute raw values, weigh them, log them.
+"""The base class of reward functions: compute raw values, weight them, log them.
 
-A completion never raises out of a call: what goes wrong while scoring is logged, counted in `failures` and worth 0.
-Mistakes of the setup (a missing extra, a wrong argument: `AtroposError`) do raise, because they would make
-every reward 0.
+An exception while scoring is logged, counted in `failures` and scored 0. Setup errors (`AtroposError`: a missing extra,
+a wrong argument) are raised, because they would make every reward 0.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ logger = logging.getLogger(__name__)
 
 
 class RewardFunction(ABC):
-    """One reward. Subclasses define `compute`; `weight` multiplies its values, `config` keeps unknown arguments."""
+    """One reward. Subclasses define `compute`; `weight` multiplies its values, `config` holds unknown arguments."""
 
     def __init__(self, weight: float = 1.0, name: str | None = None, **config: Any) -> None:
         self.weight = weight
         self.config = config
         self.failures: Counter[str] = Counter()
-        """Completions that could not be scored, by reason. Their value says nothing about them."""
+        """Completions that could not be scored, by reason."""
         self._name = name
         self.wandb_logger: Any = None
 
     @property
     def name(self) -> str:
-        """The given name, else the class's in lower case."""
+        """The given name, else the class name in lower case."""
         return self._name or type(self).__name__.lower()
 
     @abstractmethod
@@ -60,7 +59,7 @@ class RewardFunction(ABC):
         return weighted
 
     async def score(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """Call this function in a thread, so that rewards that wait do not hold the event loop."""
+        """Call this function in a thread, so that a slow reward does not block the event loop."""
         return await asyncio.to_thread(self, completions, **kwargs)
 
     def set_wandb_logger(self, logger: Any) -> None:
@@ -68,7 +67,7 @@ class RewardFunction(ABC):
         self.wandb_logger = logger
 
     def log_metrics(self, raw_rewards: Sequence[float], weighted_rewards: Sequence[float]) -> None:
-        """Log the statistics of one call's values, if there is a logger; NaN (not scored) is left out."""
+        """Log the statistics of one call's values, if there is a logger; NaN (not scored) is excluded."""
         values = np.asarray(raw_rewards, dtype=np.float64)
         is_scored = ~np.isnan(values)
         values = values[is_scored]
@@ -88,7 +87,7 @@ class RewardFunction(ABC):
     def get_content(completion: Any) -> str:
         """Return a completion's text: a string, a message, `{"message": message}`, or a list of messages.
 
-        Of a list the first assistant message counts. Anything else is "".
+        Of a list, the text of the first assistant message. "" for anything else.
 
         >>> RewardFunction.get_content([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
         'a'
@@ -108,9 +107,9 @@ class RewardFunction(ABC):
 
 
 def spread(value: Any, count: int, *, name: str) -> list[Any]:
-    """Return one value per completion: a list (or tuple) of that length as it is, anything else repeated.
+    """Return one value per completion: a list (or tuple) of length `count` unchanged, a single value repeated.
 
-    A list of one is repeated as well; other lengths are an `EnvError`.
+    A list of one is repeated as well; raises `EnvError` for other lengths.
 
     >>> spread("4", 2, name="solution")
     ['4', '4']
@@ -127,7 +126,7 @@ def spread(value: Any, count: int, *, name: str) -> list[Any]:
 def merge_weights(
     defaults: Mapping[str, float], given: Mapping[str, float] | None, *, name: str
 ) -> dict[str, float]:
-    """Return `defaults` with those of `given` in their place; names that have no effect are logged.
+    """Return `defaults` overridden by `given`; unknown names are logged and ignored.
 
     >>> merge_weights({"a": 1.0, "b": 2.0}, {"b": 3.0}, name="weights")
     {'a': 1.0, 'b': 3.0}
@@ -144,5 +143,5 @@ def merge_weights(
 
 
 def after_thinking(text: str) -> str:
-    """Return what follows the last `</think>`; the whole text without one."""
+    """Return the text after the last `</think>`; the whole text without one."""
     return text.rpartition("</think>")[2]

@@ -1,4 +1,4 @@
-"""The original's import path of `atroposlib.proxy.command`, and `python -m` of it."""
+"""The original's import path of `atroposlib.proxy.command`, also for `python -m`."""
 
 from atroposlib.proxy.command import *
 from atroposlib.proxy.command import main

@@ -1,4 +1,4 @@
-"""The original's import path for what now lives in `server_config`, `api_server`, `reasoning` and `limits`."""
+"""The original's import path of names in `atroposlib.inference.config` and `atroposlib.inference.servers`."""
 
 from atroposlib.inference.config import APIServerConfig, ServerBaseline
 from atroposlib.inference.servers.api_server import APIServer

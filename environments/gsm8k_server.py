@@ -1,9 +1,9 @@
 """GSM8K: grade-school mathematics with a boxed answer. The reference environment.
 
 Each item is a question with its gold answer. `DatasetEnv` keeps the order of the questions, samples a group of answers
-through the managed server (tokens, masks and logprobs come with them) and evaluates; here is what is asked and how an
-answer is judged: by math-verify in a worker process that is killed when it hangs. Right is +1, wrong is -1; when a
-whole group is right, shorter is better.
+with tokens, masks and logprobs through the managed server, and evaluates. This file defines the prompt and the score:
+math-verify judges in a worker process that is killed if it hangs. Correct is +1, wrong is -1; if all answers of a group
+are correct, shorter ones score higher.
 
     python environments/gsm8k_server.py serve --openai.base_url http://localhost:9001/v1 --openai.model_name ...
     python environments/gsm8k_server.py process --env.dataset_path rows.jsonl ...
@@ -22,7 +22,7 @@ from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import require
 
 LENGTH_PENALTY_STARTS_AT = 0.5
-"""Fraction of max_token_length from which right answers of an all-right group lose score."""
+"""Fraction of max_token_length above which the answers of an all-correct group lose score."""
 
 
 class Problem(NamedTuple):
@@ -34,19 +34,19 @@ class Problem(NamedTuple):
 
 
 class GSM8kConfig(DatasetEnvConfig):
-    """Settings of this environment beside the common ones."""
+    """Settings of this environment."""
 
     dataset_path: str | None = Field(
         default=None,
-        description="JSONL of rows with question and answer (GSM8K's own form); None: openai/gsm8k",
+        description="JSONL of rows with question and answer (GSM8K's format); None: openai/gsm8k",
     )
     eval_dataset_path: str | None = Field(
-        default=None, description="The same for evaluation; None: the test split, or dataset_path"
+        default=None, description="The same for evaluation; None: dataset_path, or the test split"
     )
-    seed: int = Field(default=42, description="Order of the training problems")
+    seed: int = Field(default=42, description="Determines the order of the training problems")
     min_trained_tokens: int = Field(
         default=10,
-        description="Shorter answers (an empty one, a refusal) are left out of the group",
+        description="Shorter answers (empty ones, refusals) are dropped from the group",
     )
 
 
@@ -79,7 +79,7 @@ class GSM8kEnv(DatasetEnv):
         return config, [server]
 
     def load_rows(self, split: Split) -> list[Problem]:
-        """Read the files of the configuration, or openai/gsm8k (extra `datasets`)."""
+        """Read the configured files, or openai/gsm8k (extra `datasets`)."""
         path = self.config.dataset_path
         if split == "eval":
             path = self.config.eval_dataset_path or path
@@ -90,28 +90,28 @@ class GSM8kEnv(DatasetEnv):
         return [parse_row(row) for row in datasets.load_dataset("openai/gsm8k", "main", split=name)]
 
     def prompt(self, row: Problem) -> str:
-        """Ask the question."""
+        """Return the question."""
         return row.question
 
     def gold_answer(self, row: Problem) -> str:
-        """Return the gold number in a box; one that is not rewarded stops the start."""
+        """Return the gold number in a box; `setup` fails if it is not rewarded."""
         return f"\\boxed{{{row.answer}}}"
 
     async def score(self, row: Problem, answer: str) -> Outcome:
-        """Return 1 for the right number, -1 for another, a failure where there is no telling."""
+        """Return 1 for the correct number, -1 for another, a RewardFailure if it could not be judged."""
         is_right = await self.in_worker(is_correct, row.answer, answer)
         if isinstance(is_right, RewardFailure):
             return is_right
         return 1.0 if is_right else -1.0
 
     def shape_group(self, row: Problem, group: ScoredDataGroup) -> ScoredDataGroup:
-        """Prefer shorter answers where all are right."""
+        """Prefer shorter answers if all are correct."""
         if all(score > 0 for score in group["scores"]):
             group["scores"] = length_scores(group["masks"], self.config.max_token_length)
         return group
 
     def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """Add pass@1 under the name that dashboards of this environment know."""
+        """Add pass@1 as `eval/percent_correct`, the name that dashboards of this environment use."""
         metrics = super().summarize(scores)
         if "eval/pass@1" in metrics:
             metrics["eval/percent_correct"] = metrics["eval/pass@1"]
@@ -119,7 +119,7 @@ class GSM8kEnv(DatasetEnv):
 
 
 def is_correct(gold: str, text: str) -> bool:
-    """Say whether the last boxed answer after the thinking equals the gold number; runs in a worker."""
+    """Whether the last boxed answer after the thinking equals the gold number; runs in a worker."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     solution = text.rpartition("</think>")[2]
@@ -130,7 +130,7 @@ def is_correct(gold: str, text: str) -> bool:
 
 
 def length_scores(masks: Sequence[Sequence[int]], max_token_length: int) -> list[float]:
-    """Score right answers by length: 1 up to half of the limit, then linearly down to 0 at the limit.
+    """Score correct answers by length: 1 up to half of the limit, then linearly down to 0 at the limit.
 
     >>> length_scores([[7] * 40, [7] * 75, [7] * 200], max_token_length=100)
     [1.0, 0.5, 0.0]
@@ -142,7 +142,7 @@ def length_scores(masks: Sequence[Sequence[int]], max_token_length: int) -> list
 
 
 def parse_row(row: dict[str, Any]) -> Problem:
-    """Take the number after `####` (all of `answer` without one).
+    """Return the question with the number after `####` (all of `answer` without one).
 
     >>> parse_row({"question": "2 * 600?", "answer": "2 * 600 = 1,200 #### 1,200"}).answer
     '1200'

@@ -1,7 +1,7 @@
-"""Reverse five letters: the environment of `make demo`, complete and with generated rows.
+"""Reverse five letters: the environment of `make demo`, with generated rows.
 
-`abcde>` is answered by `edcba`; a completion scores 1 when it is exactly that and ended by itself,
-else 0. The task itself (rows, splits, judging) is `atroposlib.utils.letter_reversal`.
+The answer to `abcde>` is `edcba`; a completion scores 1 if it is exactly that and stopped by itself, else 0. The task
+(rows, splits, judging) is in `atroposlib.utils.letter_reversal`.
 
     python environments/letter_reversal_server.py serve --openai.base_url http://localhost:9001/v1 ...
 """
@@ -23,7 +23,7 @@ from atroposlib.utils import letter_reversal as task
 NUM_EVAL_PROMPTS = 200
 
 LONG_WAIT_S = 20.0
-"""Waiting this long for a trainer's weights is worth a line in the log."""
+"""Wait for a trainer's weights after which a warning is logged."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +35,17 @@ class LetterReversalConfig(BaseEnvConfig):
     max_token_length: int = 32
     ensure_scores_are_not_same: bool = Field(
         default=False,
-        description="Off: groups of equal scores carry no gradient, but belong to the mean reward",
+        description="Off: groups of equal scores carry no gradient, but count in the mean reward",
     )
     strictly_on_policy: bool = Field(
         default=True,
-        description="Ask nothing until the engine has the weights of the trainer's latest step",
+        description="Start no items until the engine has the weights of the trainer's latest step",
     )
     seed: int = Field(default=0, description="Seed of the training prompts")
 
 
 class LetterReversalEnv(BaseEnv):
-    """Single-turn, exactly verifiable, endless rows."""
+    """Single turn, exact reward, endless rows."""
 
     name = "letter_reversal"
     env_config_cls = LetterReversalConfig
@@ -60,19 +60,19 @@ class LetterReversalEnv(BaseEnv):
         return LetterReversalConfig(tokenizer_name="demo", use_wandb=False), [server]
 
     async def setup(self) -> None:
-        """Start the endless rows of the training split."""
+        """Create the endless iterator over the training split."""
         self.awaited_step, self.awaited_since = -1, 0.0
         self.training_prompts = task.prompts(task.Split.TRAIN, seed=self.config.seed)
 
     async def get_next_item(self) -> str | None:
-        """Return the next training prompt; None while the trainer is between a batch and its weights."""
+        """Return the next training prompt; None until the trainer has published its latest weights."""
         if self.config.strictly_on_policy and self._published_version() < self.curr_step:
-            self._say_what_is_awaited()
+            self._warn_of_long_wait()
             return None
         return next(self.training_prompts)
 
-    def _say_what_is_awaited(self) -> None:
-        """Log once per step whose weights take long; a caller that only collects groups never publishes any."""
+    def _warn_of_long_wait(self) -> None:
+        """Warn once per step if its weights take long; a client that only collects groups never publishes any."""
         now = time.monotonic()
         if self.awaited_step != self.curr_step:
             self.awaited_step, self.awaited_since = self.curr_step, now
@@ -107,7 +107,7 @@ class LetterReversalEnv(BaseEnv):
         return group, []
 
     def example_answers(self, item: str) -> list[str]:
-        """Return a right answer and a near miss, for `check`."""
+        """Return a correct and an almost correct answer, for `check`."""
         return [task.answer_to(item), task.answer_to(item)[:-1]]
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -127,12 +127,12 @@ class LetterReversalEnv(BaseEnv):
         await self.evaluate_log({"eval/percent_correct": sum(outcomes) / len(outcomes)})
 
     def _published_version(self) -> int:
-        """Return the policy version the trainer announced to the hub; 0 before the first."""
+        """Return the policy version that the trainer last published; 0 before the first."""
         return self.status_dict.get("policy_version") or 0
 
 
 def _oldest_version(nodes: Sequence[Any], *, default: int) -> int:
-    """Return the oldest version any token was sampled under, `default` where the engine does not say."""
+    """Return the oldest policy version of the nodes; `default` for nodes without one."""
     versions = [node.metadata.get("policy_version") for node in nodes]
     return min(default if version is None else version for version in versions)
 

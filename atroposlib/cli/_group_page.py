@@ -1,6 +1,6 @@
-"""Scored groups as HTML for the viewers: what the sequences share, then each with its score. Pure.
+"""Scored groups as HTML for the viewers: the common prefix, then each continuation with its score. Pure.
 
-Everything that comes from a group is escaped; the only images are JPEG and PNG data that the group itself carries.
+All text of a group is escaped; images are only JPEG and PNG data in the group itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from atroposlib.scored_data import ScoredGroup
 
 _DATA_URI = re.compile(r"data:image/(?:jpeg|png);base64,[A-Za-z0-9+/]+={0,2}")
 _BASE64_STARTS = {"/9j/": "jpeg", "iVBORw0KGgo": "png"}
-"""How the two formats begin in base64, for images that come without their type."""
+"""First characters of the two formats in base64, for images without a type."""
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 
 STYLE = """<style>
@@ -46,7 +46,7 @@ def page_of(groups: Sequence[ScoredGroup], decode: Decode, *, images: bool = Fal
 
 
 def note(text: str) -> str:
-    """Return a fragment that says something in place of a group."""
+    """Return a fragment with a message in place of a group."""
     return f'{STYLE}<div class="atropos"><p class="note">{html.escape(text)}</p></div>'
 
 
@@ -61,8 +61,8 @@ def _group(group: ScoredGroup, decode: Decode, *, images: bool) -> str:
     attached = "".join(map(_image, images_in(group.images))) if images else ""
     return (
         f'<p class="note">{html.escape(_facts(group, scores))}</p>{attached}'
-        f"<h3>What all sequences begin with</h3>{_text(prefix, images=images)}"
-        f"<h3>How each continues, and its score</h3>{''.join(rows)}"
+        f"<h3>Common prefix</h3>{_text(prefix, images=images)}"
+        f"<h3>Continuations and scores</h3>{''.join(rows)}"
     )
 
 
@@ -80,7 +80,7 @@ def _facts(group: ScoredGroup, scores: Sequence[float]) -> str:
 
 
 def _side(score: float, scores: Sequence[float]) -> str:
-    """Mark the best and the worst; nothing when all are the same."""
+    """Return the class of the best and the worst score; "" for others, and if all are equal."""
     if min(scores) == max(scores):
         return ""
     return {max(scores): "high", min(scores): "low"}.get(score, "")
@@ -98,7 +98,7 @@ def _image(uri: str) -> str:
 
 
 def images_in(value: Any) -> Iterator[str]:
-    """Yield the JPEG and PNG images anywhere in a group's `images` as data URIs, each once, in order."""
+    """Yield the JPEG and PNG images in a group's `images` (nested) as data URIs, each once, in order."""
     seen: set[str] = set()
     stack = [value]
     while stack:

@@ -1,8 +1,7 @@
-"""What `atropos-sft-gen` and `atropos-dpo-gen` share: take groups from a hub, write rows of JSON to a file.
+"""Shared by `atropos-sft-gen` and `atropos-dpo-gen`: read groups from a hub, write rows of JSON to a file.
 
-A run that is live is joined, never reset; the groups that are taken count as trained. Invariant: a batch is
-acknowledged after its rows are in the file, so one that is cut off comes again. Which rows a group gives is for the
-callers.
+A live run is joined, never reset; the groups read count as trained. Invariant: a batch is acknowledged after its rows
+are in the file, so an interrupted one is delivered again. The callers decide which rows a group gives.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from atroposlib.utils.tokenizers import load_tokenizer
 logger = logging.getLogger(__name__)
 
 WAIT_S = 10.0
-"""One long poll; an original server answers at once, and the client then waits a second."""
+"""Duration of one long poll; an original hub answers at once, and the client then waits a second."""
 GIVE_UP_AFTER_S = 600.0
-"""How long a hub may be unavailable."""
+"""Longest outage of the hub before giving up."""
 
 Row: TypeAlias = dict[str, Any]
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -47,7 +46,7 @@ class RowsConfig(BaseModel):
     filepath: Path = Field(description="File to write, one JSON object per line")
     api_url: str = Field(default="http://localhost:8000", description="Address of the hub")
     group_size: int = Field(
-        default=2, ge=1, description="Sequences per group, as environments make them"
+        default=2, ge=1, description="Sequences per group that environments send"
     )
     max_token_len: int = Field(default=2048, ge=1, description="Longest sequence")
     tokenizer: str = Field(
@@ -55,13 +54,13 @@ class RowsConfig(BaseModel):
         description="Name or path; not needed with --save-messages",
     )
     save_messages: bool = Field(
-        default=False, description="Write the messages of environments that send them, not text"
+        default=False, description="Write messages instead of text; environments must send them"
     )
     num_seqs_to_save: int = Field(default=100, ge=1, description="Rows to write before stopping")
     allow_negative_scores: bool = Field(
-        default=False, description="Take scores of zero and below, too"
+        default=False, description="Also take scores of zero and below"
     )
-    append_to_previous: bool = Field(default=False, description="Add to a file that exists")
+    append_to_previous: bool = Field(default=False, description="Append to an existing file")
 
 
 def write_rows(
@@ -69,8 +68,8 @@ def write_rows(
 ) -> None:
     """Write exactly `num_seqs_to_save` rows.
 
-    Raises ConfigError before the first call to the hub if the file cannot be written, and EnvError when messages are to
-    be saved and a group has none.
+    Raises ConfigError before the first call to the hub if the file cannot be written, and EnvError if messages are
+    required and a group has none.
     """
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s"
@@ -81,14 +80,14 @@ def write_rows(
         checkpoint_dir="checkpoints",
         save_checkpoint_interval=10,
         starting_step=0,
-        num_steps=2 * config.num_seqs_to_save,  # environments may take it as their total
+        num_steps=2 * config.num_seqs_to_save,  # environments may use it as total_steps
     )
     with (
         _output(config.filepath, append=config.append_to_previous) as file,
         TrainerClient(config.api_url) as hub,
     ):
         if hub.info().batch_size != -1:
-            _say("this hub has a trainer: what is taken here is lost to it")
+            _say("this hub has a trainer; it will not get the groups taken here")
         hub.register(registration)
         num_saved = 0
         while num_saved < config.num_seqs_to_save:
@@ -106,13 +105,13 @@ def write_rows(
             try:
                 hub.ack(batch)
             except HubRejected as e:
-                logger.warning("the hub may hand these groups out again: %s", e)
+                logger.warning("the hub may deliver these groups again: %s", e)
             _say(f"{num_saved} of {config.num_seqs_to_save} rows in {config.filepath}")
 
 
 @contextmanager
 def _output(path: Path, *, append: bool) -> Iterator[TextIO]:
-    """Open the file; one that was made for nothing is removed."""
+    """Open the file; remove it afterwards if it was created here and is empty."""
     existed = path.exists()
     if existed and not append:
         raise ConfigError(f"{str(path)!r} exists; give another name or --append-to-previous")
@@ -138,9 +137,9 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def _next_batch(hub: TrainerClient, registration: TrainerRegistration) -> LeasedBatch:
-    """Wait for a batch, for as long as it takes while the hub answers."""
+    """Wait for a batch without a time limit; raise after `GIVE_UP_AFTER_S` without an answer from the hub."""
     last_answer = time.monotonic()
-    is_told = False
+    has_explained = False
     while True:
         try:
             batch = hub.lease_batch(wait_s=WAIT_S)
@@ -148,7 +147,7 @@ def _next_batch(hub: TrainerClient, registration: TrainerRegistration) -> Leased
             hub.register(registration)  # the hub was reset, or has restarted without its data
             continue
         except GroupError as e:
-            logger.warning("a batch is left out: %s", e)
+            logger.warning("batch skipped: %s", e)
             continue
         except HubUnavailable as e:
             if time.monotonic() - last_answer > GIVE_UP_AFTER_S:
@@ -159,9 +158,9 @@ def _next_batch(hub: TrainerClient, registration: TrainerRegistration) -> Leased
         if batch is not None:
             return batch
         last_answer = time.monotonic()
-        if not is_told:
-            is_told = True
-            _say("waiting for groups; GET /explain at the hub says what is missing")
+        if not has_explained:
+            has_explained = True
+            _say("waiting for groups; GET /explain at the hub shows what is missing")
 
 
 def _say(line: str) -> None:
@@ -175,9 +174,9 @@ class Texts(NamedTuple):
     """The sequences of a group as text."""
 
     prefix: str
-    """What all share before the first trained token of any."""
+    """The common text before the first trained token of any sequence."""
     completions: list[str]
-    """What follows, to the end."""
+    """The rest of each sequence."""
 
 
 def decoder(tokenizer: str) -> Decode:
@@ -191,7 +190,7 @@ def decoder(tokenizer: str) -> Decode:
 
 
 def texts_of(group: ScoredGroup, decode: Decode) -> Texts:
-    """Split decoded sequences into what they share and what is their own."""
+    """Decode the sequences and split off their common prefix."""
     sequences = [group.sequence(i) for i in range(group.num_sequences)]
     texts = [decode(sequence.tokens.tolist()) for sequence in sequences]
     prompts = []

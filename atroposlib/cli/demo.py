@@ -1,9 +1,8 @@
-"""`atropos-demo`: the whole loop on one machine in a few minutes, with nothing downloaded.
+"""`atropos-demo`: the complete training loop on one machine in a few minutes, without downloads.
 
-Makes a tiny model, warms it up with supervised steps, then runs hub, inference engine, environment and
-trainer as separate processes over HTTP, shows the learning live, and leaves a directory with the
-learning curve, rollouts, logs and `summary.json`. The parts are the real ones and start as a user
-would start them; `config.yaml` in the directory records every command line.
+Builds a tiny model, warms it up with supervised steps, then runs hub, inference engine, environment and trainer as
+separate processes over HTTP, shows the progress, and writes a directory with the learning curve, rollouts, logs and
+`summary.json`. The processes are the same as in real use; `config.yaml` in the directory records every command line.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _NEEDED_MODULES = ("torch", "transformers", "safetensors", "matplotlib")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What was measured."""
+    """The measured results."""
 
     before: Accuracy
     after: Accuracy
@@ -84,7 +83,7 @@ def run_demo(config: DemoConfig, files: RunFiles, display: Display) -> None:
     started_at = time.monotonic()
     with Parts(log_dir=files.logs, env=environment_variables()) as parts:
         outcome = _warm_up_and_train(config, files, display, parts)
-    # All parts are reaped by now, so their CPU time is counted.
+    # All parts have been reaped, so their CPU time is counted.
     summary = {
         "heldout_sampled_before": outcome.before.sampled,
         "heldout_sampled_after": outcome.after.sampled,
@@ -133,7 +132,7 @@ def _warm_up_and_train(
     _record_config(config, commands, files)
 
     hub = parts.start("hub", commands["hub"])
-    display.say("warming up: supervised steps until a quarter of the sampled answers are right")
+    display.say("warming up: supervised steps until a quarter of the sampled answers are correct")
     _warm_up(parts, commands["warm up"], files, display)
     engine = parts.start("engine", commands["engine"], env=engine_variables(config))
     with httpx.Client(timeout=5.0) as http:
@@ -169,7 +168,7 @@ def _warm_up(parts: Parts, command: list[str], files: RunFiles, display: Display
 def _train(
     config: DemoConfig, files: RunFiles, display: Display, parts: Parts, trainer: Part
 ) -> tuple[list[StepMetrics], Literal["steps", "max_minutes"]]:
-    """Follow the trainer to its end, or to the time limit; return its metrics and which it was."""
+    """Follow the trainer until it ends or the time limit; return its metrics and which of the two came first."""
     lines = JsonLines(files.metrics)
     steps: list[StepMetrics] = []
     deadline = time.monotonic() + (config.max_minutes or float("inf")) * 60
@@ -198,7 +197,7 @@ class _OutOfTime(Exception):
 
 
 def _check_prerequisites(config: DemoConfig) -> None:
-    """Refuse at once what would otherwise fail after minutes."""
+    """Raise for missing modules and wrong flags that would otherwise fail after minutes."""
     environment_file()
     needed = [*_NEEDED_MODULES, *(["wandb"] if config.wandb else [])]
     missing = [module for module in needed if importlib.util.find_spec(module) is None]
@@ -219,9 +218,9 @@ def _check_prerequisites(config: DemoConfig) -> None:
 
 @contextmanager
 def _claim(out: Path, display: Display) -> Iterator[RunFiles]:
-    """Give `out` to this run alone: an earlier run is moved aside, a running one is left alone.
+    """Lock `out` for this run and rename an earlier run there.
 
-    Raises ConfigError when another demo is writing there or when it holds something else.
+    Raises ConfigError if another demo is running there or the directory holds other files.
     """
     out = out.absolute()
     lock_path = out.with_name(f".{out.name}.lock")
@@ -273,7 +272,7 @@ def _largest_gap(steps: Sequence[StepMetrics]) -> float | None:
 
 
 def _cpu_seconds() -> float:
-    """User and system time of this process and of all processes it has waited for."""
+    """Return the user and system time of this process and of all reaped child processes."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 

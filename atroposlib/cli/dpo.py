@@ -1,6 +1,6 @@
 """`atropos-dpo-gen FILE` saves pairs of a good and a bad answer to the same prompt, for preference training.
 
-Takes the place of a trainer at the hub: what it reads counts as trained. See `_rows` for what it guarantees.
+Acts as the trainer at the hub: groups read count as trained. See `_rows` for its guarantees.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ GROUPS_PER_STEP = 8
 class DpoConfig(RowsConfig):
     """Flags of `atropos-dpo-gen`."""
 
-    save_n_pairs_per_group: int = Field(default=3, ge=1, description="Pairs per group at most")
+    save_n_pairs_per_group: int = Field(default=3, ge=1, description="Most pairs per group")
     minimum_score_diff_max_min: float = Field(
-        default=0.5, ge=0, description="How much better the good answer of a pair has to be"
+        default=0.5, ge=0, description="Score difference that a pair must exceed"
     )
-    seed: int = Field(default=0, description="For the choice among bad answers")
+    seed: int = Field(default=0, description="Seed of the choice among bad answers")
 
 
 class Pair(NamedTuple):
@@ -55,7 +55,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def rows_for(config: DpoConfig) -> Callable[[ScoredGroup], list[Row]]:
-    """Return group -> its pairs: `{prefix, pos, score, neg}`, or `{pos, score, neg}` with lists of messages."""
+    """Return a function from a group to its pairs: `{prefix, pos, score, neg}`, or `{pos, score, neg}` of messages."""
     decode = None if config.save_messages else decoder(config.tokenizer)
     chance = random.Random(config.seed)
 
@@ -76,7 +76,7 @@ def rows_for(config: DpoConfig) -> Callable[[ScoredGroup], list[Row]]:
 
 
 def pairs_of(scores: Sequence[float], config: DpoConfig, chance: random.Random) -> list[Pair]:
-    """Pair each of the best sequences with one of the worst that is far enough below it and in no other pair."""
+    """Pair each of the best sequences with an unused one of the worst whose score is low enough."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     limit = config.save_n_pairs_per_group
     good = [i for i in order if config.allow_negative_scores or scores[i] > 0][:limit]

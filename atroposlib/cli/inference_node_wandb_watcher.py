@@ -1,6 +1,6 @@
 """`inference-node-wandb-watcher` logs which inference servers of a node answer, once per step of the run.
 
-Invariant: it survives outages of hubs, servers and wandb; what failed is in its log. Reads only.
+Invariant: it survives outages of the hub, the servers and wandb, and logs them. Only reads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 HUB_POLL_S = 1.0
 HEALTH_TIMEOUT_S = 30.0
 HEALTH_PATHS = ("/health_generate", "/health")
-"""SGLang's check that really generates; servers that do not have it are asked the second way."""
+"""SGLang's check that generates a token; then the path of servers that lack it."""
 
 
 class WatcherConfig(BaseModel):
@@ -31,7 +31,7 @@ class WatcherConfig(BaseModel):
 
     api_addr: str = Field(description="Address of the hub")
     tp: int = Field(ge=1, description="GPUs per inference server")
-    node_num: int = Field(ge=0, description="Number of this node, for the names in wandb")
+    node_num: int = Field(ge=0, description="Number of this node in the wandb names")
     gpus: int = Field(default=8, ge=1, description="GPUs of this node")
     first_port: int = Field(
         default=9000, ge=1, le=65535, description="Port of the first server; the others follow"
@@ -80,7 +80,7 @@ async def watch(config: WatcherConfig, wandb: Any) -> None:
             while True:
                 faults = await find_faults(http, config.urls)
                 if faults != known:
-                    _tell(config.urls, faults)
+                    _log_health(config.urls, faults)
                     known = faults
                 health = {
                     f"server/server_health_{config.node_num}_{i}": int(fault is None)
@@ -99,7 +99,7 @@ async def watch(config: WatcherConfig, wandb: Any) -> None:
 
 
 async def _begin(hub: HubClient, wandb: Any, config: WatcherConfig) -> Any:
-    """Start a wandb run beside the trainer's, however long that takes."""
+    """Start a wandb run in the trainer's project; retry until it starts."""
     name = f"inf_node_{config.node_num}"
     while True:
         info = await _wandb_info(hub)
@@ -108,14 +108,12 @@ async def _begin(hub: HubClient, wandb: Any, config: WatcherConfig) -> Any:
                 wandb.init, project=info.project, group=info.group, name=name
             )
         except wandb.Error as e:
-            logger.warning(
-                "wandb did not start; the next try is in %.0f s: %s", config.interval_s, e
-            )
+            logger.warning("wandb did not start; retrying in %.0f s: %s", config.interval_s, e)
             await asyncio.sleep(config.interval_s)
 
 
 async def find_faults(http: aiohttp.ClientSession, urls: Sequence[str]) -> list[str | None]:
-    """Return why each server is not healthy; None for those that are."""
+    """Return each server's fault; None if it is healthy."""
     return await asyncio.gather(*(_fault_of(http, url) for url in urls))
 
 
@@ -132,14 +130,14 @@ async def _fault_of(http: aiohttp.ClientSession, url: str) -> str | None:
     return None if status == 200 else f"status {status}"
 
 
-def _tell(urls: Sequence[str], faults: Sequence[str | None]) -> None:
+def _log_health(urls: Sequence[str], faults: Sequence[str | None]) -> None:
     for url, fault in zip(urls, faults, strict=True):
         logger.info("%s: %s", url, fault or "healthy")
 
 
 async def _wandb_info(hub: HubClient) -> WandbInfo:
     """Wait for a trainer that uses wandb."""
-    is_told = False
+    has_logged = False
     while True:
         reason = "the hub has no trainer yet, or one without wandb"
         try:
@@ -148,8 +146,8 @@ async def _wandb_info(hub: HubClient) -> WandbInfo:
                 return info
         except HubError as e:
             reason = str(e)
-        if not is_told:
-            is_told = True
+        if not has_logged:
+            has_logged = True
             logger.info("waiting: %s", reason)
         await asyncio.sleep(HUB_POLL_S)
 

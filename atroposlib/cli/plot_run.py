@@ -1,6 +1,6 @@
-"""`atropos-grpo plot RUN`: the curves of a run as one picture, from the metrics file that every run leaves.
+"""`atropos-grpo plot RUN`: the curves of a run as one picture, from its metrics file.
 
-Also while the run continues. `atropos-grpo` starts this as a process.
+Works during the run as well. `atropos-grpo` starts this as a process.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ SMOOTHING_STEPS = 10
 
 
 class PlotConfig(BaseModel):
-    """What `atropos-grpo plot` reads."""
+    """Arguments of `atropos-grpo plot`."""
 
     model_config = ConfigDict(extra="forbid")
 
     run: Path = Field(description="a run's save_path, or its metrics file")
-    out: Path | None = Field(None, description="None: learning_curve.png beside the metrics")
+    out: Path | None = Field(None, description="None: learning_curve.png next to the metrics")
 
 
 class Panel(NamedTuple):
-    """One of the six small charts."""
+    """One of the six charts."""
 
     title: str
     names: Sequence[str]
@@ -47,7 +47,7 @@ PANELS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw the run that the flags name, print the picture's path and return the exit code."""
+    """Draw the run, print the picture's path and return the exit code."""
     return cli_boundary(lambda: _main(sys.argv[1:] if argv is None else argv))
 
 
@@ -63,7 +63,7 @@ def _main(argv: Sequence[str]) -> None:
 
 
 def plot(config: PlotConfig) -> Path:
-    """Draw the run and return the picture's path; ConfigError when there is nothing to draw."""
+    """Draw the run and return the picture's path; ConfigError if there are no metrics."""
     source = config.run / "metrics.jsonl" if config.run.is_dir() else config.run
     steps = read_steps(source)
     figures = require("matplotlib.figure", extra="view")
@@ -77,14 +77,14 @@ def plot(config: PlotConfig) -> Path:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a metrics file."""
+    """Return the complete lines of a metrics file."""
     try:
         text = path.read_text(encoding="utf-8")
         steps = [json.loads(line) for line in text.split("\n")[:-1]]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as metrics of a run: {error}") from error
     if not steps:
-        raise ConfigError(f"{path} holds no step yet")
+        raise ConfigError(f"{path} has no steps yet")
     return steps
 
 

@@ -1,8 +1,8 @@
 """`run-api` serves the hub.
 
-One process; what the hub holds is on the disk unless `--memory` is given, and a restart resumes. It
-refuses to be reached from other machines without a token. Nothing is watched and nothing restarts it: a store that
-breaks ends the process with exit code 1, and the next start recovers what was stored.
+One process; it stores its state on disk unless `--memory` is given, and a restart resumes. It refuses to listen for
+other machines without a token. It does not restart itself: a store failure ends the process with exit code 1, and the
+next start recovers the stored data.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
 SHUTDOWN_GRACE_S = 2
-"""How long requests that are being answered may take after a stop signal."""
+"""Time for requests in flight to finish after a stop signal."""
 FILES_OF_STORES = 64
-"""Kept free for the files of the hub itself."""
+"""File descriptors reserved for the hub's own files."""
 SWITCH_INTERVAL_S = 0.001
 KEEP_ALIVE_S = 30
-"""Longer than clients keep idle connections (aiohttp: 15 s), so that they, not the hub, end them."""
+"""Longer than clients keep idle connections (aiohttp: 15 s), so that clients close them, not the hub."""
 QUEUED_BYTES_IN_MEMORY = 4 * 2**30
 QUEUED_BYTES_ON_DISK = 64 * 2**30
 _POLICY = RunPolicy()
@@ -72,85 +72,87 @@ class RunApiConfig(BaseModel):
     """Flags of `run-api`."""
 
     host: str = Field(default="127.0.0.1", description="Address to listen on")
-    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes any")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port; 0 chooses a free one")
     data_dir: Path = Field(
         default=Path("atropos-data"), description="Where runs are stored, one directory each"
     )
-    memory: bool = Field(default=False, description="Store nothing: runs end with the process")
+    memory: bool = Field(
+        default=False, description="Keep runs in memory: they end with the process"
+    )
     fresh: bool = Field(
-        default=False, description="Erase every run in the data directory before the start"
+        default=False, description="Erase every run in the data directory at startup"
     )
     durability: Literal["power", "process"] = Field(
         default="power",
-        description="What an accepted group survives: loss of power, or only the end of the process",
+        description="Whether accepted groups survive loss of power, or only the end of the process",
     )
     min_free_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="Groups are refused rather than leave less than this free on the disk. None: 2 %"
+        description="Refuse groups if less than this would remain free on the disk. None: 2 %"
         " of the disk, at least 1 GiB",
     )
     token: SecretStr | None = Field(
         default=None,
-        description=f"One token that may do everything; better in {TOKEN_VARIABLE}, which no"
-        " process list shows",
+        description=f"One token with all rights; prefer {TOKEN_VARIABLE}, which process lists do"
+        " not show",
     )
     tokens: Path | None = Field(
         default=None, description="File of tokens with scopes and runs; see --add-token"
     )
     insecure: bool = Field(
-        default=False, description="Let other machines reach the hub although it has no token"
+        default=False, description="Allow other machines to reach a hub without a token"
     )
     ssl_certfile: Path | None = Field(default=None, description="Serve HTTPS with this certificate")
     ssl_keyfile: Path | None = Field(
-        default=None, description="Its private key, unless the certificate file holds it"
+        default=None, description="Private key, unless it is in the certificate file"
     )
     ssl_ca_certs: Path | None = Field(
-        default=None, description="Admit only clients with a certificate of these authorities"
+        default=None, description="Accept only clients with a certificate of these authorities"
     )
     lease_ttl_s: float = Field(
         default=_POLICY.lease_ttl_s,
         gt=0,
         allow_inf_nan=False,
-        description="A batch goes back to the queue when its trainer is silent for this long",
+        description="A batch returns to the queue if its trainer sends nothing for this time",
     )
     env_timeout_s: float = Field(
         default=_POLICY.env_timeout_s,
         gt=0,
         allow_inf_nan=False,
-        description="Nothing waits for an environment that is silent for this long",
+        description="An environment that sends nothing for this time counts as disconnected",
     )
     max_staleness: int | None = Field(
         default=_POLICY.max_staleness,
         ge=0,
-        description="Groups more policy versions behind than this expire",
+        description="Groups that are more policy versions old than this expire",
     )
     max_queued_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="Per run; environments are slowed down beyond it. None: 64 GiB, 4 GiB with"
+        description="Per run; above it environments are slowed down. None: 64 GiB, 4 GiB with"
         " --memory",
     )
     max_queued_sequences: int | None = Field(
-        default=_POLICY.max_queued_sequences, ge=1, description="The same in sequences"
+        default=_POLICY.max_queued_sequences, ge=1, description="The same limit in sequences"
     )
     max_queued_groups: int | None = Field(
-        default=_POLICY.max_queued_groups, ge=1, description="The same in groups"
+        default=_POLICY.max_queued_groups, ge=1, description="The same limit in groups"
     )
     max_deliveries: int = Field(
         default=_POLICY.max_deliveries,
         ge=1,
-        description="A group handed out this often without an acknowledgement is set aside",
+        description="A group delivered this often without an acknowledgement is set aside",
     )
     keep_acked_batches: int = Field(
         default=_POLICY.keep_trained_batches,
         ge=0,
-        description="Acknowledged batches kept without a checkpoint, for a trainer that falls back",
+        description="Acknowledged batches kept without a checkpoint, for a trainer that rolls back",
     )
     list_runs: bool = Field(
         default=False,
         alias="list",
-        description="Also --list: show the runs in the data directory, those set aside included",
+        description="Also --list: show the runs in the data directory, including those set aside",
     )
     forget: str | None = Field(
         default=None, description="Delete this run from the data directory and exit"
@@ -158,18 +160,18 @@ class RunApiConfig(BaseModel):
     reload: bool = Field(default=False, description="Accepted for compatibility; does nothing")
     add_token: str | None = Field(
         default=None,
-        description="Make a token of this name, add its hash to the --tokens file, print it, exit",
+        description="Create a token of this name, add its hash to the --tokens file, print it, exit",
     )
     scopes: list[Scope] = Field(
-        default_factory=list, description="With --add-token: what the token is good for"
+        default_factory=list, description="With --add-token: the token's scopes"
     )
     runs: list[str] | None = Field(
-        default=None, description="With --add-token: the runs it is for, all by default"
+        default=None, description="With --add-token: the token's runs; default: all"
     )
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens, and stops at once although a trainer waits for a batch."""
+    """Prints when it listens, and ends long polls when it is stopped."""
 
     def __init__(self, config: uvicorn.Config, *, on_start: str, stop_waiting: Callable[[], None]):
         super().__init__(config)
@@ -188,7 +190,7 @@ class _Server(uvicorn.Server):
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or Ctrl-C and return 0.
 
-    Return 2 for a wrong flag, a port in use, or an unprotected address, and 1 for a store that broke.
+    Return 2 for a wrong flag, a port in use, or an unprotected address, and 1 for a store failure.
     """
     return cli_boundary(lambda: serve(argv))
 
@@ -209,7 +211,7 @@ def serve(argv: Sequence[str] | None) -> int:
         print(erase(config.data_dir, only=config.forget))
         return 0
     if config.reload:
-        print("warning: --reload does nothing: restart the hub for new code", file=sys.stderr)
+        print("warning: --reload does nothing; restart the hub to load new code", file=sys.stderr)
     if config.scopes or config.runs:
         raise ConfigError("--scopes and --runs describe a token to make: they need --add-token")
     if config.memory and config.fresh:
@@ -221,7 +223,7 @@ def serve(argv: Sequence[str] | None) -> int:
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
     connections = Connections(max_connections(_raise_file_limit()))
-    # Before anything is erased or recovered: a second hub by mistake must not get that far.
+    # Before anything is erased or recovered, so that a second hub on the port fails first.
     listener = listen(config.host, config.port)
     with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, tokens, listener, connections))
@@ -249,12 +251,12 @@ async def _serve(
             server.should_exit = True
             stop_waiting(app)
 
-    # uvicorn raises a signal again after its shutdown; these make that a return, and they also cover the time before
-    # uvicorn listens to signals.
+    # uvicorn raises a signal again after its shutdown, which these handlers ignore; they also handle signals before
+    # uvicorn does.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
 
-    # Other threads give way to the event loop after this long; Python's own 5 ms add up.
+    # How long other threads keep the GIL before the event loop may run; Python's 5 ms add up.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     hub = Hub(_stores(config, on_failure), policy=policy_of(config))
@@ -271,7 +273,7 @@ async def _serve(
             access_log=False,
             lifespan="on",
             server_header=False,
-            proxy_headers=False,  # anybody on this machine could send them
+            proxy_headers=False,  # any process on this machine could forge them
             backlog=max(16, connections.limit // 2),
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
@@ -283,13 +285,13 @@ async def _serve(
         on_start=f"atropos hub listening on {scheme}://{shown}:{listener.getsockname()[1]}",
         stop_waiting=lambda: stop_waiting(app),
     )
-    # Here and not only in the application's start, where uvicorn would turn an error into a traceback.
+    # Not only in the application's startup, where uvicorn would log an error with a traceback.
     await hub.open()
     if hub.found:
-        logger.info("going on with what %s holds; --fresh erases it", config.data_dir)
+        logger.info("resuming the runs in %s; --fresh erases them", config.data_dir)
     collect_less_often()
     await server.serve(sockets=[listener])
-    # Everything is stored: a second signal must not turn the end of the interpreter into a kill.
+    # Everything is stored: a second signal must not kill the interpreter while it exits.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if broken:
@@ -319,7 +321,7 @@ def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -
 
 
 def policy_of(config: RunApiConfig) -> RunPolicy:
-    """Return what the flags say about runs."""
+    """Return the run policy given by the flags."""
     default_bytes = QUEUED_BYTES_IN_MEMORY if config.memory else QUEUED_BYTES_ON_DISK
     return RunPolicy(
         lease_ttl_s=config.lease_ttl_s,
@@ -334,18 +336,18 @@ def policy_of(config: RunApiConfig) -> RunPolicy:
 
 
 def erase(data_dir: Path, *, only: str | None = None) -> str:
-    """Erase the runs stored under `data_dir`, or one of them, and say how much that was.
+    """Erase the runs stored under `data_dir`, or only one; return a line with their names and size.
 
-    Nothing but files that a hub made is deleted. Raises ConfigError for a run that is unknown or that a hub uses.
+    Deletes only files that a hub created. Raises ConfigError for a run that is unknown or in use.
     """
     flag = "--fresh" if only is None else f"--forget {only}"
     runs = [run for run in stored_runs(data_dir) if only in (None, run.name)]
     if only is not None and not runs:
-        raise ConfigError(f"{flag}: {data_dir} holds no such run; --list shows them")
+        raise ConfigError(f"{flag}: no such run in {data_dir}; --list shows them")
     held: list[int] = []
     try:
         for run in runs:
-            # A store locks this file in its directory for as long as it is open.
+            # An open store holds a lock on this file.
             held.append(os.open(data_dir / run.name / "lock", os.O_RDWR | os.O_CREAT, 0o600))
             try:
                 fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -364,7 +366,7 @@ def erase(data_dir: Path, *, only: str | None = None) -> str:
 
 
 def list_runs(data_dir: Path) -> str:
-    """One line per run stored under `data_dir`: name, size, last change, and what was set aside."""
+    """Return one line per run stored under `data_dir`: name, size, last change, and the run set aside."""
     runs = stored_runs(data_dir)
     if not runs:
         return f"{data_dir} holds no run"
@@ -390,8 +392,8 @@ def _add_token(config: RunApiConfig) -> int:
     )
     print(secret)
     print(
-        f"token {config.add_token!r} added to {config.tokens}; it is shown only now;"
-        " a running hub must be restarted to know it",
+        f"token {config.add_token!r} added to {config.tokens}; it is not shown again;"
+        " restart a running hub to load it",
         file=sys.stderr,
     )
     return 0
@@ -409,7 +411,7 @@ def _tokens(config: RunApiConfig) -> TokenSet | None:
 
 
 def _check_exposure(config: RunApiConfig, tokens: TokenSet | None) -> None:
-    """Refuse to be open to other machines without a token; say it when secrets would travel in the clear."""
+    """Raise ConfigError if other machines can reach the hub without a token; warn without encryption."""
     if is_loopback(config.host):
         return
     if tokens is None and not config.insecure:
@@ -426,15 +428,14 @@ def _check_exposure(config: RunApiConfig, tokens: TokenSet | None) -> None:
         )
     elif config.ssl_certfile is None:
         print(
-            "warning: tokens and data travel unencrypted; use --ssl-certfile or a proxy that"
-            " speaks TLS",
+            "warning: tokens and data are sent unencrypted; use --ssl-certfile or a proxy with TLS",
             file=sys.stderr,
             flush=True,
         )
 
 
 def _check_tls(config: RunApiConfig) -> None:
-    """Find faults of certificates here, where they have a name."""
+    """Raise ConfigError, naming the flag, for certificates that cannot be loaded."""
     if config.ssl_certfile is None:
         if config.ssl_keyfile is not None or config.ssl_ca_certs is not None:
             raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
@@ -454,7 +455,7 @@ def _check_tls(config: RunApiConfig) -> None:
 
 
 def _raise_file_limit() -> int:
-    """Allow as many open files as the system lets this process have; return how many."""
+    """Raise the limit of open files to the hard limit; return the limit in force."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return soft
@@ -467,7 +468,7 @@ def _raise_file_limit() -> int:
 
 
 def max_connections(max_files: int) -> int:
-    """Return how many connections leave enough files for the stores, and for those that have yet to be refused.
+    """Return the limit of connections that leaves file descriptors for the stores and for refused connections.
 
     >>> max_connections(256), max_connections(2**20)
     (96, 4096)
@@ -487,7 +488,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"--port {port}: already in use on {host}; stop what listens there"
+                f"--port {port}: already in use on {host}; stop the process that uses it"
                 f" or choose another port, for example --port {port + 1}"
             ) from e
         raise ConfigError(f"--host {host} --port {port}: cannot listen ({e.strerror})") from e

@@ -1,6 +1,6 @@
 """`atropos-sft-gen FILE` saves the best answers of environments as rows for supervised training.
 
-Takes the place of a trainer at the hub: what it reads counts as trained. See `_rows` for what it guarantees.
+Acts as the trainer at the hub: groups read count as trained. See `_rows` for its guarantees.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from atroposlib.scored_data import ScoredGroup
 class SftConfig(RowsConfig):
     """Flags of `atropos-sft-gen`."""
 
-    save_top_n_per_group: int = Field(default=3, ge=1, description="Rows per group at most")
+    save_top_n_per_group: int = Field(default=3, ge=1, description="Most rows per group")
     minimum_score_diff_max_min: float = Field(
         default=0.0,
         ge=0,
-        description="Take scores that are more than this above the group's lowest",
+        description="Difference from the group's lowest score that a score must exceed; 0: none",
     )
     tasks_per_step: int = Field(default=64, ge=1, description="Groups in a batch of the hub")
 
@@ -46,7 +46,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def rows_for(config: SftConfig) -> Callable[[ScoredGroup], list[Row]]:
-    """Return group -> its rows, best first: `{prefix, completion, score}`, or `{messages, score}`."""
+    """Return a function from a group to its rows, best first: `{prefix, completion, score}` or `{messages, score}`."""
     decode = None if config.save_messages else decoder(config.tokenizer)
 
     def rows_of(group: ScoredGroup) -> list[Row]:

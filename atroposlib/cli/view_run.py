@@ -1,7 +1,7 @@
 """`view-run` shows the groups of a run in the browser: prompt, completions, scores.
 
-By default it only looks: it asks for the group that was queued last and takes nothing from the trainer. With
-`--consume` it is the trainer, as the original viewer: every batch it shows is gone. Needs the extra `view`.
+By default it only reads: it shows the group that was queued last and takes nothing from the trainer. With `--consume`
+it acts as the trainer, like the original viewer: shown batches are consumed. Needs the extra `view`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from atroposlib.scored_data import ScoredGroup
 
 GROUPS_PER_STEP = 8
 RETRY_FOR_S = 3.0
-"""A person waits for the page."""
+"""Short, because a person waits for the page."""
 
 
 class ViewConfig(BaseModel):
@@ -35,7 +35,7 @@ class ViewConfig(BaseModel):
         default="NousResearch/DeepHermes-3-Llama-3-8B-Preview", description="Name or path"
     )
     consume: bool = Field(
-        default=False, description="Take batches as a trainer does, instead of only looking"
+        default=False, description="Take batches as a trainer does, instead of only reading"
     )
     group_size: int = Field(default=2, ge=1, description="With --consume: sequences per group")
     max_token_len: int = Field(default=2048, ge=1, description="With --consume: longest sequence")
@@ -64,7 +64,7 @@ def run(argv: Sequence[str] | None, model: type[ViewConfig], *, prog: str, image
             page.launch(
                 server_name=config.host, server_port=config.port or None, share=config.share
             )
-        except OSError as e:  # gradio's message names none of our flags
+        except OSError as e:  # gradio's message does not name the flag
             raise AtroposError(
                 f"cannot serve the page on {config.host}:{config.port}: {e}; choose another --port"
             ) from e
@@ -72,7 +72,7 @@ def run(argv: Sequence[str] | None, model: type[ViewConfig], *, prog: str, image
 
 
 def build_page(gradio: Any, read: Callable[[], str], *, config: ViewConfig) -> Any:
-    """Build the page around `read`, which returns its content."""
+    """Build the page; `read` returns its content."""
     what = "Take the next batch" if config.consume else "Show the group queued last"
     with gradio.Blocks(title="Atropos run", analytics_enabled=False) as page:
         gradio.Markdown(f"## Run at {config.api_url}")
@@ -85,11 +85,11 @@ def build_page(gradio: Any, read: Callable[[], str], *, config: ViewConfig) -> A
 
 
 def read_page(hub: TrainerClient, config: ViewConfig, decode: Decode, *, images: bool) -> str:
-    """Return the page's content, or what stands in the way."""
+    """Return the page's content, or a note with the error."""
     try:
         groups = _take(hub, config) if config.consume else _look(hub)
     except (HubError, GroupError) as e:
-        return note(f"The hub does not help: {e}")
+        return note(f"Cannot read from the hub: {e}")
     if not groups:
         return note("There is no group yet. Try again when the environments have sent some.")
     return page_of(groups, decode, images=images)
@@ -120,7 +120,7 @@ def _take(hub: TrainerClient, config: ViewConfig) -> list[ScoredGroup]:
     try:
         hub.ack(batch)
     except HubRejected as e:
-        print(f"the hub may hand these groups out again: {e}", file=sys.stderr)
+        print(f"the hub may deliver these groups again: {e}", file=sys.stderr)
     return batch.groups
 
 

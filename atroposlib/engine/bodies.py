@@ -1,9 +1,8 @@
-"""The bodies of `/v1/completions` and `/v1/chat/completions`: read and refuse, or build an answer.
+"""The bodies of `/v1/completions` and `/v1/chat/completions`: parse and validate requests, build answers.
 
-A body is checked whole before anything is generated: a wrong type, an unknown parameter, or a known one whose value
-asks for something this engine does not do, raises `ApiError` (400) naming the parameter. Nothing is ignored but
-`user` and `request_id`, which ask for nothing. Defaults are vLLM's own (no `generation_config.json` is read into
-them). No HTTP and no engine here.
+A body is validated before anything is generated: a wrong type, an unknown parameter, or an unsupported value raises
+`ApiError` (400) with the parameter's name. Only `user` and `request_id` are ignored; they have no effect. Defaults are
+vLLM's without a `generation_config.json`. No HTTP and no engine here.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from atroposlib.engine.scheduler import Completion, VersionSpan
 from atroposlib.http_bodies import decode_json
 
 MAX_COMPLETIONS = 4096
-"""`n` times the number of prompts of one request: what is beyond it is for the next request. Far more than any group
-size, and a request cannot fill the memory: the engine holds a kilobyte for each completion before it has begun."""
+"""Limit of `n` times the number of prompts of one request. Far above any group size, and low enough that a request
+cannot exhaust memory: the engine holds a kilobyte for each queued completion."""
 
 MAX_LOGPROBS = 20
 """vLLM's default `--max-logprobs`."""
@@ -33,7 +32,7 @@ _DEFAULT_COMPLETION_TOKENS = 16
 """vLLM's and OpenAI's `max_tokens` of `/v1/completions`."""
 
 _LOWEST_LOGPROB = -9999.0
-"""What vLLM writes for a logprob of minus infinity, which JSON cannot hold."""
+"""Replaces a logprob of minus infinity, which JSON cannot hold, as in vLLM."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
@@ -59,13 +58,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "priority": (None, 0),
     "spaces_between_special_tokens": (None, True),
 }
-"""Parameters of vLLM that are understood but not implemented, and the values that ask for nothing."""
+"""vLLM's parameters that are not implemented, with the values that have no effect and are accepted."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ApiError(Exception):
-    """A request that is refused; becomes `{"error": {"message", "type", "param", "code"}}`."""
+    """A refused request; sent as `{"error": {"message", "type", "param", "code"}}`."""
 
     def __init__(
         self,
@@ -93,14 +92,14 @@ class ApiError(Exception):
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
+    """The methods of a transformers tokenizer used here."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
 class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Parameters that both routes share. Each of `_NEUTRAL` is a field whose value must ask for nothing."""
+    """Parameters of both routes. Fields named in `_NEUTRAL` accept only its values."""
 
     model: str | None = None
     n: int | None = None
@@ -196,9 +195,9 @@ class RpcBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class VersionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of `/update_weight_version`: vLLM 0.32 reads `new_version`, its other routes say `weight_version`.
+    """The body of `/update_weight_version`: vLLM 0.32 reads `new_version`, its other routes use `weight_version`.
 
-    A client that speaks to several vLLM versions sends both.
+    A client for several vLLM versions sends both.
     """
 
     weight_version: str | int | None = None
@@ -206,7 +205,7 @@ class VersionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class EngineLimits(NamedTuple):
-    """What the model can take."""
+    """Limits of the model."""
 
     context_len: int
     """Tokens of a prompt and its completion together."""
@@ -214,7 +213,7 @@ class EngineLimits(NamedTuple):
 
 
 def parse_body(raw: bytes, kind: type[T]) -> T:
-    """Decode JSON into `kind`; a wrong type or an unknown name is an ApiError that names the parameter."""
+    """Decode JSON into `kind`; raises ApiError with the parameter's name for a wrong type or an unknown name."""
     try:
         body = decode_json(raw, kind)
     except msgspec.ValidationError as e:
@@ -224,7 +223,7 @@ def parse_body(raw: bytes, kind: type[T]) -> T:
             value = getattr(body, name)
             if not any(value == accepted for accepted in neutral):
                 raise ApiError(
-                    f"{name}={_short(value)} is not implemented by this engine; leave {name} out",
+                    f"{name}={_short(value)} is not implemented by this engine; omit {name}",
                     param=name,
                 )
     return body
@@ -250,7 +249,7 @@ def read_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def check_prompt(prompt_ids: Sequence[int], limits: EngineLimits) -> None:
-    """Refuse a prompt that is empty, holds an id the model lacks, or leaves no room for one token."""
+    """Refuse a prompt that is empty, has an id out of vocabulary, or leaves no room for one token."""
     if not prompt_ids:
         raise ApiError("the prompt has no tokens", param="prompt")
     check_ids(prompt_ids, limits, param="prompt")
@@ -263,7 +262,7 @@ def check_prompt(prompt_ids: Sequence[int], limits: EngineLimits) -> None:
 
 
 def check_ids(token_ids: Sequence[int], limits: EngineLimits, *, param: str) -> None:
-    """Refuse ids that the model lacks."""
+    """Refuse ids out of vocabulary."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
         wrong = next(i for i in token_ids if not 0 <= i < limits.vocab_size)
         raise ApiError(
@@ -275,7 +274,7 @@ def check_ids(token_ids: Sequence[int], limits: EngineLimits, *, param: str) -> 
 def sampling_params(
     body: CompletionBody | ChatBody, prompt_len: int, limits: EngineLimits, *, num_prompts: int = 1
 ) -> SamplingParams:
-    """Check the values of one request, for its longest prompt, and return them with vLLM's defaults filled in."""
+    """Validate the parameters of one request for its longest prompt; return them with vLLM's defaults."""
     room = limits.context_len - prompt_len
     if isinstance(body, ChatBody):
         max_tokens = _pick(body.max_completion_tokens, _pick(body.max_tokens, room))
@@ -381,7 +380,7 @@ class Renderer:
         prompts: Sequence[Sequence[int]],
         results: Sequence[Sequence[Completion]],
     ) -> dict[str, Any]:
-        """Return the answer of `/v1/completions`: all completions of the first prompt, then of the second..."""
+        """Return the answer of `/v1/completions`: all completions of the first prompt, then of the second, ..."""
         choices: list[dict[str, Any]] = []
         for prompt_ids, completions in zip(prompts, results, strict=True):
             for completion in completions:
@@ -412,7 +411,7 @@ class Renderer:
         prompt_ids: Sequence[int],
         completions: Sequence[Completion],
     ) -> dict[str, Any]:
-        """Return the answer of `/v1/chat/completions`; `prompt_token_ids` stands at the top, as in vLLM."""
+        """Return the answer of `/v1/chat/completions`; `prompt_token_ids` is a top-level field, as in vLLM."""
         choices = []
         for index, completion in enumerate(completions):
             choice: dict[str, Any] = {
@@ -519,7 +518,7 @@ def _usage(
 
 
 def _explain(problem: str, kind: type[msgspec.Struct]) -> ApiError:
-    """Turn msgspec's words into ours: which parameter, and what it might have been."""
+    """Convert msgspec's message to an ApiError with the parameter and, for an unknown one, the nearest name."""
     unknown = re.search(r"unknown field `([^`]*)`", problem)
     if unknown:
         name = unknown[1]

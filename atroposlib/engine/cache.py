@@ -1,9 +1,9 @@
 """Keys and values of the running rows, for a batch whose membership changes at every step.
 
 Invariant: all rows end at the same column `end`, so a decode step writes one column of every layer and reads the
-window `[start, end)` as a view: nothing is concatenated. A row with `length` tokens occupies `[end - length, end)`;
-what lies left of it is masked. Columns are shared by all rows, therefore sliding-window masks, which count columns,
-stay right. Rows that leave are overwritten by rows moved from the end. Buffers grow by doubling.
+window `[start, end)` as a view, without concatenation. A row with `length` tokens occupies `[end - length, end)`;
+columns left of it are masked. All rows share the columns, so sliding-window masks, which count columns, stay correct.
+Removed rows are overwritten by rows moved from the end. Buffers grow by doubling.
 
     columns      0 1 2 3 4 5 6 7
     row 0        . . a b c d e .     start = 2, end = 7, lengths = [5, 2]
@@ -23,7 +23,7 @@ _MIN_COLUMNS = 64
 
 
 class CacheMove(NamedTuple):
-    """Row `source` now lives at index `target`."""
+    """Row `source` was moved to index `target`."""
 
     target: int
     source: int
@@ -51,7 +51,7 @@ class _Layer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one column and return the window including it; the engine moves `end` after the forward pass."""
+        """Write one column and return the window including it; `finish_step` moves `end` after the forward pass."""
         rows, start, end = self.window.num_rows, self.window.start, self.window.end
         self.keys[:rows, :, end] = key_states[:, :, 0]
         self.values[:rows, :, end] = value_states[:, :, 0]
@@ -77,12 +77,12 @@ class RunningCache(Cache):
         return self._window.num_rows
 
     def prepare_step(self) -> None:
-        """Make sure the next column exists; call before each decode step."""
+        """Allocate the next column if needed; call before each decode step."""
         if self._window.end == self._column_capacity():
             self._relocate(end=self._window.end - self._window.start)
 
     def finish_step(self) -> None:
-        """Count the column that the forward pass has written."""
+        """Move `end` past the column that the forward pass has written."""
         self._window.end += 1
 
     def attention_mask(self, device: torch.device) -> torch.Tensor:
@@ -91,7 +91,7 @@ class RunningCache(Cache):
         return (columns[None, :] >= self._first_tensor(device)[:, None]).long()
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """Return the position of the token that each row feeds next, `[num_rows, 1]`."""
+        """Return the position of each row's next input token, `[num_rows, 1]`."""
         return (self._window.end - self._first_tensor(device))[:, None]
 
     def insert(
@@ -112,7 +112,7 @@ class RunningCache(Cache):
             for buffer, new in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
                 target = buffer[window.num_rows : rows, :, start : window.end]
                 gap = target.shape[2] - width
-                # Stale numbers are masked, but a masked NaN would still poison the sum over values.
+                # Stale values are masked, but a masked NaN would still make the sum over values NaN.
                 target[:, :, :gap] = 0
                 target[:, :, gap:] = new[source, :, -width:]
         self._first_columns += [window.end - length for length in lengths]
@@ -120,7 +120,7 @@ class RunningCache(Cache):
         window.num_rows, window.start = rows, start
 
     def remove(self, rows: Sequence[int]) -> list[CacheMove]:
-        """Drop `rows` (ascending) and fill their places from the end; return the moves for the caller to repeat."""
+        """Remove `rows` (ascending) and move rows from the end into their places; return the moves."""
         window, gone = self._window, set(rows)
         remaining = window.num_rows - len(rows)
         holes = [row for row in rows if row < remaining]
@@ -156,7 +156,7 @@ class RunningCache(Cache):
     def _relocate(self, *, end: int, num_rows: int = 0) -> None:
         """Move the live block into new buffers so that it ends at column `end`, with room to grow.
 
-        At least half of the new columns are free, so a column is moved once per step on average, at most.
+        At least half of the new columns are free, so on average at most one column is moved per step.
         """
         window = self._window
         width, shift = window.end - window.start, end - window.end

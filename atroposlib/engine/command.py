@@ -1,6 +1,6 @@
-"""The command `atropos-engine`: its flags, and what it says without the extra `engine`.
+"""The command `atropos-engine`: its flags, and its error without the extra `engine`.
 
-Loads neither torch nor transformers, so that `--help` and a wrong flag answer at once; `server.run` does the work.
+Does not import torch or transformers, so that `--help` and flag errors are immediate; `server.run` serves.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from atroposlib.errors import cli_boundary, require
 class EngineConfig(BaseModel):
     """Flags of `atropos-engine`."""
 
-    model: str = Field(description="Directory of a transformers causal LM, or its name on the hub.")
+    model: str = Field(description="Directory or Hugging Face name of a transformers causal LM.")
     host: str = "127.0.0.1"
-    port: int = Field(default=9001, ge=0, le=65535, description="0 takes a free port.")
+    port: int = Field(default=9001, ge=0, le=65535, description="0 chooses a free port.")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Of weights and cache; auto: float32 on the CPU, bfloat16 on CUDA.",
+        description="Type of weights and cache; auto: float32 on the CPU, bfloat16 on CUDA.",
     )
     max_num_seqs: int = Field(default=256, ge=1, description="Sequences decoded together.")
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Context in tokens; None: the model's own."
+        default=None, ge=2, description="Context length in tokens; None: the model's."
     )
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads of torch. None: 1 on machines with up to 2 cores, half of them on others.",
+        description="CPU threads of torch. None: half the cores, 1 on machines with up to 2.",
     )
     seed: int = 0
     served_model_name: str | None = Field(
-        default=None, description="Name in the API; None: --model as it was given."
+        default=None, description="Name in the API; None: the value of --model."
     )
     weight_version: str = Field(default="0", description="Label of the weights loaded at start.")
 

@@ -1,7 +1,7 @@
-"""Choose one token per row from logits, with each row's own parameters, in a handful of tensor operations.
+"""Sample one token per row from logits, with parameters per row, in a few tensor operations.
 
-Logprobs are always those of the raw distribution (log-softmax of the unscaled logits in float32), as vLLM's default
-`raw_logprobs` reports them: what a trainer recomputes with a plain forward pass.
+Logprobs are always those of the raw distribution (log-softmax of the unscaled logits in float32), like vLLM's default
+`raw_logprobs`: a trainer can recompute them with a plain forward pass.
 
 Shapes: B rows, V vocabulary, K top logprobs.
 """
@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy, as in vLLM (`SamplingParams`, `_SAMPLING_EPS`)."""
+"""Lower temperatures are greedy, as in vLLM (`SamplingParams`, `_SAMPLING_EPS`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample one completion. Values are checked where requests are read (`protocol.py`)."""
+    """How to sample one completion. `bodies.py` validates the values."""
 
     max_tokens: int
     n: int = 1
@@ -30,7 +30,7 @@ class SamplingParams:
     """0 keeps every token."""
     min_p: float = 0.0
     seed: int | None = None
-    """Completion `i` of a request uses `seed + i`; None draws from the engine's own generator."""
+    """Completion `i` of a request uses `seed + i`; None uses the engine's generator."""
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
@@ -38,11 +38,11 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
-    """None: not asked for; 0: of the sampled token; k: also of the k most likely tokens."""
+    """None: none; 0: of the sampled token; k: also of the k most likely tokens."""
 
 
 class Sampled(NamedTuple):
-    """The outcome of one step; `top` is None unless a row asked for the most likely tokens."""
+    """The result of one step; `top` is None unless a row requested the most likely tokens."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -50,7 +50,7 @@ class Sampled(NamedTuple):
 
 
 class BatchSampler:
-    """The sampling parameters of the rows of one batch as tensors; rebuild it when the membership changes."""
+    """The sampling parameters of a batch's rows as tensors; rebuild it when the rows change."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
         def column(values: list[float]) -> torch.Tensor:
@@ -81,7 +81,7 @@ class BatchSampler:
         """Draw one token per row.
 
         `uniforms_B` are numbers in [0, 1), one per row (ignored for greedy rows); `banned` lists (row, token) pairs
-        that must not be drawn now. Neither temperature, filters nor bans change the reported logprobs.
+        that must not be drawn. Temperature, filters and bans do not change the reported logprobs.
         """
         raw_BV = torch.log_softmax(logits_BV.float(), dim=-1)
         scores_BV = raw_BV
@@ -99,7 +99,7 @@ class BatchSampler:
         return Sampled(chosen_B.tolist(), logprobs_B.tolist(), self._top(raw_BV))
 
     def _filtered(self, scores_BV: torch.Tensor, *, exact: bool) -> torch.Tensor:
-        """Return unnormalised probabilities; `exact` says that the scores are a log-distribution already."""
+        """Return unnormalised probabilities; `exact`: whether the scores are already a log-distribution."""
         if self._temperature is not None:
             probs_BV = torch.softmax(scores_BV / self._temperature, dim=-1)
         else:
@@ -109,7 +109,7 @@ class BatchSampler:
             probs_BV = probs_BV.masked_fill(probs_BV < floor, 0)
         if self._top_k is None and self._top_p is None:
             return probs_BV
-        # As vLLM: the k most likely first, then the smallest set of those that holds top_p of what is left.
+        # As in vLLM: top_k first, then the smallest set with a share of top_p of the remaining probability.
         sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
         if self._top_k is not None:
             ranks = torch.arange(sorted_BV.shape[1], device=sorted_BV.device)[None, :]

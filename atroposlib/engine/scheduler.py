@@ -1,10 +1,10 @@
 """Continuous batching over one transformers causal LM, on one thread that owns the model.
 
-Everything that touches the model, the cache or the lists of sequences runs on that thread; other threads post
-commands to its queue and hold `concurrent.futures.Future`s. Sequences join and leave at every decode step; identical
-prompts admitted together are prefilled once. Weights are swapped between two steps, and every completion says under
-which weight versions its tokens were sampled. If the thread dies, every waiting future gets the reason and every
-later call raises it: no caller waits without end. No HTTP and no text except stop strings here.
+Only that thread accesses the model, the cache and the lists of sequences; other threads post commands to its queue and
+hold `concurrent.futures.Future`s. Sequences join and leave at every decode step; identical prompts admitted together
+are prefilled once. Weights are replaced between two steps, and every completion records the weight versions that
+sampled its tokens. If the thread dies, every pending future and every later call raises the reason, so no caller waits
+forever. No HTTP here, and no text except stop strings.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_PREFILL_TOKENS = 16384
-"""Prompt tokens, padding included, of one prefill pass; bounds its memory. One prompt may exceed it."""
+"""Limit of prompt tokens, padding included, of one prefill pass; bounds its memory. One prompt may exceed it."""
 
 _DIVERGED = (
     "the model returned NaN or infinite logits; its weights have probably diverged or were "
@@ -44,7 +44,7 @@ _DIVERGED = (
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended, in OpenAI's words; ABORT as vLLM says it."""
+    """Why a completion ended: OpenAI's values, and vLLM's "abort"."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -52,7 +52,7 @@ class FinishReason(StrEnum):
 
 
 class PauseMode(StrEnum):
-    """What `pause` does with sequences in flight: freeze them, let them finish, or end them now."""
+    """What `pause` does with sequences in flight: freeze them, let them finish, or abort them."""
 
     KEEP = "keep"
     WAIT = "wait"
@@ -67,7 +67,7 @@ class VersionSpan(NamedTuple):
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that stop strings need."""
+    """The method of a tokenizer that stop strings need."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
@@ -83,16 +83,16 @@ class Completion:
     stop_reason: int | str | None
     """The stop string or stop token id that ended it; None for the end-of-sequence token, length and abort."""
     ended_by_token: bool
-    """True if the last token is a stop token, which is no part of the text."""
+    """Whether the last token is a stop token, which is not part of the text."""
     text: str | None
-    """The text up to a stop string that ended it; None otherwise (the caller decodes `token_ids`)."""
+    """The text if a stop string ended it; None otherwise (the caller decodes `token_ids`)."""
     weight_versions: list[VersionSpan]
     """Spans in sampling order; their `num_tokens` sum to the number of tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Counters since the start; `*_s` are seconds on the engine's thread."""
+    """Counters since the engine started; `*_s` are seconds on the engine's thread."""
 
     decode_steps: int = 0
     generated_tokens: int = 0
@@ -113,13 +113,13 @@ class EngineRequest:
         self.prompt_ids = tuple(prompt_ids)
         self.params = params
         self.future: Future[list[Completion]] = Future()
-        # Running from the start: cancelling the asyncio side must not race with the engine setting the result.
+        # Running from the start, so that a cancellation by asyncio cannot race with the engine setting the result.
         self.future.set_running_or_notify_cancel()
         self.num_open = params.n
         self._completions: list[Completion | None] = [None] * params.n
 
     def complete(self, index: int, completion: Completion) -> None:
-        """Hand in completion `index`; the last one resolves the future."""
+        """Store completion `index`; the last one resolves the future."""
         self._completions[index] = completion
         self.num_open -= 1
         if self.num_open == 0 and not self.future.done():
@@ -131,7 +131,7 @@ class EngineRequest:
 
 
 class _Sequence:
-    """One completion in the making."""
+    """One completion in progress."""
 
     __slots__ = (
         "finished",
@@ -161,7 +161,7 @@ class _Sequence:
         self.finished = False
 
     def hits_stop_string(self, token: int, decoder: Decoder) -> bool:
-        """Look for a stop string that `token` completed; finish the sequence if there is one."""
+        """Return whether `token` completed a stop string; if so, finish the sequence."""
         if self.stop_text is None:
             return False
         may_stop = len(self.token_ids) > self.request.params.min_tokens
@@ -179,7 +179,7 @@ class _Sequence:
         ended_by_token: bool = False,
         text: str | None = None,
     ) -> None:
-        """Hand the completion to the request."""
+        """Store the completion in the request."""
         self.finished = True
         num_top = self.request.params.logprobs or 0
         completion = Completion(
@@ -207,7 +207,7 @@ class _Sequence:
 
 
 class _Command(NamedTuple):
-    """Something for the engine's thread to do, and the future to fail if it never gets there."""
+    """Work for the engine's thread, and the future to fail if it is never run."""
 
     run: Callable[[], None]
     future: Future[Any] | None = None
@@ -216,8 +216,8 @@ class _Command(NamedTuple):
 class _StopText:
     """Text of a growing sequence, and the first stop string in it.
 
-    Decodes a short tail only: from the token before the last point where the text was complete (a token may hold a
-    part of a character). Text before it is never decoded again.
+    Decodes only a short tail: the tokens since the text was last complete (a token may hold part of a character), and
+    those decoded just before them as context.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -231,7 +231,7 @@ class _StopText:
         """Add a token; return the stop string it completed, with `text` cut there."""
         self._new_ids.append(token_id)
         skip = self._params.skip_special_tokens
-        # Two decodes of the same context: some tokenizers drop a leading space at the start of what they decode.
+        # Decode with and without the new tokens: some tokenizers drop a leading space at the start.
         before = decoder.decode(self._done_ids, skip_special_tokens=skip)
         after = decoder.decode(self._done_ids + self._new_ids, skip_special_tokens=skip)
         if after.endswith("\ufffd") and len(self._new_ids) < 8:
@@ -258,7 +258,7 @@ class _StopText:
 
 
 class Engine:
-    """Generates on its own thread. `start()` it, `submit` requests, `close()` it."""
+    """Generates on its own thread. Call `start()`, `submit` requests, then `close()`."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class Engine:
         seed: int = 0,
         weight_version: str = "0",
     ) -> None:
-        """`model` is a causal LM in eval mode. `eos_token_ids[0]`, if any, is the tokenizer's own."""
+        """`model` is a causal LM in eval mode. `eos_token_ids[0]`, if any, is the tokenizer's."""
         self.model = model
         self.weight_version = weight_version
         self.stats = EngineStats()
@@ -286,27 +286,27 @@ class Engine:
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._waiting: deque[_Sequence] = deque()
         self._held: deque[_Sequence] = deque()
-        """Arrived while `pause(WAIT)` lets earlier ones finish."""
+        """Submitted while `pause(WAIT)` lets earlier sequences finish."""
         self._drains: list[Future[None]] = []
-        """Callers of `pause(WAIT)`; while there are any, the queue does not grow."""
+        """Callers of `pause(WAIT)`; while there are any, `_waiting` does not grow."""
         self._joining: list[_Sequence] = []
-        """Admitted in the current step; rows once their prompt is computed."""
+        """Admitted in the current step; added to `_rows` after the prefill."""
         self._rows: list[_Sequence] = []
         self._cache = RunningCache()
         self._sampler: BatchSampler | None = None
         self._closing = False
         self._failure: BaseException | None = None
-        # Protects the pair (failure, posting): no command is posted after the crash has emptied the queue.
+        # Protects `_failure` and `_commands`: no command is posted after a crash has emptied the queue.
         self._gate = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # What other threads call.
+    # Called by other threads.
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; requests in flight fail with EngineUnavailable."""
+        """Stop the thread; requests in flight fail with EngineUnavailable."""
         if self._thread.is_alive():
             try:
                 self._post(_Command(self._begin_close))
@@ -316,7 +316,7 @@ class Engine:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine's thread died, or None while it is well."""
+        """Why the engine's thread died; None while it runs."""
         return None if self._failure is None else _explain(self._failure)
 
     def submit(self, request: EngineRequest) -> Future[list[Completion]]:
@@ -325,11 +325,11 @@ class Engine:
         return request.future
 
     def abort(self, request: EngineRequest) -> None:
-        """Drop a request's sequences; those unfinished end with FinishReason.ABORT. Finished ones are left alone."""
+        """End a request's unfinished sequences with FinishReason.ABORT."""
         self._post(_Command(lambda: self._abort(lambda other: other is request)))
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop decoding; resolves when nothing runs any more. Raises EngineRejected through the future."""
+        """Stop decoding; the future resolves when nothing runs, or fails with EngineRejected."""
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
         self._post(_Command(lambda: self._pause(mode, future), future))
@@ -352,7 +352,7 @@ class Engine:
         return self.control(self._snapshot)
 
     def control(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` on the engine's thread between two steps; its exceptions go to the future alone."""
+        """Run `function` on the engine's thread between two steps; the future gets its result or exception."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
 
@@ -391,7 +391,7 @@ class Engine:
             self._fail(e)
 
     def _take_commands(self) -> None:
-        """Run what was posted; sleep until something is if there is nothing to decode."""
+        """Run the posted commands; wait for one if there is nothing to decode."""
         has_work = self._drains or (not self.is_paused and (self._rows or self._waiting))
         try:
             command = self._commands.get(block=not has_work)
@@ -402,7 +402,7 @@ class Engine:
             return
 
     def _step(self) -> None:
-        """Admit what fits, then decode one token of every running sequence."""
+        """Admit sequences that fit, then decode one token of every running sequence."""
         began_s, began_cpu_s = time.perf_counter(), time.thread_time()
         self._joining = self._admit()
         if self._joining:
@@ -414,7 +414,7 @@ class Engine:
         self.stats.cpu_s += time.thread_time() - began_cpu_s
 
     def _admit(self) -> list[_Sequence]:
-        """Take sequences from the queue, oldest first, as long as rows and the prefill budget last."""
+        """Take sequences from the queue, oldest first, within the free rows and the prefill limit."""
         admitted: list[_Sequence] = []
         prompts: set[tuple[int, ...]] = set()
         width, num_free = 0, self._max_num_seqs - len(self._rows)
@@ -429,7 +429,7 @@ class Engine:
         return admitted
 
     def _prefill(self, admitted: list[_Sequence]) -> None:
-        """Compute each distinct prompt once, sample the first tokens and let the unfinished join the rows."""
+        """Compute each distinct prompt once, sample the first tokens and add unfinished sequences to the rows."""
         row_of: dict[tuple[int, ...], int] = {}
         sources = [row_of.setdefault(s.request.prompt_ids, len(row_of)) for s in admitted]
         width = max(map(len, row_of))
@@ -438,7 +438,7 @@ class Engine:
         mask = [[0] * pad + [1] * (width - pad) for pad in pads]
         mask_BT = torch.tensor(mask, device=self._device)
         positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
-        # No config: every layer keeps all its keys, sliding windows included; the mask limits what they see.
+        # No config: every layer keeps all its keys, including sliding-window layers; the mask limits attention.
         prefilled = DynamicCache()
         logits_BV = self._forward(
             torch.tensor(ids, device=self._device), mask_BT, positions_BT, prefilled
@@ -494,7 +494,7 @@ class Engine:
     def _sample(
         self, sequences: list[_Sequence], sampler: BatchSampler, logits_BV: torch.Tensor
     ) -> list[int]:
-        """Append one token to each sequence and return the places of those that ended, ascending."""
+        """Append one token to each sequence; return the indices of those that ended, ascending."""
         uniforms_B = torch.rand(len(sequences), generator=self._generator, dtype=torch.float64)
         banned: list[tuple[int, int]] = []
         if sampler.has_generators or sampler.has_min_tokens:
@@ -533,13 +533,13 @@ class Engine:
         for request in diverged:
             request.fail(EngineError(_DIVERGED))
         if diverged:
-            # Their other sequences may be waiting or running: they will not be read.
+            # Also drop these requests' other sequences: their results would not be read.
             self._waiting = deque(s for s in self._waiting if s.request not in diverged)
             ended = [row for row, s in enumerate(sequences) if s.finished or s.request in diverged]
         return ended
 
     def _leave(self, rows: list[int]) -> None:
-        """Take finished rows out of the batch."""
+        """Remove finished rows from the batch."""
         if not rows:
             return
         moves = self._cache.remove(rows)
@@ -589,7 +589,7 @@ class Engine:
         self._end_drains(None)
 
     def _end_drains(self, error: Exception | None) -> None:
-        """Answer those who wait for a drain; what arrived meanwhile is an ordinary waiting sequence again."""
+        """Resolve the futures of `pause(WAIT)`, and queue the sequences that were held meanwhile."""
         for future in self._drains:
             if error is None:
                 future.set_result(None)
@@ -629,7 +629,7 @@ class Engine:
         self._closing = True
 
     def _fail(self, error: BaseException) -> None:
-        """Refuse everything from now on and tell everyone who waits."""
+        """Fail all pending futures, and refuse later commands."""
         with self._gate:
             self._failure = error
             posted: list[_Command] = []

@@ -1,8 +1,8 @@
 """`atropos-engine`: vLLM's routes over the local engine.
 
-One asyncio loop serves HTTP, one thread generates (`scheduler.Engine`); they meet in futures. A client that goes
-away takes its sequences with it. Weight routes have no authentication, as in vLLM: bind to loopback or a private
-network. `create_app` serves tests; `run` serves the command of `command.py`.
+One asyncio loop serves HTTP, one thread generates (`scheduler.Engine`); futures connect them. The sequences of a client
+that disconnects are aborted. Weight routes have no authentication, as in vLLM: bind to loopback or a private network.
+Tests use `create_app`, the command of `command.py` uses `run`.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 _Handler = Callable[..., Awaitable[Response]]
 
 _UNKNOWN_CONTEXT_LEN = 4096
-"""Used, with a warning, when a model's config does not say how long its context is."""
+"""Context length, with a warning, if the model's config has none."""
 
 _SHUTDOWN_S = 5
-"""Seconds that connections get to end after SIGTERM."""
+"""Seconds for connections to end after SIGTERM."""
 _BACKLOG = 2048
-"""Connections that may wait to be accepted (uvicorn's default)."""
+"""Limit of connections not yet accepted (uvicorn's default)."""
 
 
 class Loaded(NamedTuple):
@@ -81,7 +81,7 @@ class Loaded(NamedTuple):
 
 
 def load(config: EngineConfig) -> Loaded:
-    """Load model and tokenizer; the engine is not started. Raises ConfigError for what cannot be loaded."""
+    """Load model and tokenizer; the engine is not started. Raises ConfigError if they cannot be loaded."""
     _check_path(config.model)
     device = _device(config.device)
     dtype = config.dtype
@@ -139,7 +139,7 @@ def create_app(loaded: Loaded) -> FastAPI:
 
 
 class _NoWebPages:
-    """ASGI middleware that refuses what a web page made a browser on this machine send, before its body is read."""
+    """ASGI middleware that refuses requests made by web pages in a local browser, before reading the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -160,7 +160,7 @@ def _web_refusal(scope: Scope) -> str | None:
     host = foreign_host(headers, server=server[0] if server else None)
     if host is None:
         return None
-    return f"this engine serves its own machine, which {host!r} does not name; call it as localhost"
+    return f"this engine serves only its own machine, and {host!r} is not its name; use localhost"
 
 
 class _Routes:
@@ -169,7 +169,7 @@ class _Routes:
     def __init__(self, loaded: Loaded) -> None:
         self.engine, self.tokenizer, self.limits, self.model_name = loaded
         self._renderer = Renderer(loaded.model_name, loaded.tokenizer)
-        # Two reloads at once would each check their files against the model and then copy in any order.
+        # Serialises reloads: concurrent ones would copy their weights in any order.
         self._reloading = asyncio.Lock()
 
     def add_to(self, app: FastAPI) -> None:
@@ -198,7 +198,7 @@ class _Routes:
             app.post(path)(handler)
 
     async def health(self) -> Response:
-        """200 while the engine's thread lives; 503 with the reason once it is dead."""
+        """200 while the engine's thread runs; 503 with the reason after it died."""
         failure = self.engine.failure
         if failure is None:
             return Response(status_code=200)
@@ -266,7 +266,7 @@ class _Routes:
         return _json({"prompt": text})
 
     async def pause(self, request: Request) -> Response:
-        """`?mode=abort` (vLLM's default) | `wait` | `keep`; answers when nothing runs any more."""
+        """`?mode=abort` (vLLM's default) | `wait` | `keep`; answers when nothing runs."""
         mode = request.query_params.get("mode", PauseMode.ABORT.value)
         if mode not in set(PauseMode):
             known = ", ".join(PauseMode)
@@ -282,7 +282,7 @@ class _Routes:
         return _json({"is_paused": self.engine.is_paused})
 
     async def collective_rpc(self, request: Request) -> Response:
-        """Only `reload_weights`, with `weights_path` and optionally `weight_version`, set at the same instant."""
+        """Only `reload_weights`, with `weights_path` and optionally `weight_version`, set in the same step."""
         body = await _read(request, RpcBody)
         if body.method != "reload_weights":
             raise ApiError(
@@ -309,7 +309,7 @@ class _Routes:
         return _json({"results": [None]})
 
     async def reset_prefix_cache(self) -> Response:
-        """There is no prefix cache: nothing outlives a request. 200, as vLLM answers."""
+        """200, as in vLLM; there is no prefix cache."""
         return Response(status_code=200)
 
     async def update_weight_version(self, request: Request) -> Response:
@@ -342,7 +342,7 @@ class _Routes:
             )
 
     def _render_chat(self, body: ChatBody | TokenizeBody) -> list[int]:
-        """Apply the chat template; whatever it raises is the caller's mistake."""
+        """Apply the chat template; any error in it is the client's."""
         if body.add_generation_prompt and body.continue_final_message:
             raise ApiError(
                 "add_generation_prompt and continue_final_message exclude each other",
@@ -377,17 +377,17 @@ class _Routes:
         results = asyncio.gather(
             *(asyncio.wrap_future(self.engine.submit(work)) for work in pending)
         )
-        gone = asyncio.ensure_future(_disconnected(request))
+        disconnected = asyncio.ensure_future(_disconnected(request))
         try:
-            waited: set[asyncio.Future[Any]] = {results, gone}
+            waited: set[asyncio.Future[Any]] = {results, disconnected}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not results.done():
                 raise ApiError("the client closed the connection", status=499)
             return results.result()
         finally:
-            gone.cancel()
+            disconnected.cancel()
             if not results.done():
-                # A cancelled gather holds a CancelledError that asyncio reports as lost unless it is read.
+                # asyncio reports the CancelledError of a cancelled gather as unretrieved unless it is read.
                 results.add_done_callback(lambda done: done.exception())
                 results.cancel()
                 with contextlib.suppress(EngineUnavailable):
@@ -405,7 +405,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def _text_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Join the text parts of a message; refuse parts that are no text."""
+    """Join the text parts of a message; refuse other parts."""
     content = message.get("content")
     if "role" not in message:
         raise ApiError("a message has no role", param="messages")
@@ -415,7 +415,7 @@ def _text_message(message: dict[str, Any]) -> dict[str, Any]:
     other = [kind for kind in kinds if kind != "text"]
     if other:
         raise ApiError(
-            f"message part of type {other[0]!r}: this engine takes text alone", param="messages"
+            f"message part of type {other[0]!r}: this engine takes only text", param="messages"
         )
     return {**message, "content": "".join(part["text"] for part in content)}
 
@@ -432,11 +432,11 @@ def _own_version() -> str:
 
 
 def _check_path(model: str) -> None:
-    """Fail at once for a path that is not there; a bare `owner/name` may be a model on the hub."""
+    """Raise ConfigError for a path that does not exist; `owner/name` may be a Hugging Face model."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"--model {model!r}: the directory holds no config.json")
+            raise ConfigError(f"--model {model!r}: the directory has no config.json")
     elif path.exists() or model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise ConfigError(f"--model {model!r}: no such directory")
 
@@ -474,7 +474,7 @@ def _context_len(config: EngineConfig, text_config: Any) -> int:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Take the port before the model is loaded, so that a port in use costs no wait."""
+    """Bind the port before the model is loaded, so that a port in use fails at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -483,14 +483,14 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as e:
         listener.close()
         raise EngineError(
-            f"cannot listen on {host}:{port}: {e.strerror}; stop what runs there or choose "
+            f"cannot listen on {host}:{port}: {e.strerror}; stop the process that uses it or choose "
             "another --port"
         ) from e
     return listener
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which end a stopped process by the signal instead of with 0."""
+    """uvicorn without its signal handlers, which raise the signal again instead of exiting with 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -536,7 +536,7 @@ def run(config: EngineConfig) -> int:
         try:
             warm_up(loaded.engine)
             host, port = listener.getsockname()[:2]
-            listener.listen(_BACKLOG)  # a reader of the line below may connect immediately
+            listener.listen(_BACKLOG)  # before the log line below, whose reader may connect at once
             logger.info("serving %s on http://%s:%s", loaded.model_name, host, port)
             return asyncio.run(_serve(loaded, listener))
         finally:
@@ -544,7 +544,7 @@ def run(config: EngineConfig) -> int:
 
 
 def warm_up(engine: Engine) -> None:
-    """Generate a few tokens for prompts of unequal length: an architecture that cannot be served fails here."""
+    """Generate a few tokens for prompts of different lengths; ConfigError if the model cannot be served."""
     params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
     work = [engine.submit(scheduler.EngineRequest([1] * length, params)) for length in (1, 3)]
     try:

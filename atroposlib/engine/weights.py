@@ -1,7 +1,7 @@
 """Replace a model's parameters in place from a safetensors checkpoint, entirely or not at all.
 
-`read_checkpoint` reads and compares every tensor with the model without touching it (any thread);
-`copy_weights` copies what was read (the engine's thread, between two decode steps).
+`read_checkpoint` reads every tensor and compares it with the model without changing it (any thread);
+`copy_weights` copies the tensors read (the engine's thread, between two decode steps).
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from torch import nn
 from atroposlib.errors import EngineRejected
 
 _SHOWN = 3
-"""How many offending tensors an error names."""
+"""How many tensors an error names."""
 
 
 def read_checkpoint(model: nn.Module, directory: Path) -> dict[str, torch.Tensor]:
     """Read `directory/*.safetensors` and return tensors by state-dict name, one name per storage of the model.
 
-    Names that the model ties (`lm_head.weight` to the embeddings) may be given once or several times with equal
-    values. Raises EngineRejected, naming the tensors, when the directory, a file, a name, a shape or a kind of dtype
-    is not right.
+    Tied names (`lm_head.weight` and the embeddings) may be given once, or several times with equal values. Raises
+    EngineRejected, naming the tensors, if the directory, a file, a name, a shape or a kind of dtype does not match.
     """
     tensors = _load_files(directory)
     state = {name: tensor for name, tensor in model.state_dict().items() if torch.is_tensor(tensor)}
@@ -34,7 +33,7 @@ def read_checkpoint(model: nn.Module, directory: Path) -> dict[str, torch.Tensor
     unknown = sorted(tensors.keys() - state.keys())
     if unknown:
         raise EngineRejected(
-            f"{directory} holds {len(unknown)} tensors that the model lacks: {_some(unknown)}"
+            f"{directory} has {len(unknown)} tensors that the model lacks: {_some(unknown)}"
         )
     missing = [names[0] for names in tied if not any(name in tensors for name in names)]
     if missing:
@@ -74,7 +73,7 @@ def _load_files(directory: Path) -> dict[str, torch.Tensor]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise EngineRejected(
-            f"weights_path {str(directory)!r} holds no .safetensors file; "
+            f"weights_path {str(directory)!r} has no .safetensors file; "
             "save the checkpoint with save_pretrained (safe serialization)"
         )
     tensors: dict[str, torch.Tensor] = {}
@@ -91,7 +90,7 @@ def _load_files(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _names_by_storage(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Group names that share memory: tied parameters appear once in the model and several times here."""
+    """Group the names that share memory (tied parameters)."""
     groups: defaultdict[tuple[int, torch.Size], list[str]] = defaultdict(list)
     for name, tensor in state.items():
         groups[(tensor.data_ptr(), tensor.shape)].append(name)

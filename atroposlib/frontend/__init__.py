@@ -1,3 +1,3 @@
-"""Pages for people: rollouts as HTML."""
+"""Rollouts as HTML pages."""
 
 __all__ = ["jsonl2html"]

@@ -24,7 +24,7 @@ PREVIEW_CHARS = 90
 def generate_html(input_path: str | Path, output_path: str | Path | None = None) -> Path:
     """Write the page next to the file (same stem, `.html`), or to `output_path`; return its path.
 
-    Raises ConfigError when the file cannot be read or a line is no JSON object.
+    Raises ConfigError if the file cannot be read or a line is not a JSON object.
     """
     source = Path(input_path)
     target = Path(output_path) if output_path is not None else source.with_suffix(".html")
@@ -45,16 +45,16 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
 
 
 def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
-    """Return one `<details>` block: scores and the prompt in its summary, the sequences inside; "" without any.
+    """Return one `<details>` block: scores and prompt in its summary, the sequences inside; "" without sequences.
 
-    A sequence's messages are a list of messages (nested lists are read in order), or one text. Of messages and scores
-    the shorter list counts; the difference is logged.
+    A sequence's messages are a list of messages (nested lists are flattened), or one text. If there are more messages
+    than scores or the reverse, the rest is dropped and logged.
     """
     scores = group_data.get("scores") or []
     conversations = _conversations(group_data.get("messages"), num_sequences=len(scores))
     if len(conversations) != len(scores):
         logger.warning(
-            "group %d: messages of %d sequences, scores of %d; the rest is left out",
+            "group %d: messages of %d sequences, scores of %d; the rest is dropped",
             index,
             len(conversations),
             len(scores),
@@ -78,7 +78,7 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
 
 
 def get_score_class(score: Any) -> str:
-    """Return the colour class of a score by its sign; "" for what is no number."""
+    """Return the CSS class of a score by its sign; "" if it is not a number."""
     number = _number(score)
     if number is None:
         return ""
@@ -102,7 +102,7 @@ def _conversations(messages: Any, *, num_sequences: int) -> list[list[Any]]:
 
 
 def _flat(messages: Any) -> list[Any]:
-    """Return the messages of a conversation in order, however deep they are nested.
+    """Return the messages of a conversation in order, with nested lists flattened.
 
     >>> _flat(["a", ["b", [{"role": "user"}]]])
     ['a', 'b', {'role': 'user'}]
@@ -118,7 +118,7 @@ def _read(source: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise ConfigError(f"cannot read {str(source)!r}: {error.strerror}") from error
     groups = []
-    # Not splitlines(): within a JSON string U+2028 and its like end no line.
+    # Not splitlines(): U+2028 and similar characters may occur in a JSON string.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -152,7 +152,7 @@ def _message(message: Any) -> str:
 
 
 def _text(content: Any) -> str:
-    """Return a message's text; parts of a list content follow one another, others are named by type."""
+    """Return a message's text; the parts of a list are joined, and parts without text shown as their type."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -170,7 +170,7 @@ def _kind(part: Any) -> str:
 
 
 def _preview(conversation: Sequence[Any]) -> str:
-    """Return the beginning of the first question, or of the text."""
+    """Return the beginning of the first user message or plain text."""
     for message in conversation:
         if isinstance(message, str) or (
             isinstance(message, Mapping) and message.get("role") == "user"

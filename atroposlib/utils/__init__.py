@@ -1,4 +1,4 @@
-"""Small pieces for authors of environments and trainers."""
+"""Utilities for authors of environments and trainers, and for this package's processes."""
 
 __all__ = [
     "advantages",

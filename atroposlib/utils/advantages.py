@@ -29,7 +29,7 @@ def allclose_to_first(
     equal_nan: bool = False,
     return_vector: bool = False,
 ) -> bool | NDArray[np.bool_]:
-    """Say whether every entry along axis 0 is close to the first; `return_vector` says it per entry.
+    """Return whether every entry along axis 0 is close to the first; with `return_vector`, per entry.
 
     >>> allclose_to_first([1.0, 1.0, 2.0], return_vector=True).tolist()
     [True, True, False]
@@ -43,7 +43,7 @@ def allclose_to_first(
 
 
 def compute_stats(data: NestedNumbers) -> Stats:
-    """Return mean and population variance of every number in `data`; ValueError when there is none.
+    """Return mean and population variance of all numbers in `data`; ValueError if there are none.
 
     >>> compute_stats([1, [2, 3]])["mean"]
     2.0
@@ -57,7 +57,7 @@ def compute_stats(data: NestedNumbers) -> Stats:
 def compute_discounted_returns(
     rewards: Sequence[float] | NDArray[Any], gamma: float
 ) -> NDArray[np.float32]:
-    """Return G[t] = r[t] + gamma * G[t + 1] for every step, as float32 whatever type the rewards have.
+    """Return G[t] = r[t] + gamma * G[t + 1] for every step, as float32.
 
     >>> compute_discounted_returns([1, 1, 1], 0.5).tolist()
     [1.75, 1.5, 1.0]
@@ -77,8 +77,8 @@ def compute_grpo_process_supervision_advantages(
 ) -> list[NDArray[np.float32]]:
     """Return the advantage of every step of every trajectory (GRPO with process supervision, arXiv:2402.03300, 4.1.3).
 
-    Rewards are normalised by mean and deviation over all steps of the group; a step's advantage is the sum of the
-    normalised rewards from it on (`gamma` None), or their discounted return. ValueError when the deviation is
+    Rewards are normalised by mean and standard deviation over all steps of the group; a step's advantage is the sum of
+    the normalised rewards from that step on (`gamma` None), or their discounted return. ValueError if the deviation is
     below `std_tol`.
     """
     stats = compute_stats(rewards)

@@ -1,4 +1,4 @@
-"""Choose one of several candidates by a first criterion, ties by a second. Pure; called by environments."""
+"""Choose a candidate by a primary score, ties by a secondary one. Pure; called by environments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def select_best_index(
     primary_higher_is_better: bool = True,
     secondary_lower_is_better: bool = True,
 ) -> int:
-    """Return the first index that is best by the primary scores and, among those, by the secondary ones.
+    """Return the index with the best primary score, of ties the best secondary score, of ties the first.
 
     Raises ValueError for no candidates or lists of different lengths.
 

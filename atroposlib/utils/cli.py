@@ -1,4 +1,4 @@
-"""Helpers of the original's command lines, for environments that build one of their own.
+"""Functions of the original's command lines, for environments that build their own.
 
 `python env.py serve` does not use them: flags are read by `atroposlib.config`.
 """
@@ -32,7 +32,7 @@ def get_prefixed_pydantic_model(base_model: type[BaseModel], prefix: str) -> typ
 
 
 def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dicts merged recursively; later ones win.
+    """Return the dicts merged recursively; later ones override earlier ones.
 
     >>> merge_dicts({"a": {"x": 1}}, {"a": {"y": 2}})
     {'a': {'x': 1, 'y': 2}}
@@ -44,7 +44,7 @@ def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def extract_namespace(model: BaseModel | Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the entries whose names begin with `prefix`, without it.
+    """Return the entries whose names begin with `prefix`, with the prefix removed.
 
     >>> extract_namespace({"env.size": 4, "slurm": True}, "env.")
     {'size': 4}
@@ -76,8 +76,8 @@ def adjust_model_defaults(
 def get_double_dash_flags() -> dict[str, Any]:
     """Return the `--flag`s on this process's command line, without the dashes.
 
-    A flag without a value is True, the text `None` is null, lists and objects are read as JSON, negative numbers are
-    values; everything else stays text for pydantic to read.
+    A flag without a value is True, the text `None` is None, lists and objects are parsed as JSON, negative numbers are
+    values; anything else stays text for pydantic to convert.
     """
     flags: dict[str, Any] = {}
     rest = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""Evaluation results as a table that reads well in a terminal and in Markdown."""
+"""Evaluation results as a table for terminals and Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def display_metrics_table(
 
 
 def metrics_table(task_name: str, metrics: Mapping[str, Any]) -> str:
-    """Return one row per metric: numbers with four decimals, anything else as its text."""
+    """Return one row per metric: numbers with four decimals, other values as text."""
     rows = [_COLUMNS]
     for index, (key, value) in enumerate(metrics.items()):
         name = key.removeprefix("eval/").replace("_", " ")

@@ -1,8 +1,8 @@
-"""An event loop whose rounds stay short, however many answers arrive. Used by this package's own processes.
+"""An event loop with short iterations, however many answers arrive. Used by this package's own processes.
 
-asyncio handles everything that the kernel reports before it looks at its timers again. When hundreds of answers have
-come at once, or a server has closed as many idle connections, that is one round of 100 ms. Here a round takes a few;
-the kernel reports the others again in the next one.
+asyncio handles all events that the kernel reports before it checks its timers again. With hundreds of answers at once,
+or as many idle connections closed by a server, one iteration takes 100 ms. Here it handles a few events; the kernel
+reports the others again in the next iteration.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import selectors
 from typing import Final
 
 EVENTS_PER_ROUND: Final = 16
-"""Reading and decoding an answer costs 0.2 to 0.7 ms: up to 10 ms a round."""
+"""Reading and decoding an answer takes 0.2 to 0.7 ms: up to 10 ms per iteration."""
 
 
 class _FewAtOnce(selectors.DefaultSelector):
@@ -21,5 +21,5 @@ class _FewAtOnce(selectors.DefaultSelector):
 
 
 def loop_with_short_rounds() -> asyncio.AbstractEventLoop:
-    """For `asyncio.Runner(loop_factory=...)`."""
+    """Return a new loop, for `asyncio.Runner(loop_factory=...)`."""
     return asyncio.SelectorEventLoop(_FewAtOnce())

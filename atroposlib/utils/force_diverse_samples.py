@@ -1,4 +1,4 @@
-"""Completions that begin differently: draw distinct first tokens, then complete each."""
+"""Completions with different first tokens: draw distinct first tokens, then complete each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from atroposlib.errors import EngineProtocolError
 
 NUM_FIRST_TOKENS = 20
-"""How many first tokens the server is asked for; the most that common servers return."""
+"""Requested number of first tokens; the most that common servers return."""
 
 
 async def generate_with_diverse_first_tokens(
@@ -22,11 +22,11 @@ async def generate_with_diverse_first_tokens(
     max_tokens: int = 4096,
     temperature: float = 1.0,
 ) -> list[str]:
-    """Return `n` completions (each with `prefill` and its first token), begun with different tokens.
+    """Return `n` completions (each with `prefill` and its first token) that begin with different tokens.
 
-    Written to be a method of an environment: `self` has `tokenizer` and `server`. First tokens are drawn without
-    replacement from the server's top 20 by their probability at `temperature`; where the server offers fewer than
-    `n`, all are used and the drawing starts again. Raises `EngineProtocolError` when it returns no logprobs.
+    Intended as a method of an environment: `self` has `tokenizer` and `server`. First tokens are drawn without
+    replacement from the server's top 20 by their probability at `temperature`; if there are fewer than `n`, all are
+    used and the drawing starts again. Raises `EngineProtocolError` if the server returns no logprobs.
     """
     prompt = self.tokenizer.apply_chat_template(
         list(messages), tokenize=False, add_generation_prompt=True
@@ -58,7 +58,7 @@ def draw_first_tokens(
     temperature: float = 1.0,
     rng: random.Random | None = None,
 ) -> list[str]:
-    """Draw `n` tokens without replacement, starting over whenever all have been drawn.
+    """Draw `n` tokens without replacement, starting again when all have been drawn.
 
     Sorting by logprob / temperature plus Gumbel noise draws without replacement (arXiv:1903.06059, section 2.3); at
     temperature 0 the most probable come first.
@@ -79,7 +79,7 @@ def draw_first_tokens(
 
 
 def _top_logprobs(answer: Any) -> dict[str, float]:
-    """Return token -> logprob of the first position; objects of the openai package and plain dicts alike."""
+    """Return logprobs by token of the first position, from an object of the openai package or a dict."""
     found = answer.choices[0].logprobs
     positions = found.get("top_logprobs") if isinstance(found, Mapping) else None
     if found is not None and not isinstance(found, Mapping):

@@ -1,4 +1,4 @@
-"""Read HTTP answers. Called by environments that talk to services of their own."""
+"""Read HTTP responses. Called by environments that use other services."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 async def parse_http_response(resp: Any, logger: logging.Logger | None = None) -> Any:
     """Return the JSON of an `aiohttp` response.
 
-    For a status of 400 and up, and for a body that is no JSON, the body is logged and the error raised again.
+    For a status of 400 or above, and for a body that is not JSON, logs the body and raises the error.
     """
     log = logger or logging.getLogger(__name__)
     body: str | None = None
     try:
         if resp.status >= 400:
-            body = await resp.text()  # raise_for_status gives the connection back
+            body = await resp.text()  # raise_for_status releases the connection
         resp.raise_for_status()
         return await resp.json()
     except Exception as error:

@@ -1,9 +1,8 @@
 """The demo's task: reverse five letters. Rows are generated, split by a hash, and scored exactly.
 
-`abcde>` is answered by `edcba` and the end-of-sequence token. A prompt always belongs to the same split
-(CRC-32 of its text), so no held-out prompt is ever trained on, whatever the seed. Used by the
-environment (`environments/letter_reversal_server.py`) and by the demo's warm-up and evaluation.
-Standard library only.
+The answer to `abcde>` is `edcba` and the end-of-sequence token. The CRC-32 of a prompt determines its split, so no
+held-out prompt is ever trained on, for any seed. Used by `environments/letter_reversal_server.py` and by the demo's
+warm-up and evaluation. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ LETTERS = "abcdefghij"
 NUM_LETTERS = 5
 END_OF_QUESTION = ">"
 MAX_ANSWER_TOKENS = NUM_LETTERS + 2
-"""Generation limit in tokens: the answer, its end-of-sequence token, and one to be wrong with."""
+"""Generation limit in tokens: the answer, its end-of-sequence token, and one more."""
 
 
 class Split(Enum):
@@ -32,7 +31,7 @@ class Split(Enum):
 
 
 def split_of(prompt: str) -> Split:
-    """Return the split a prompt belongs to, the same in every process and for every seed."""
+    """Return a prompt's split, the same in every process and for every seed."""
     match zlib.crc32(prompt.encode()) % 10:
         case 0:
             return Split.HELDOUT
@@ -43,7 +42,7 @@ def split_of(prompt: str) -> Split:
 
 
 def prompts(split: Split, *, seed: int) -> Iterator[str]:
-    """Yield random prompts of one split without end; the same seed gives the same prompts."""
+    """Yield random prompts of one split endlessly; the same seed gives the same prompts."""
     generator = random.Random(f"{split.value}-{seed}")
     while True:
         prompt = "".join(generator.choices(LETTERS, k=NUM_LETTERS)) + END_OF_QUESTION
@@ -71,7 +70,7 @@ def answer_to(prompt: str) -> str:
 
 
 def is_correct(prompt: str, completion: str, *, finished: bool) -> bool:
-    """Judge one completion: exactly the answer, and `finished` by the end-of-sequence token.
+    """Whether a completion is exactly the answer and `finished` by the end-of-sequence token.
 
     >>> is_correct("abcde>", "edcba", finished=False)
     False

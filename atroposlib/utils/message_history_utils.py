@@ -1,4 +1,4 @@
-"""Keep long conversations inside a token limit: thinking blocks and whole trajectories. Called by environments."""
+"""Shorten thinking blocks and trajectories to a token limit. Called by environments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIGNED_KEYS = (
     "distill_token_ids",
     "distill_logprobs",
 )
-"""Per-token fields of a step: they do not fit tokens that were encoded again."""
+"""Per-token fields of a step, invalid after the text is tokenised again."""
 
 Step = dict[str, Any]
 """One step of a trajectory: parallel lists with one entry per alternative."""
@@ -38,9 +38,9 @@ def strip_thinking(response_text: str) -> str:
 def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int) -> str:
     """Shorten the first thinking block to at most `max_think_tokens` tokens of its content.
 
-    A longer block keeps its last paragraph if that fits, else its last tokens, after "... ". What is left is set on
-    lines of its own; where nothing is left, as with a limit of 0, the tags are empty. Text without a block, or that
-    the tokenizer cannot take, is returned unchanged.
+    A longer block keeps its last paragraph if that fits, else its last tokens, after "... ". The content is put on its
+    own lines; if none is left, as with a limit of 0, the tags are empty. Text without a block, or that the tokenizer
+    cannot encode, is returned unchanged.
     """
     parts = _split(response_text)
     if parts is None:
@@ -49,7 +49,9 @@ def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int)
     try:
         content = _shorten(content.strip(), tokenizer, max_think_tokens)
     except Exception:
-        logger.warning("a thinking block could not be tokenised and is kept whole", exc_info=True)
+        logger.warning(
+            "a thinking block could not be tokenised and is not shortened", exc_info=True
+        )
         return response_text
     return (
         f"{before}{_OPEN}\n{content}\n{_CLOSE}{after}"
@@ -86,21 +88,21 @@ def ensure_trajectory_token_limit(
 ) -> list[Step]:
     """Return the steps of a trajectory, each shortened until its longest alternative fits the limit.
 
-    From a step that is too long the oldest messages after the first one go, an observation together with the reply
-    to it, the same number in every alternative; the first message, the last observation and the last reply stay.
-    What is left is tokenised again (only the last reply is trained), so the step's other per-token fields become
-    None. Steps that lack a needed key, or that do not fit even so, are left out, with a warning.
+    A step that is too long loses its oldest messages after the first one, an observation together with its reply, the
+    same number in every alternative; the first message, the last observation and the last reply stay. The rest is
+    tokenised again (only the last reply is trained), and the step's other per-token fields become None. Steps that lack
+    a required key, or still do not fit, are dropped with a warning.
     """
     kept = []
     for index, step in enumerate(trajectory):
         missing = [key for key in _NEEDED_KEYS if key not in step]
         if missing:
-            logger.warning("step %d is left out: it has no %s", index, ", ".join(missing))
+            logger.warning("step %d dropped: it has no %s", index, ", ".join(missing))
             continue
         fitting = _fit(dict(step), tokenizer, max_trajectory_tokens)
         if fitting is None:
             logger.warning(
-                "step %d is left out: it exceeds %d tokens even without its history",
+                "step %d dropped: it exceeds %d tokens even without its history",
                 index,
                 max_trajectory_tokens,
             )
@@ -132,7 +134,7 @@ def _fit(step: Step, tokenizer: Any, limit: int) -> Step | None:
 
 
 def _is_exchange(chat: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the oldest messages that may go are an observation and the reply to it."""
+    """Whether the oldest removable messages are an observation and its reply."""
     return (
         len(chat) > 4
         and chat[1]["role"] not in UNMASKED_ROLES

@@ -11,7 +11,7 @@ import numpy as np
 def get_std_min_max_avg(
     name: str, data: Sequence[float], metrics_dict: dict[str, Any]
 ) -> dict[str, Any]:
-    """Add `<name>_mean`, `_std` (population), `_max` and `_min` to `metrics_dict` and return it; nothing for no data.
+    """Add `<name>_mean`, `_std` (population), `_max` and `_min` (if there are data) to `metrics_dict`; return it.
 
     >>> get_std_min_max_avg("len", [1, 3], {})
     {'len_mean': 2.0, 'len_std': 1.0, 'len_max': 3.0, 'len_min': 1.0}

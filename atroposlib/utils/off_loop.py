@@ -1,8 +1,8 @@
-"""Work that holds the interpreter's lock (decoding, checking, turning tokens into text), kept off the event loop.
+"""Run work that holds the GIL (decoding, checking, converting tokens to text) off the event loop.
 
-All of it runs in one thread, first come, first served: the loop then waits for one piece of it at most before its own
-turn comes, while each of several threads would take a turn before it, and none of them would be done sooner. For work
-that waits or gives the lock back (files, compression), `asyncio.to_thread` is the right call.
+One thread runs it in order of arrival, so the loop competes with only one thread for the GIL; several threads would
+delay the loop without finishing sooner. For work that waits or releases the GIL (files, compression), use
+`asyncio.to_thread`.
 """
 
 from __future__ import annotations

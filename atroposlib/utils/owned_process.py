@@ -1,7 +1,7 @@
 """Start, watch and stop a program that this process owns.
 
-Owns one rule: nothing is ever signalled that was not started here. The program runs in a process group of its own;
-stopping it touches that group alone. A program that dies is reported with the end of its log. Called by
+Invariant: only processes started here are signalled. The program runs in its own process group, and stopping it affects
+only that group. A program that dies is reported with the end of its log. Called by
 the trainer's `vllm_process.py` and `run.py`; it does not know what the program does.
 """
 
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
 LOG_TAIL_LINES = 15
 
-# Linux only: asks the kernel to send SIGTERM to the program when its parent dies, then becomes the program.
-# A child process does this instead of Popen's preexec_fn, which forks a multi-threaded torch process
-# and runs Python in the copy (deprecated since Python 3.12). Arguments: parent's pid, then the command.
+# Linux only: asks the kernel to send SIGTERM to the program when its parent dies, then executes the program.
+# Not Popen's preexec_fn, which runs Python in a fork of a multi-threaded torch process (deprecated since Python 3.12).
+# Arguments: parent's pid, then the command.
 _TIED_TO_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 if os.getppid() != int(sys.argv[1]):
-    sys.exit("the process that asked for this program is gone")
+    sys.exit("the process that started this program has ended")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 
@@ -41,12 +41,11 @@ os.execvp(sys.argv[2], sys.argv[2:])
 class OwnedProcess:
     """One program, from its command line to its end.
 
-    `name` is how messages call it. `env` is the whole environment (None: inherit). Output goes to the end of
-    `log_path`.
+    `name` is used in messages. `env` is the complete environment (None: inherit). Output is appended to `log_path`.
 
-    As a context manager it is ready inside the block and gone after it. Without the block, the caller of `start()`
-    calls `stop()` in a `finally`. On Linux the program also ends when the starting *thread* ends without either, for
-    instance by SIGKILL: start it from a thread that lives as long as the program should.
+    As a context manager it is ready inside the block and stopped after it. Without the block, the caller of `start()`
+    calls `stop()` in a `finally`. On Linux the program also ends when the *thread* that started it ends, for example by
+    SIGKILL: start it from a thread that lives as long as the program should.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class OwnedProcess:
 
     @property
     def pid(self) -> int | None:
-        """The program's process id, which is also its process group; None when it does not run."""
+        """The program's process id, which is also its process group; None if it does not run."""
         process = self._process
         return None if process is None else process.pid
 
@@ -102,14 +101,13 @@ class OwnedProcess:
             )
 
     def wait_ready(self) -> None:
-        """Return when the program can be used; a program that says nothing of itself can be at once."""
+        """Return when the program is ready; default: at once, if it is alive."""
         self.check_alive()
 
     def poll(self) -> int | None:
-        """The exit status, or None while the program runs or has not been started.
+        """Return the exit status; None while the program runs or if it was never started.
 
-        Processes that a dead program left behind in its group are killed the moment its death is seen,
-        before its process id can be given to anybody else.
+        The rest of a dead program's group is killed as soon as its death is seen.
         """
         process = self._process
         if process is not None:
@@ -130,17 +128,17 @@ class OwnedProcess:
             raise EngineError(f"{self.name} was not started")
 
     def stop(self) -> None:
-        """Ask the program to end, wait, then kill what is left of its group. Harmless when not running."""
+        """Send SIGTERM, wait, then kill the rest of the group. Does nothing if it is not running."""
         process = self._process
         if process is None or self.poll() is not None:
             return
-        # The leader alone is asked: vLLM's workers end by its order, and complain when signalled themselves.
+        # Only the leader: it stops vLLM's workers, which log errors when signalled themselves.
         process.send_signal(signal.SIGTERM)
         try:
             status = process.wait(self._stop_grace_s)
         except subprocess.TimeoutExpired:
             logger.warning(
-                "%s ignored SIGTERM for %.0f s and is killed", self.name, self._stop_grace_s
+                "%s ignored SIGTERM for %.0f s; killing it", self.name, self._stop_grace_s
             )
             process.kill()
             status = process.wait()
@@ -148,7 +146,7 @@ class OwnedProcess:
         logger.info("%s stopped", self.name)
 
     def log_tail(self) -> str:
-        """The last lines that speak of an error, then the last lines, of this run's log."""
+        """Return the last lines with an error, then the last lines, of this run's log."""
         try:
             lines = self.log_path.read_text(errors="replace").splitlines()
         except FileNotFoundError:
@@ -156,7 +154,7 @@ class OwnedProcess:
         starts = [i for i, line in enumerate(lines) if line.startswith("--- ")]
         lines = lines[starts[-1] :] if starts else lines
         tail = lines[-LOG_TAIL_LINES:]
-        # vLLM ends with pages of shutdown noise; the reason stands further up.
+        # vLLM ends with many shutdown messages; the cause is logged before them.
         errors = [line for line in lines[:-LOG_TAIL_LINES] if "Error" in line or "ERROR" in line]
         shown = [*errors[-LOG_TAIL_LINES:], "...", *tail] if errors else tail
         return "\n".join([f"end of {self.log_path}:", *(f"  {line[:500]}" for line in shown)])
@@ -179,7 +177,7 @@ class OwnedProcess:
         self.stop()
 
     def _bury(self, process: subprocess.Popen[bytes], status: int) -> None:
-        """Record the leader's end and kill what remains of its group; once, whichever thread sees it first."""
+        """Record the leader's exit status and kill the rest of its group; only the first call has an effect."""
         if self._process is not process:
             return
         self._exit_status = status

@@ -1,7 +1,7 @@
-"""A finished chat as tokens and labels: what a trainer needs when the inference server returned only text.
+"""A finished chat as tokens and labels, for environments whose inference server returns only text.
 
-Labels are -100 where nothing is trained and the token itself elsewhere. Called by environments that do not use the
-managed server; those that do already have exact tokens and should not tokenise text again.
+Labels are the token where it is trained and -100 elsewhere. Environments that use the managed server have the exact
+tokens and should not tokenise text again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def tokenize_for_trainer(
     train_on_all_assistant_turns: bool = False,
     finish_reason: str = "",
 ) -> TokenizedChat:
-    """Render `chat` with the tokenizer's template and label what is trained.
+    """Render `chat` with the tokenizer's template and label the trained tokens.
 
-    Default: everything after the prompt of the last message. `train_on_all_assistant_turns`: every message of
-    `UNMASKED_ROLES`. With `finish_reason` "length" a last token equal to EOS is removed: the template wrote it, not
-    the model. The order of parameters is part of the interface.
+    By default the last message is trained; with `train_on_all_assistant_turns`, every message of `UNMASKED_ROLES`. With
+    `finish_reason` "length" a final EOS token is removed: the template added it, not the model. The order of parameters
+    is part of the interface.
     """
     tokens = chat_token_ids(tokenizer, chat)
     masks = [IGNORE_INDEX] * len(tokens)
@@ -51,8 +51,8 @@ def tokenize_for_trainer(
         until_here = tokens if is_last else chat_token_ids(tokenizer, chat[: index + 1])
         if tokens[: len(prompt)] != prompt or tokens[: len(until_here)] != until_here:
             logger.warning(
-                "message %d: the chat template renders earlier messages differently once later ones follow; "
-                "its labels may be off by what differs",
+                "message %d: the chat template renders earlier messages differently when later ones follow; "
+                "its labels may be shifted",
                 index,
             )
         masks[len(prompt) : len(until_here)] = tokens[len(prompt) : len(until_here)]
@@ -67,7 +67,7 @@ def tokenize_for_trainer(
 def chat_token_ids(
     tokenizer: Any, chat: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
 ) -> list[int]:
-    """Return the template's token ids; no messages and no generation prompt is nothing."""
+    """Return the template's token ids; [] without messages and generation prompt."""
     if not chat and not add_generation_prompt:
         return []
     options = {"add_generation_prompt": add_generation_prompt}
@@ -75,7 +75,7 @@ def chat_token_ids(
     if backend is not None:
         text = tokenizer.apply_chat_template(list(chat), tokenize=False, **options)
         return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-    # transformers 5 returns a mapping unless told not to; other tokenizers may return one anyway.
+    # transformers 5 returns a mapping by default; other tokenizers may ignore `return_dict`.
     rendered = tokenizer.apply_chat_template(
         list(chat), tokenize=True, return_dict=False, **options
     )
@@ -83,9 +83,9 @@ def chat_token_ids(
 
 
 def _backend_of(tokenizer: Any) -> Any:
-    """Return the Rust tokenizer of transformers where calling it directly gives the same ids, else None.
+    """Return the Rust tokenizer of transformers if it gives the same ids when called directly, else None.
 
-    transformers asks it for the place of every token in the text as well, which takes a third of the time.
+    transformers also requests the offsets of every token, which takes a third of the time.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not hasattr(backend, "encode_batch_fast"):

@@ -1,6 +1,6 @@
-"""Find and read a tool call that a model wrote as JSON between tags. Pure; called by environments.
+"""Find and parse a tool call that a model wrote as JSON between tags. Called by environments.
 
-A completion is never an exception: what cannot be read is reported as an error in the result.
+Never raises for a completion: a call that cannot be parsed is an error in the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ParsedToolCall(NamedTuple):
 
 
 def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) -> str | None:
-    """Return the content of the first non-empty tag, tried in the order of `preferred_tags`; None without one.
+    """Return the content of the first non-empty tag, in the order of `preferred_tags`; None without one.
 
     >>> extract_tool_call('so: <tool_call>{"name": "look"}</tool_call>')
     '{"name": "look"}'
@@ -46,8 +46,8 @@ def parse_tool_call(
 ) -> ParsedToolCall:
     """Return (name, arguments, is_error) of the first tool call in `response`.
 
-    `available_tools` are names or OpenAI tool descriptions; without them every name is accepted. An unknown name
-    is ("-ERROR-", its arguments, True); no call or one that cannot be read is ("-ERROR-", {}, True).
+    `available_tools` are names or OpenAI tool descriptions; without them every name is accepted. Returns ("-ERROR-",
+    arguments, True) for an unknown name, ("-ERROR-", {}, True) for a missing or unparsable call.
     """
     content = extract_tool_call(response, preferred_tags)
     call = None if content is None else _load(content)
@@ -73,7 +73,7 @@ def _name_of(tool: str | Mapping[str, Any]) -> str:
 
 
 def _load(text: str) -> Any:
-    """Read JSON; only if that fails, read it with apostrophes as quotes (a Python dict, more or less)."""
+    """Parse JSON; if that fails, parse it with apostrophes as quotes (like a Python dict)."""
     for candidate in (text, text.replace("'", '"')):
         try:
             return json.loads(candidate, strict=False)  # models write raw line breaks into strings

@@ -1,8 +1,8 @@
-"""Train agents that are programs of their own: arithmetic, by an agent on OpenAI's SDK or on plain HTTP.
+"""Train agents that are separate programs: arithmetic, by an agent that uses OpenAI's SDK or plain HTTP.
 
     python environments/agents/arithmetic_agents.py serve --env.agent http --openai.model_name M ...
 
-The agents beside this file are unmodified programs; each run of one is a process that is given a base URL and a key.
+The agents next to this file are unmodified programs; each run is a process that gets a base URL and a key.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ NUM_ROWS = {"train": 1000, "eval": 16}
 
 
 class ArithmeticAgentsConfig(AgentEnvConfig):
-    """Which agent is trained."""
+    """Settings of this environment."""
 
     agent: Literal["openai_sdk", "http"] = "openai_sdk"
-    """Program beside this file: `<agent>_agent.py`."""
+    """Program next to this file: `<agent>_agent.py`."""
 
 
 class ArithmeticAgents(AgentEnv):

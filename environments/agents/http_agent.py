@@ -1,4 +1,4 @@
-"""An agent on nothing but HTTP: it drafts an answer, reviews the draft in a new conversation, and prints the result.
+"""An agent on plain HTTP: it drafts an answer, reviews the draft in a new conversation, and prints the result.
 
 OPENAI_BASE_URL=... OPENAI_API_KEY=... python http_agent.py "What is 17 * 23?"
 """
@@ -32,4 +32,4 @@ def answer(question: str) -> str:
 
 
 if __name__ == "__main__":
-    print(answer(sys.argv[1]))  # noqa: T201 - a program of its own
+    print(answer(sys.argv[1]))  # noqa: T201 - a separate program

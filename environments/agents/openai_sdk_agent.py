@@ -1,4 +1,4 @@
-"""An agent like many: OpenAI's SDK, a tool, a loop. It knows nothing of training and prints its answer.
+"""A typical agent: OpenAI's SDK, a tool, a loop. It has no training code and prints its answer.
 
 OPENAI_BASE_URL=... OPENAI_API_KEY=... python openai_sdk_agent.py "What is 17 * 23?"
 """
@@ -69,4 +69,4 @@ def answer(question: str) -> str:
 
 
 if __name__ == "__main__":
-    print(answer(sys.argv[1]))  # noqa: T201 - a program of its own
+    print(answer(sys.argv[1]))  # noqa: T201 - a separate program

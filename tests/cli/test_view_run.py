@@ -115,7 +115,7 @@ def test_consuming_does_not_reset_a_live_run(hub: HubServer) -> None:
 
 
 def test_a_hub_that_does_not_answer_is_said_on_the_page() -> None:
-    assert "The hub does not help: GET http://127.0.0.1:1/latest_example" in shown(
+    assert "Cannot read from the hub: GET http://127.0.0.1:1/latest_example" in shown(
         HubServer("http://127.0.0.1:1")
     )
 

@@ -177,7 +177,7 @@ def test_custom_names_are_kept_whole() -> None:
     own.register(Length)
     assert own.list_registered() == ["length", "my_reward"]
     assert own.get("my_reward") is own.get("my") is Length
-    with pytest.raises(TypeError, match="no subclass"):
+    with pytest.raises(TypeError, match="not a subclass"):
         own.register(dict)  # type: ignore[call-overload]
 
 

@@ -30,7 +30,7 @@ def box(request: pytest.FixtureRequest) -> Sandbox:
     if request.param == "plain":
         return ProcessSandbox()
     if not isinstance(local_sandbox(), BubblewrapSandbox):
-        pytest.skip("bubblewrap is missing or may not make namespaces")
+        pytest.skip("bubblewrap is missing or may not create namespaces")
     return local_sandbox()
 
 

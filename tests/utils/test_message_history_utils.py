@@ -54,7 +54,7 @@ def test_a_tokenizer_that_fails_leaves_the_text(caplog: pytest.LogCaptureFixture
     text = "<think>abc</think>"
     with caplog.at_level(logging.WARNING):
         assert truncate_thinking(text, object(), 1) == text
-    assert "kept whole" in caplog.text
+    assert "is not shortened" in caplog.text
 
 
 def chat(num_exchanges: int, *, reply: str = "ok") -> list[dict[str, Any]]:
@@ -128,5 +128,5 @@ def test_step_that_never_fits_or_lacks_a_key_is_left_out_loudly(
     with caplog.at_level(logging.WARNING):
         kept = ensure_trajectory_token_limit([step(chat(3)), incomplete], TOKENIZER, 5)
     assert kept == []
-    assert "step 0 is left out: it exceeds 5 tokens" in caplog.text
-    assert "step 1 is left out: it has no seed" in caplog.text
+    assert "step 0 dropped: it exceeds 5 tokens" in caplog.text
+    assert "step 1 dropped: it has no seed" in caplog.text

@@ -1,4 +1,4 @@
-"""What the demo's parts are started with: its settings, its files, and the command line of each part.
+"""The demo's settings, its files, and the command line of each of its processes.
 
 `demo.py` starts them; `config.yaml` in the demo's directory records them.
 """
@@ -35,7 +35,7 @@ TRAINER_RECIPE = {
     "scale_advantages": True,
     "kl_coef": 0.0,
 }
-"""Found by trying: at twice the learning rate without a warm-up the model forgets the task."""
+"""Found by experiment: at twice the learning rate without a warm-up the model forgets the task."""
 
 MODEL_NAME = "demo"
 
@@ -47,7 +47,7 @@ class DemoConfig(BaseModel):
     steps: int = Field(default=150, ge=1, description="Optimizer steps of reinforcement learning")
     out: Path = Field(
         default=Path("runs/demo"),
-        description="Directory to leave the results in; an earlier run there is moved aside",
+        description="Directory of the results; an earlier run there is renamed",
     )
     engine: Literal["local", "vllm"] = Field(
         default="local", description="Inference engine: atropos-engine, or vLLM"
@@ -58,13 +58,13 @@ class DemoConfig(BaseModel):
     )
     wandb: bool = Field(default=False, description="Log to Weights & Biases as well")
     max_minutes: float | None = Field(
-        default=30.0, gt=0, description="Stop training after this long and measure; None: no limit"
+        default=30.0, gt=0, description="Stop training after this time and evaluate; None: no limit"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """Where everything of one run lies."""
+    """The paths of one run's files."""
 
     root: Path
 
@@ -100,7 +100,7 @@ class RunFiles:
 
 
 def python(module: str, **flags: object) -> list[str]:
-    """Return the command that runs a module of this interpreter with flags."""
+    """Return the command that runs a module with this interpreter and flags."""
     return [sys.executable, "-m", module, *_flags(flags)]
 
 
@@ -137,7 +137,7 @@ def engine_command(config: DemoConfig, files: RunFiles, *, port: int) -> list[st
 
 
 def engine_variables(config: DemoConfig) -> dict[str, str]:
-    """vLLM serves the routes that replace weights only in its development mode."""
+    """Return the engine's environment variables; vLLM's weight routes need its development mode."""
     if config.engine == "local":
         return {}
     return {
@@ -182,7 +182,7 @@ def environment_command(
         "env.max_num_workers": PROMPTS_PER_STEP,
         "env.max_batches_offpolicy": 1,
         "env.max_token_length": MAX_POSITIONS,
-        # One more than there will be: the environment is stopped after the trainer, not before.
+        # One more than the trainer takes, so that the environment does not end before it.
         "env.total_steps": config.steps + 1,
         "env.steps_per_eval": 0,
         "env.seed": config.seed,
@@ -210,7 +210,7 @@ def environment_file() -> Path:
 
 
 def environment_variables() -> dict[str, str]:
-    """One thread per process: more of them than cores spin on each other and cost minutes."""
+    """Return the processes' environment variables; one thread each, since more threads than cores cost minutes."""
     source = str(Path(atroposlib.__file__).parents[1])
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {

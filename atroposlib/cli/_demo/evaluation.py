@@ -1,4 +1,4 @@
-"""Accuracy of whatever weights an engine holds, measured over HTTP as any client would see it."""
+"""Accuracy of an engine's current weights, measured over HTTP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Accuracy:
 
 
 def measure(engine_url: str, model_name: str, prompts: Sequence[str]) -> Accuracy:
-    """Answer every prompt twice, sampled and greedily; raises `EngineError` when one has no answer."""
+    """Answer every prompt twice, sampled and greedily; raises `EngineError` if a request fails."""
     return asyncio.run(_measure(engine_url, model_name, prompts))
 
 

@@ -1,7 +1,7 @@
-"""The processes of the demo: started in sessions of their own, watched, and stopped together.
+"""The processes of the demo: started in their own sessions, watched, and stopped together.
 
-Owns the promise that everything started here is stopped, and nothing else: signals go only to process
-groups created here, and only while their leader is unreaped, so a number is never reused under us.
+Invariant: every process started here is stopped, and no other. Signals go only to process groups created here, and
+only while their leader is not reaped, so that its id cannot have been reused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TAIL_LINES = 25
 
 
 class PartDied(AtroposError):
-    """A process of the demo ended when it should have been running."""
+    """A process of the demo ended unexpectedly."""
 
 
 class Part:
@@ -35,7 +35,7 @@ class Part:
     def __init__(
         self, name: str, command: Sequence[str], *, log_path: Path, env: Mapping[str, str]
     ) -> None:
-        """Start the command; its output, both streams, goes to `log_path`."""
+        """Start the command; stdout and stderr go to `log_path`."""
         self.name = name
         self.command = list(command)
         self.log_path = log_path
@@ -68,17 +68,17 @@ class Part:
         return result.si_status if exited else -result.si_status
 
     def signal(self, number: int) -> None:
-        """Signal the whole group, unless the process was reaped already."""
+        """Signal the process group, unless the process was already reaped."""
         if self._process.returncode is None:
             os.killpg(self.pid, number)
 
     def reap(self) -> None:
-        """Kill what is left of the group and collect the process, which adds its CPU time to ours."""
+        """Kill the rest of the group and reap the process, which adds its CPU time to this process's children."""
         self.signal(signal.SIGKILL)
         self._process.wait()
 
     def death_notice(self) -> str:
-        """Say that this part died, with the end of its log."""
+        """Return a message with the exit status and the end of the log."""
         lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
         tail = "\n".join(f"    {line}" for line in lines[-_TAIL_LINES:])
         status = self.exit_status()
@@ -88,20 +88,20 @@ class Part:
 
 
 class Parts:
-    """All running parts; leaving the context stops them."""
+    """All running parts; the end of the context stops them."""
 
     def __init__(self, *, log_dir: Path, env: Mapping[str, str]) -> None:
-        """Keep where logs go and the environment variables every part gets."""
+        """`env` holds the environment variables of every part."""
         self._log_dir = log_dir
         self._env = dict(env)
         self._running: list[Part] = []
         self.commands: dict[str, list[str]] = {}
-        """Name to command line of everything started, for the record."""
+        """Command line of every started part, by name."""
 
     def start(
         self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None
     ) -> Part:
-        """Start a part that is expected to run until it is stopped."""
+        """Start a part that should run until it is stopped."""
         log_path = self._log_dir / f"{name.replace(' ', '_')}.log"
         part = Part(name, command, log_path=log_path, env={**self._env, **(env or {})})
         self._running.append(part)
@@ -109,14 +109,14 @@ class Parts:
         return part
 
     def check(self, *, may_end: Part | None = None) -> None:
-        """Raise `PartDied` for a part that ended; `may_end` may have ended with status 0."""
+        """Raise `PartDied` if a part has ended, except `may_end` with status 0."""
         for part in self._running:
             status = part.exit_status()
             if status is not None and not (part is may_end and status == 0):
                 raise PartDied(part.death_notice())
 
     def wait_until(self, is_true: Callable[[], bool], *, what: str, timeout_s: float) -> None:
-        """Poll until `is_true()`; a part that dies or `timeout_s` seconds without it raise."""
+        """Poll until `is_true()`; raises when a part dies or after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while not is_true():
             self.check()
@@ -125,7 +125,7 @@ class Parts:
             time.sleep(POLL_INTERVAL_S)
 
     def wait(self, part: Part, *, meanwhile: Callable[[], None]) -> None:
-        """Wait until `part` ends with status 0, calling `meanwhile` at every poll; others must live."""
+        """Wait until `part` ends with status 0, calling `meanwhile` at every poll; the others must keep running."""
         while part.exit_status() is None:
             self.check(may_end=part)
             meanwhile()
@@ -136,7 +136,7 @@ class Parts:
         self._running.remove(part)
 
     def stop(self, *parts: Part) -> None:
-        """Stop the given parts, by default all: SIGTERM, `STOP_GRACE_S` seconds, SIGKILL."""
+        """Stop the given parts (default: all): SIGTERM, then SIGKILL after `STOP_GRACE_S` seconds."""
         chosen = list(parts) or list(self._running)
         with _signals_ignored():
             for part in chosen:
@@ -164,7 +164,7 @@ class Parts:
 
 @contextmanager
 def _signals_ignored() -> Iterator[None]:
-    """An impatient second Ctrl-C must not leave processes behind; stopping is bounded in time."""
+    """Ignore signals while stopping, which is bounded in time: a second Ctrl-C must not leave processes running."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in previous:
         signal.signal(number, signal.SIG_IGN)
@@ -177,7 +177,7 @@ def _signals_ignored() -> Iterator[None]:
 
 @contextmanager
 def terminate_like_interrupt() -> Iterator[None]:
-    """Make SIGTERM unwind the stack as Ctrl-C does, so that contexts stop what they started."""
+    """Make SIGTERM raise KeyboardInterrupt, so that contexts stop what they started."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -190,7 +190,7 @@ def terminate_like_interrupt() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a loopback port that was free a moment ago."""
+    """Return a loopback port that is currently free."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

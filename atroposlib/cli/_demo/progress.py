@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: a live display on a terminal, plain lines elsewhere."""
+"""The demo's progress output: a live display on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ StepMetrics: TypeAlias = Mapping[str, Any]
 
 _BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _PLAIN_LINES = 30
-"""About as many step lines are printed where there is no terminal."""
+"""Approximate number of step lines printed without a terminal."""
 
 
 class JsonLines:
-    """Reads the complete lines that were added to a growing file since the last call."""
+    """Reads the complete lines added to a growing file since the last call."""
 
     def __init__(self, path: Path) -> None:
-        """Remember the path; the file may not exist yet."""
+        """The file need not exist yet."""
         self._path = path
         self._offset = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return what was added; a line still being written is left for the next call."""
+        """Return the added lines; an incomplete line is left for the next call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -42,7 +42,7 @@ class JsonLines:
 
 
 class Display:
-    """Lines about phases, and the state of training after each step."""
+    """Prints the phases and the state of training after each step."""
 
     def __init__(self, console: Console, *, num_steps: int) -> None:
         """Show progress towards `num_steps` optimizer steps on `console`."""
@@ -56,7 +56,7 @@ class Display:
         self._live = Live(console=console, refresh_per_second=4, transient=False)
 
     def say(self, text: str) -> None:
-        """Print one line about what happens now."""
+        """Print one line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What the demo leaves behind for people: the learning curve and a page of rollouts."""
+"""The demo's results: the learning curve and a page of rollouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atroposlib.utils.letter_reversal import answer_to
 
 _SMOOTHING_STEPS = 10
 _GROUPS_SHOWN = 6
-"""From the beginning, and as many from the end."""
+"""Number of first groups shown, and of last groups."""
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Rollouts of the demo</title>
@@ -88,9 +88,9 @@ def write_rollouts_page(path: Path, rollouts: Path) -> None:
 
 
 def read_ends(rollouts: Path, *, num_groups: int) -> list[dict[str, Any]]:
-    """Return the first and the last `num_groups` groups, fewer when the file is short.
+    """Return the first and the last `num_groups` groups, or all of a short file.
 
-    The environment may have been stopped in the middle of a line: only whole lines are read.
+    Only complete lines are read: the environment may have been stopped while writing one.
     """
     whole = rollouts.read_text(encoding="utf-8").split("\n")[:-1]
     if len(whole) > 2 * num_groups:

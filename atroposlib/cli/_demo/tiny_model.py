@@ -1,8 +1,8 @@
-"""The demo's model, made locally: a one-million-parameter Qwen2 and a one-character-per-token tokenizer.
+"""The demo's model, built locally: a one-million-parameter Qwen2 and a one-character-per-token tokenizer.
 
-The shape is the smallest that learned the task reliably and that vLLM's CPU attention accepts
-(head size 32). Embeddings are untied: vLLM's CPU backend keeps a packed copy of a tied output head
-across a weight reload. torch and transformers are imported inside the functions.
+The smallest shape that learned the task reliably and that vLLM's CPU attention accepts (head size 32). Embeddings are
+untied: vLLM's CPU backend keeps a packed copy of a tied output head across a weight reload. torch and transformers are
+imported inside the functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""Turns are concatenated bare, so the conversation [user: `abcde>`] is exactly the six tokens of `abcde>`."""
+"""Turns are concatenated without markers: the conversation [user: `abcde>`] is exactly the six tokens of `abcde>`."""
 
 MAX_POSITIONS = 256
 

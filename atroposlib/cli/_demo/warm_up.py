@@ -1,9 +1,9 @@
-"""Supervised warm-up of the demo's model, in a process of its own: `python -m atroposlib.cli._demo.warm_up`.
+"""Supervised warm-up of the demo's model, in its own process: `python -m atroposlib.cli._demo.warm_up`.
 
-Trains on the train split until the model, sampled at temperature 1, would answer a quarter of the
-validation prompts; reinforcement learning then has something to reinforce and much left to learn.
-The step count is found, not fixed: the accuracy goes from 0.03 to 0.56 between steps 60 and 110.
-Writes a checkpoint that engines and trainers load, and one JSON line per check to `--progress`.
+Trains on the train split until the model's expected accuracy at temperature 1 is 25 % on the validation prompts; then
+reinforcement learning has rewards to start from and most of the task left to learn. The number of steps varies: the
+accuracy rises from 0.03 to 0.56 between steps 60 and 110. Writes a checkpoint for engines and trainers, and one JSON
+line per check to `--progress`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class WarmUpConfig(BaseModel):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the model and the tokenizer, train, save."""
+    """Build the model and the tokenizer, train, save."""
     return cli_boundary(lambda: warm_up(parse_flags(WarmUpConfig, argv, prog="warm_up")))
 
 
 def warm_up(config: WarmUpConfig) -> None:
-    """Train until the target accuracy and save; raise when `max_steps` were not enough."""
+    """Train until the target accuracy and save; AtroposError if `max_steps` do not reach it."""
     import torch
 
     tokenizer = build_tokenizer()
@@ -104,8 +104,8 @@ def answer_logprobs(model: Any, rows: Any) -> Any:
 def sampling_accuracy(model: Any, rows: Any) -> float:
     """Return the expected accuracy at temperature 1, exactly: the mean probability of the answer.
 
-    The probability that sampling writes the right answer is the product of its tokens'
-    probabilities, so one forward pass measures what sampling could only estimate.
+    The probability of sampling the correct answer is the product of its tokens' probabilities, which one forward pass
+    gives exactly.
     """
     import torch
 

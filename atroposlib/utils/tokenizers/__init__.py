@@ -1,4 +1,4 @@
-"""Tokenizers of transformers, which is imported only when one is loaded."""
+"""Load tokenizers of transformers, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from atroposlib.errors import ConfigError
 def load_tokenizer(source: str, *, flag: str = "--env.tokenizer_name") -> Any:
     """Load a tokenizer by name or path; slow, so call it off the event loop.
 
-    Raises ConfigError, which names `flag`, when there is none.
+    Raises ConfigError, naming `flag`, if it cannot be loaded.
     """
     from transformers import AutoTokenizer
 

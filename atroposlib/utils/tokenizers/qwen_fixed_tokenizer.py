@@ -1,7 +1,7 @@
-"""A Qwen tokenizer whose chat template changes nothing that was sampled.
+"""A Qwen tokenizer whose chat template does not change sampled text.
 
-Qwen's own templates strip thinking from earlier turns and trim text, so the tokens of a conversation change with every
-turn. This one renders every message as it is, in the same ChatML form with Hermes tool calls.
+Qwen's templates strip thinking from earlier turns and trim text, so the tokens of a conversation change with every
+turn. This one renders every message verbatim, in the same ChatML format with Hermes tool calls.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CHAT_TEMPLATE = """\
 
 
 class QwenFixedTokenizer:
-    """The tokenizer of a name or path with `CHAT_TEMPLATE`; every other attribute is the tokenizer's own."""
+    """A transformers tokenizer with `CHAT_TEMPLATE`; other attributes are delegated to the tokenizer."""
 
     def __init__(self, model_name_or_path: str, **kwargs: Any) -> None:
         from transformers import AutoTokenizer
@@ -71,13 +71,13 @@ class QwenFixedTokenizer:
         return_dict: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Render messages; token ids come as a plain list unless `return_dict` is set."""
+        """Render messages; returns token ids as a list unless `return_dict` is set."""
         return self.tokenizer.apply_chat_template(
             conversation, tools=tools, tokenize=tokenize, return_dict=return_dict, **kwargs
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name == "tokenizer":  # not there yet: copying or unpickling
+        if name == "tokenizer":  # not set yet while copying or unpickling
             raise AttributeError(name)
         return getattr(self.tokenizer, name)
 

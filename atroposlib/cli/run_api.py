@@ -170,7 +170,7 @@ class RunApiConfig(BaseModel):
     )
 
 
-class _Server(uvicorn.Server):
+class _HubServer(uvicorn.Server):
     """Prints when it listens, and ends long polls when it is stopped."""
 
     def __init__(self, config: uvicorn.Config, *, on_start: str, stop_waiting: Callable[[], None]):
@@ -237,7 +237,7 @@ async def _serve(
     config: RunApiConfig, tokens: TokenSet | None, listener: socket.socket, connections: Connections
 ) -> int:
     broken: list[BaseException] = []
-    server: _Server | None = None
+    server: _HubServer | None = None
 
     def stop(signum: int, frame: FrameType | None) -> None:
         if server is not None:
@@ -263,7 +263,7 @@ async def _serve(
     app = create_app(hub, tokens=tokens)
     scheme = "https" if config.ssl_certfile else "http"
     shown = f"[{config.host}]" if ":" in config.host else config.host
-    server = _Server(
+    server = _HubServer(
         uvicorn.Config(
             app,
             http=functools.partial(HubProtocol, connections=connections),  # type: ignore[arg-type]

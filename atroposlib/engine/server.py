@@ -489,7 +489,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
+class _EngineServer(uvicorn.Server):
     """uvicorn without its signal handlers, which raise the signal again instead of exiting with 0."""
 
     @contextlib.contextmanager
@@ -499,7 +499,7 @@ class _Server(uvicorn.Server):
 
 async def _serve(loaded: Loaded, listener: socket.socket) -> int:
     """Serve until SIGTERM (exit code 0) or SIGINT (130); requests in flight then fail at once."""
-    server = _Server(
+    server = _EngineServer(
         uvicorn.Config(
             create_app(loaded),
             log_level="warning",

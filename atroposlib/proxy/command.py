@@ -106,7 +106,7 @@ def serve(argv: Sequence[str] | None) -> int:
     config = parse_flags(
         ProxyConfig,
         argv,
-        prog="managed_server_proxy",
+        prog="atroposlib.proxy.command",
         description="Serve agents that know only a base URL; keep their tokens for training.",
     )
     token = os.environ.get(TOKEN_VARIABLE) or None

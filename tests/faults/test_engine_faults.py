@@ -31,7 +31,7 @@ from atroposlib.inference.scripted_engine import (
     Latency,
     Script,
     ScriptedEngine,
-    ServedModel,
+    ServedRequest,
     made_up_logprobs,
     made_up_tokens,
 )
@@ -161,8 +161,10 @@ def sampled_runs(node: SequenceNode) -> list[tuple[int, int]]:
     return runs
 
 
-def attempts_by_prompt(served: Sequence[ServedModel]) -> dict[tuple[int, ...], list[ServedModel]]:
-    found: dict[tuple[int, ...], list[ServedModel]] = defaultdict(list)
+def attempts_by_prompt(
+    served: Sequence[ServedRequest],
+) -> dict[tuple[int, ...], list[ServedRequest]]:
+    found: dict[tuple[int, ...], list[ServedRequest]] = defaultdict(list)
     for each in served:
         keys = ("token_ids", "prompt", "input_ids")
         prompt = next(each.body[key] for key in keys if key in each.body)

@@ -14,7 +14,7 @@ from tests.vllm.helpers_vllm import vllm_engine, vllm_python
 from tests.vllm.taught_model import MAX_LENGTH, make_taught_model
 
 
-class ServedModel(NamedTuple):
+class ServedRequest(NamedTuple):
     """A running vLLM and the checkpoint it serves, under its path as the name."""
 
     url: str
@@ -23,7 +23,7 @@ class ServedModel(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def served_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRequest]:
     """A vLLM that serves `tests.vllm.taught_model`; its weights never change.
 
     It offers the token routes, so servers that look for them use them; test_vllm_loop.py runs without.
@@ -39,13 +39,13 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedMod
         extra_args=["--enable-scale-out"],
     )
     with engine:
-        yield ServedModel(engine.url, model)
+        yield ServedRequest(engine.url, model)
 
 
 @pytest.fixture(scope="session")
-def reloadable_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
+def reloadable_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRequest]:
     """A vLLM on `tests.tiny_model` whose weights each test replaces; a trainer that starts loads its own."""
     directory = tmp_path_factory.mktemp("reloadable")
     model = make_tiny_model(directory / "model")
     with vllm_engine(model, port=free_port(), log_path=directory / "engine.log") as engine:
-        yield ServedModel(engine.url, model)
+        yield ServedRequest(engine.url, model)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.processes import ROOT, Process, answers, free_port, running, wait_for
 from tests.tiny_model import make_tiny_model
-from tests.vllm.conftest import ServedModel
+from tests.vllm.conftest import ServedRequest
 from tests.vllm.helpers_vllm import (
     MAX_MODEL_LEN,
     STARTUP_TIMEOUT_S,
@@ -34,7 +34,7 @@ PROMPT = [10, 20, 30, 40, 50]
 
 
 def test_five_steps_with_weights_reloaded_in_place_after_each(
-    reloadable_model: ServedModel, tmp_path: Path
+    reloadable_model: ServedRequest, tmp_path: Path
 ) -> None:
     """One vLLM, five versions; afterwards it samples exactly what the final checkpoint says."""
     url, model = reloadable_model

@@ -18,7 +18,7 @@ from atroposlib.inference.manager import ServerManager
 from atroposlib.proxy.command import create_app
 from atroposlib.proxy.local import serve_locally
 from atroposlib.proxy.sessions import Session, SessionOptions, Sessions
-from tests.vllm.conftest import ServedModel
+from tests.vllm.conftest import ServedRequest
 from tests.vllm.taught_model import ADD, ANSWER, CALL, MAX_LENGTH, QUESTION, RESULT
 from tests.vllm.test_vllm_sessions import assert_sampled_by
 
@@ -35,7 +35,7 @@ class Opened(NamedTuple):
 
 
 @asynccontextmanager
-async def opened(served: ServedModel, options: SessionOptions = GREEDY) -> AsyncIterator[Opened]:
+async def opened(served: ServedRequest, options: SessionOptions = GREEDY) -> AsyncIterator[Opened]:
     config = APIServerConfig(
         base_url=f"{served.url}/v1", model_name=str(served.model), server_type="vllm"
     )
@@ -49,7 +49,7 @@ async def opened(served: ServedModel, options: SessionOptions = GREEDY) -> Async
         await manager.close()
 
 
-def assert_conversation(served: ServedModel, session: Session) -> None:
+def assert_conversation(served: ServedRequest, session: Session) -> None:
     """One sequence: the call and the answer as they were sampled, with the model's logprobs."""
     [node] = session.nodes()
     trained = [label for label in node.masked_tokens if label != -100]
@@ -59,7 +59,7 @@ def assert_conversation(served: ServedModel, session: Session) -> None:
     print("largest gap:", assert_sampled_by(model, node))
 
 
-async def test_chat_agent_that_streams_is_one_exact_sequence(served_model: ServedModel) -> None:
+async def test_chat_agent_that_streams_is_one_exact_sequence(served_model: ServedRequest) -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     tools: Any = [ADD]
     async with (
@@ -79,7 +79,7 @@ async def test_chat_agent_that_streams_is_one_exact_sequence(served_model: Serve
         assert_conversation(served_model, session)
 
 
-async def test_responses_agent_is_one_exact_sequence(served_model: ServedModel) -> None:
+async def test_responses_agent_is_one_exact_sequence(served_model: ServedRequest) -> None:
     async with (
         opened(served_model) as (url, session),
         openai.AsyncOpenAI(base_url=f"{url}/{session.uuid}/v1", api_key="x") as client,
@@ -96,7 +96,7 @@ async def test_responses_agent_is_one_exact_sequence(served_model: ServedModel) 
         assert_conversation(served_model, session)
 
 
-async def test_messages_agent_is_one_exact_sequence(served_model: ServedModel) -> None:
+async def test_messages_agent_is_one_exact_sequence(served_model: ServedRequest) -> None:
     said: list[Any] = [{"role": "user", "content": QUESTION}]
     tools = [{"name": "add", "input_schema": {"type": "object"}}]
     body = {"model": "any", "max_tokens": 100, "messages": said, "tools": tools}
@@ -115,7 +115,7 @@ async def test_messages_agent_is_one_exact_sequence(served_model: ServedModel) -
         assert_conversation(served_model, session)
 
 
-async def test_vllms_refusals_reach_the_agent_as_openais(served_model: ServedModel) -> None:
+async def test_vllms_refusals_reach_the_agent_as_openais(served_model: ServedRequest) -> None:
     async with (
         opened(served_model) as (url, session),
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=session.uuid, max_retries=0) as client,
@@ -129,7 +129,7 @@ async def test_vllms_refusals_reach_the_agent_as_openais(served_model: ServedMod
         assert session.nodes() == []
 
 
-async def test_vllm_constrains_an_answer_to_a_format(served_model: ServedModel) -> None:
+async def test_vllm_constrains_an_answer_to_a_format(served_model: ServedRequest) -> None:
     schema: Any = {
         "type": "json_schema",
         "json_schema": {

@@ -21,7 +21,7 @@ from tests.processes import Process, answers, free_port, running, wait_for
 from tests.trainer.helpers_reload import running_hub
 from tests.trainer.helpers_trainer import make_group
 from tests.trainer.test_trainer_loop import ledger_of, send
-from tests.vllm.conftest import ServedModel
+from tests.vllm.conftest import ServedRequest
 from tests.vllm.helpers_vllm import MAX_MODEL_LEN, STARTUP_TIMEOUT_S, vllm_python
 from tests.vllm.test_vllm_loop import NUM_STEPS, RESTART_INTERVAL, assert_serves, num_starts
 
@@ -34,7 +34,7 @@ SHUTDOWN_TIMEOUT_S = 10
 
 @pytest.fixture(scope="module")
 def uninterrupted(
-    reloadable_model: ServedModel, tmp_path_factory: pytest.TempPathFactory
+    reloadable_model: ServedRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, torch.Tensor]:
     """The weights after the last step of a run without a stop."""
     directory = tmp_path_factory.mktemp("uninterrupted")
@@ -86,7 +86,7 @@ def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 
 def test_a_run_over_the_reload_bridge_resumes_to_the_same_weights(
-    reloadable_model: ServedModel, uninterrupted: dict[str, torch.Tensor], tmp_path: Path
+    reloadable_model: ServedRequest, uninterrupted: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """Stopped while it steps; the batch of the last step is held back, so that it cannot end before the signal."""
     url, model = reloadable_model
@@ -107,7 +107,7 @@ def test_a_run_over_the_reload_bridge_resumes_to_the_same_weights(
 
 
 def test_a_run_over_the_restart_bridge_resumes_to_the_same_weights(
-    reloadable_model: ServedModel, uninterrupted: dict[str, torch.Tensor], tmp_path: Path
+    reloadable_model: ServedRequest, uninterrupted: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """Stopped while vLLM starts on the weights of step 3, which takes longer than torchrun waits."""
     model = reloadable_model.model

@@ -19,7 +19,7 @@ from atroposlib.engine.server import EngineConfig, create_app, load
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.sessions.managed_server import SequenceNode
-from tests.vllm.conftest import ServedModel
+from tests.vllm.conftest import ServedRequest
 from tests.vllm.taught_model import ADD, ANSWER, CALL, FAREWELL, QUESTION, RESULT, THANKS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -29,7 +29,7 @@ MAX_GAP = 1e-3
 
 
 @asynccontextmanager
-async def session(served: ServedModel) -> AsyncIterator[Any]:
+async def session(served: ServedRequest) -> AsyncIterator[Any]:
     config = APIServerConfig(
         base_url=f"{served.url}/v1",
         model_name=str(served.model),
@@ -62,11 +62,13 @@ def assert_sampled_by(model: Any, node: SequenceNode) -> float:
 
 
 @pytest.fixture(scope="module")
-def model(served_model: ServedModel) -> Any:
+def model(served_model: ServedRequest) -> Any:
     return AutoModelForCausalLM.from_pretrained(served_model.model, dtype=torch.float32)
 
 
-async def test_single_turns_have_the_models_logprobs(served_model: ServedModel, model: Any) -> None:
+async def test_single_turns_have_the_models_logprobs(
+    served_model: ServedRequest, model: Any
+) -> None:
     async with session(served_model) as managed:
         reply = await managed.chat_completion(
             messages=[{"role": "user", "content": "anything"}],
@@ -87,7 +89,7 @@ async def test_single_turns_have_the_models_logprobs(served_model: ServedModel, 
 
 
 async def test_three_turns_with_a_tool_are_one_sequence_of_sampled_ids(
-    served_model: ServedModel, model: Any
+    served_model: ServedRequest, model: Any
 ) -> None:
     options = {"tools": [ADD], "temperature": 0.0, "max_tokens": 100}
     async with session(served_model) as managed:
@@ -129,7 +131,7 @@ async def test_three_turns_with_a_tool_are_one_sequence_of_sampled_ids(
 
 
 async def test_three_turns_keep_ids_that_their_text_would_not_give(
-    served_model: ServedModel, model: Any
+    served_model: ServedRequest, model: Any
 ) -> None:
     # Bytes from 0xA1 up, hardly ever UTF-8 in a row.
     high_bytes = {str(token): 8.0 for token in range(94, 188)}
@@ -149,7 +151,7 @@ async def test_three_turns_keep_ids_that_their_text_would_not_give(
 
 
 async def test_the_local_engine_and_vllm_give_the_same_greedy_tokens(
-    served_model: ServedModel,
+    served_model: ServedRequest,
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(served_model.model)
     texts = ["hello", "1 + 2?", "the weather in Paris", QUESTION + CALL, "\u00e9\u00e9\u00e9", "}{"]

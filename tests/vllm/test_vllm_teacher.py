@@ -22,7 +22,7 @@ from atroposlib.envs.teacher_distillation_env import (
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.runtime.outbox import GroupLog, Outbox
-from tests.vllm.conftest import ServedModel
+from tests.vllm.conftest import ServedRequest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -34,14 +34,14 @@ SEQUENCES = [
 ]
 
 
-def config(served: ServedModel) -> APIServerConfig:
+def config(served: ServedRequest) -> APIServerConfig:
     return APIServerConfig(
         base_url=f"{served.url}/v1", model_name=str(served.model), server_type="vllm"
     )
 
 
 @asynccontextmanager
-async def client(served: ServedModel) -> AsyncIterator[VLLMServer]:
+async def client(served: ServedRequest) -> AsyncIterator[VLLMServer]:
     server = VLLMServer(config(served))
     try:
         yield server
@@ -50,7 +50,7 @@ async def client(served: ServedModel) -> AsyncIterator[VLLMServer]:
 
 
 @pytest.fixture(scope="module")
-def model(served_model: ServedModel) -> Any:
+def model(served_model: ServedRequest) -> Any:
     return AutoModelForCausalLM.from_pretrained(served_model.model, dtype=torch.float32)
 
 
@@ -81,7 +81,7 @@ def assert_top_k(
 
 @pytest.mark.parametrize("k", [0, 1, 5])
 async def test_prompt_logprobs_are_the_models_at_every_position(
-    served_model: ServedModel, model: Any, k: int
+    served_model: ServedRequest, model: Any, k: int
 ) -> None:
     async with client(served_model) as server:
         for tokens in SEQUENCES:
@@ -106,7 +106,7 @@ class Distilled(TeacherDistillationEnv):
 
 @pytest.mark.parametrize("k", [0, 3])
 async def test_groups_carry_the_teachers_logprobs_of_every_token(
-    served_model: ServedModel, model: Any, tmp_path: Path, k: int
+    served_model: ServedRequest, model: Any, tmp_path: Path, k: int
 ) -> None:
     settings = TeacherDistillationConfig(
         group_size=2,
@@ -139,7 +139,7 @@ async def test_groups_carry_the_teachers_logprobs_of_every_token(
 
 
 async def test_both_token_routes_give_the_models_tokens_and_logprobs(
-    served_model: ServedModel, model: Any
+    served_model: ServedRequest, model: Any
 ) -> None:
     """The tokens route also says under which weights; at temperature 0 both sample the same."""
     [prompt, _] = SEQUENCES
@@ -167,7 +167,7 @@ async def test_both_token_routes_give_the_models_tokens_and_logprobs(
 
 
 async def test_samples_of_one_request_differ_and_obey_their_keywords(
-    served_model: ServedModel, model: Any
+    served_model: ServedRequest, model: Any
 ) -> None:
     async with client(served_model) as server:
         answer = await server.tokens_and_logprobs_completion(

@@ -11,7 +11,7 @@ from atroposlib.inference.scripted_engine.script import (
     Latency,
     Script,
 )
-from atroposlib.inference.scripted_engine.server import ScriptedEngine, ServedModel
+from atroposlib.inference.scripted_engine.server import ScriptedEngine, ServedRequest
 
 __all__ = [
     "FAULT_HEADER",
@@ -20,7 +20,7 @@ __all__ = [
     "Latency",
     "Script",
     "ScriptedEngine",
-    "ServedModel",
+    "ServedRequest",
     "made_up_logprobs",
     "made_up_tokens",
 ]

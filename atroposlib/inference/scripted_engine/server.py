@@ -45,7 +45,7 @@ _CLEAN_UP_S = 1.0
 
 
 @dataclass(slots=True)
-class ServedModel:
+class ServedRequest:
     """One generation request, as received."""
 
     path: str
@@ -115,7 +115,7 @@ class ScriptedEngine:
         """The actual port once started; a restart reuses it."""
         self.counts: Counter[str] = Counter()
         """Requests by path, faults by kind, and `status <number>` of every answer."""
-        self.served: deque[ServedModel] = deque(maxlen=NUM_KEPT_REQUESTS)
+        self.served: deque[ServedRequest] = deque(maxlen=NUM_KEPT_REQUESTS)
         """Generation requests, oldest first."""
         self._generator = Generator(
             tokenizer=self.tokenizer,
@@ -215,7 +215,7 @@ class ScriptedEngine:
             if fault is not None:
                 self.counts[fault.kind] += 1
                 if fault.kind in ("drop_before", "status") and generates:
-                    self.served.append(ServedModel(path, _object(payload), fault.kind))
+                    self.served.append(ServedRequest(path, _object(payload), fault.kind))
                 if fault.kind == "drop_before":
                     return _dropped(request)
                 if fault.kind == "status":
@@ -254,12 +254,12 @@ class ScriptedEngine:
     async def _generate(self, path: str, payload: bytes, fault: Fault | None) -> _Reply:
         kept = self._answers.get((path, payload)) if fault is None else None
         if kept is not None and self._generator.is_answer_fixed:
-            self.served.append(ServedModel(path, kept.request, None, True))
+            self.served.append(ServedRequest(path, kept.request, None, True))
             return _Reply(200, kept.answer, {})
         body = _object(payload)
         dialect = self._dialect(path, body)
         asks = dialect.read(body, self._model())
-        served = ServedModel(path, body, None if fault is None else fault.kind)
+        served = ServedRequest(path, body, None if fault is None else fault.kind)
         self.served.append(served)
         version, is_fixed = self.weight_version, self._generator.is_answer_fixed
         samples = await self._sample(asks, swaps_weights=served.fault == "swap_weights")

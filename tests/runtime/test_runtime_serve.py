@@ -333,20 +333,28 @@ async def test_deadline_spent_waiting_for_the_engine_is_no_failure() -> None:
         await run
 
 
-async def test_environment_at_full_speed_needs_no_control_calls() -> None:
-    """The answers to groups tell what there is room for: one control call per minute is enough."""
-    timings = replace(FAST, control_refill_s=60.0, poll_wait_s=10.0)
+async def test_environment_at_full_speed_makes_one_control_call_per_refill() -> None:
+    refill_s = 2.0
+
+    async def answer(item: int) -> Any:
+        await asyncio.sleep(0.02)
+        return make_group()
+
+    timings = replace(FAST, control_refill_s=refill_s, poll_wait_s=10.0)
     async with LoopbackHub(batch_size=4) as hub:
-        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=3)
+        env = ScriptedEnv(rollout_server_url=hub.url, answer=answer, max_batches_offpolicy=3)
         stop = asyncio.Event()
+        began = time.monotonic()
         run = asyncio.create_task(serve(env, timings=timings, stop=stop))
-        while hub.coordinator.status().current_step < 30:
+        while (num_steps := hub.coordinator.status().current_step) < 40:
             await hub.take_batch()
             await asyncio.sleep(0.005)
-        num_calls = hub.num_control_calls
+        elapsed_s, num_calls = time.monotonic() - began, hub.num_control_calls
         stop.set()
         await run
-    assert num_calls <= timings.control_burst
+    assert num_calls <= timings.control_burst + elapsed_s / refill_s
+    # One call tells of room for three batches: the rest was learned from the answers to groups.
+    assert num_steps > 3 * num_calls
 
 
 async def test_environment_that_waits_costs_the_hub_next_to_nothing() -> None:

@@ -37,10 +37,20 @@ _MODES = {
 """The original's `--weight-bridge-mode` -> our bridge, and whether adapters are trained."""
 
 
-_UNUSED = (
-    "accepted and ignored: torchrun starts several processes, engines take weights without shared memory, and there is "
-    "no Adafactor"
+_UNUSED = frozenset(
+    {
+        "vllm_config_path",
+        "adafactor_scale_parameter",
+        "adafactor_relative_step",
+        "trainer_rank",
+        "world_size",
+        "init_method",
+        "num_inference_nodes",
+        "debug_loading",
+        "single_copy",
+    }
 )
+_WHY_UNUSED = "torchrun starts several processes, engines take weights without shared memory, and there is no Adafactor"
 
 
 class TrainerConfig(BaseModel):
@@ -254,15 +264,24 @@ class TrainerConfig(BaseModel):
     """The engine's log goes here."""
 
     # The original's flags without a use here
-    vllm_config_path: str | None = Field(None, description=_UNUSED)
-    adafactor_scale_parameter: bool = Field(False, description=_UNUSED)
-    adafactor_relative_step: bool = Field(False, description=_UNUSED)
-    trainer_rank: int = Field(0, description=_UNUSED)
-    world_size: int = Field(1, description=_UNUSED)
-    init_method: str = Field("env://", description=_UNUSED)
-    num_inference_nodes: int = Field(0, description=_UNUSED)
-    debug_loading: bool = Field(False, description=_UNUSED)
-    single_copy: bool = Field(False, description=_UNUSED)
+    vllm_config_path: str | None = None
+    """Accepted and ignored."""
+    adafactor_scale_parameter: bool = False
+    """Accepted and ignored."""
+    adafactor_relative_step: bool = False
+    """Accepted and ignored."""
+    trainer_rank: int = 0
+    """Accepted and ignored."""
+    world_size: int = 1
+    """Accepted and ignored."""
+    init_method: str = "env://"
+    """Accepted and ignored."""
+    num_inference_nodes: int = 0
+    """Accepted and ignored."""
+    debug_loading: bool = False
+    """Accepted and ignored."""
+    single_copy: bool = False
+    """Accepted and ignored."""
     benchmark: bool = False
     """Log a summary of times and memory at the end."""
 
@@ -285,10 +304,9 @@ class TrainerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _name_unused(self) -> Self:
-        fields = type(self).model_fields
-        unused = [n for n in self.model_fields_set if fields[n].description == _UNUSED]
+        unused = sorted(self.model_fields_set & _UNUSED)
         if unused:
-            logger.warning("ignored: %s; %s", ", ".join(f"--{n}" for n in sorted(unused)), _UNUSED)
+            logger.warning("ignored: %s; %s", ", ".join(f"--{n}" for n in unused), _WHY_UNUSED)
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -154,13 +154,14 @@ class StatusQuery(EnvIdentifier):
 class BatchQuery(BaseModel):
     """How a trainer asks for a batch; one of the original sends nothing."""
 
-    wait: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Seconds to wait for a batch"
-    )
-    lease: bool = Field(default=False, description="Hold the batch until it is acknowledged")
-    ttl: float | None = Field(
-        default=None, gt=0, le=MAX_TTL_S, allow_inf_nan=False, description="Of the lease, seconds"
-    )
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    wait: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Seconds to wait for a batch."""
+    lease: bool = False
+    """Hold the batch until it is acknowledged."""
+    ttl: float | None = Field(default=None, gt=0, le=MAX_TTL_S, allow_inf_nan=False)
+    """Of the lease, seconds."""
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     """Names this request when it is repeated, so that it gets the same batch."""
     epoch: Epoch = None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.client import (
     LeasedBatch,
@@ -43,24 +43,26 @@ Decode: TypeAlias = Callable[[Sequence[int]], str]
 class RowsConfig(BaseModel):
     """Flags of both commands."""
 
-    filepath: Path = Field(description="File to write, one JSON object per line")
-    api_url: str = Field(default="http://localhost:8000", description="Address of the hub")
-    group_size: int = Field(
-        default=2, ge=1, description="Sequences per group that environments send"
-    )
-    max_token_len: int = Field(default=2048, ge=1, description="Longest sequence")
-    tokenizer: str = Field(
-        default="NousResearch/DeepHermes-3-Llama-3-8B-Preview",
-        description="Name or path; not needed with --save-messages",
-    )
-    save_messages: bool = Field(
-        default=False, description="Write messages instead of text; environments must send them"
-    )
-    num_seqs_to_save: int = Field(default=100, ge=1, description="Rows to write before stopping")
-    allow_negative_scores: bool = Field(
-        default=False, description="Also take scores of zero and below"
-    )
-    append_to_previous: bool = Field(default=False, description="Append to an existing file")
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    filepath: Path
+    """File to write, one JSON object per line."""
+    api_url: str = "http://localhost:8000"
+    """Address of the hub."""
+    group_size: int = Field(default=2, ge=1)
+    """Sequences per group that environments send."""
+    max_token_len: int = Field(default=2048, ge=1)
+    """Longest sequence."""
+    tokenizer: str = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+    """Name or path; not needed with --save-messages."""
+    save_messages: bool = False
+    """Write messages instead of text; environments must send them."""
+    num_seqs_to_save: int = Field(default=100, ge=1)
+    """Rows to write before stopping."""
+    allow_negative_scores: bool = False
+    """Also take scores of zero and below."""
+    append_to_previous: bool = False
+    """Append to an existing file."""
 
 
 def write_rows(

@@ -23,11 +23,12 @@ GROUPS_PER_STEP = 8
 class DpoConfig(RowsConfig):
     """Flags of `atropos-dpo-gen`."""
 
-    save_n_pairs_per_group: int = Field(default=3, ge=1, description="Most pairs per group")
-    minimum_score_diff_max_min: float = Field(
-        default=0.5, ge=0, description="Score difference that a pair must exceed"
-    )
-    seed: int = Field(default=0, description="Seed of the choice among bad answers")
+    save_n_pairs_per_group: int = Field(default=3, ge=1)
+    """Most pairs per group."""
+    minimum_score_diff_max_min: float = Field(default=0.5, ge=0)
+    """Score difference that a pair must exceed."""
+    seed: int = 0
+    """Seed of the choice among bad answers."""
 
 
 class Pair(NamedTuple):

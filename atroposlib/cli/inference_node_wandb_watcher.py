@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.client import HubClient, WandbInfo
 from atroposlib.config import parse_flags
@@ -29,14 +29,20 @@ HEALTH_PATHS = ("/health_generate", "/health")
 class WatcherConfig(BaseModel):
     """Flags of `inference-node-wandb-watcher`."""
 
-    api_addr: str = Field(description="Address of the hub")
-    tp: int = Field(ge=1, description="GPUs per inference server")
-    node_num: int = Field(ge=0, description="Number of this node in the wandb names")
-    gpus: int = Field(default=8, ge=1, description="GPUs of this node")
-    first_port: int = Field(
-        default=9000, ge=1, le=65535, description="Port of the first server; the others follow"
-    )
-    interval_s: float = Field(default=60.0, gt=0, description="Seconds between two checks")
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    api_addr: str
+    """Address of the hub."""
+    tp: int = Field(ge=1)
+    """GPUs per inference server."""
+    node_num: int = Field(ge=0)
+    """Number of this node in the wandb names."""
+    gpus: int = Field(default=8, ge=1)
+    """GPUs of this node."""
+    first_port: int = Field(default=9000, ge=1, le=65535)
+    """Port of the first server; the others follow."""
+    interval_s: float = Field(default=60.0, gt=0)
+    """Seconds between two checks."""
 
     @property
     def urls(self) -> list[str]:

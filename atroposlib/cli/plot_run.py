@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary, require
@@ -22,10 +22,12 @@ SMOOTHING_STEPS = 10
 class PlotConfig(BaseModel):
     """Arguments of `atropos-grpo plot`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    run: Path = Field(description="a run's save_path, or its metrics file")
-    out: Path | None = Field(None, description="None: learning_curve.png next to the metrics")
+    run: Path
+    """A run's save_path, or its metrics file."""
+    out: Path | None = None
+    """None: learning_curve.png next to the metrics."""
 
 
 class Panel(NamedTuple):

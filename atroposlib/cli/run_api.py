@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Literal
 
 import uvicorn
-from pydantic import BaseModel, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from atroposlib.api.http.allocator import keep_freed_memory
 from atroposlib.api.http.connections import (
@@ -71,103 +71,62 @@ _POLICY = RunPolicy()
 class RunApiConfig(BaseModel):
     """Flags of `run-api`."""
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on")
-    port: int = Field(default=8000, ge=0, le=65535, description="Port; 0 chooses a free one")
-    data_dir: Path = Field(
-        default=Path("atropos-data"), description="Where runs are stored, one directory each"
-    )
-    memory: bool = Field(
-        default=False, description="Keep runs in memory: they end with the process"
-    )
-    fresh: bool = Field(
-        default=False, description="Erase every run in the data directory at startup"
-    )
-    durability: Literal["power", "process"] = Field(
-        default="power",
-        description="Whether accepted groups survive loss of power, or only the end of the process",
-    )
-    min_free_bytes: int | None = Field(
-        default=None,
-        ge=0,
-        description="Refuse groups if less than this would remain free on the disk. None: 2 %"
-        " of the disk, at least 1 GiB",
-    )
-    token: SecretStr | None = Field(
-        default=None,
-        description=f"One token with all rights; prefer {TOKEN_VARIABLE}, which process lists do"
-        " not show",
-    )
-    tokens: Path | None = Field(
-        default=None, description="File of tokens with scopes and runs; see --add-token"
-    )
-    insecure: bool = Field(
-        default=False, description="Allow other machines to reach a hub without a token"
-    )
-    ssl_certfile: Path | None = Field(default=None, description="Serve HTTPS with this certificate")
-    ssl_keyfile: Path | None = Field(
-        default=None, description="Private key, unless it is in the certificate file"
-    )
-    ssl_ca_certs: Path | None = Field(
-        default=None, description="Accept only clients with a certificate of these authorities"
-    )
-    lease_ttl_s: float = Field(
-        default=_POLICY.lease_ttl_s,
-        gt=0,
-        allow_inf_nan=False,
-        description="A batch returns to the queue if its trainer sends nothing for this time",
-    )
-    env_timeout_s: float = Field(
-        default=_POLICY.env_timeout_s,
-        gt=0,
-        allow_inf_nan=False,
-        description="An environment that sends nothing for this time counts as disconnected",
-    )
-    max_staleness: int | None = Field(
-        default=_POLICY.max_staleness,
-        ge=0,
-        description="Groups that are more policy versions old than this expire",
-    )
-    max_queued_bytes: int | None = Field(
-        default=None,
-        ge=1,
-        description="Per run; above it environments are slowed down. None: 64 GiB, 4 GiB with"
-        " --memory",
-    )
-    max_queued_sequences: int | None = Field(
-        default=_POLICY.max_queued_sequences, ge=1, description="The same limit in sequences"
-    )
-    max_queued_groups: int | None = Field(
-        default=_POLICY.max_queued_groups, ge=1, description="The same limit in groups"
-    )
-    max_deliveries: int = Field(
-        default=_POLICY.max_deliveries,
-        ge=1,
-        description="A group delivered this often without an acknowledgement is set aside",
-    )
-    keep_acked_batches: int = Field(
-        default=_POLICY.keep_trained_batches,
-        ge=0,
-        description="Acknowledged batches kept without a checkpoint, for a trainer that rolls back",
-    )
-    list_runs: bool = Field(
-        default=False,
-        alias="list",
-        description="Also --list: show the runs in the data directory, including those set aside",
-    )
-    forget: str | None = Field(
-        default=None, description="Delete this run from the data directory and exit"
-    )
-    reload: bool = Field(default=False, description="Accepted for compatibility; does nothing")
-    add_token: str | None = Field(
-        default=None,
-        description="Create a token of this name, add its hash to the --tokens file, print it, exit",
-    )
-    scopes: list[Scope] = Field(
-        default_factory=list, description="With --add-token: the token's scopes"
-    )
-    runs: list[str] | None = Field(
-        default=None, description="With --add-token: the token's runs; default: all"
-    )
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port; 0 chooses a free one."""
+    data_dir: Path = Path("atropos-data")
+    """Where runs are stored, one directory each."""
+    memory: bool = False
+    """Keep runs in memory: they end with the process."""
+    fresh: bool = False
+    """Erase every run in the data directory at startup."""
+    durability: Literal["power", "process"] = "power"
+    """Whether accepted groups survive loss of power, or only the end of the process."""
+    min_free_bytes: int | None = Field(default=None, ge=0)
+    """Refuse groups if less than this would remain free on the disk. None: 2 % of the disk, at least 1 GiB."""
+    token: SecretStr | None = None
+    """One token with all rights; prefer ATROPOS_HUB_TOKEN, which process lists do not show."""
+    tokens: Path | None = None
+    """File of tokens with scopes and runs; see --add-token."""
+    insecure: bool = False
+    """Allow other machines to reach a hub without a token."""
+    ssl_certfile: Path | None = None
+    """Serve HTTPS with this certificate."""
+    ssl_keyfile: Path | None = None
+    """Private key, unless it is in the certificate file."""
+    ssl_ca_certs: Path | None = None
+    """Accept only clients with a certificate of these authorities."""
+    lease_ttl_s: float = Field(default=_POLICY.lease_ttl_s, gt=0, allow_inf_nan=False)
+    """A batch returns to the queue if its trainer sends nothing for this time."""
+    env_timeout_s: float = Field(default=_POLICY.env_timeout_s, gt=0, allow_inf_nan=False)
+    """An environment that sends nothing for this time counts as disconnected."""
+    max_staleness: int | None = Field(default=_POLICY.max_staleness, ge=0)
+    """Groups that are more policy versions old than this expire."""
+    max_queued_bytes: int | None = Field(default=None, ge=1)
+    """Per run; above it environments are slowed down. None: 64 GiB, 4 GiB with --memory."""
+    max_queued_sequences: int | None = Field(default=_POLICY.max_queued_sequences, ge=1)
+    """The same limit in sequences."""
+    max_queued_groups: int | None = Field(default=_POLICY.max_queued_groups, ge=1)
+    """The same limit in groups."""
+    max_deliveries: int = Field(default=_POLICY.max_deliveries, ge=1)
+    """A group delivered this often without an acknowledgement is set aside."""
+    keep_acked_batches: int = Field(default=_POLICY.keep_trained_batches, ge=0)
+    """Acknowledged batches kept without a checkpoint, for a trainer that rolls back."""
+    list_runs: bool = Field(default=False, alias="list")
+    """Also --list: show the runs in the data directory, including those set aside."""
+    forget: str | None = None
+    """Delete this run from the data directory and exit."""
+    reload: bool = False
+    """Accepted for compatibility; does nothing."""
+    add_token: str | None = None
+    """Create a token of this name, add its hash to the --tokens file, print it, exit."""
+    scopes: list[Scope] = Field(default_factory=list)
+    """With --add-token: the token's scopes."""
+    runs: list[str] | None = None
+    """With --add-token: the token's runs; default: all."""
 
 
 class _HubServer(uvicorn.Server):

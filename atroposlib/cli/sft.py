@@ -19,13 +19,12 @@ from atroposlib.scored_data import ScoredGroup
 class SftConfig(RowsConfig):
     """Flags of `atropos-sft-gen`."""
 
-    save_top_n_per_group: int = Field(default=3, ge=1, description="Most rows per group")
-    minimum_score_diff_max_min: float = Field(
-        default=0.0,
-        ge=0,
-        description="Difference from the group's lowest score that a score must exceed; 0: none",
-    )
-    tasks_per_step: int = Field(default=64, ge=1, description="Groups in a batch of the hub")
+    save_top_n_per_group: int = Field(default=3, ge=1)
+    """Most rows per group."""
+    minimum_score_diff_max_min: float = Field(default=0.0, ge=0)
+    """Difference from the group's lowest score that a score must exceed; 0: none."""
+    tasks_per_step: int = Field(default=64, ge=1)
+    """Groups in a batch of the hub."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.cli._group_page import note, page_of
 from atroposlib.cli._rows import Decode, decoder
@@ -28,18 +28,24 @@ RETRY_FOR_S = 3.0
 class ViewConfig(BaseModel):
     """Flags of `view-run`."""
 
-    api_url: str = Field(default="http://localhost:8000", description="Address of the hub")
-    host: str = Field(default="127.0.0.1", description="Address to serve the page on")
-    port: int = Field(default=9001, ge=0, le=65535, description="Port to serve the page on")
-    tokenizer: str = Field(
-        default="NousResearch/DeepHermes-3-Llama-3-8B-Preview", description="Name or path"
-    )
-    consume: bool = Field(
-        default=False, description="Take batches as a trainer does, instead of only reading"
-    )
-    group_size: int = Field(default=2, ge=1, description="With --consume: sequences per group")
-    max_token_len: int = Field(default=2048, ge=1, description="With --consume: longest sequence")
-    share: bool = Field(default=False, description="Publish the page through Gradio's servers")
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    api_url: str = "http://localhost:8000"
+    """Address of the hub."""
+    host: str = "127.0.0.1"
+    """Address to serve the page on."""
+    port: int = Field(default=9001, ge=0, le=65535)
+    """Port to serve the page on."""
+    tokenizer: str = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+    """Name or path."""
+    consume: bool = False
+    """Take batches as a trainer does, instead of only reading."""
+    group_size: int = Field(default=2, ge=1)
+    """With --consume: sequences per group."""
+    max_token_len: int = Field(default=2048, ge=1)
+    """With --consume: longest sequence."""
+    share: bool = False
+    """Publish the page through Gradio's servers."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pydantic import Field
-
 from atroposlib.cli.view_run import ViewConfig, run
 from atroposlib.errors import cli_boundary
 
@@ -14,7 +12,8 @@ from atroposlib.errors import cli_boundary
 class ViewMultimodalConfig(ViewConfig):
     """Flags of `view-run-multimodal`."""
 
-    tokenizer: str = Field(default="Qwen/Qwen2-VL-2B-Instruct", description="Name or path")
+    tokenizer: str = "Qwen/Qwen2-VL-2B-Instruct"
+    """Name or path."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.config import parse_flags
 from atroposlib.errors import cli_boundary, require
@@ -18,28 +18,27 @@ from atroposlib.errors import cli_boundary, require
 class EngineConfig(BaseModel):
     """Flags of `atropos-engine`."""
 
-    model: str = Field(description="Directory or Hugging Face name of a transformers causal LM.")
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    model: str
+    """Directory or Hugging Face name of a transformers causal LM."""
     host: str = "127.0.0.1"
-    port: int = Field(default=9001, ge=0, le=65535, description="0 chooses a free port.")
+    port: int = Field(default=9001, ge=0, le=65535)
+    """0 chooses a free port."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="Type of weights and cache; auto: float32 on the CPU, bfloat16 on CUDA.",
-    )
-    max_num_seqs: int = Field(default=256, ge=1, description="Sequences decoded together.")
-    max_model_len: int | None = Field(
-        default=None, ge=2, description="Context length in tokens; None: the model's."
-    )
-    threads: int | None = Field(
-        default=None,
-        ge=1,
-        description="CPU threads of torch. None: half the cores, 1 on machines with up to 2.",
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and cache; auto: float32 on the CPU, bfloat16 on CUDA."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Sequences decoded together."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Context length in tokens; None: the model's."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of torch. None: half the cores, 1 on machines with up to 2."""
     seed: int = 0
-    served_model_name: str | None = Field(
-        default=None, description="Name in the API; None: the value of --model."
-    )
-    weight_version: str = Field(default="0", description="Label of the weights loaded at start.")
+    served_model_name: str | None = None
+    """Name in the API; None: the value of --model."""
+    weight_version: str = "0"
+    """Label of the weights loaded at start."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import uvicorn
-from pydantic import Field, SecretStr
+from pydantic import ConfigDict, Field, SecretStr
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
@@ -80,25 +80,23 @@ def create_app(
 class ProxyConfig(Engines):
     """Flags of the command; `--config` names the JSON (or YAML) file."""
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on")
-    port: int = Field(default=9100, ge=0, le=65535, description="0 takes a free port")
-    token: SecretStr | None = Field(
-        default=None,
-        description=f"Required to open sessions; safer in {TOKEN_VARIABLE}, which process lists do not show",
-    )
-    insecure: bool = Field(
-        default=False, description="Let other machines open sessions without a token"
-    )
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(default=9100, ge=0, le=65535)
+    """0 takes a free port."""
+    token: SecretStr | None = None
+    """Required to open sessions; prefer ATROPOS_PROXY_TOKEN, which process lists do not show."""
+    insecure: bool = False
+    """Let other machines open sessions without a token."""
     max_sessions: int = Field(default=SessionLimits().max_sessions, ge=1)
-    max_nodes: int = Field(
-        default=SessionLimits().max_nodes, ge=1, description="Token sequences of one session"
-    )
-    idle_s: float = Field(
-        default=SessionLimits().idle_s, gt=0, description="Seconds until an unused session expires"
-    )
-    life_s: float = Field(
-        default=SessionLimits().life_s, gt=0, description="Seconds until any session expires"
-    )
+    max_nodes: int = Field(default=SessionLimits().max_nodes, ge=1)
+    """Token sequences of one session."""
+    idle_s: float = Field(default=SessionLimits().idle_s, gt=0)
+    """Seconds until an unused session expires."""
+    life_s: float = Field(default=SessionLimits().life_s, gt=0)
+    """Seconds until any session expires."""
 
 
 def serve(argv: Sequence[str] | None) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 import atroposlib
 from atroposlib.cli._demo.tiny_model import MAX_POSITIONS
@@ -43,23 +43,22 @@ MODEL_NAME = "demo"
 class DemoConfig(BaseModel):
     """Flags of the demo."""
 
-    seed: int = Field(default=0, description="Seed of the weights, the rows and the sampling")
-    steps: int = Field(default=150, ge=1, description="Optimizer steps of reinforcement learning")
-    out: Path = Field(
-        default=Path("runs/demo"),
-        description="Directory of the results; an earlier run there is renamed",
-    )
-    engine: Literal["local", "vllm"] = Field(
-        default="local", description="Inference engine: atropos-engine, or vLLM"
-    )
-    vllm_python: str | None = Field(
-        default=None,
-        description="Interpreter of the virtual environment that has vLLM; with --engine vllm",
-    )
-    wandb: bool = Field(default=False, description="Log to Weights & Biases as well")
-    max_minutes: float | None = Field(
-        default=30.0, gt=0, description="Stop training after this time and evaluate; None: no limit"
-    )
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    seed: int = 0
+    """Seed of the weights, the rows and the sampling."""
+    steps: int = Field(default=150, ge=1)
+    """Optimizer steps of reinforcement learning."""
+    out: Path = Path("runs/demo")
+    """Directory of the results; an earlier run there is renamed."""
+    engine: Literal["local", "vllm"] = "local"
+    """Inference engine: atropos-engine, or vLLM."""
+    vllm_python: str | None = None
+    """Interpreter of the virtual environment that has vLLM; with --engine vllm."""
+    wandb: bool = False
+    """Log to Weights & Biases as well."""
+    max_minutes: float | None = Field(default=30.0, gt=0)
+    """Stop training after this time and evaluate; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.cli._demo.tiny_model import build_model, build_tokenizer
 from atroposlib.config import parse_flags
@@ -32,13 +32,18 @@ NUM_VALIDATION_PROMPTS = 500
 class WarmUpConfig(BaseModel):
     """Flags of the warm-up."""
 
-    out: Path = Field(description="Directory for the checkpoint")
-    progress: Path | None = Field(default=None, description="JSON lines file, one line per check")
-    seed: int = Field(default=0, description="Seed of the weights and of the rows")
-    target_accuracy: float = Field(
-        default=0.25, gt=0, le=1, description="Stop at this validation accuracy at temperature 1"
-    )
-    max_steps: int = Field(default=400, ge=1, description="Give up after this many steps")
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    out: Path
+    """Directory for the checkpoint."""
+    progress: Path | None = None
+    """JSON lines file, one line per check."""
+    seed: int = 0
+    """Seed of the weights and of the rows."""
+    target_accuracy: float = Field(default=0.25, gt=0, le=1)
+    """Stop at this validation accuracy at temperature 1."""
+    max_steps: int = Field(default=400, ge=1)
+    """Give up after this many steps."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,7 +35,7 @@ from atroposlib.inference.servers.api_server import (
 )
 from atroposlib.inference.servers.choices import run_together, split_n, with_seed
 from atroposlib.inference.servers.openai import OpenAIServer
-from atroposlib.inference.servers.pacing import turn
+from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.managed_server import DummyManagedServer, ManagedServer
@@ -164,7 +164,7 @@ class ServerManager:
 
     async def _call_one(self, method: str, kwargs: dict[str, Any]) -> Any:
         """Make one call on the least loaded server, and on others if it fails there."""
-        await turn()
+        await start_slot()
         if len(self.servers) == 1:
             return await getattr(self.servers[0], method)(**kwargs)
         retries = Retries(self.servers)
@@ -309,7 +309,7 @@ class ServerManager:
             async with self._proxy_session(base_url, parser, track_tree) as session:
                 yield session
             return
-        await turn()
+        await start_slot()
         server = self._at(base_url) if base_url else await self._choose()
         managed = self._manage(
             server,

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from atroposlib.errors import EngineError
 from atroposlib.http_bodies import MAX_BODY_BYTES
 from atroposlib.inference.servers.api_server import TokenCompletions
-from atroposlib.inference.servers.pacing import turn
+from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.sessions.managed_server import ManagedServer, Prompt
 from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.inference.tools.parsers import style_named
@@ -291,7 +291,7 @@ class Session:
                 code="too_many_sequences",
             )
         # Hundreds of agents may call at once, and building a prompt takes a fraction of a millisecond.
-        await turn()
+        await start_slot()
         asked = self._allowed(ask.sampling)
         if "response_format" in asked and not self._can_constrain():
             raise invalid(

@@ -174,7 +174,7 @@ class HubLink:
             await env.get_status()
             if self._num_polls == num_polls:  # an override that does not call the default
                 self._take_over(env.status_dict)
-                await self._pace.turn()
+                await self._pace.wait()
 
     async def poll_status(self) -> None:
         """Wait for the hub's next status and store it in `status_dict`."""
@@ -238,7 +238,7 @@ class HubLink:
     async def _call(self, request: Callable[[], Awaitable[T]]) -> T:
         """Retry a control call until the hub answers; owns its retries and their rate."""
         while True:
-            await self._pace.turn()
+            await self._pace.wait()
             try:
                 result = await request()
             except HubUnavailable as error:

@@ -43,7 +43,7 @@ class Pace:
         self._counted_at = now
         return max(0.0, -self._left * self._refill_s)
 
-    async def turn(self) -> None:
+    async def wait(self) -> None:
         """Wait until a call may be made."""
         wait_s = self.reserve()
         if wait_s > 0:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from atroposlib.inference.servers.pacing import PER_ROUND, Turns, turn
+from atroposlib.inference.servers.pacing import PER_ROUND, StartSlots, start_slot
 
 
-def line(per_round: int) -> Turns:
-    return Turns(asyncio.get_running_loop(), per_round=per_round)
+def line(per_round: int) -> StartSlots:
+    return StartSlots(asyncio.get_running_loop(), per_round=per_round)
 
 
-async def rounds_of(turn: Callable[[], Awaitable[None]], num_tasks: int) -> list[int]:
+async def rounds_of(start: Callable[[], Awaitable[None]], num_tasks: int) -> list[int]:
     """Let tasks go at once; return how many began in each round of the loop."""
     began = 0
     counts: list[int] = []
 
     async def begin() -> None:
         nonlocal began
-        await turn()
+        await start()
         began += 1
 
     tasks = [asyncio.create_task(begin()) for _ in range(num_tasks)]
@@ -33,20 +33,20 @@ async def rounds_of(turn: Callable[[], Awaitable[None]], num_tasks: int) -> list
 
 
 async def test_a_crowd_is_spread_over_rounds_and_loses_nobody() -> None:
-    counts = await rounds_of(line(4).turn, 30)
+    counts = await rounds_of(line(4).take, 30)
     assert sum(counts) == 30
     assert max(counts) <= 4
 
 
 async def test_a_few_begin_at_once() -> None:
-    assert await rounds_of(line(4).turn, 4) == [4]
+    assert await rounds_of(line(4).take, 4) == [4]
 
 
 async def test_they_begin_in_order_of_arrival() -> None:
-    turns, order = line(2), []
+    slots, order = line(2), []
 
     async def begin(i: int) -> None:
-        await turns.turn()
+        await slots.take()
         order.append(i)
 
     await asyncio.gather(*(begin(i) for i in range(9)))
@@ -54,8 +54,8 @@ async def test_they_begin_in_order_of_arrival() -> None:
 
 
 async def test_a_cancelled_waiter_takes_no_turn() -> None:
-    turns = line(1)
-    tasks = [asyncio.create_task(turns.turn()) for _ in range(4)]
+    slots = line(1)
+    tasks = [asyncio.create_task(slots.take()) for _ in range(4)]
     await asyncio.sleep(0)
     tasks[1].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -64,10 +64,10 @@ async def test_a_cancelled_waiter_takes_no_turn() -> None:
 
 def test_every_event_loop_has_a_line_of_its_own() -> None:
     async def leave_waiting() -> None:
-        waiting = [asyncio.create_task(turn()) for _ in range(3 * PER_ROUND)]
+        waiting = [asyncio.create_task(start_slot()) for _ in range(3 * PER_ROUND)]
         await asyncio.sleep(0)
         for task in waiting:
             task.cancel()
 
     asyncio.run(leave_waiting())
-    assert asyncio.run(rounds_of(turn, 2 * PER_ROUND)) == [PER_ROUND, PER_ROUND]
+    assert asyncio.run(rounds_of(start_slot, 2 * PER_ROUND)) == [PER_ROUND, PER_ROUND]

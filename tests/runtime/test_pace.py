@@ -53,5 +53,5 @@ async def test_turn_sleeps_as_long_as_the_reservation_says() -> None:
         await asyncio.sleep(0)
 
     pace = Pace(burst=1, refill_s=2.0, clock=lambda: 5.0, sleep=sleep)
-    await asyncio.gather(pace.turn(), pace.turn(), pace.turn())
+    await asyncio.gather(pace.wait(), pace.wait(), pace.wait())
     assert naps == [2.0, 4.0]

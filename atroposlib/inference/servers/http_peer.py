@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.http_guard import is_loopback_url
-from atroposlib.inference.servers.pacing import turn
+from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.patience import is_transient_status, read_retry_after
 from atroposlib.utils.off_loop import off_loop
 
@@ -148,7 +148,7 @@ class HttpPeer:
 
         `read` runs in a thread when the answer is large. A `msgspec.DecodeError` becomes `EngineProtocolError`.
         """
-        await turn()
+        await start_slot()
         payload = msgspec.json.encode(body, enc_hook=_encode_model)
         all_headers = {"Content-Type": "application/json", **(headers or {})}
         status, answer, retry_after = await self._request(

@@ -27,7 +27,7 @@ from atroposlib.inference.servers.http_peer import (
     HttpPeer,
     excerpt,
 )
-from atroposlib.inference.servers.pacing import turn
+from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.patience import is_transient_status
 
@@ -51,7 +51,7 @@ async def import_openai() -> None:
     """Import the types off the event loop before they are needed: it takes about a second, once."""
     if "openai.types.chat" not in sys.modules:
         await asyncio.to_thread(_openai_type, "chat")
-        await turn()  # thousands of waiters would all run in this round
+        await start_slot()  # thousands of waiters would all run in this round
 
 
 def chat_completion_from(body: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
 """Start many requests without blocking the event loop: a few in each of its rounds.
 
 When two thousand tasks become ready at once, asyncio runs all of them in one round, and nothing else for half a second.
-At most `PER_ROUND` callers of `turn` return per round, in order of arrival. A single request does not wait.
-Sessions, calls and attempts call `turn` before they start; answers do not.
+At most `PER_ROUND` callers of `start_slot` return per round, in order of arrival. A single request does not wait.
+Sessions, calls and attempts call `start_slot` before they start; answers do not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PER_ROUND = 6
 """Connecting and sending takes 0.2 to 0.8 ms per request: about 4 ms a round."""
 
 
-class Turns:
+class StartSlots:
     """The queue of one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, per_round: int = PER_ROUND) -> None:
@@ -26,7 +26,7 @@ class Turns:
         self._is_counting = False
         """Whether `_next_round` is scheduled."""
 
-    async def turn(self) -> None:
+    async def take(self) -> None:
         """Return in this round if fewer than `per_round` callers have, else in a later one."""
         if not self._is_counting:
             self._is_counting = True
@@ -51,13 +51,13 @@ class Turns:
         self._loop.call_soon(self._next_round)
 
 
-_lines: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = WeakKeyDictionary()
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, StartSlots] = WeakKeyDictionary()
 
 
-async def turn() -> None:
-    """Wait for a turn in the running loop."""
+async def start_slot() -> None:
+    """Wait until one more request may start in the running loop."""
     loop = asyncio.get_running_loop()
-    line = _lines.get(loop)
-    if line is None:
-        _lines[loop] = line = Turns(loop)
-    await line.turn()
+    slots = _slots.get(loop)
+    if slots is None:
+        _slots[loop] = slots = StartSlots(loop)
+    await slots.take()

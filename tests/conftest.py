@@ -1,4 +1,7 @@
-"""Which tests are drills, and the order of the others: longest first, so that several workers (`-n 2`) end together."""
+"""Which tests are drills, and the order of all: longest first, so that several workers (`-n 2`) end together.
+
+Every test of `tests/faults` is a drill, with three exceptions; elsewhere the long ones carry the marker.
+"""
 
 from __future__ import annotations
 

@@ -28,6 +28,8 @@ from benchmarks._trainer_measure import Result
 from benchmarks._trainer_work import Spec, make_step, step_flops
 from benchmarks.trainer import PARTS, Row, Session, parse, run_parts, same_work, set_mfu
 
+pytestmark = pytest.mark.drill
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

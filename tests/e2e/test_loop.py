@@ -64,7 +64,7 @@ def get(port: int, path: str) -> dict[str, object]:
         return value
 
 
-@pytest.mark.parametrize("bridge", ["reload", "restart"])
+@pytest.mark.parametrize("bridge", ["reload", pytest.param("restart", marks=pytest.mark.drill)])
 def test_the_loop_trains_and_the_engine_follows(bridge: str, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
     hub_port, engine_port = free_port(), free_port()

@@ -16,7 +16,7 @@ from atroposlib.scored_data import IGNORE_INDEX
 from tests.processes import answers, free_port, running, wait_for
 from tests.tiny_model import make_tiny_model, make_tiny_tokenizer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.drill, pytest.mark.timeout(240)]
 
 TOKEN = "let-me-in"
 PROXY = "atroposlib.proxy.command"

@@ -14,7 +14,7 @@ import pytest
 from tests.processes import ROOT, Process, answers, free_port, wait_for
 from tests.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.drill, pytest.mark.timeout(240)]
 
 
 class Run:

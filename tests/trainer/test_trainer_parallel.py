@@ -83,6 +83,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=name)
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(300)
 def test_two_processes_train_as_one_and_read_each_others_checkpoints(tmp_path: Path) -> None:
     model_dir = make_tiny_model(tmp_path / "model", tie_word_embeddings=True)
@@ -103,6 +104,7 @@ def test_two_processes_train_as_one_and_read_each_others_checkpoints(tmp_path: P
     assert_same(weights_of(to_two), weights_of(to_one))
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(300)
 def test_two_processes_compute_and_publish_in_bfloat16_over_float32_masters(tmp_path: Path) -> None:
     """The published weights travel in half of the bytes that the masters have, an adapter without its base."""
@@ -160,6 +162,7 @@ def test_a_process_that_reads_no_weights_holds_none(
     ]
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(300)
 def test_two_processes_follow_one_hub_through_the_first(tmp_path: Path) -> None:
     model_dir = make_tiny_model(tmp_path / "model")

@@ -121,6 +121,7 @@ def test_an_update_that_a_killed_trainer_began_is_ended_first(
     assert "another trainer did not finish" in caplog.text
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(240)
 def test_two_trainer_processes_gather_and_the_first_sends(model_dir: Path, tmp_path: Path) -> None:
     with fake_engine() as engine:

@@ -1,7 +1,7 @@
 """The reference trainer: batches from the hub, a GRPO step, new weights to the engines.
 
-The original's names are here, so that scripts that import them run; ours are `TrainerConfig` and `training.train`.
-Importing this package imports no torch.
+`TrainerConfig` and `training.train` are the interface; the other names keep scripts written for the original working.
+Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ TrainingConfig = TrainerConfig
 
 
 def parse_args(argv: Sequence[str] | None = None) -> TrainerConfig:
-    """Read the flags of `atropos-grpo`; ConfigError for a bad one."""
+    """Parse the flags of `atropos-grpo`; raise ConfigError for an invalid one."""
     return parse_flags(TrainerConfig, argv, prog="atropos-grpo")
 
 
 def config_from_args(args: TrainerConfig) -> TrainerConfig:
-    """Return what `parse_args` returned."""
+    """Return `args`: `parse_args` already returns the configuration."""
     return args
 
 
 def train_legacy(config: TrainerConfig) -> None:
-    """Train with an engine that the trainer starts, and restarts on each new checkpoint."""
+    """Train with an engine that the trainer starts and restarts on new weights."""
     _train(config, mode="none")
 
 
 def train_shared_vllm(config: TrainerConfig) -> None:
-    """Train with engines that run already and take new weights in place."""
+    """Train with running engines that reload new weights in place."""
     _train(config, mode="shared_vllm")
 
 
 def train_lora(config: TrainerConfig) -> None:
-    """Train adapters that running engines swap."""
+    """Train adapters; running engines swap them."""
     _train(config, mode="lora_only")
 
 
 def train_lora_restart(config: TrainerConfig) -> None:
-    """Train adapters; the engine is restarted on the weights that they make together with the model."""
+    """Train adapters; the engine is restarted on the merged weights."""
     _train(config, mode="lora_restart")
 
 

@@ -1,6 +1,6 @@
-"""LoRA: adapters on a frozen model, and the whole model that the two make together. Also which layers are trained.
+"""LoRA adapters on a frozen model, merging them into its weights, and the choice of layers to train.
 
-Called by `model.py`; peft is imported only when adapters are asked for.
+Called by `model.py`; peft is imported only if adapters are configured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from example_trainer.config import TrainerConfig
 logger = logging.getLogger(__name__)
 
 ADAPTER = "default"
-"""peft's name for the only adapter of a model."""
+"""peft's name for a model's only adapter."""
 
 
 def add_adapters(model: Any, config: TrainerConfig) -> Any:
@@ -39,18 +39,18 @@ def add_adapters(model: Any, config: TrainerConfig) -> Any:
     )
     try:
         with warnings.catch_warnings():
-            # peft asks transformers 5 for checkpointing by its old name
+            # peft calls transformers 5's gradient checkpointing by a deprecated name
             warnings.simplefilter("ignore", FutureWarning)
             adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ConfigError(f"--lora_target_modules {config.lora_target_modules}: {error}") from error
     if config.gradient_checkpointing:
-        model.enable_input_require_grads()  # else nothing in front of the first adapter has a gradient to recompute for
+        model.enable_input_require_grads()  # else checkpointed layers have no input with a gradient
     return adapted
 
 
 def freeze_other_layers(model: Any, indices: str, *, num_layers: int) -> None:
-    """Leave only the given decoder layers trainable; ConfigError for one that does not exist."""
+    """Freeze all but the given decoder layers; raise ConfigError for a layer that does not exist."""
     chosen = layer_indices(indices, "train_layer_indices") or []
     if bad := [i for i in chosen if i >= num_layers]:
         raise ConfigError(
@@ -63,7 +63,7 @@ def freeze_other_layers(model: Any, indices: str, *, num_layers: int) -> None:
 
 
 def layer_indices(text: str | None, flag: str) -> list[int] | None:
-    """Read a list of layers.
+    """Parse a list of layers and ranges of layers; None stays None.
 
     >>> layer_indices("0-2,28-29,31", "lora_layer_indices")
     [0, 1, 2, 28, 29, 31]
@@ -81,9 +81,9 @@ def layer_indices(text: str | None, flag: str) -> list[int] | None:
 
 
 def merged_weights(state: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """Return the weights of the plain model that frozen weights and adapters make together, under its own names.
+    """Merge the adapters into the frozen weights; return the plain model's weights under its own names.
 
-    `state` is that of the peft model; per adapted matrix the sum is `W + scaling * B @ A` (LoRA, arXiv 2106.09685).
+    `state` is the peft model's; an adapted matrix becomes `W + scaling * B @ A` (LoRA, arXiv 2106.09685).
     """
     scaling = {
         name: module.scaling[ADAPTER]
@@ -103,7 +103,7 @@ def merged_weights(state: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]
 
 
 def plain_name(name: str) -> str:
-    """Return what a parameter is called in the model without adapters.
+    """Return a parameter's name in the model without adapters.
 
     >>> plain_name("base_model.model.head.base_layer.weight")
     'head.weight'

@@ -1,11 +1,11 @@
-"""Checkpoints from which a run continues exactly: `step_<N>/` is a model that engines can load, `training/` the rest.
+"""Checkpoints that resume a run exactly: `step_<N>/` is a model that engines can load; `training/` holds the rest.
 
     step_12/config.json, model.safetensors, tokenizer.json, ...
     step_12/training/state.json       step, its metrics, random states
     step_12/training/*.safetensors    float32 master weights and optimizer state, one file per process
 
-Guarantee: a directory with this name is complete; the previous one stays until it is. The newest is always of the run
-that goes on: those of steps that a run takes again are set aside. What one layout of processes wrote, any other reads.
+Guarantees: a directory with this name is complete; the previous one stays until then. The newest belongs to the current
+run: checkpoints of steps that a run repeats are moved aside. A checkpoint can be loaded with any number of processes.
 Nothing is pickled. Called by `training.py`.
 """
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 _STEP = re.compile(r"step_(\d+)$")
 _UNFINISHED = re.compile(r"\.(step_\d+|final_model|final_adapter)-")
-"""What a killed process leaves: a directory half written, or half removed."""
+"""Left by a killed process: a directory half written or half removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +50,13 @@ class Checkpoints:
     save_path: Path
     world: World
     keep_last: int | None = None
-    """How many to keep; None: all."""
+    """Number to keep; None: all."""
 
     def begin(self, start: int) -> None:
-        """Tidy up for a run that takes the step after `start` next; every process must call it.
+        """Prepare the directory for a run that continues after step `start`; every process must call it.
 
-        Removes what a killed process left half done or did not come to remove, and moves checkpoints of later steps to
-        `earlier_run_<n>/`: the run takes those steps again, and a crash must not make it resume from where an abandoned
-        run was.
+        Removes directories that a killed process left, and checkpoints beyond `keep_last`. Moves checkpoints of later
+        steps to `earlier_run_<n>/`: this run repeats those steps, and must not resume from the abandoned run.
         """
         if self.world.is_main and self.save_path.is_dir():
             for path in list(self.save_path.iterdir()):
@@ -91,10 +90,10 @@ class Checkpoints:
         metrics: Mapping[str, Any] | None = None,
         experiment: str | None = None,
     ) -> Path:
-        """Write the state after `step` steps, with the last one's metrics, and return the directory.
+        """Write the state after `step` steps, with that step's metrics, and return the directory.
 
-        `experiment` is what the hub knows this training by; only the first process needs to know it.
-        Every process must call it. Raises AtroposError when it cannot be written; those before it stay.
+        `experiment` is the hub's id of this training; only the first process needs it. Every process must call this.
+        Raises AtroposError if the checkpoint cannot be written; earlier ones stay.
         """
         target = self.directory(step)
         try:
@@ -132,19 +131,19 @@ class Checkpoints:
                 (training / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
     def remove_old(self) -> None:
-        """Remove all but the last `keep_last` checkpoints; call it once the hub has been told of the newest."""
+        """Remove all but the last `keep_last` checkpoints; call it after reporting the newest to the hub."""
         if self.keep_last is None or not self.world.is_main:
             return
         for step in self.steps()[: -self.keep_last]:
             dying = (
                 self.save_path / f".step_{step}-removed"
-            )  # a crash must not leave a part under the good name
+            )  # after a crash, `step_<N>` must not be incomplete
             shutil.rmtree(dying, ignore_errors=True)
             self.directory(step).rename(dying)
             shutil.rmtree(dying, ignore_errors=True)
 
     def steps(self) -> list[int]:
-        """Return the steps that can be resumed from, ascending."""
+        """Return the steps with a checkpoint to resume from, ascending."""
         if not self.save_path.is_dir():
             return []
         found = [_STEP.match(path.name) for path in self.save_path.iterdir()]
@@ -155,17 +154,17 @@ class Checkpoints:
         return self.save_path / f"step_{step}"
 
     def metrics(self, directory: Path) -> dict[str, Any] | None:
-        """Return those of the last step before the checkpoint; None where it was saved without."""
+        """Return the metrics of the checkpoint's last step; None if it was saved without."""
         found: dict[str, Any] | None = _read_state(directory).get("metrics")
         return found
 
     def experiment(self, directory: Path) -> str | None:
-        """Return what the hub knows the training of a checkpoint by; None in those of earlier versions."""
+        """Return the hub's id of a checkpoint's training; None in checkpoints of earlier versions."""
         found: str | None = _read_state(directory).get("experiment")
         return found
 
     def load(self, directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
-        """Put the saved state into model and optimizer and return its step; ConfigError names what does not fit."""
+        """Load model and optimizer state and return its step; raise ConfigError if the checkpoint does not fit."""
         training = directory / "training"
         state = _read_state(directory)
         if state.get("format") != FORMAT:
@@ -199,7 +198,7 @@ class Checkpoints:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, checkpoint.CheckpointException):  # its own text is a traceback per process
+    if isinstance(error, checkpoint.CheckpointException):  # its text is one traceback per process
         error = next(iter(error.failures.values()))[0]
     return str(error)
 
@@ -214,10 +213,9 @@ def _read_state(directory: Path) -> dict[str, Any]:
 
 
 def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return what a checkpoint holds by name, each tensor with memory of its own.
+    """Return the checkpoint's tensors by name: trained parameters and their optimizer state. No two share memory.
 
-    That is every trained parameter and what the optimizer keeps for it. Frozen parameters come from the model that the
-    run started with; settings such as the learning rate come from the configuration.
+    Frozen parameters come from the initial model, settings such as the learning rate from the configuration.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -227,7 +225,7 @@ def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tens
             tensor = value if isinstance(value, Tensor) else torch.tensor(value).double()
             if (
                 tensor.data_ptr() in seen
-            ):  # 8-bit AdamW shares its quantisation map, safetensors refuses that
+            ):  # 8-bit AdamW shares its quantisation map; safetensors refuses shared memory
                 tensor = tensor.clone()
             seen.add(_address(tensor))
             tensors[f"optimizer.{name}.{key}"] = tensor
@@ -244,7 +242,7 @@ def _trained(policy: Policy) -> list[tuple[str, nn.Parameter]]:
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have a fresh optimizer create its state, by a step that moves nothing."""
+    """Make a fresh optimizer create its state, by a step that changes no weight."""
     rates = [settings["lr"] for settings in optimizer.param_groups]
     for settings in optimizer.param_groups:
         settings["lr"] = settings["lr"] and 0.0
@@ -270,12 +268,12 @@ def _save_tensors(directory: Path, tensors: dict[str, Tensor], *, world: World) 
 def _load_tensors(
     directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, *, world: World
 ) -> None:
-    """Read into the tensors that model and optimizer hold."""
+    """Load into the tensors of model and optimizer."""
     reader = checkpoint.HuggingFaceStorageReader(str(directory))
     stored = reader.read_metadata().state_dict_metadata
     for name, parameter in _trained(policy):
         if not any(key.startswith(f"optimizer.{name}.") for key in stored):
-            # It never had a gradient: an expert that no token chose.
+            # It never had a gradient, as an expert that was never routed to.
             optimizer.state.pop(parameter, None)
     tensors = _tensors(policy, optimizer)
     with _without_warnings():
@@ -291,7 +289,7 @@ def _load_tensors(
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """torch warns of a single process, which is meant."""
+    """Suppress torch's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
         yield

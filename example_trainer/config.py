@@ -1,6 +1,6 @@
-"""Every setting of the trainer: one model, read from flags and YAML by `atroposlib.config`.
+"""Every setting of the trainer, in one pydantic model that `atroposlib.config` reads from flags and YAML.
 
-Names and spellings of the original trainer keep working (`--model`, `--atropos-url`, `--training-steps`, ...).
+The original trainer's flag names also work (`--model`, `--atropos-url`, `--training-steps`, ...).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MODES = {
     "lora_only": ("lora", True),
     "lora_restart": ("restart", True),
 }
-"""The original's `--weight-bridge-mode` -> our bridge, and whether adapters are trained."""
+"""The original's `--weight-bridge-mode` -> `bridge`, and whether adapters are trained."""
 
 
 _UNUSED = frozenset(
@@ -54,7 +54,7 @@ _WHY_UNUSED = "torchrun starts several processes, engines take weights without s
 
 
 class TrainerConfig(BaseModel):
-    """Settings of one training run; counts of sequences, tokens and steps, times in seconds."""
+    """Settings of one training run. Times are in seconds."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True, use_attribute_docstrings=True)
 
@@ -64,49 +64,46 @@ class TrainerConfig(BaseModel):
     )
     """Checkpoint directory, or a name on the Hugging Face hub."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """auto, cpu, cuda or cuda:N; auto: cuda where there is one."""
+    """auto, cpu, cuda or cuda:N; auto: cuda if available."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the forward pass and of the published weights; auto: bfloat16 on cuda, float32 on cpu. Master weights are
-    always float32."""
+    """Precision of the forward pass and of published weights; auto: bfloat16 on cuda, else float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     compile_layers: bool = False
-    """torch.compile for each decoder layer: all work between matrix products then reads and writes a quarter of the
-    bytes (counted on 0.5B); a minute or more of compiling in the first steps."""
+    """torch.compile each decoder layer: less memory traffic; the first steps take a minute or more to compile."""
     threads: int | None = Field(None, ge=1)
-    """Torch CPU threads; None: torch's choice, or 1 on two cores or fewer."""
+    """Torch CPU threads; None: 1 on at most two cores, else torch's default."""
     seed: int = 0
-    """Of torch, numpy and python."""
+    """Random seed of torch, numpy and python."""
 
     # Hub
     hub_url: str = Field(
         "http://localhost:8000", validation_alias=AliasChoices("hub_url", "atropos_url")
     )
-    """Address of run-api."""
+    """Address of the hub (run-api)."""
     hub_token: str | None = None
-    """Bearer token of the hub, where it asks for one; None: that in ATROPOS_HUB_TOKEN."""
+    """Bearer token of the hub, if it requires one; None: ATROPOS_HUB_TOKEN."""
     lease_s: float | None = Field(None, gt=0)
-    """Time without a sign of life after which the hub hands this trainer's batch out again; None: the hub's default,
-    15 minutes."""
+    """Seconds without renewal after which the hub hands a leased batch out again; None: the hub's default (15 min)."""
 
     # Training
     num_steps: int = Field(10, ge=1, validation_alias=AliasChoices("num_steps", "training_steps"))
-    """Optimizer steps."""
+    """Optimizer steps in total, including those before a resume."""
     batch_size: int = Field(64, ge=1)
-    """Sequences per padded micro-batch; times gradient_accumulation_steps = sequences per step."""
+    """Sequences per padded micro-batch; times gradient_accumulation_steps: sequences per step."""
     gradient_accumulation_steps: int = Field(1, ge=1)
-    """See batch_size."""
+    """Sequences per step, in multiples of batch_size."""
     max_microbatch_tokens: int | None = Field(None, ge=1)
-    """Positions per micro-batch, padding included; bounds memory. None: 32768, or 8192 on cuda without
+    """Maximum positions per micro-batch, padding included; None: 32768, or 8192 on cuda without
     gradient_checkpointing."""
     seq_len: int = Field(2048, ge=2)
-    """Longest sequence in tokens; longer ones are skipped and counted."""
+    """Maximum sequence length in tokens; longer sequences are skipped and counted."""
     packing: Literal["auto", "on", "off"] = "auto"
-    """Several sequences in one row, without padding between them; auto: where flash attention runs."""
+    """Put several sequences in one row instead of padding each; auto: only with flash_attention_2."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
-    """Attention kernel; auto: flash_attention_2 where it is installed, else sdpa."""
+    """Attention kernel; auto: flash_attention_2 if installed and device is not cpu, else sdpa."""
     pad_to_multiple_of: int = Field(8, ge=1)
-    """Micro-batch width is rounded up to this."""
+    """Round the width of a micro-batch up to a multiple of this."""
     lr: float = Field(1e-5, gt=0)
     """Learning rate after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
@@ -114,156 +111,156 @@ class TrainerConfig(BaseModel):
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit needs bitsandbytes and a single process."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW."""
+    """AdamW beta1."""
     adam_beta2: float = Field(0.99, ge=0, lt=1)
-    """AdamW."""
+    """AdamW beta2."""
     adam_eps: float = Field(1e-8, gt=0)
-    """AdamW."""
+    """AdamW epsilon."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW."""
+    """AdamW weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Gradient norm is clipped to this."""
+    """Clip the gradient norm to this."""
 
     # Adapters
     lora: bool = False
-    """Train adapters on a frozen model."""
+    """Train LoRA adapters on a frozen model."""
     lora_r: int = Field(16, ge=1)
     """Rank of the adapters."""
     lora_alpha: int = Field(32, ge=1)
-    """Adapters are scaled by this / lora_r."""
+    """Scale adapters by lora_alpha / lora_r."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    """Makes the trainer differ from the engine."""
+    """Dropout of the adapters; the engine has none, so logprobs will differ."""
     lora_target_modules: list[str] = ["q_proj", "v_proj"]
-    """Names of the matrices that get an adapter."""
+    """Names of the modules that get an adapter."""
     lora_layer_indices: str | None = None
     """Layers that get adapters, such as 0-3,28-31; None: all."""
     train_layer_indices: str | None = None
-    """Layers that are trained, all else being frozen; None: the whole model."""
+    """Decoder layers to train, with all else frozen; None: the whole model."""
 
     # Objective
     objective: ObjectiveName = "grpo"
-    """A published combination of the settings below; one of them given by itself wins."""
+    """Published combination of the settings below; settings given explicitly override it."""
     baseline: Baseline = "group"
-    """What scores are compared with: the group's mean, the mean of the others in it (rloo), the batch's mean (batch),
-    the group's mean but scaled over the batch (group_batch), nothing (none)."""
+    """Baseline of the scores: the group's mean (group), the mean of the others in the group (rloo), the batch's mean
+    (batch), the group's mean with the batch's scale (group_batch), or none."""
     scale_advantages: bool = True
-    """Divide advantages by the group's std (false: Dr. GRPO)."""
+    """Divide advantages by the group's standard deviation (false: Dr. GRPO)."""
     surrogate: Surrogate = "clip"
-    """Clip: PPO's minimum; cispo: clipped ratio as a constant weight; reinforce: no ratio."""
+    """clip: PPO's minimum; cispo: the clipped ratio as a constant weight; reinforce: no ratio."""
     ratio_level: RatioLevel = "token"
-    """The ratio of each token, or of the whole sequence (GSPO)."""
+    """Ratio per token, or of the whole sequence (GSPO)."""
     clip_eps: float = Field(0.2, gt=0, le=1)
-    """The ratio is clipped to 1 - this."""
+    """Clip the ratio below at 1 - clip_eps."""
     clip_eps_high: float | None = Field(None, gt=0)
-    """The ratio is clipped to 1 + this; None: clip_eps."""
+    """Clip the ratio above at 1 + clip_eps_high; None: clip_eps."""
     correction: Correction = "none"
-    """What is done about engines that sample from another policy than the trainer's: none: the ratio is to the sampled
-    logprobs; else it is to the trainer's own, and weights are truncated (tis), masked above (mis), masked on both
-    sides (icepop) or left as they are (decoupled)."""
+    """Correction for engines that sample from another policy. none: the ratio is to the sampled logprobs; else it is to
+    the trainer's own, with weights truncated (tis), masked above the cap (mis), masked outside floor and cap (icepop)
+    or unchanged (decoupled)."""
     correction_level: RatioLevel = "token"
-    """Weights of each token, or their product over the sequence."""
+    """Correction weight per token, or the product over the sequence."""
     correction_cap: float = Field(2.0, gt=0)
-    """Largest weight."""
+    """Upper limit of the correction weight."""
     correction_floor: float = Field(0.5, ge=0)
-    """Smallest weight of icepop."""
+    """Lower limit of the correction weight (icepop)."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL to the reference: the groups' ref_logprobs, else a frozen copy of the model."""
+    """Weight of the KL to the reference: the groups' ref_logprobs, else the initial model."""
     kl_estimator: KlEstimator = "k3"
-    """Exp(d) - d - 1 (k3) or d * d / 2 (k2), d = reference - own logprob."""
+    """exp(d) - d - 1 (k3) or d * d / 2 (k2), with d = reference - own logprob."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     distill_coef: float = Field(0.0, ge=0)
-    """Weight of distillation from the teacher's logprobs in the groups."""
+    """Weight of distillation from the groups' teacher logprobs."""
     distill_loss: DistillLoss = "forward_kl"
-    """forward_kl: over the tokens the teacher named; reverse_kl: on the sampled token, as an advantage."""
+    """forward_kl: over the tokens that the teacher lists; reverse_kl: on the sampled token, as an advantage."""
     loss_mean: LossMean = "token"
-    """Mean over all trained tokens; over sequences of their token means; or, constant, over sequences of their token
-    sums divided by loss_constant."""
+    """Mean over all trained tokens (token), over the sequences' token means (sequence), or over the sequences' token
+    sums divided by loss_constant (constant)."""
     loss_constant: float | None = Field(None, gt=0)
-    """Tokens, for --loss_mean constant; None: seq_len."""
+    """Divisor in tokens for --loss_mean constant; None: seq_len."""
     overlong_max: int = Field(0, ge=0)
-    """Trained tokens at which a sequence's score is lowered by 1; 0: never."""
+    """Trained tokens at which the length penalty on the score reaches 1; 0: no penalty."""
     overlong_buffer: int = Field(1, ge=1)
-    """Tokens before overlong_max over which the score is lowered gradually."""
+    """Tokens before overlong_max over which the penalty grows linearly from 0."""
     logprobs_mode: Literal["auto", "raw", "processed"] = "auto"
-    """What the engines report: raw (before temperature; vLLM's default) or processed logprobs; auto: processed where
-    vLLM is started here, so that ratios are those of the samples at any temperature, else raw."""
+    """Logprobs that engines report: raw (before temperature, vLLM's default) or processed; auto: processed if the
+    trainer starts vLLM, else raw."""
     max_logprob_gap: float | None = Field(None, gt=0)
-    """Nats: stop when sampled and own logprobs of the current policy differ by more in the mean; None: only warn,
-    above 1e-3 in float32 and 0.1 in bfloat16."""
+    """Stop when sampled and own logprobs of the current policy differ by more nats on average; None: only warn, above
+    1e-3 in float32 and 0.1 in bfloat16."""
 
     # Checkpoints and records
     save_path: Path = Path("trained_model_checkpoints")
-    """step_<N>/ and final_model/ are written here."""
+    """Directory of step_<N>/ and final_model/."""
     checkpoint_interval: int = Field(3, ge=0)
-    """Steps between checkpoints; 0: only the final one."""
+    """Steps between checkpoints; 0: only if the run stops early."""
     keep_last: int | None = Field(None, ge=1)
-    """Checkpoints to keep; None: all of them."""
+    """Number of checkpoints to keep; None: all."""
     resume: bool = False
-    """Resume from the newest checkpoint in save_path, or start a new run where there is none."""
+    """Resume from the newest checkpoint in save_path; start a new run if there is none."""
     resume_from: Path | None = None
     """Resume from this step_<N> directory instead of the newest."""
     metrics_path: Path | None = None
-    """JSON lines, one object per step; None: <save_path>/metrics.jsonl."""
+    """JSON lines file with one object per step; None: <save_path>/metrics.jsonl."""
     use_wandb: bool = False
-    """Log to Weights & Biases as well."""
+    """Also log to Weights & Biases."""
     wandb_project: str | None = None
-    """Needed with use_wandb."""
+    """Weights & Biases project; use_wandb requires it."""
     wandb_group: str | None = None
-    """None: eight random characters."""
+    """Weights & Biases group; None: eight random characters."""
 
     # Weights to the engines
     bridge: Literal["restart", "reload", "transfer", "lora"] = "restart"
-    """Restart: the trainer starts an engine and restarts it on new weights; reload: running engines load new weights
-    in place, from disk; transfer: over NCCL or CUDA IPC, by the vllm beside the trainer; lora: running engines swap
-    the adapter."""
+    """How engines get new weights. restart: the trainer restarts its own engine; reload: running engines load a
+    checkpoint in place; transfer: over NCCL or CUDA IPC, with vllm installed beside the trainer; lora: running engines
+    swap the adapter."""
     weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "lora_restart"] | None = None
     """The original's name for bridge: none = restart, shared_vllm = reload, lora_only = lora, lora_restart = restart
     with --lora."""
     publish_interval: int | None = Field(
         None, ge=1, validation_alias=AliasChoices("publish_interval", "vllm_restart_interval")
     )
-    """Steps between hand-overs of weights; None: 3 for restart, else 1."""
+    """Steps between publications of weights; None: 3 for restart, else 1."""
     weights_dir: Path | None = None
-    """Where weights are handed over; None: /dev/shm if there is room, else save_path."""
+    """Directory for published weights; None: in /dev/shm if it has room, else <save_path>/weights."""
     engine_url: str = ""
-    """Reload, transfer and lora: addresses of the engines, comma-separated; empty: port vllm_port here."""
+    """Reload, transfer and lora: engine addresses, comma-separated; empty: port vllm_port on this machine."""
     engine_api_key: str | None = None
-    """Reload, transfer and lora: key that the engines ask for; None: that in ATROPOS_ENGINE_API_KEY."""
+    """Reload, transfer and lora: API key of the engines, if required; None: ATROPOS_ENGINE_API_KEY."""
     engine_timeout_s: float = Field(600.0, gt=0)
-    """For an engine to start, or to take weights."""
+    """Seconds for an engine to start or to take weights."""
     engine_retry_s: float = Field(600.0, ge=0)
-    """Reload and lora: for an engine that cannot be reached to be back; while no batch comes, the run ends after this
-    long without an engine."""
+    """Reload and lora: seconds to retry an unreachable engine; a run without a batch ends after an engine was
+    unreachable for this long."""
     lora_name: str = Field("policy", min_length=1)
-    """Lora: what the engines call the adapter; the environments' model_name."""
+    """Lora: the adapter's name in the engines; environments use it as model_name."""
     transfer_backend: Literal["nccl", "ipc"] | None = None
-    """Transfer: nccl between GPUs; ipc on one and the same GPU; None: ipc where engine and trainer share one."""
+    """Transfer: nccl between GPUs, ipc on one shared GPU; None: ipc if engine and trainer share a GPU."""
     transfer_bucket_mb: int = Field(512, ge=1)
-    """Transfer: MB of weights that are handed over at a time."""
+    """Transfer: megabytes of weights to send at a time."""
 
     # The engine that the trainer starts itself
     engine: Literal["vllm", "local"] = "vllm"
-    """Local is atropos-engine."""
+    """Engine that the trainer starts; local is atropos-engine."""
     vllm_python: str | None = None
-    """Interpreter of the environment that has vLLM; None: this one."""
+    """Python interpreter of the environment with vLLM; None: this one."""
     vllm_port: int = Field(9001, ge=1, le=65535)
     """Port of the engine."""
     vllm_gpu: int | None = Field(None, ge=0)
-    """CUDA device of the engine; None: unchanged."""
+    """CUDA device of the engine; None: leave CUDA_VISIBLE_DEVICES unchanged."""
     gpu_memory_utilization: float = Field(
         0.45,
         gt=0,
         le=1,
         validation_alias=AliasChoices("gpu_memory_utilization", "vllm_gpu_memory_utilization"),
     )
-    """Share of the GPU that vLLM takes."""
+    """Fraction of the GPU memory that vLLM takes."""
     max_model_len: int = Field(4096, ge=1)
-    """Longest sequence of the engine."""
+    """Maximum sequence length of the engine, in tokens."""
     log_dir: Path = Path("logs")
-    """The engine's log goes here."""
+    """Directory of the engine's log."""
 
-    # The original's flags without a use here
+    # Flags of the original that have no effect
     vllm_config_path: str | None = None
     """Accepted and ignored."""
     adafactor_scale_parameter: bool = False
@@ -283,7 +280,7 @@ class TrainerConfig(BaseModel):
     single_copy: bool = False
     """Accepted and ignored."""
     benchmark: bool = False
-    """Log a summary of times and memory at the end."""
+    """Accepted and ignored."""
 
     @field_validator("hub_url")
     @classmethod
@@ -362,7 +359,7 @@ class TrainerConfig(BaseModel):
 
     @property
     def reports_processed(self) -> bool:
-        """Whether the engines' logprobs are those after temperature."""
+        """Whether engines report logprobs after temperature."""
         if self.logprobs_mode == "auto":
             return self.bridge == "restart" and self.engine == "vllm"
         return self.logprobs_mode == "processed"
@@ -376,7 +373,7 @@ class TrainerConfig(BaseModel):
 
     @property
     def attention_kernel(self) -> str:
-        """The attention that transformers is asked for."""
+        """`attn_implementation` for transformers."""
         if self.attention != "auto":
             return self.attention
         has_flash = self.device != "cpu" and importlib.util.find_spec("flash_attn") is not None
@@ -391,7 +388,7 @@ class TrainerConfig(BaseModel):
 
     @property
     def sequences_per_step(self) -> int:
-        """What the trainer registers at the hub as its batch size."""
+        """Batch size that the trainer registers at the hub."""
         return self.batch_size * self.gradient_accumulation_steps
 
     @property

@@ -1,10 +1,9 @@
 """Groups from the hub -> micro-batches of tensors: shift, weights, packing or padding.
 
-Shapes: B rows of T positions, holding S sequences of which N positions are trained. Everything that the loss needs is
-kept for the N trained positions alone, so it does not know how sequences were laid out. Dropping a sequence whose
-advantages are all zero changes nothing but the cost: every position's weight is its share of the mean over the whole
-batch, dropped sequences included. `atroposlib.samples` has the rule of advantages. Called by `training.py`; knows
-neither the model nor the hub.
+Shapes: B rows of T positions, holding S sequences with N trained positions. The loss sees only the N trained positions,
+so it is independent of the layout. Dropping a sequence whose advantages are all zero saves time and changes no result:
+a position's weight is its share of the mean over the whole batch, dropped sequences included. `atroposlib.samples`
+computes advantages. Called by `training.py`; knows neither the model nor the hub.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from atroposlib.scored_data import Ragged, ScoredGroup
 from example_trainer.objective import Baseline, LossMean
 
 UNKNOWN_VERSION = -1
-"""Stands for `policy_version` None in an integer tensor."""
+"""`policy_version` None, in an integer tensor."""
 
 Layout = Literal["padded", "packed"]
 
@@ -36,36 +35,36 @@ _WITHIN_GROUP: dict[Baseline, samples.GroupBaseline] = {
     "batch": "none",
     "none": "none",
 }
-"""What is compared within a group; "batch" and "group_batch" are normalised over the batch afterwards."""
+"""Baseline applied within a group; "batch" and "group_batch" are normalised over the batch afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
-    """How groups become tensors; fields mean what the flags of the same names say."""
+    """How groups become tensors; `TrainerConfig` documents the fields that are not documented here."""
 
     baseline: Baseline = "group"
     scale_advantages: bool = True
     loss_mean: LossMean = "token"
     loss_constant: float = 1.0
-    """Tokens that a sequence's sum is divided by when `loss_mean` is "constant"."""
+    """Divisor of a sequence's sum, in tokens, if `loss_mean` is "constant"."""
     overlong_max: int = 0
     """Trained tokens at which the length penalty reaches 1; 0: no penalty."""
     overlong_buffer: int = 1
     """Tokens over which the penalty grows from 0 to 1."""
     seq_len: int
-    """Longest sequence trained, in tokens."""
+    """Maximum sequence length, in tokens."""
     max_sequences: int
     """Sequences per padded micro-batch."""
     max_tokens: int
-    """Positions per micro-batch, padding included; a single longer sequence still forms one."""
+    """Positions per micro-batch, padding included; a longer sequence forms a micro-batch alone."""
     layout: Layout = "padded"
     pad_to_multiple_of: int = 8
     keep_zero_advantage: bool = False
-    """True when a KL or distillation term gives a gradient to sequences without an advantage."""
+    """Whether a KL, distillation or entropy term gives sequences without an advantage a gradient."""
     vocab_size: int | None = None
-    """Token ids from here on are refused; None: any are taken."""
+    """Token ids of this value and above are refused; None: all are accepted."""
     processed_logprobs: bool = False
-    """True when engines report logprobs after temperature scaling (vLLM's `processed_logprobs`)."""
+    """Whether engines report logprobs after temperature scaling (vLLM's `processed_logprobs`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,26 +72,26 @@ class Positions:
     """The N trained positions of a micro-batch, sequence after sequence."""
 
     labels_N: Tensor
-    """int64, the token that the position predicts."""
+    """int64, the token that each position predicts."""
     sampled_logprobs_N: Tensor
-    """float32, of the labels under the policy that sampled them; 0 for supervised positions."""
+    """float32, of the labels under the sampling policy; 0 for supervised positions."""
     advantages_N: Tensor
     """float32; 1 for supervised positions."""
     weights_N: Tensor
     """float32 share of each position in the step's mean."""
     temperature_N: Tensor
-    """float32, by which logits are divided before they are compared with the sampled logprobs."""
+    """float32, divisor of the logits."""
     sequence_N: Tensor
     """int64 index of the sequence within the micro-batch, ascending."""
     num_sequences: int
     is_supervised_N: Tensor
-    """bool: trained by maximum likelihood (`sft` overrides) instead of by the policy gradient."""
+    """bool, trained by maximum likelihood (`sft` override) instead of the policy gradient."""
     ref_logprobs_N: Tensor | None
-    """float32, given by the environment, NaN where it gave none; None where no sequence has any."""
+    """float32, from the environment, NaN where it sent none; None if no sequence has any."""
     teacher_ids_NK: Tensor | None
-    """int64, the teacher's most likely tokens; None where no group of the batch carries them."""
+    """int64, the teacher's most likely tokens; None if no sequence has any."""
     teacher_logprobs_NK: Tensor | None
-    """float32, -inf beyond the tokens that the teacher named."""
+    """float32, -inf beyond the tokens that the teacher listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,21 +99,21 @@ class MicroBatch:
     """The sequences of one forward pass; position t predicts the token after it."""
 
     tokens_BT: Tensor
-    """int64, filled up with 0."""
+    """int64, padded with 0."""
     position_ids_BT: Tensor
-    """int64, starting at 0 with every sequence; what fills up a packed row counts on as a sequence of its own."""
+    """int64, starting at 0 in every sequence; the padding of a packed row counts as one more sequence."""
     borders: Tensor | None
-    """int32 [S + 1, or S + 2 with a filler]: where the sequences of a packed row begin, and the row's end;
-    attention must stop there. None where each sequence has a row of its own."""
+    """int32 [S + 1, or S + 2 with padding]: starts of the sequences in a packed row, and the row's end; attention must
+    not cross them. None if each sequence has its own row."""
     longest: int
-    """Positions of the longest sequence, or of the filler."""
+    """Positions of the longest sequence or padding."""
     trained_N: Tensor
     """int64 index of each trained position in the flattened [B * T]."""
     positions: Positions
     version_S: Tensor
-    """int64 policy version that sampled the sequence; -1 when unknown."""
+    """int64 policy version that sampled the sequence; -1 if unknown."""
     is_filler: bool = False
-    """Computed only so that every process computes as many; without weight, and not counted."""
+    """Whether it only makes the processes' counts equal: its weights are 0 and metrics omit it."""
 
     @property
     def is_packed(self) -> bool:
@@ -143,26 +142,26 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One sequence, shifted by one; the trained positions apart."""
+    """One sequence, shifted by one, with its trained positions."""
 
     tokens: NDArray[np.int32]
     """[num_tokens - 1]"""
     trained: NDArray[np.int64]
     """[N] positions whose label is trained, ascending."""
     labels: NDArray[np.int32]
-    """[N], as all below."""
+    """[N], like all arrays below."""
     sampled_logprobs: NDArray[np.float64]
     advantages: NDArray[np.float64]
     ref_logprobs: NDArray[np.float64] | None
     teacher: Teacher | None
     is_supervised: bool
     is_silenced: bool
-    """The environment set its advantage to zero: no normalisation may change it."""
+    """Whether the environment set its advantage to zero, which normalisation must not change."""
     temperature: float
-    """Of the distribution whose logprobs are trained; 1 for supervised sequences, whose likelihood is the model's."""
+    """Of the distribution whose logprobs are trained; 1 for supervised sequences."""
     version: int
     weight: float = 0.0
-    """Of each trained position in the step's mean."""
+    """Share of each trained position in the step's mean."""
 
 
 class Teacher(NamedTuple):
@@ -174,34 +173,34 @@ class Teacher(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One optimizer step's data and what was left out of it."""
+    """One optimizer step's data, and counts of what was left out."""
 
     micro_batches: list[MicroBatch]
     rows: list[Row]
-    """What the micro-batches are made of."""
+    """The sequences in the micro-batches."""
     lacks_reference: bool
-    """Some sequence came without `ref_logprobs`. Of the whole batch, so that all processes decide alike."""
+    """Whether any sequence of the batch has no `ref_logprobs`; the same in every process."""
     num_groups: int
     num_sequences: int
-    """As received."""
+    """Received."""
     num_tokens: int
     """In the micro-batches, prompts included, padding not."""
     num_trained_tokens: int
     """In the micro-batches."""
     num_skipped_zero_advantage: int
     num_skipped_untrained: int
-    """Sequences without a single trained position."""
+    """Sequences without a trained position."""
     num_skipped_too_long: int
     scores: NDArray[np.float64]
-    """Of every sequence received."""
+    """Per sequence received."""
     versions: NDArray[np.int64]
-    """Per sequence received; -1 when unknown."""
+    """Per sequence received; -1 if unknown."""
 
 
 def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
-    """Return what a response of `num_tokens` loses: 0 up to `longest - buffer`, then linearly to 1.
+    """Return the penalty of a response: 0 up to `longest - buffer` tokens, rising linearly to 1 at `longest`.
 
-    The soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13).
+    Source: soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13).
 
     >>> [overlong_penalty(n, longest=100, buffer=20) for n in (80, 90, 100, 150)]
     [0.0, 0.5, 1.0, 1.0]
@@ -212,8 +211,8 @@ def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
 def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
     """Turn the groups of one step into micro-batches.
 
-    Raises GroupError for a group without sampled logprobs, unless all its sequences are supervised, and for tokens
-    that the model does not know.
+    Raises GroupError for token ids outside the model's vocabulary, and for a group without sampled logprobs unless all
+    its sequences are supervised.
     """
     all_rows = [row for group in groups for row in _rows(group, options)]
     if options.baseline in ("batch", "group_batch"):
@@ -243,7 +242,7 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
 
 
 def without_weight(micro_batch: MicroBatch) -> MicroBatch:
-    """Return the same micro-batch with weights of 0: its forward and backward pass change nothing."""
+    """Return the micro-batch with all weights 0, so that it adds nothing to the gradient."""
     weights_N = torch.zeros_like(micro_batch.positions.weights_N)
     positions = dataclasses.replace(micro_batch.positions, weights_N=weights_N)
     return dataclasses.replace(micro_batch, positions=positions, is_filler=True)
@@ -303,7 +302,7 @@ def _rows(group: ScoredGroup, options: DataOptions) -> Iterator[Row]:
 
 
 def _teacher(group: ScoredGroup, tokens: NDArray[np.int64]) -> Teacher | None:
-    """Return the teacher's proposals for some of the group's tokens, given by their place in the flat arrays."""
+    """Return the teacher's tokens at some positions of the group, given as indices of its flat arrays."""
     ids, logprobs = group.distill_token_ids, group.distill_logprobs
     if ids is None or logprobs is None:
         return None
@@ -321,7 +320,7 @@ def _teacher(group: ScoredGroup, tokens: NDArray[np.int64]) -> Teacher | None:
 
 
 def _temperature(group: ScoredGroup, override: dict[str, object]) -> float:
-    """The first of the sequence's override, generation_params, group_overrides; 1 when absent or not above 0."""
+    """Return the first of override, generation_params and group_overrides; 1 if absent or not above 0."""
     for source in (override, group.generation_params or {}, group.group_overrides or {}):
         value = source.get("temperature")
         if isinstance(value, int | float):
@@ -332,7 +331,7 @@ def _temperature(group: ScoredGroup, override: dict[str, object]) -> float:
 def _normalise_over_batch(rows: list[Row], *, centre: bool) -> list[Row]:
     """Divide advantages by their std over all policy-gradient tokens of the batch (REINFORCE++, arXiv 2501.03262).
 
-    Those of a sequence silenced by its environment stay 0 and do not count.
+    Sequences silenced by their environment stay 0 and do not count.
     """
 
     def counts(row: Row) -> bool:
@@ -341,7 +340,7 @@ def _normalise_over_batch(rows: list[Row], *, centre: bool) -> list[Row]:
     values = np.concatenate([np.zeros(0), *(row.advantages for row in rows if counts(row))])
     if not len(values):
         return rows
-    is_constant = values.min() == values.max()  # mean and std would be rounding
+    is_constant = values.min() == values.max()  # mean and std would be rounding errors
     mean = 0.0 if not centre else values[0] if is_constant else values.mean()
     std = 1.0 if is_constant else values.std() + 1e-8
     return [
@@ -362,7 +361,7 @@ def _weight(row: Row, options: DataOptions, num_trained: int, num_sequences: int
 
 
 def _split(rows: list[Row], options: DataOptions) -> Iterator[list[Row]]:
-    """Cut rows, longest first, into micro-batches within the limits."""
+    """Divide rows, longest first, into micro-batches within the limits."""
     rows = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
     if options.layout == "packed":
         yield from _pack(rows, options.max_tokens)
@@ -395,7 +394,7 @@ def _padded(length: int, options: DataOptions) -> int:
 
 
 def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
-    """Lay sequences out as one micro-batch, each in a row of its own or all in one, and join what is trained."""
+    """Make one micro-batch of sequences: one row each, or all in one row if packed."""
     lengths = np.array([len(row.tokens) for row in rows])
     is_packed = options.layout == "packed"
     if is_packed:
@@ -458,7 +457,7 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
 
 
 def _join_teachers(rows: Sequence[Row]) -> Teacher | None:
-    """Stack the teachers' proposals as wide as the widest; sequences without a teacher propose nothing."""
+    """Stack the teachers' tokens, padded to the widest; sequences without a teacher are all padding."""
     width = max((row.teacher.ids.shape[1] for row in rows if row.teacher is not None), default=0)
     if not width:
         return None

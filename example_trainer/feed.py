@@ -1,8 +1,8 @@
-"""Where batches come from: the hub for the first process, the first process for all others.
+"""Source of batches: the hub for the first process, the first process for all others.
 
-`Leader` is this trainer's run at the hub: registration, leases, acknowledgements, announcements; patient while the hub
-is away. `Follower` takes the same calls and does as the leader does. The leader is the one poller of `/batch` and the
-owner of its retries. Called by `training.py` alone.
+`Leader` registers at the hub, leases and acknowledges batches, and publishes policy versions; it alone polls `/batch`,
+and retries while the hub is unavailable. `Follower` has the same methods and receives the leader's batches. Called by
+`training.py` only.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 BATCH_WAIT_S = 5.0
-"""How long the hub may hold one request for a batch."""
+"""Long-poll time of one request for a batch."""
 MAX_BACKOFF_S = 5.0
 RETRY_S = 5.0
-"""How long the client repeats a control call by itself; in between the run may notice that it is to stop."""
+"""How long the client itself retries a control call; between such calls the run can stop."""
 FIRST_WAIT_S = 120.0
-"""For a hub that starts together with the trainer. Later it is waited for as long as it takes."""
+"""Limit for the first registration, while the hub may still be starting. Later waits have no limit."""
 
 
 class Feed(Protocol):
-    """One batch after the other; every process makes the same calls."""
+    """A sequence of batches; every process makes the same calls."""
 
     num_lost_leases: int
     experiment: str | None
-    """Id of the training at the hub; None in every process but the first."""
+    """The hub's id of this training; None in every process but the first."""
 
     def begin(self, *, step: int) -> None:
-        """Register the run at `step`, whose weights the engines serve."""
+        """Register the run at `step`; the engines must serve that step's weights."""
 
     def next_groups(self, step: int) -> list[ScoredGroup] | None:
-        """Return the groups of the next step, however long it takes; None when the run is to stop."""
+        """Wait without limit for the groups of the next step; return None if the run must stop."""
 
     def training(self) -> AbstractContextManager[None]:
-        """Hold the batch while its step is computed."""
+        """Renew the batch's lease while its step is computed."""
 
     def acknowledge(self, *, step: int) -> None:
-        """Say that the weights contain the batch, as `step`."""
+        """Report that the weights of `step` contain the batch."""
 
     def announce(self, version: int) -> None:
-        """Say which policy version the engines serve."""
+        """Report the policy version that the engines serve."""
 
     def checkpointed(self, step: int, path: Path) -> None:
-        """Say that what was trained up to `step` is safe in a checkpoint."""
+        """Report a checkpoint that contains all training up to `step`."""
 
     def queue_size(self) -> int | None:
-        """Return how many groups wait at the hub; None where it cannot be asked."""
+        """Return the number of groups queued at the hub; None if unknown."""
 
 
 class Follower:
@@ -121,15 +121,15 @@ class Leader:
         self._world = world
         self._is_stopping = is_stopping
         self._on_no_batch = on_no_batch
-        """Called every few seconds while none comes; what it raises ends the run."""
+        """Called every few seconds while no batch comes; an exception from it ends the run."""
         self._is_resumed = config.resume or config.resume_from is not None
-        # A checkpoint of a version that gave experiments no name resumes what the hub holds.
+        # A checkpoint of an earlier version has no id: it resumes the hub's current experiment.
         self.experiment = experiment or (None if self._is_resumed else secrets.token_hex(16))
-        """What this trainer trains; kept in its checkpoints."""
+        """Saved in checkpoints."""
         self._published = 0
         self._leased: LeasedBatch | None = None
         self.num_lost_leases = 0
-        """Batches that were not ours any more when they had been trained."""
+        """Batches whose lease expired before they were acknowledged."""
 
     def begin(self, *, step: int) -> None:
         self._patiently(
@@ -164,7 +164,7 @@ class Leader:
             yield
 
     def acknowledge(self, *, step: int) -> None:
-        """Waits for a hub that restarts; a lease that ended is counted and told, a forgotten batch told."""
+        """Wait while the hub is unavailable; count an expired lease, and warn of it or of an unknown batch."""
         batch = self._leased
         assert batch is not None
         try:
@@ -194,14 +194,14 @@ class Leader:
         try:
             return self._hub.status().queue_size
         except HubUnavailable:
-            return None  # the next request for a batch waits for the hub, and says so
+            return None  # the next request for a batch waits and logs it
 
     def _patiently(
         self, otherwise: str, call: Callable[[], T], *, for_s: float = math.inf
     ) -> T | None:
-        """Repeat a control call while the hub is unavailable; None, and a warning, when the run is to stop meanwhile.
+        """Repeat a control call while the hub is unavailable; raise HubUnavailable after `for_s` seconds.
 
-        A run that is to stop must still save what it has. Raises HubUnavailable after `for_s` seconds.
+        If the run must stop meanwhile, warn and return None, so that it can still save.
         """
         began = time.monotonic()
         while True:
@@ -224,17 +224,15 @@ class Leader:
             logger.warning("the batch of a step that is not taken was not given back: %s", error)
 
     def _register(self, *, step: int) -> None:
-        """Begin the run at `step`, or begin it again at a hub that has forgotten it."""
+        """Register the run at `step`; again, if the hub has lost it."""
         logger.info("registering at %s", self._config.hub_url)
-        # With a step to resume from, leases of an earlier trainer end here.
+        # With a step to resume from, the hub ends the leases of an earlier trainer.
         resume_step = step if self._is_resumed else None
         reply = self._hub.register(
             self._registration(step), experiment=self.experiment, resume_step=resume_step
         )
         self.experiment = reply.experiment or self.experiment
-        self._is_resumed = (
-            True  # from here on; a hub that forgets the run gets the step to resume from
-        )
+        self._is_resumed = True  # registering again at a hub that lost the run is a resume
         if reply.set_aside is not None:
             logger.warning(
                 "the hub has set its earlier experiment aside as %r; resume it with --resume from its checkpoint",
@@ -262,7 +260,7 @@ class Leader:
         )
 
     def _lease(self, step: int) -> LeasedBatch | None:
-        """Ask once for the next batch, patiently; None when there is none yet or the run is to stop."""
+        """Request a batch, retrying while the hub is unavailable; None if there is none yet or the run must stop."""
         backoff = Backoff(first_s=0.2, cap_s=MAX_BACKOFF_S)
         while not self._is_stopping():
             try:

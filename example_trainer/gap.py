@@ -1,8 +1,8 @@
-"""Do the engines sample from the weights we think they do? Sampled logprobs against the trainer's own.
+"""Check that engines sample from the published weights: compare sampled logprobs with the trainer's own.
 
-A permanent assertion that costs nothing: every sequence of the current policy version is compared in the training
-forward. Sequences of an older version differ because the policy has moved; `sampled_kl_mean` and `ratio_mean` show
-them. Sums stay on the device until the step ends. Called by `step.py`.
+The comparison uses the training forward, so it is always on. It covers sequences of the current and of an unknown
+policy version; `sampled_kl_mean` and `ratio_mean` show how far older ones differ. Sums stay on the device until the
+step ends. Called by `step.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class GapLimits(NamedTuple):
-    """What is normal on unchanged weights; nats."""
+    """Largest normal values for unchanged weights, in nats."""
 
     mean: float
     kl: float
@@ -30,11 +30,11 @@ class GapLimits(NamedTuple):
 
 LIMITS = {
     torch.float32: GapLimits(mean=1e-3, kl=1e-4),
-    # Kernels of two programs: a standard deviation of 0.05 per token, a maximum of 0.48 in 3,900 tokens (TRL #6789),
-    # which is a mean of 0.04 and a KL of 0.00125. A maximum says nothing: it grows with the number of tokens.
+    # Kernels of two programs differ by a standard deviation of 0.05 per token, at most 0.48 in 3,900 tokens (TRL
+    # #6789): a mean of 0.04, a KL of 0.00125. The maximum has no limit: it grows with the number of tokens.
     torch.bfloat16: GapLimits(mean=0.1, kl=0.01),
 }
-"""Of the forward pass's precision; beyond them the step is warned of."""
+"""By precision of the forward pass; a step beyond them is logged as a warning."""
 
 
 class LogprobGapError(EngineError):
@@ -43,7 +43,7 @@ class LogprobGapError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GapReport:
-    """Nats over the trained positions that the current policy version sampled; None where there were none."""
+    """Nats over the trained positions sampled by one policy version; None if there are none."""
 
     maximum: float | None
     mean: float | None
@@ -52,22 +52,22 @@ class GapReport:
 
 
 class LogprobGap:
-    """Collects the comparisons of one step after the other."""
+    """Accumulates the comparisons of a step."""
 
     def __init__(self, policy: Policy, *, limit: float | None) -> None:
         self._policy = policy
         self._limit = limit
         self._warned: set[str] = set()
-        """Whose samples were beyond the limits when last compared."""
+        """Which comparisons exceeded the limits last time."""
         self._begin()
 
     def _begin(self) -> None:
-        # Of the current and of an unknown version: count, sum of |d|, sum of k3, and apart the largest |d|.
+        # Row 0: current version, row 1: unknown version; columns: count, sum of |d|, sum of k3.
         self._sums = torch.zeros(2, 3, dtype=torch.float64, device=self._policy.device)
         self._largest = torch.zeros(2, dtype=torch.float64, device=self._policy.device)
 
     def observe(self, micro_batch: MicroBatch, logprobs_N: Tensor, version: int) -> None:
-        """Note what a training forward under the weights of `version` computed."""
+        """Add the logprobs that a training forward computed with the weights of `version`."""
         positions = micro_batch.positions
         difference_N = logprobs_N.detach().double() - positions.sampled_logprobs_N
         version_N = micro_batch.version_S[positions.sequence_N]
@@ -78,7 +78,7 @@ class LogprobGap:
             self._largest[i] = torch.maximum(self._largest[i], d_N.abs().amax())
 
     def settle(self, version: int) -> GapReport:
-        """Return the step's report and begin the next; LogprobGapError if the current version is off by too much."""
+        """Return the current version's report and reset; raise LogprobGapError if its mean exceeds the limit."""
         world = self._policy.world
         sums, largest = world.sum(self._sums).tolist(), world.max(self._largest).tolist()
         self._begin()
@@ -98,7 +98,7 @@ class LogprobGap:
         return current
 
     def _warn(self, what: str, report: GapReport) -> None:
-        """Warn once, and again only if all was well in between."""
+        """Warn when the limits are first exceeded, and again only after a report within them."""
         if report.mean is None or report.kl is None:
             return
         limits = LIMITS[self._policy.dtype]

@@ -1,4 +1,4 @@
-"""`atropos-grpo`: train a model on what the environments send to the hub; `atropos-grpo plot`: draw a run's curves."""
+"""`atropos-grpo`: train a model on groups from the hub; `atropos-grpo plot`: plot a run's metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start_command() -> None:
-    """Prepare a trainer process: log lines, a clean end on SIGTERM, and an early word on missing packages."""
+    """Set up logging and SIGTERM handling, and raise MissingDependency early."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _stop)
@@ -44,7 +44,7 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """Unwind as Ctrl-C does, so that the engine is stopped; a second signal must not cut that short."""
+    """Unwind as Ctrl-C does, so that the engine is stopped; ignore further signals meanwhile."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(128 + number)
 

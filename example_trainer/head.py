@@ -1,12 +1,12 @@
-"""Log-probabilities out of hidden states, without ever holding logits for more than a few positions.
+"""Log-probabilities from hidden states, with logits in memory for one block of positions at a time.
 
-Shapes: N trained positions, H hidden size, V vocabulary, K tokens asked about per position. A vocabulary of 150,000
-makes float32 logits of 8,192 positions 4.9 GB, and softmax, gradient and autograd's copies as much again; here they
-exist for one block at a time, forward and backward. Called by `model.py`; knows nothing of losses.
+Shapes: N trained positions, H hidden size, V vocabulary, K requested tokens per position. With a vocabulary of 150,000,
+float32 logits of 8,192 positions take 4.9 GB, and softmax, gradient and autograd's copies as much again each. Called by
+`model.py`; independent of the losses.
 
-On CUDA the matrix products read bfloat16 and write float32, and what is done to each logit is compiled into one kernel
+On CUDA the matrix products read bfloat16 and write float32, and all operations on a logit are compiled into one kernel
 forward and one backward. Counted at 8,192 positions, V = 151,936 and H = 896, a logit then costs 36 bytes of memory
-traffic, against 108 where each operation is a kernel of its own: 13 ms and 40 ms at an H100's 3.35 TB/s.
+traffic, against 108 with one kernel per operation: 13 ms and 40 ms at an H100's 3.35 TB/s.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**26
-"""Size of one block of float32 logits on the CPU; a few hundred positions keep matrix products busy."""
+"""Size of a block of float32 logits on the CPU; a few hundred positions make matrix products efficient."""
 GPU_CHUNK_BYTES = 2**30
-"""The same elsewhere: a block reads and writes the whole gradient of the weight, so it should hold many positions."""
+"""The same on other devices: each block reads and writes the weight's whole gradient, so fewer are faster."""
 
 
 class HeadOutput(NamedTuple):
-    """What the losses need of a distribution over the vocabulary; differentiable, float32 (float64 in, float64 out)."""
+    """Values that the losses need; differentiable, float32 (float64 for float64 input)."""
 
     logprobs_NK: Tensor
-    """log-softmax(logits / temperature) of the tokens asked about."""
+    """log-softmax(logits / temperature) of the requested tokens."""
     entropy_N: Tensor
-    """Of the same distribution, in nats."""
+    """Entropy of softmax(logits / temperature), in nats."""
 
 
 def head_logprobs(
@@ -52,7 +52,7 @@ def head_logprobs(
         chunk_bytes = CHUNK_BYTES if device == "cpu" else GPU_CHUNK_BYTES
         chunk_size = max(1, chunk_bytes // (4 * weight_VH.shape[0]))
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        # The backward pass, which runs without autocast, must repeat the same products.
+        # The backward pass runs without autocast and must compute the same products.
         hidden_NH = hidden_NH.to(torch.get_autocast_dtype(device))
     logprobs_NK, entropy_N = _Head.apply(
         hidden_NH, weight_VH, bias_V, ids_NK, temperature_N, chunk_size
@@ -61,7 +61,7 @@ def head_logprobs(
 
 
 def logits_logprobs(logits_NV: Tensor, *, ids_NK: Tensor, temperature_N: Tensor) -> HeadOutput:
-    """Return the same from logits that exist already: for models whose head is more than a matrix."""
+    """Return the same from given logits, for models whose head is more than a matrix."""
     scaled_NV = _wide(logits_NV) / temperature_N[:, None]
     log_sum_N = scaled_NV.logsumexp(dim=1)
     logprobs_NK = scaled_NV.gather(1, ids_NK) - log_sum_N[:, None]
@@ -74,7 +74,7 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight_VH: Tensor, bias_V: Tensor | None, block: Tensor) -> Tensor:
-    """Compute logits into the first rows of `block`, the same memory for one block after the other."""
+    """Compute logits into the first rows of `block`, whose memory all blocks share."""
     logits = block[: len(hidden)]
     if hidden.dtype == block.dtype:
         torch.mm(hidden, weight_VH.T, out=logits)
@@ -110,7 +110,7 @@ def _gradient(
     dtype: torch.dtype,
     room: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of logits whose own log-probability is not asked for; overwrites `room` unless it is None.
+    """Return the gradient of the logits of tokens that are not requested; overwrites `room` unless it is None.
 
     With z = logits / T and p = softmax(z): dlogprob_k/dz = onehot(k) - p, dentropy/dz = -p (log p + entropy).
     """
@@ -125,7 +125,7 @@ def _gradient(
 
 @functools.cache
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` compiled into few kernels; it runs as it is, after one warning, once that has failed."""
+    """Return `function` compiled; if compilation fails, warn once and call it uncompiled from then on."""
     compiled = torch.compile(function)
     is_usable = True
 
@@ -151,7 +151,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Head(torch.autograd.Function):
-    """Keeps hidden states and one number per position; the backward pass computes the logits again."""
+    """Saves hidden states and per-position values; the backward pass recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -198,7 +198,7 @@ class _Head(torch.autograd.Function):
         weight = weight_VH.to(hidden_NH.dtype)
         if grad_logprobs_NK is None:
             grad_logprobs_NK = torch.zeros_like(ids_NK, dtype=log_sum_N.dtype)
-        # Sums over many blocks are kept wide: bfloat16 would lose the small contributions.
+        # Sums over many blocks are float32 or wider: bfloat16 would lose small contributions.
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = grad_bias_V = None
         if ctx.needs_input_grad[1]:
@@ -215,7 +215,7 @@ class _Head(torch.autograd.Function):
             rest += (None if grad_entropy_N is None else grad_entropy_N[cut],)
             at_ids = _gradient(logits.gather(1, ids), *rest, log_sum_N.dtype, None)
             grad_logits = gradient(logits, *rest, hidden_NH.dtype, None if is_cuda else logits)
-            # Nothing reads these logits any more: their places add up the gradients of a token that is asked for twice.
+            # These logits are no longer read: their memory sums the gradients of a token that is requested twice.
             own = logits.scatter_(1, ids, 0.0).scatter_add_(1, ids, grad_logprobs_NK[cut])
             at_ids += own.gather(1, ids) / temperature_N[cut][:, None]
             grad_logits.scatter_(1, ids, at_ids.to(hidden_NH.dtype))
@@ -232,7 +232,7 @@ class _Head(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Do `total += a @ b` in place; no product is rounded to less than `total` holds."""
+    """Compute `total += a @ b` in place, with the product in `total`'s precision."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:

@@ -1,8 +1,8 @@
 """The losses: pure functions of tensors, no model and no configuration.
 
-Shapes: N trained positions of S sequences, K tokens that a teacher named. A loss is put together of four choices: what
-the probability ratio is taken over, what is done with it, how differences between sampler and trainer are corrected,
-and (in `data.py`, as weights) what the mean is taken over; `objective.py` names the choices. Called by `step.py`.
+Shapes: N trained positions of S sequences, K tokens that a teacher lists. A loss combines four choices, which
+`objective.py` names: the level of the probability ratio, the surrogate, the correction for differences between sampler
+and trainer, and the mean (computed in `data.py`, as weights). Called by `step.py`.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from example_trainer.objective import KlEstimator, Objective
 class LossShare(NamedTuple):
     """One micro-batch's share of the step's loss, and sums over its trained positions for the metrics.
 
-    Ratio and clip count policy-gradient positions only; all but `loss` are without gradient.
+    Ratio and clip count policy-gradient positions only; only `loss` has a gradient.
     """
 
     loss: Tensor
-    """Scalar, with gradient; the sum over a step's micro-batches is the step's loss."""
+    """Scalar; the sum over a step's micro-batches is the step's loss."""
     num_policy: Tensor
-    """Positions trained by the policy gradient, the rest being supervised."""
+    """Positions trained by the policy gradient; the others are supervised."""
     num_clipped: Tensor
     """Positions where the clip removes or limits the gradient."""
     num_rejected: Tensor
-    """Positions that the correction gives no weight at all."""
+    """Positions with a correction weight of 0."""
     ratio_sum: Tensor
-    """Of trainer to sampler, before any clip."""
+    """Ratio of trainer to sampler, before any clip."""
     kl_sum: Tensor
-    """Of the estimate to the reference; 0 without one."""
+    """Estimated KL to the reference; 0 without one."""
     sampled_kl_sum: Tensor
-    """Of sampled - own logprob: the k1 estimate of the divergence between sampler and trainer."""
+    """Sampled minus own logprob: the k1 estimate of the KL of sampler to trainer."""
     entropy_sum: Tensor
     distill_sum: Tensor
-    """Of the distillation loss; 0 without a teacher."""
+    """Forward-KL distillation loss; 0 without a teacher."""
 
 
 class LogprobSums(NamedTuple):
@@ -87,13 +87,13 @@ def policy_loss(
     `teacher_logprobs_own_NK` are the trained model's log-probabilities of `positions.teacher_ids_NK`.
     """
     is_policy_N = ~positions.is_supervised_N
-    # What is not compared is zeroed before the exponential: inf times 0 would be NaN.
+    # Supervised positions are zeroed before the exponential: inf times 0 would be NaN.
     gap_N = torch.where(is_policy_N, logprobs_N - positions.sampled_logprobs_N, 0.0)
     correction_N = correction_weights(objective, gap_N.detach(), positions)
     advantages_N = positions.advantages_N
     if objective.distill_coef and objective.distill_loss == "reverse_kl":
         advantages_N = advantages_N + objective.distill_coef * reverse_kl_advantages(positions)
-    # With a correction the ratio is to the trainer's own weights at the start of the step, so it is 1 in value.
+    # With a correction the ratio is to the trainer's own logprobs: its value is 1, its gradient is not 0.
     log_ratio_N = gap_N if objective.correction == "none" else gap_N - gap_N.detach()
     if objective.ratio_level == "sequence":
         log_ratio_N = sequence_mean(log_ratio_N, positions)
@@ -135,7 +135,7 @@ def policy_loss(
 
 
 def correction_weights(objective: Objective, gap_N: Tensor, positions: Positions) -> Tensor:
-    """Return what each position's gain is multiplied by because another policy sampled it; w = exp(own - sampled).
+    """Return the factor of each position's gain that corrects for the sampling policy; w = exp(own - sampled).
 
     "tis" min(w, cap) (truncated importance sampling, Ionides 2008); "mis" w where w <= cap, else 0 (masked); "icepop" w
     where floor <= w <= cap, else 0 (masked on both sides, arXiv 2510.18855); "decoupled" w (arXiv 2110.00641). At the
@@ -164,7 +164,7 @@ def kl_estimate(log_ratio_N: Tensor, estimator: KlEstimator) -> Tensor:
 
 
 def forward_kl(teacher_NK: Tensor, own_NK: Tensor) -> Tensor:
-    """Return `sum_k p_k (log p_k - log q_k)` over the tokens that the teacher named, p being its probabilities."""
+    """Return `sum_k p_k (log p_k - log q_k)` over the tokens that the teacher lists, p being its probabilities."""
     named_NK = teacher_NK.isfinite()
     teacher_NK = torch.where(named_NK, teacher_NK, 0.0)
     terms_NK = teacher_NK.exp() * (teacher_NK - own_NK)
@@ -172,7 +172,7 @@ def forward_kl(teacher_NK: Tensor, own_NK: Tensor) -> Tensor:
 
 
 def reverse_kl_advantages(positions: Positions) -> Tensor:
-    """Return `teacher - sampled` logprob of the sampled token, 0 where the teacher did not name it.
+    """Return `teacher - sampled` logprob of the sampled token; 0 if the teacher does not list it.
 
     Maximising it by policy gradient minimises KL(own || teacher) on the policy's own samples.
     """

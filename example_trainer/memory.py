@@ -1,6 +1,6 @@
-"""Does a step fit on the GPU? What it will hold, added up before the first step, and which flag makes it less.
+"""Estimate the GPU memory of a step before the first one, and name the flag that reduces it if it does not fit.
 
-A pure function of sizes, so that it is tested without a GPU; estimates, so that it only warns. Called by `training.py`.
+A pure function of sizes, testable without a GPU. An estimate only causes a warning. Called by `training.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HEAD_BYTES = 3 * 2**29
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What decides how much memory a step needs on one GPU."""
+    """Quantities that determine how much memory a step needs on one GPU."""
 
     num_parameters: int
     num_trained: int
@@ -28,21 +28,21 @@ class Sizes:
     intermediate_size: int
     num_processes: int = 1
     computes_bytes: int = 2
-    """Of one value of the forward pass: 2 in bfloat16."""
+    """Bytes per value of the forward pass: 2 in bfloat16."""
     frozen_bytes: int = 4
-    """Of one value that is not trained."""
+    """Bytes per value that is not trained."""
     state_bytes: int = 8
-    """Of the optimizer per trained value: 8 (adamw), 2 (adamw_8bit)."""
+    """Optimizer bytes per trained value: 8 (adamw), 2 (adamw_8bit)."""
     has_reference: bool = False
     checkpoints: bool = False
-    """Gradient checkpointing."""
+    """Whether gradient checkpointing is on."""
     microbatch_tokens: int
     engine_share: float = 0.0
-    """Of the GPU that an engine beside the trainer takes; 0 where it has one of its own."""
+    """Fraction of the GPU that an engine takes; 0 if the engine has its own GPU."""
 
 
 def sizes_of(policy: Policy, config: TrainerConfig, *, shares_gpu: bool) -> Sizes:
-    """Read the sizes off a loaded model and the configuration of its run."""
+    """Return the sizes of a loaded model and the configuration of its run."""
     parameters = list(policy.model.parameters())
     settings = policy.model.config.get_text_config()
     return Sizes(
@@ -67,7 +67,7 @@ class Needs:
     """Bytes on one GPU."""
 
     weights: int
-    """In float32 where they are trained, and autocast's copies of them; with several processes this one's part."""
+    """Trained weights in float32, frozen ones in their own dtype, and autocast's copies; this process's part."""
     gradients: int
     states: int
     reference: int
@@ -81,9 +81,9 @@ class Needs:
 
 
 def needs(sizes: Sizes, gpu_bytes: int) -> Needs:
-    """Add up what one step holds at its peak."""
+    """Return the peak memory of one step."""
     trained, frozen = sizes.num_trained, sizes.num_parameters - sizes.num_trained
-    # With one process autocast keeps a copy of every trained weight in the computing dtype until the step's backward.
+    # With one process, autocast keeps a copy of each trained weight in the computing dtype until the backward pass.
     copies = trained * sizes.computes_bytes if sizes.num_processes == 1 else 0
     computed = sizes.computes_bytes < 4
     return Needs(
@@ -101,10 +101,10 @@ def needs(sizes: Sizes, gpu_bytes: int) -> Needs:
 
 
 def bytes_per_token(sizes: Sizes) -> int:
-    """Return the activations that the backward pass needs, per token.
+    """Return the bytes of activations that the backward pass needs, per token.
 
-    Counted on Qwen2 under autocast: 66 KB per layer at hidden size 896 and 4,864 inside the MLP, of which the latter's
-    four tensors are 8 bytes per value. With checkpointing a layer keeps its input, and one layer is computed at a time.
+    Counted on Qwen2 under autocast: 66 KB per layer at hidden size 896 and MLP size 4,864; the MLP's four tensors are 8
+    bytes per value. With checkpointing a layer keeps only its input, and one layer is computed at a time.
     """
     layer = 32 * sizes.hidden_size + 8 * sizes.intermediate_size
     if sizes.checkpoints:
@@ -113,7 +113,7 @@ def bytes_per_token(sizes: Sizes) -> int:
 
 
 def what_does_not_fit(sizes: Sizes, gpu_bytes: int) -> str | None:
-    """Return one line that says what a step needs and which flag makes it fit; None where it fits."""
+    """Return one line with a step's needs and a flag that makes it fit; None if it fits."""
     found = needs(sizes, gpu_bytes)
     lacking = found.total - gpu_bytes
     if lacking <= 0:

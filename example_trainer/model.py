@@ -1,7 +1,7 @@
-"""The model that is trained: loading it, and saving it so that no reader ever sees half a checkpoint.
+"""Load the trained model, run its forward pass, and save it atomically.
 
-What is trained is kept in float32 (AdamW at 1e-5 loses its updates in bfloat16); the forward pass, saved weights and
-what adapters leave frozen use the configured dtype. Dropout is off: the trainer's logprobs must be those of the engine.
+Trained weights are float32 (in bfloat16, AdamW at 1e-5 loses its updates); the forward pass, saved weights and the
+weights under adapters use the configured dtype. Dropout is off, because the trainer's logprobs must match the engine's.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from example_trainer.parallel import ALONE, World, full_weights, is_sharded
 
 
 class PolicyOutput(NamedTuple):
-    """What one forward pass says about the trained positions of a micro-batch; float32, differentiable."""
+    """Values of one forward pass at the trained positions of a micro-batch; float32, differentiable."""
 
     logprobs_N: Tensor
-    """Of the labels."""
+    """Logprobs of the labels."""
     entropy_N: Tensor
     teacher_NK: Tensor | None
-    """Of the tokens that a teacher named; None without a teacher."""
+    """Logprobs of the tokens that a teacher lists; None without a teacher."""
 
 
 class PolicyModule(nn.Module):
-    """The forward pass of training in one module: hidden states, then log-probabilities where something is trained.
+    """The forward pass of training: hidden states, then log-probabilities at trained positions.
 
-    Logits of a whole sequence are computed only for models whose head is more than a matrix (`has_plain_head`).
+    Logits of whole sequences are computed only if the model's head is more than a matrix (`has_plain_head`).
     """
 
     def __init__(self, causal: Any) -> None:
@@ -51,8 +51,8 @@ class PolicyModule(nn.Module):
         positions = micro_batch.positions
         inputs = {"input_ids": micro_batch.tokens_BT, "use_cache": False}
         if micro_batch.borders is not None:
-            # Attention reads the borders between sequences off the positions that start again at 0. Flash attention
-            # takes them as they are; else it would wait for the device in every layer to find them.
+            # Attention finds the borders between sequences where positions restart at 0. Flash attention gets them
+            # directly: finding them would synchronise with the device in every layer.
             inputs["position_ids"] = micro_batch.position_ids_BT
             if base_model(self.causal).config._attn_implementation == "flash_attention_2":
                 inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), micro_batch.borders)
@@ -82,7 +82,7 @@ class PolicyModule(nn.Module):
 
 
 def base_model(causal: Any) -> Any:
-    """Return the transformers model inside a peft wrapper, else the model itself."""
+    """Return the transformers model inside a peft wrapper, or the model itself."""
     return causal.get_base_model() if hasattr(causal, "peft_config") else causal
 
 
@@ -104,14 +104,11 @@ class Policy:
     device: torch.device
     dtype: torch.dtype
     module: nn.Module
-    """`PolicyModule` over `model`; what several processes shard."""
+    """`PolicyModule` over `model`, which several processes shard."""
     world: World = ALONE
 
     def logprobs(self, micro_batch: MicroBatch) -> PolicyOutput:
-        """Return the log-probability of every trained position's label, and more.
-
-        Right padding needs no attention mask: a causal model never looks to the right.
-        """
+        """Run the forward pass. Right padding needs no attention mask in a causal model."""
         mixed = self.dtype != torch.float32 and not is_sharded(self.module)  # FSDP casts by itself
         casts = (
             torch.autocast(self.device.type, dtype=self.dtype)
@@ -128,12 +125,12 @@ class Policy:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether layers hand a state on from token to token (Mamba, gated delta rule): it does not stop at borders."""
+        """Whether layers carry a recurrent state (Mamba, gated delta rule), which crosses the borders of sequences."""
         return bool(base_model(self.model)._is_stateful)
 
     @property
     def num_bytes(self) -> int:
-        """Size of a saved checkpoint, roughly."""
+        """Approximate size of a saved checkpoint."""
         return sum(int(p.numel()) for p in self.model.parameters()) * int(self.dtype.itemsize)
 
     @property
@@ -142,7 +139,7 @@ class Policy:
         return hasattr(self.model, "peft_config")
 
     def save(self, target: Path, *, merged: bool = False) -> None:
-        """Do `write` in a fresh directory and put it at `target`, all at once; every process must call it."""
+        """Call `write` for a temporary directory and move that to `target`; every process must call it."""
         directory = fresh_directory(target) if self.world.is_main else Path()
         try:
             self.write(directory, merged=merged)
@@ -154,9 +151,9 @@ class Policy:
         self.world.barrier()
 
     def write(self, directory: Path, *, merged: bool = False) -> None:
-        """Let the first process write weights, config and tokenizer into `directory`; every process must call it.
+        """Write weights, config and tokenizer into `directory` (first process); every process must call it.
 
-        With adapters these are the adapter's, in peft's format, or with `merged` those of the whole model.
+        With adapters, write the adapter in peft's format, or with `merged` the whole model.
         """
         only_adapter = self.is_adapted and not merged
         state = full_weights(
@@ -188,7 +185,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithoutAdapters:
-    """The frozen model under an adapted policy: a reference that needs no second copy."""
+    """The frozen model under an adapted policy, as a reference without a second copy."""
 
     policy: Policy
 
@@ -198,14 +195,14 @@ class WithoutAdapters:
 
 
 def reference_of(policy: Policy, config: TrainerConfig) -> Policy | WithoutAdapters:
-    """Return what the policy was before training: a frozen copy in its dtype, or the policy without its adapters."""
+    """Return the initial model as a reference: a frozen copy, or the policy without its adapters."""
     if policy.is_adapted:
         return WithoutAdapters(policy=policy)
     return load_policy(config, policy.world, is_frozen=True)
 
 
 def check_model_path(name: str) -> None:
-    """Raise ConfigError for a path without a checkpoint; names on the hub pass."""
+    """Raise ConfigError for a path without a checkpoint; accept names on the Hugging Face hub."""
     if _is_path(name) and not (Path(name) / "config.json").is_file():
         found = "has no config.json" if Path(name).is_dir() else "does not exist"
         raise ConfigError(
@@ -216,10 +213,10 @@ def check_model_path(name: str) -> None:
 def load_policy(
     config: TrainerConfig, world: World | None = None, *, is_frozen: bool = False
 ) -> Policy:
-    """Load model and tokenizer for training, split over the processes of `world`; frozen, as a reference.
+    """Load model and tokenizer, sharded over the processes of `world`; raise ConfigError if loading fails.
 
-    Of several processes only the first ever holds a whole model, on the CPU and in the checkpoint's precision; each
-    keeps its part of every parameter on its device. ConfigError names the path when they cannot be loaded.
+    Of several processes only the first holds a whole model, on the CPU in the checkpoint's precision. `is_frozen`: as
+    a reference.
     """
     device = choose_device(config) if world is None else world.device
     world = world or ALONE
@@ -255,8 +252,8 @@ def load_policy(
 def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) -> Any:
     """Return the model with adapters, checkpointing and compiled layers as configured, on the CPU.
 
-    Without weights it is on the device of the context. What the checkpoint holds in 16 bits and "auto" leaves so is
-    still trained in float32: `World.fill` widens it.
+    Without weights, it is on the context's device. With dtype "auto" weights keep the checkpoint's dtype; `World.fill`
+    converts them.
     """
     name = config.model_name
     settings = AutoConfig.from_pretrained(name)
@@ -279,7 +276,7 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
         layers = transformer_layers(model)
         freeze_other_layers(model, config.train_layer_indices, num_layers=len(layers))
     if config.gradient_checkpointing:
-        # transformers 5.x renamed it on the way; the old name warns there, the new one is missing before.
+        # Renamed in transformers 5.x: later versions warn of the old name, earlier ones lack the new one.
         newer = getattr(model, "activation_checkpointing_enable", None)
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if config.compile_layers:
@@ -289,7 +286,7 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
 
 
 def transformer_layers(model: Any) -> list[nn.Module]:
-    """Return the blocks of the decoder, the units that are compiled and split over processes one by one."""
+    """Return the decoder's blocks, which are compiled and sharded one by one."""
     layers = getattr(base_model(model).get_decoder(), "layers", None)
     if layers is None:
         raise ConfigError(
@@ -299,7 +296,7 @@ def transformer_layers(model: Any) -> list[nn.Module]:
 
 
 def choose_device(config: TrainerConfig) -> torch.device:
-    """Return the configured device; ConfigError when cuda is asked for and absent."""
+    """Return the configured device; raise ConfigError if cuda is configured and unavailable."""
     has_cuda = torch.cuda.is_available()
     if config.device == "auto":
         return torch.device("cuda" if has_cuda else "cpu")
@@ -317,7 +314,7 @@ def choose_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
 
 
 def fresh_directory(target: Path) -> Path:
-    """Return an empty directory beside `target`, to be filled and given to `finish_directory`, or removed."""
+    """Create a directory beside `target`; the caller fills it, then calls `finish_directory` or removes it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     fresh.chmod(0o755)
@@ -325,9 +322,9 @@ def fresh_directory(target: Path) -> Path:
 
 
 def finish_directory(fresh: Path, target: Path) -> None:
-    """Put a filled directory at `target`, durably; an earlier one stays until then.
+    """Flush a filled directory to disk and move it to `target`, replacing an earlier one.
 
-    A reader sees the old directory, for an instant none, or the new one, never a part of either.
+    A reader sees the old directory, for an instant none, or the new one, never part of one.
     """
     for path in [*fresh.rglob("*"), fresh]:
         _fsync(path)
@@ -348,5 +345,5 @@ def _fsync(path: Path) -> None:
 
 
 def _is_path(name: str) -> bool:
-    """True for what can only be a directory here, not a hub name such as `org/model`."""
+    """Whether `name` can only be a local directory, not a hub name such as `org/model`."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).is_dir()

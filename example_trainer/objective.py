@@ -1,6 +1,6 @@
-"""The choices that a policy-gradient objective is made of, and the published ones by name.
+"""The choices that make up a policy-gradient objective, and published objectives by name.
 
-Imported by the configuration, so it needs no torch; `loss.py` and `data.py` do what the choices say.
+Imports no torch, because the configuration imports it; `loss.py` and `data.py` implement the choices.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ OBJECTIVES: Final[dict[ObjectiveName, dict[str, Any]]] = {
     "rloo": {"baseline": "rloo", "scale_advantages": False, "surrogate": "reinforce"},
     "ppo": {"baseline": "none", "scale_advantages": False},
 }
-"""Settings that `--objective` stands for; one given by itself wins.
+"""Settings that each `--objective` stands for; a setting given explicitly overrides it.
 
 GRPO: arXiv 2402.03300, but with the mean over all tokens of the batch (DAPO's; the paper's is `--loss_mean sequence`).
-Dr. GRPO: 2503.20783. DAPO: 2503.14476 (with `--overlong_max` its length penalty). GSPO: 2507.18071, without its clip of
-3e-4: the paper's ratio is to the trainer's own logprobs, ours to the engine's, whose rounding is more than that.
-CISPO: 2506.13585. REINFORCE++: 2501.03262. RLOO: 2402.14740. PPO: 1707.06347,
-with token-level advantages that the environment sends.
+Dr. GRPO: 2503.20783. DAPO: 2503.14476 (`--overlong_max` adds its length penalty). GSPO: 2507.18071, without its clip of
+3e-4: the paper's ratio is to the trainer's logprobs, here it is to the engine's, whose rounding error is larger.
+CISPO: 2506.13585. REINFORCE++: 2501.03262. RLOO: 2402.14740. PPO: 1707.06347, with the environment's token-level
+advantages.
 """
 
 NOISE_OF_A_SEQUENCE = 0.01
-"""Nats by which an engine's mean logprob of a sequence may differ from the trainer's on unchanged weights: a standard
-deviation of 0.05 per bfloat16 token (TRL #6789) is 0.01 for the mean of 25 tokens."""
+"""Nats by which a sequence's mean logprob may differ between engine and trainer on equal weights: a standard deviation
+of 0.05 per bfloat16 token (TRL #6789) is 0.01 for the mean of 25 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """How advantages and log-probabilities become a loss; fields mean what the flags of the same names say."""
+    """How advantages and log-probabilities become a loss; `TrainerConfig` documents the fields."""
 
     surrogate: Surrogate = "clip"
     ratio_level: RatioLevel = "token"

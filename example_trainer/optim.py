@@ -1,4 +1,4 @@
-"""The optimizers, by the names that the flags have, and the learning rate of a step."""
+"""The optimizers of `--optimizer`, and the learning rate of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from example_trainer.model import Policy
 
 
 def make_optimizer(policy: Policy, config: TrainerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer over what is trained; ConfigError where several processes cannot share it."""
+    """Return the optimizer of the trained parameters; raise ConfigError if several processes cannot shard it."""
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     if config.optimizer == "adamw":
         return torch.optim.AdamW(
@@ -19,7 +19,7 @@ def make_optimizer(policy: Policy, config: TrainerConfig) -> torch.optim.Optimiz
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
-            fused=True,  # one kernel, and no second copy of every parameter on the way
+            fused=True,  # one kernel, without a temporary copy of every parameter
         )
     if policy.world.size > 1:
         raise ConfigError(

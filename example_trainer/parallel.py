@@ -1,8 +1,8 @@
-"""Several trainer processes as one: started by torchrun, each with a shard of weights and optimizer (FSDP2).
+"""Several trainer processes, started by torchrun, each with a shard of weights and optimizer (FSDP2).
 
-The first process alone talks to the hub and the engines; what it decides reaches the others through `broadcast`, so
-that all take the same step. Every process sees the whole batch and computes its share of the micro-batches. With one
-process everything here does nothing. Called by `training.py`, `model.py` and `checkpointing.py`.
+Only the first process talks to the hub and the engines; `broadcast` sends its decisions to the others, so that all take
+the same step. Every process gets the whole batch and computes its share of the micro-batches. With one process,
+everything here does nothing. Called by `training.py`, `model.py` and `checkpointing.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.distributed.tensor import distribute_tensor
 from example_trainer.data import MicroBatch, without_weight
 
 QUIET_TIMEOUT = timedelta(days=7)
-"""The other processes wait in a broadcast for as long as environments have nothing to train on."""
+"""The other processes wait in a broadcast while the first waits for a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The processes of this run and which of them this is."""
+    """The processes of this run, and this one's rank."""
 
     rank: int
     size: int
@@ -42,7 +42,7 @@ class World:
         return self.rank == 0
 
     def broadcast(self, data: bytes | None) -> bytes | None:
-        """Return the first process's `data` in every process, however long it takes to have it."""
+        """Return the first process's `data` in every process."""
         if self.size == 1:
             return data
         length = torch.tensor([-1 if data is None else len(data)], dtype=torch.int64)
@@ -76,9 +76,9 @@ class World:
         return on_cpu.to(values.device)
 
     def share(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return this process's part: as many for each, so that collective calls pair up.
+        """Return this process's part, equally many for each process so that collective calls match.
 
-        Neighbours in size go to different processes; who would get one less repeats one without weight.
+        Micro-batches of similar size go to different processes; a missing one is the last one, with weight 0.
         """
         if self.size == 1:
             return list(micro_batches)
@@ -89,7 +89,7 @@ class World:
         return mine
 
     def shard(self, module: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        """Split the parameters of each layer, then of the rest, over the processes (in place)."""
+        """Shard the parameters of each layer, then the remaining ones, over the processes (in place)."""
         if self.size == 1:
             return
         mesh = init_device_mesh(self.device.type, (self.size,))
@@ -102,7 +102,7 @@ class World:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def fill(self, model: nn.Module, read: nn.Module | None) -> None:
-        """Give each process its part of what the first has read, one parameter after the other."""
+        """Distribute the weights that the first process read, one parameter at a time."""
         source = {}
         if read is not None:
             source = dict(read.named_parameters()) | dict(read.named_buffers())
@@ -123,10 +123,10 @@ ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 @contextmanager
 def processes(device: torch.device) -> Iterator[World]:
-    """Join the processes that torchrun started; one process when it did not start this."""
+    """Join the processes that torchrun started; a world of one process without torchrun."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        if device.index is not None:  # else kernels of libraries run on the first one
+        if device.index is not None:  # else kernels of libraries run on device 0
             torch.cuda.set_device(device)
         yield World(rank=0, size=1, device=device)
         return
@@ -146,7 +146,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def whole(value: Tensor) -> Tensor:
-    """Return a tensor that is split over the processes as a plain one."""
+    """Gather a sharded tensor; return any other unchanged."""
     full = getattr(value, "full_tensor", None)
     return value if full is None else full()
 
@@ -154,10 +154,10 @@ def whole(value: Tensor) -> Tensor:
 def full_weights(
     model: nn.Module, world: World, *, dtype: torch.dtype | None = None, part: str = ""
 ) -> dict[str, Tensor]:
-    """Return the state whose names hold `part`, gathered on the CPU of the first process; others get {}.
+    """Return the state whose names contain `part`, gathered on the CPU of the first process; {} in the others.
 
-    Every process must call it. Floats come in `dtype`, None for their own: they are cast first, so that half of the
-    bytes travel where it is bfloat16. Tied parameters travel once and stay tied.
+    Every process must call it. Floats are cast to `dtype` (None: unchanged) before they are gathered, which halves the
+    traffic in bfloat16. Tied parameters are gathered once and stay tied.
     """
     gathered: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}

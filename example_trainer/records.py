@@ -1,4 +1,4 @@
-"""What a run leaves to be read: one JSON line per step, Weights & Biases if asked for."""
+"""Metrics of a run: one JSON line per step, and Weights & Biases if configured."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _WANDB_NAMES = {
     "logprob_gap_mean": "alignment/diff_abs_mean",
     "logprob_gap_max": "alignment/diff_max",
 }
-"""Names of the original's charts; a metric without one is logged as `train/<name>`."""
+"""The original's chart names; other metrics are logged as `train/<name>`."""
 
 
 class MetricsLog:
-    """Appends one JSON object per step to a file, complete at every moment; a context manager."""
+    """Appends one JSON object per step to a file and flushes it; a context manager."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class MetricsLog:
         last: Mapping[str, Any] | None = None,
         is_main: bool = True,
     ) -> None:
-        """Begin a file, or keep the lines of the first `start` steps; only the first process writes.
+        """Open the file and keep only the lines of the first `start` steps; only the first process writes.
 
-        `last`: metrics of step `start`, whose line is missing when the run ended right after its checkpoint.
+        `last`: metrics of step `start`, written if its line is missing because the run ended after its checkpoint.
         """
         self.path: Path = config.metrics_path or config.save_path / "metrics.jsonl"
         self.wandb_project, self.wandb_group = "", ""
@@ -70,7 +70,7 @@ class MetricsLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.touch()
             kept = _lines_until(self.path, start)
-            # Truncated, not rewritten: the lines that stay are on the disk at every moment.
+            # Truncate instead of rewriting, so that a crash loses no kept line.
             os.truncate(self.path, sum(map(len, kept)))
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
@@ -84,7 +84,7 @@ class MetricsLog:
             self._run = self._open_chart(config, goes_on=start > 0)
 
     def _open_chart(self, config: TrainerConfig, *, goes_on: bool) -> Any:
-        """Begin a run at wandb, or resume the one whose id an earlier process of this run has left."""
+        """Start a wandb run, or resume the one whose id an earlier process of this run saved."""
         note = config.save_path / "wandb.json"
         before = {}
         if goes_on and note.is_file():
@@ -135,7 +135,7 @@ class MetricsLog:
 
 
 class Clock:
-    """Times of one step, in seconds."""
+    """Durations within one step, in seconds."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -158,7 +158,7 @@ class Clock:
 
 
 def gpu_memory(device: torch.device) -> dict[str, float]:
-    """Return the GiB that torch holds on a GPU, now and at most so far; nothing on the CPU."""
+    """Return torch's memory on a GPU in GiB: allocated, reserved and peak; {} on the CPU."""
     if device.type != "cuda":
         return {}
     sizes = {
@@ -170,7 +170,7 @@ def gpu_memory(device: torch.device) -> dict[str, float]:
 
 
 def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
-    """Return the metrics of the data; staleness is counted in steps, over sequences of known version."""
+    """Return the metrics of a batch; staleness is in steps, over sequences of known version."""
     staleness = version - batch.versions[batch.versions != UNKNOWN_VERSION]
     known = bool(len(staleness))
     return {
@@ -202,7 +202,7 @@ def progress_line(record: dict[str, Any], num_steps: int) -> str:
 
 
 def finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record with null in place of what JSON has no number for."""
+    """Return the record with None for NaN and infinities."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
@@ -210,7 +210,7 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lines_until(path: Path, step: int) -> list[bytes]:
-    """Return the whole lines of steps up to `step`; those after it are taken again."""
+    """Return the complete lines of the steps up to `step`."""
     if not step:
         return []
     lines = path.read_bytes().splitlines(keepends=True)

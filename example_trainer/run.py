@@ -1,8 +1,8 @@
-"""`atropos-grpo-run`: engine and trainer in one command, and on request the hub and an environment; all end together.
+"""`atropos-grpo-run`: run engine and trainer, and optionally hub and environment, in one command.
 
-The engine is started once and takes new weights in place; with `--bridge restart` the trainer starts it itself. A part
-that dies ends the run: the trainer finishes its step, saves, and the command fails with the end of that part's log.
-`--resume` continues from there. Only what was started here is stopped.
+The engine is started once and reloads new weights in place; with `--bridge restart` the trainer starts it. If a process
+dies, the trainer finishes its step and saves, and the command fails with the end of that process's log; `--resume`
+resumes the run. Only processes started here are stopped.
 
     atropos-grpo-run --model m --run_hub --environment environments/gsm8k_server.py -- --env.group_size 8
 """
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 1.0
 END_GRACE_S = 120.0
-"""For the trainer to finish a step and save after a part has died; then it is ended in the middle."""
+"""Time for the trainer to finish a step and save after another process died; then it is interrupted."""
 
 ENGINE_RETRY_S = 5.0
 
@@ -37,16 +37,16 @@ _LOCAL_ENGINE_BRIDGES = ("restart", "reload")
 
 
 class RunConfig(TrainerConfig):
-    """Settings of the trainer, and of what runs beside it."""
+    """Settings of the trainer and of the processes beside it."""
 
     run_hub: bool = False
-    """Start run-api as well, at --hub_url."""
+    """Also start the hub (run-api), at --hub_url."""
     environment: Path | None = None
-    """Environment to serve as well: its file; its own flags come last, after --."""
+    """File of an environment to serve as well; its flags follow after --."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all parts and return the trainer's exit code; 1 when another part died."""
+    """Run all processes and return the trainer's exit code; 1 if another process died."""
     return cli_boundary(lambda: _run(sys.argv[1:] if argv is None else list(argv)))
 
 
@@ -79,7 +79,7 @@ def _run(argv: Sequence[str]) -> None:
             parts.append(_begin(stack, _environment(config, environment_flags)))
         watch = stack.enter_context(_Watch(parts))
         try:
-            # Its engine is its own: one that cannot be reached has died, and does not come back.
+            # An unreachable engine that was started here has died, so long retries are useless.
             train(config.model_copy(update={"engine_retry_s": ENGINE_RETRY_S}))
         except (SystemExit, EngineError):
             watch.check()
@@ -93,7 +93,7 @@ def _begin(stack: ExitStack, part: OwnedProcess) -> OwnedProcess:
 
 
 class _Watch:
-    """Asks the trainer to stop, as SIGTERM does, when a part has died."""
+    """Sends SIGTERM to this process when another process of the run has died."""
 
     def __init__(self, parts: Sequence[OwnedProcess]) -> None:
         self._parts = parts
@@ -102,7 +102,7 @@ class _Watch:
         self._thread = threading.Thread(target=self._watch, name="parts watcher", daemon=True)
 
     def check(self) -> None:
-        """Raise EngineError with the end of its log if a part has died."""
+        """Raise EngineError with the end of its log if a process has died."""
         if self._died is not None:
             self._died.check_alive()
 
@@ -110,7 +110,7 @@ class _Watch:
         while self._died is None:
             if self._over.wait(WATCH_INTERVAL_S):
                 return
-            # An environment that has sent all it wanted to ends with 0, and the trainer may have enough.
+            # Exit code 0: an environment has sent everything, which may be enough for the trainer.
             self._died = next((part for part in self._parts if part.poll() not in (None, 0)), None)
         logger.error("%s has died; the trainer is asked to stop", self._died.name)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -169,7 +169,7 @@ def _hub(config: RunConfig) -> OwnedProcess:
 
 
 def _environment(config: RunConfig, flags: Sequence[str]) -> OwnedProcess:
-    """The environment, told where hub and engine are and what to ask for, unless its flags say otherwise."""
+    """Return the environment's process; addresses, model and tokenizer are set unless its flags set them."""
     defaults = {
         "env.rollout_server_url": config.hub_url,
         "env.tokenizer_name": config.model_name,

@@ -1,7 +1,6 @@
-"""One optimizer step: a batch in, changed weights and the figures of the step out.
+"""One optimizer step: a batch in, new weights and the step's metrics out.
 
-`take_step` accumulates the gradient over the micro-batches, compares the engines' logprobs with the trainer's, clips
-the gradient and applies it. Called by the loop (`training.py`).
+Called by the loop (`training.py`).
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from example_trainer.parallel import whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step computed; None where the batch held nothing to train."""
+    """Results of one step; None if the batch had nothing to train."""
 
     lr: float
     loss: float | None
     grad_norm: float | None
     sums: dict[str, float]
-    """Those of `LossShare` and `LogprobSums`, over the whole batch."""
+    """Fields of `LossShare` and `LogprobSums`, summed over the batch."""
     gap: GapReport
 
 
@@ -45,9 +44,9 @@ def take_step(
     gap: LogprobGap,
     reference: Policy | None = None,
 ) -> StepResult:
-    """Accumulate the gradient over the micro-batches, compare logprobs, then update the weights.
+    """Accumulate the gradient over the micro-batches, compare logprobs with the engines', then update the weights.
 
-    A batch with nothing to train leaves weights and optimizer as they are.
+    A batch with nothing to train leaves weights and optimizer unchanged.
     """
     lr = set_learning_rate(optimizer, config, step)
     objective = objective_of(config)
@@ -85,9 +84,9 @@ def take_step(
 
 
 def reference_logprobs(reference: Policy | None, micro_batch: MicroBatch) -> Tensor | None:
-    """Return the reference's logprobs: those that the environment gave, else those of the frozen copy.
+    """Return the environment's reference logprobs, with missing ones from the frozen reference.
 
-    The copy is asked for every micro-batch or for none: where it is split over processes, all must take part.
+    The reference runs for every micro-batch or for none, because every process of a sharded one must take part.
     """
     given_N = micro_batch.positions.ref_logprobs_N
     if reference is None:
@@ -100,7 +99,7 @@ def reference_logprobs(reference: Policy | None, micro_batch: MicroBatch) -> Ten
 def update_weights(
     policy: Policy, optimizer: torch.optim.Optimizer, config: TrainerConfig, step: int
 ) -> float:
-    """Clip the gradient, apply it, clear it; return its norm before clipping."""
+    """Clip, apply and clear the gradient; return its norm before clipping. Raises AtroposError if not finite."""
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     norm = whole(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
     if not torch.isfinite(norm):
@@ -114,9 +113,9 @@ def update_weights(
 
 
 def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
-    """Return the metrics of the step, means over trained positions; None where nothing went into one.
+    """Return the metrics of the step, means over trained positions; None for a mean over nothing.
 
-    `kl_mean` is to the reference. `raised` and `lowered` are positions with an advantage above and below 0.
+    `kl_mean` is the KL to the reference. `raised` and `lowered` are positions with an advantage above and below 0.
     """
     sums = result.sums
 
@@ -154,7 +153,7 @@ def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
 
 
 def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOptions:
-    """Return the configuration's part that concerns data; `policy` adds what its model asks for."""
+    """Return the data options of the configuration, adapted to the model of `policy`."""
     may_pack = policy is None or not policy.keeps_state
     return DataOptions(
         baseline=config.baseline,
@@ -175,7 +174,7 @@ def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOpt
 
 
 def most_tokens(config: TrainerConfig, policy: Policy | None) -> int:
-    """Return the positions of a micro-batch whose activations fit: 0.5B without checkpointing are 52 GB at 32,768."""
+    """Return the default `max_microbatch_tokens`: without checkpointing, 32,768 positions of a 0.5B take 52 GB."""
     on_gpu = policy is not None and policy.device.type == "cuda"
     return 8192 if on_gpu and not config.gradient_checkpointing else 32768
 

@@ -1,8 +1,8 @@
-"""THE loop, in reading order: wait for a batch, take a step, hand the weights over, record it.
+"""The training loop, in reading order: wait for a batch, take a step, publish the weights, log the metrics.
 
-A policy version is the number of steps behind its weights; version 0 is the initial model. One batch is leased per
-step, so that nothing waits here and goes stale, and acknowledged once the weights contain it: a batch whose trainer
-died is trained by the next one. A run that resumes from a checkpoint gets again what was trained after it.
+A policy version is the number of steps that made its weights; version 0 is the initial model. One batch is leased per
+step, so that none becomes stale here, and acknowledged once the weights contain it: if the trainer dies, the hub hands
+the batch out again. A run resumed from a checkpoint gets the batches after it again.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: TrainerConfig) -> None:
-    """Train until `config.num_steps` steps are behind the model and leave it in `<save_path>/final_model`.
+    """Train up to step `config.num_steps` and save the model in `<save_path>/final_model` (adapters: `final_adapter`).
 
-    SIGTERM or Ctrl-C: the step under way is finished and saved, and the function returns; a second signal ends
-    at once, except under torchrun.
-    Raises ConfigError for a model, device or path that cannot be used, EngineError when weights cannot be handed over
-    or engine and trainer disagree, GroupError for groups that cannot be trained on, HubError when the hub refuses.
+    On SIGTERM or Ctrl-C, finish and save the current step and return; a second signal exits at once, except under
+    torchrun. Raises ConfigError for an unusable model, device or path, EngineError if weights cannot be published or
+    engine and trainer disagree, GroupError for groups that cannot be trained on, HubError if the hub rejects a call.
     """
     set_up_torch(config)
     with ExitStack() as stack:
@@ -133,7 +132,7 @@ def save_checkpoint(
     *,
     metrics: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save, tell the hub that it may forget what is in the checkpoint, and only then remove older ones."""
+    """Save a checkpoint, report it to the hub, which may then drop its batches, and only then remove older ones."""
     last = None if metrics is None else finite(metrics)
     path = saved.save(policy, optimizer, version, last, feed.experiment)
     feed.checkpointed(version, path)
@@ -141,19 +140,19 @@ def save_checkpoint(
 
 
 class Start(NamedTuple):
-    """Where a run begins."""
+    """State from which a run starts."""
 
     step: int
     metrics: dict[str, Any] | None
-    """Of the last step before, as far as its checkpoint holds them."""
+    """Metrics of the last step, if its checkpoint has them."""
     experiment: str | None
-    """What the hub knows the resumed training by; None without one, or where the checkpoint does not say."""
+    """The hub's id of the resumed training; None for a new run, or if the checkpoint has none."""
 
 
 def resume(
     config: TrainerConfig, saved: Checkpoints, policy: Policy, optimizer: torch.optim.Optimizer
 ) -> Start:
-    """Load the checkpoint that the configuration asks for; step 0 without one."""
+    """Load the configured checkpoint; without one, start at step 0."""
     directory = config.resume_from
     if directory is None and config.resume:
         newest = saved.world.broadcast(str((saved.steps() or [0])[-1]).encode())
@@ -192,13 +191,13 @@ def make_feed(
 
 @contextmanager
 def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
-    """Have the first signal set `stopping`; the second unwinds at once, except under torchrun.
+    """Set `stopping` on the first signal; unwind at once on the second, except under torchrun.
 
-    A signal to all processes of a job reaches this one twice, from its sender and from torchrun; torchrun itself kills
-    what does not end in time.
+    A signal to all processes of a torchrun job arrives twice, from its sender and from torchrun, and torchrun kills
+    processes that do not end in time.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals belong to the main thread
+        yield  # only the main thread can handle signals
         return
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -207,7 +206,7 @@ def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
             if is_under_torchrun:
                 return
             for each in numbers:
-                signal.signal(each, signal.SIG_IGN)  # a third must not cut the unwinding short
+                signal.signal(each, signal.SIG_IGN)  # a third must not interrupt the unwinding
             raise SystemExit(128 + number)
         stopping.set()
         limit = "; torchrun kills this process after its --shutdown-timeout, 30 s unless given"
@@ -225,7 +224,7 @@ def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
 
 
 def warn_of_memory(policy: Policy, config: TrainerConfig) -> None:
-    """Say before the first step that it will not fit, rather than let it run out of memory."""
+    """Warn before the first step if it will probably not fit on the GPU."""
     if policy.device.type != "cuda" or not policy.world.is_main:
         return
     sizes = sizes_of(
@@ -237,20 +236,20 @@ def warn_of_memory(policy: Policy, config: TrainerConfig) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give memory that nothing uses back to the GPU: an engine on the same one needs it to start or to take weights."""
+    """Release cached GPU memory: an engine on the same GPU needs it to start or to load weights."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def is_publish_due(version: int, config: TrainerConfig) -> bool:
-    """True every `steps_per_publish` steps, and after the last one for engines that live on."""
+    """Whether to publish: every `steps_per_publish` steps, and after the last to engines that outlive the trainer."""
     if version == config.num_steps:
         return config.bridge != "restart"
     return version % config.steps_per_publish == 0
 
 
 def set_up_torch(config: TrainerConfig) -> None:
-    """Seed everything and limit CPU threads."""
+    """Seed the random generators and limit CPU threads."""
     random.seed(config.seed)
     np.random.seed(config.seed)
     torch.manual_seed(config.seed)

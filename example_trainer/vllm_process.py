@@ -1,8 +1,8 @@
-"""An inference engine (or another server) that this process owns: its command line, its port, when it is healthy.
+"""An inference engine (or another server) that this process owns: command line, environment, port and health.
 
-A port on which another process listens is refused before anything starts. The engine may live in another virtual
-environment (vLLM pins its own torch and transformers): it is started by that environment's Python and used over HTTP
-only. Called by `bridges/`, `run.py` and the tests; it does not know what the engine serves.
+A port on which another process listens is refused before the start. The engine may be in another virtual environment
+(vLLM pins its own torch and transformers): it is started with that environment's Python and used over HTTP only.
+Called by `bridges/`, `run.py` and the tests.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ logger = logging.getLogger(__name__)
 _OF_TORCHRUN = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$|(GROUP|ROLE|TORCHELASTIC)_"
 )
-"""With these vLLM's processes would join the trainer's group, and wait for its store for ever."""
+"""With these variables vLLM's processes would try to join the trainer's process group, and hang."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM accepts as --max-lora-rank (0.32)."""
 
 
 class EngineProcess(OwnedProcess):
-    """One engine, from its command line to its end.
+    """One engine process, ready when `GET {url}{health_route}` answers 200 (`url`: `http://127.0.0.1:9001`).
 
-    `url` is where it will answer (`http://127.0.0.1:9001`); `GET {url}{health_route}` answering 200 means ready.
-    As a context manager it is healthy inside the block and gone after it. `what` is its name in messages.
+    As a context manager it is healthy inside the block and stopped after it. `what` is its name in messages.
     """
 
     def __init__(
@@ -67,14 +66,14 @@ class EngineProcess(OwnedProcess):
         self._health_url = f"{self.url}{health_route}"
 
     def start(self) -> None:
-        """Start the engine and return at once; `wait_ready` waits for it.
+        """Start the engine without waiting for it.
 
-        Raises `ConfigError` if the program does not exist, `EngineError` if a process already listens on its port.
+        Raises `ConfigError` if the program does not exist, `EngineError` if the port is in use.
         """
         self.check_program()
         host, port = self._address
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            # As servers do: connections of an engine that has just ended do not count, a listener does.
+            # Like servers: ignore closing connections of an earlier engine, but not a listener.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
@@ -86,10 +85,7 @@ class EngineProcess(OwnedProcess):
         super().start()
 
     def wait_ready(self, *, is_ending: Callable[[], bool] = lambda: False) -> None:
-        """Return when `/health` answers 200.
-
-        Raises `EngineError` if the engine dies or takes too long, or when the run that it belongs to ends meanwhile.
-        """
+        """Return when the health route answers 200; raise `EngineError` on death, timeout or the end of the run."""
         started = time.monotonic()
         with httpx.Client(trust_env=False, timeout=5.0) as http:
             while True:
@@ -114,9 +110,9 @@ class EngineProcess(OwnedProcess):
 def make_engine(
     config: TrainerConfig, model: str | Path, *, extra_args: Sequence[str] = ()
 ) -> EngineProcess:
-    """Return the engine that the configuration describes, on `model`, not yet started.
+    """Return the configured engine for `model`, not yet started.
 
-    It computes in the dtype of the published weights: vLLM's own choice for float32 weights is 16 bits.
+    It computes in the dtype of the published weights: vLLM's default for float32 weights is a 16-bit dtype.
     """
     device = choose_device(config)
     dtype = str(choose_dtype(config, device)).removeprefix("torch.")
@@ -132,10 +128,10 @@ def make_engine(
         flags |= {"--served_model_name": config.model_name, "--device": device.type}
         flags |= {"--threads": config.num_threads or 1, "--seed": config.seed}
     else:
-        # Not the console script `vllm`: that of the CPU build needs a distribution of another name, and dies.
+        # Not the console script `vllm`: in the CPU build it looks for a distribution of another name and fails.
         program = [config.vllm_python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         flags |= {"--served-model-name": config.model_name, "--max-model-len": config.max_model_len}
-        if device.type == "cpu":  # in the engine core's own process: starts in 30 s instead of 39
+        if device.type == "cpu":  # model in the engine core's process: starts in 30 s instead of 39
             flags |= {"--distributed-executor-backend": "uni", "--enforce-eager": None}
         else:
             flags["--gpu-memory-utilization"] = config.gpu_memory_utilization
@@ -143,7 +139,7 @@ def make_engine(
             flags["--logprobs-mode"] = "processed_logprobs"
         if (
             config.bridge == "lora"
-        ):  # one at a time: vLLM (0.32) dies of a batch with two versions of an adapter
+        ):  # one at a time: vLLM (0.32) crashes on a batch with two versions of an adapter
             flags |= {"--enable-lora": None, "--max-lora-rank": _allowed_rank(config.lora_r)}
             flags |= {"--max-loras": 1, "--max-cpu-loras": 8}
         backend = ""
@@ -164,7 +160,7 @@ def make_engine(
 
 
 def shares_gpu(config: TrainerConfig, *, num_gpus: int) -> bool:
-    """Whether the engine computes on the trainer's GPU, as far as the configuration says."""
+    """Whether the engine runs on the trainer's GPU, judged by the configuration."""
     if any(urlsplit(url).hostname not in ("localhost", "127.0.0.1") for url in config.engine_urls):
         return False
     if config.vllm_gpu is None:
@@ -173,7 +169,7 @@ def shares_gpu(config: TrainerConfig, *, num_gpus: int) -> bool:
 
 
 def transfer_backend(config: TrainerConfig, *, num_gpus: int) -> str:
-    """Return the configured backend, else the one that can work: NCCL refuses one GPU for two processes."""
+    """Return the configured backend, else ipc on a shared GPU, where NCCL cannot work, and nccl otherwise."""
     shared = "ipc" if shares_gpu(config, num_gpus=num_gpus) else "nccl"
     return config.transfer_backend or shared
 
@@ -185,14 +181,14 @@ def vllm_environment(
     takes_handles: bool = False,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the environment to start vLLM in: `base` (default: this process's) with what it needs.
+    """Return the environment variables for vLLM: `base` (default: this process's) with changes.
 
-    `gpu` is the device it may see, as this process counts; `cpu` keeps the CPU build from taking every core and 40 %
-    of the memory, unless `base` sets that. Switches on vLLM's development routes (`/collective_rpc`, `/pause`) and the
-    swapping of adapters: they ask for no password, so the engine belongs on loopback or a private network.
-    `takes_handles` lets it unpickle handles of GPU memory from a request, which can run any code.
+    `gpu` is the only visible device, in this process's numbering; `cpu` keeps the CPU build from taking every core and
+    40 % of the memory, unless `base` sets that. Enables vLLM's development routes (`/collective_rpc`, `/pause`) and
+    loading of adapters, which need no authentication: run the engine on loopback or a private network only.
+    `takes_handles` lets it unpickle GPU memory handles from requests, which can execute arbitrary code.
     """
-    # The Python variables name this process's packages, which are not the engine's.
+    # The Python variables point to this process's packages, not the engine's.
     strange = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     found = {
         name: value
@@ -216,7 +212,7 @@ def vllm_environment(
 
 
 def _allowed_rank(rank: int) -> int:
-    """Return the smallest rank that vLLM can be started for and that holds `rank`."""
+    """Return the smallest `--max-lora-rank` that allows `rank`; raise ConfigError if there is none."""
     for allowed in LORA_RANKS:
         if rank <= allowed:
             return allowed

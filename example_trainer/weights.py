@@ -1,4 +1,4 @@
-"""The directory through which published weights reach the engines: one checkpoint, or one adapter, per version."""
+"""The directory from which engines load published weights: one checkpoint or adapter per version."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from example_trainer.model import Policy
 logger = logging.getLogger(__name__)
 
 KEEP = 2
-"""Checkpoints on disk: engines may still read the last one while the next is written."""
+"""Checkpoints on disk: engines may still read one while the next is written."""
 
 KEEP_ADAPTERS = 16
-"""Adapters on disk. An engine that has evicted an adapter from its memory reads it again for a request in flight, and
-vLLM does not survive its absence; adapters are small."""
+"""Adapters on disk: vLLM reads an evicted adapter again for a request in flight, and crashes if it is missing."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "atropos-weights-"
@@ -33,7 +32,7 @@ _LEFT_BEHIND = re.compile(r"version_\d+$|\.(version|adapter)_\d+-")
 
 
 class WeightsDirectory:
-    """Saves versions and removes old ones; a context manager that removes what it created."""
+    """Saves versions and removes old ones; on exit removes a directory that was not configured."""
 
     def __init__(self, config: TrainerConfig, policy: Policy) -> None:
         self._policy = policy
@@ -55,10 +54,10 @@ class WeightsDirectory:
             if policy.world.is_main
             else []
         )
-        """Of an earlier life that was killed: removed once there is something newer."""
+        """Left by a killed trainer; removed after the next save."""
 
     def save(self, version: int) -> Path:
-        """Write the policy's weights as `version`, remove versions beyond the last two, return the directory.
+        """Write the policy's weights as `version`, remove versions beyond the last `KEEP`, return the directory.
 
         Every process must call it; the first writes.
         """
@@ -107,10 +106,9 @@ class WeightsDirectory:
 
 
 class _Claimed:
-    """A new directory in memory that all share; those of trainers that were killed are removed on the way.
+    """A new directory in shared memory; creating it removes the directories of killed trainers.
 
-    A trainer holds a lock in its directory for as long as it lives, whatever ends it; without that the copies of a
-    trainer that crashes again and again would fill the memory.
+    Each trainer holds a lock in its directory while it lives; otherwise repeated crashes would fill the memory.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -119,7 +117,7 @@ class _Claimed:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         self._descriptor = os.open(self.path / "new_lock", os.O_RDWR | os.O_CREAT)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        (self.path / "new_lock").rename(self.path / _LOCK)  # under its name it is always held
+        (self.path / "new_lock").rename(self.path / _LOCK)  # a file named `lock` is always locked
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -129,7 +127,7 @@ def _remove_if_abandoned(path: Path) -> None:
     try:
         descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
-        return  # another process's, or not locked yet
+        return  # another user's, or not locked yet
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)
@@ -141,9 +139,9 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def require_checkpoint(directory: Path) -> None:
-    """Raise EngineError unless `directory` holds a config and every weights file that it should.
+    """Raise EngineError unless `directory` has a config and every weights file.
 
-    An engine must not find out: vLLM ends when a reload fails, and a restart has stopped the old engine by then.
+    Call it before an engine is touched: vLLM exits when a reload fails, and a restart stops the old engine first.
     """
     if not (directory / "config.json").is_file():
         raise EngineError(f"checkpoint {directory} holds no config.json; no engine was touched")

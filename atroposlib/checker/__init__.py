@@ -1,4 +1,4 @@
-"""`check_env(MyEnv)`: a conformance kit for authors, and what `python my_env.py check` runs."""
+"""`check_env(MyEnv)`: conformance checks for environments; also `python my_env.py check`."""
 
 from atroposlib.checker.check import check_env, offline_class
 from atroposlib.checker.report import RULES, Evidence, Finding, Report, Rule, Status

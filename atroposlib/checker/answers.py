@@ -1,9 +1,9 @@
-"""The answers that the check gives in place of the model and of a judge.
+"""Scripted answers of the check, in place of a model and a judge.
 
-The model's are guesses at the right answer, nonsense, an empty answer and an echo. Only the author knows what is right:
-`example_answers(item)`, an optional method of the environment, says it; without it, the texts inside the item are tried
-in common formats, because items often contain the gold answer. The judge gives those useless answers the lowest score.
-It reads the prompts of `JudgeEnv`; an environment with other prompts defines `example_verdict(prompt)`.
+The model's answers are guesses at the right one, nonsense, an empty answer and an echo. An environment can give right
+answers in `example_answers(item)`; without it, the texts in the item are tried in common formats, because items often
+contain the gold answer. The judge gives useless answers the lowest score. It understands the prompts of `JudgeEnv`; an
+environment with other prompts defines `example_verdict(prompt)`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atroposlib.checker.engine import Answer, question_of
 EMPTY = ""
 NONSENSE = ("qx", "I do not know this at all, sorry.", "0x7 zebra", "?!")
 NUM_FIXED = 4
-"""Answers of every round that are no guesses: two of the nonsense, the empty one and the echo."""
+"""Answers of every round that are not guesses: two nonsense ones, the empty one and the echo."""
 
 _GOLD_NAMES = ("answer", "gold", "solution", "target", "label", "expected", "reference", "truth")
 _WRAPPINGS = (
@@ -33,7 +33,7 @@ _MAX_GUESS_CHARS = 2000
 _MAX_GUESSES = 24
 
 Judge = Callable[[str], str | None]
-"""Returns a verdict; None for a prompt that is not the judge's."""
+"""Returns a verdict; None for a prompt that is not for a judge."""
 
 _ONE_ANSWER = re.compile(r"<request>\n(.*?)\n</request>\n<answer>\n(.*?)\n</answer>", re.DOTALL)
 _TWO_ANSWERS = re.compile(
@@ -45,14 +45,14 @@ _BEST_SCORE = re.compile(r"\(worst\) to (\d+(?:\.\d+)?) \(best\)")
 
 @runtime_checkable
 class HasExampleAnswers(Protocol):
-    """An environment that helps the check."""
+    """An environment that gives the check right answers."""
 
     def example_answers(self, item: Any) -> Sequence[str]:
-        """Return completions worth trying for `item`, a right one first; [] leaves it to the check."""
+        """Return completions to try for `item`, a right one first; [] for the check's own guesses."""
 
 
 def guesses(env: object, item: Any) -> list[str]:
-    """Return what may be right, likeliest first.
+    """Return answers that may be right, the most likely first.
 
     >>> guesses(object(), {"question": "1 + 1?", "answer": 2})[:2]
     ['2', '<think>Let me see.</think> The answer is \\\\boxed{2}']
@@ -70,7 +70,7 @@ def guesses(env: object, item: Any) -> list[str]:
 
 
 def rounds(found: Sequence[str], group_size: int) -> list[list[Answer]]:
-    """Deal guesses out to groups of `group_size` answers, every group with nonsense, an empty answer and an echo.
+    """Divide guesses among groups of `group_size` answers, each with nonsense, an empty answer and an echo.
 
     >>> [len(answers) for answers in rounds(["a", "b", "c", "d", "e"], 8)]
     [8, 8]
@@ -88,17 +88,17 @@ def rounds(found: Sequence[str], group_size: int) -> list[list[Answer]]:
 
 
 def is_useless(answer: str, request: str) -> bool:
-    """Whether an answer is one that every round has: nothing, nonsense, or the request itself."""
+    """Whether an answer is empty, nonsense, or part of the request."""
     words = answer.strip()
     return not words or words in request or words.startswith(NONSENSE[0]) or words in NONSENSE
 
 
 @runtime_checkable
 class HasExampleVerdicts(Protocol):
-    """An environment that says what its judge could say."""
+    """An environment that gives the check its judge's verdicts."""
 
     def example_verdict(self, prompt: str) -> str | None:
-        """Return a verdict; None for a prompt that is not the judge's."""
+        """Return a verdict; None for a prompt that is not for a judge."""
 
 
 def judge_of(env: object) -> Judge:
@@ -125,7 +125,7 @@ def verdict(prompt: str) -> str | None:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (name of the field, text) of every text and number inside an item."""
+    """Yield (field name, text) of every text and number inside an item."""
     if isinstance(value, str):
         yield name, value.strip()
     elif isinstance(value, int | float) and not isinstance(value, bool):

@@ -1,7 +1,7 @@
-"""Call the author's code, which may hang, spin, end the process or leave things open, and observe what it does.
+"""Call the author's code, which may hang, spin, exit or leak resources, and observe what it does.
 
-Whatever the code does, a call ends with a result or an Exception. `LoopWatch` is the thread that finds blocked event
-loops and ends code that spins. Lateness of a busy machine is not blocking: see `LoopWatch`. Used by `check.py` only.
+Every call ends with a result or an Exception. `LoopWatch` finds blocked event loops and interrupts code that spins.
+Used by `check.py` only.
 """
 
 from __future__ import annotations
@@ -32,43 +32,43 @@ from atroposlib.errors import EnvError, cause_of
 T = TypeVar("T")
 
 GRACE_S = 0.5
-"""How long a cancelled call may take to end."""
+"""Time for a cancelled call to end."""
 BLOCKED_S = 0.1
-"""Code that keeps the event loop longer than this blocks it."""
+"""Code that occupies the event loop for longer than this blocks it."""
 LEAKY_RUNS = 3
-"""A leak is what grew in each of this many runs in a row."""
+"""Growth in this many consecutive runs is a leak."""
 
 _PING_S = 0.02
 _LOOK_S = 0.05
 _IDLE_SHARE = 0.02
-"""A thread that used less of a look's time than this was waiting. One that is ready to run gets more, even on a
-machine with ten times more busy threads than cores."""
+"""A thread that used a smaller share of an interval than this was waiting. A runnable one gets more, even on a machine
+with ten times more busy threads than cores."""
 _OTHER_TIME_S = 3 * 86_400 + 7 * 3_600 + 11 * 60 + 17.25
-"""How far the wall clock is moved when answers are scored again: another day, hour, minute and second."""
+"""Shift of the wall clock when answers are scored again: another day, hour, minute and second."""
 
 
 class Unfinished(Exception):
-    """The author's code did not end in time, or not as code may end."""
+    """The author's code did not end in time, or exited in a way that is not allowed."""
 
 
 class LoopKilled(BaseException):
-    """Raised inside code that kept the event loop for the whole timeout."""
+    """Raised inside code that blocked the event loop for the whole timeout."""
 
 
 class LoopWatch:
-    """Pings the running event loop from a thread; while a ping waits, it looks at what the loop's thread does.
+    """Pings the running event loop from a thread; while a ping is unanswered, it samples the loop's thread.
 
-    Only time that the thread spent computing (by its CPU clock) or waiting (it used no CPU during a whole look, and
-    the look itself was on time) counts as blocked. Time spent ready to run without a CPU does not, nor does
-    `Thread.start`, which waits for the other thread to get a CPU.
+    Blocked time is time in which the thread computed (by its CPU clock) or waited (almost no CPU during an interval
+    that was itself on time). Time when it was runnable without a CPU does not count, nor does `Thread.start`, which
+    waits until the other thread gets a CPU.
     """
 
     def __init__(self, author_files: Collection[str], *, patience_s: float) -> None:
-        """Raise `LoopKilled` in the loop's thread when a ping has waited for `patience_s`."""
+        """`patience_s`: time without an answer after which `LoopKilled` is raised in the loop's thread."""
         self.run = 0
-        """The number of the author's call, set by the caller; 0 between calls."""
+        """Number of the author's call, set by the caller; 0 between calls."""
         self.stalls: dict[str, dict[int, float]] = defaultdict(dict)
-        """Longest time in seconds for which the loop was blocked, by function (file:line), then by run."""
+        """Longest blocked time in seconds, by function (file:line), then by run."""
         self._author_files = author_files
         self._patience_s = patience_s
         self._stop = threading.Event()
@@ -90,7 +90,7 @@ class LoopWatch:
             self._wait(answered)
 
     def _wait(self, answered: threading.Event) -> None:
-        """Wait for the answer to a ping, and record the stall if there is one."""
+        """Wait for the answer to a ping, and record a stall."""
         cpu_s = _cpu_clock(self._thread_id)
         asked_at = looked_at = time.monotonic()
         used_s, blocked_s, stall = cpu_s(), 0.0, None
@@ -115,7 +115,7 @@ class LoopWatch:
             self.stalls[where][run] = max(blocked_s, self.stalls[where].get(run, 0.0))
 
     def _author_function(self) -> str | None:
-        """Return the author's innermost function; None when there is none, or a thread is being started."""
+        """Return the author's innermost running function; None if there is none or a thread is being started."""
         frame: FrameType | None = sys._current_frames().get(self._thread_id)
         while frame is not None and frame.f_code is not threading.Thread.start.__code__:
             code = frame.f_code
@@ -126,7 +126,7 @@ class LoopWatch:
 
 
 def _cpu_clock(thread_id: int) -> Callable[[], float]:
-    """Return a clock of the CPU seconds that a thread used; outside Linux, that the whole process used."""
+    """Return a clock of a thread's CPU seconds; outside Linux, of the whole process's."""
     if sys.platform == "linux":
         return partial(time.clock_gettime, time.pthread_getcpuclockid(thread_id))
     return time.process_time
@@ -151,7 +151,7 @@ def open_handles() -> set[int]:
 
 
 def kind_of_handle(handle: int) -> str:
-    """Return what a descriptor is, as far as the system tells."""
+    """Return "socket", "pipe", "file", or "handle" for a closed descriptor."""
     try:
         mode = os.fstat(handle).st_mode
     except OSError:  # closed meanwhile
@@ -162,9 +162,9 @@ def kind_of_handle(handle: int) -> str:
 def child_processes() -> set[Any]:
     """Return the running processes that `subprocess`, asyncio or `multiprocessing` started.
 
-    `subprocess` keeps the `Popen` of a running process, even when the author dropped it.
+    `subprocess` keeps the `Popen` of a running process even if the author dropped it.
     """
-    if sys.platform == "linux":  # where there is no child at all, searching the heap is wasted
+    if sys.platform == "linux":  # without any child, skip the search of the heap
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
@@ -180,14 +180,14 @@ def child_processes() -> set[Any]:
 
 
 def end_processes(processes: Collection[Any]) -> None:
-    """Kill the processes that the environment started and left."""
+    """Kill the processes that the environment left running."""
     for process in processes:
         process.kill()
         process.join() if isinstance(process, BaseProcess) else process.wait()
 
 
 def leaked(stock: Sequence[set[Any]]) -> set[Any]:
-    """Return what the last runs added, if every one of them added something that stayed.
+    """Return what the last runs added, if each of them added something that stayed.
 
     >>> leaked([{1}, {1, 2}, {1, 2, 3}, {1, 2, 3, 4}])
     {2, 3, 4}
@@ -202,7 +202,7 @@ def leaked(stock: Sequence[set[Any]]) -> set[Any]:
 
 
 def run_in_own_loop(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, but a task that refuses to be cancelled cannot prevent the end."""
+    """Run like `asyncio.run`, but do not wait for tasks that ignore cancellation."""
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(main)
@@ -223,9 +223,9 @@ def run_in_own_loop(main: Coroutine[Any, Any, T]) -> T:
 async def within(
     call: Awaitable[T], what: str, *, timeout_s: float, give_up: Callable[[], None]
 ) -> T:
-    """Await a call for `timeout_s` at most; what it raises is raised, as an Exception in any case.
+    """Await a call for at most `timeout_s`. Raises its error, as `Unfinished` if that is not an Exception.
 
-    `give_up()` is called before a call that takes too long is cancelled.
+    On a timeout, `give_up()` is called before the call is cancelled.
     """
     task = asyncio.ensure_future(_without_exit(call))
     await asyncio.wait({task}, timeout=timeout_s)
@@ -259,14 +259,14 @@ async def _without_exit(call: Awaitable[T]) -> T:
 
 
 def _find(error: BaseException, kind: type[BaseException]) -> BaseException | None:
-    """Return the first error of a kind in an error or group of errors."""
+    """Return the first error of a kind in an error or exception group."""
     if isinstance(error, BaseExceptionGroup):
         return next((found for e in error.exceptions if (found := _find(e, kind))), None)
     return error if isinstance(error, kind) else None
 
 
 def describe(error: BaseException) -> str:
-    """Return type, message and the innermost place of an error."""
+    """Return an error's type, message and innermost location."""
     if isinstance(error, Unfinished):
         return str(error)
     trace = traceback.extract_tb(error.__traceback__)
@@ -275,16 +275,16 @@ def describe(error: BaseException) -> str:
 
 
 def copy_of(item: Any) -> Any:
-    """Return a copy, so that an item that is changed while it runs starts afresh; itself where it cannot be copied."""
+    """Return a deep copy, because a run may change its item; the item itself if it cannot be copied."""
     try:
         return copy.deepcopy(item)
-    except Exception:  # noqa: BLE001 - items hold anything, and copying them may raise anything
+    except Exception:  # noqa: BLE001 - copying arbitrary items may raise anything
         return item
 
 
 @contextlib.contextmanager
 def other_time() -> Iterator[None]:
-    """Move the wall clock; durations (`monotonic`, `perf_counter`) stay right."""
+    """Shift `time.time`; `monotonic` and `perf_counter` are unchanged."""
     real = time.time
     time.time = lambda: real() + _OTHER_TIME_S
     try:

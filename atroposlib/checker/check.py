@@ -1,8 +1,8 @@
 """Run an environment on an in-process engine, without a hub, and judge it by the rules of `report.py`.
 
-Items run one after another, each several times with the same answers, so that every difference has one cause. A rule
-is skipped where an earlier failure makes its verdict worthless: one fault, one finding. Called by
-`python env.py check` and by authors' tests through `check_env`.
+Items run one after another, each several times with the same answers, so that every difference has one cause. A rule is
+skipped if an earlier failure makes its verdict meaningless: one fault, one finding. Called by `python env.py check` and
+by authors' tests through `check_env`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from atroposlib.scored_data import Strictness, check_group
 T = TypeVar("T")
 
 MIN_GROUP_SIZE = 8
-"""Groups of the check hold at least this many answers: guesses, nonsense, an empty answer and an echo."""
+"""Minimum answers per group: guesses, nonsense, an empty answer and an echo."""
 MAX_ROUNDS = 6
-"""Groups of guesses tried per item until rewards differ."""
+"""Maximum groups of guesses per item, tried until rewards differ."""
 _REWARD_RULES = (
     "reward_repeatable",
     "reward_ignores_order",
@@ -76,15 +76,14 @@ def check_env(
     timeout_s: float = 30.0,
     resume_items: bool = False,
 ) -> Report:
-    """Check an environment class and return a report; starts and ends its own event loop.
+    """Check an environment class in its own event loop and return a report.
 
-    `skip` names rules that are not judged. `make(cls)` constructs an environment (default: from `config_init`); it is
-    called several times, with `env_cls` or a subclass that has an offline tokenizer. `tokenizer` is used instead of
-    that one. `timeout_s` bounds each call of the author's code. `resume_items` judges the rule of that name, which not
-    every environment wants to keep. Raises ConfigError for an unknown rule and for a configuration that no environment
-    can be made of, EnvError when the environment ends the process.
+    `skip` names rules not to judge. `make(cls)` constructs an environment (default: from `config_init`); it is called
+    several times, with `env_cls` or a subclass that has an offline tokenizer, which `tokenizer` replaces. `timeout_s`
+    bounds each call of the author's code. `resume_items` also judges the optional rule `items_resume`. Raises
+    ConfigError for an unknown rule or an invalid configuration, EnvError if the environment exits the process.
 
-    The clock, the random state and the group size (at least 8) are the check's while it runs.
+    While it runs, the check controls the clock, the random state and the group size (at least 8).
     """
     for name in skip:
         if name not in BY_NAME:
@@ -115,7 +114,7 @@ def check_env(
 
 
 def offline_class(env_cls: type[BaseEnv], tokenizer: Any = None) -> type[BaseEnv]:
-    """Return `env_cls` with a tokenizer that needs no files, unless it has a `load_tokenizer` of its own."""
+    """Return a subclass whose tokenizer needs no files; `env_cls` itself if it overrides `load_tokenizer`."""
     if tokenizer is None and env_cls.load_tokenizer is not BaseEnv.load_tokenizer:
         return env_cls
     given = PairTokenizer() if tokenizer is None else tokenizer
@@ -155,7 +154,7 @@ class _Check:
         self._items: list[Any] = []
         self._runs: list[Run] = []
         self._barren: list[tuple[int, list[list[Answer]]]] = []
-        """Items that became no group, and the answers tried."""
+        """Items without a group or with equal scores, and the answers tried."""
         self._engine = ProbeEngine(PairTokenizer())
         self._sink = Sink()
         self._group_size = MIN_GROUP_SIZE
@@ -226,13 +225,13 @@ class _Check:
         return self._findings[name].status is Status.FAIL
 
     async def _within(self, call: Awaitable[T], what: str) -> T:
-        """Await the author's code; release an engine that holds it up."""
+        """Await the author's code; on a timeout, release requests that the engine holds."""
         return await within(call, what, timeout_s=self._timeout_s, give_up=self._engine.release)
 
     # Starting.
 
     async def _start(self, folder: Path, rule: str) -> BaseEnv | None:
-        """Return an environment after `setup`, on an engine of its own; None, with a finding, if that fails."""
+        """Return an environment after `setup`, with its own engine; None, with a finding, if that fails."""
         env: BaseEnv | None = None
         try:
             env = self._make()
@@ -243,7 +242,7 @@ class _Check:
             engine = ProbeEngine(env.tokenizer)
             await env.server.close()
             engine.judge = judge_of(env)
-            for manager in vars(env).values():  # a judge or a teacher has one of its own
+            for manager in vars(env).values():  # a judge or a teacher has its own
                 if isinstance(manager, ServerManager):
                     manager.servers = [engine]
             env.group_sink = self._sink
@@ -259,7 +258,7 @@ class _Check:
             return None
 
     async def _stop(self, env: BaseEnv) -> None:
-        """Close what an environment holds: its servers, its reward workers, what its `close` closes."""
+        """Close an environment, its servers and its reward workers."""
         try:
             await self._within(close(env), "close()")
         except Exception as error:  # noqa: BLE001 - boundary: the author's code
@@ -291,7 +290,7 @@ class _Check:
     # Items.
 
     async def _try_item(self, env: BaseEnv, index: int, item: Any) -> None:
-        """Explore what earns what, then score the most telling answers again: at another time, in another order."""
+        """Find answers with different rewards, then score them again at another time and in another order."""
         dealt = rounds(guesses(env, item), self._group_size)[:MAX_ROUNDS]
         telling: Run | None = None
         for answers in dealt:
@@ -315,12 +314,12 @@ class _Check:
         reversed_ = await self._collect(env, index, item, telling.answers[::-1])
         if reversed_ is None:
             return
-        # An environment that keeps the first answers of a group only is a matter of group_size.
+        # Leaving answers out is judged by the rule group_size.
         if other := difference(telling, reversed_, may_leave_out=True):
             self._fail("reward_ignores_order", f"{other} in reversed order", item=index)
 
     def _judge_barren(self) -> None:
-        """Fail when no item at all became a group; a single one may be worth nothing."""
+        """Fail if no item became a group; single items may give none."""
         if any(run.groups for run in self._runs) or self._has_failed("aligned"):
             return
         for index, dealt in self._barren:
@@ -425,7 +424,7 @@ class _Check:
                 self._skip(name, "all rewards are equal")
 
     def _judge_earnings(self, index: int, runs: Sequence[Run]) -> bool:
-        """Compare what the useless answers to one item earned with the best; False when all earned the same."""
+        """Compare the rewards of useless answers to one item with the best; return whether rewards differ."""
         scores = [score for run in runs for earned in run.earned.values() for score in earned]
         worst, best = min(scores), max(scores)
         if worst == best:
@@ -444,7 +443,7 @@ class _Check:
     # What is left behind.
 
     async def _take_stock(self) -> None:
-        """Count what is open after a run, once everything that was about to end has ended."""
+        """Record what is open after a run, after letting tasks that are about to end do so."""
         for _ in range(5):
             await asyncio.sleep(0)
         self._left["tasks"].append({task for task in asyncio.all_tasks() if not task.done()})
@@ -470,7 +469,7 @@ class _Check:
                 self._skip(name, "too few items ran")
 
     def _judge_stalls(self) -> None:
-        """Fail a function that blocked the loop in two runs; once may be an import."""
+        """Fail if a function blocked the loop in two runs; a single time may be an import."""
         for where, blocked_s in self._watch.stalls.items():
             if len(blocked_s) >= 2:
                 longest_ms = 1000 * max(blocked_s.values())
@@ -503,7 +502,7 @@ class _Check:
                 ending = "returned" if error is None else f"raised {type(error).__name__}"
                 self._fail("cancellable", f"it {ending} instead of ending cancelled", item=0)
             elif left := asyncio.all_tasks() - before - {task, asked}:
-                # The engine still waits: what ends now was cancelled with the item.
+                # The engine still holds requests, so tasks that end now were cancelled with the item.
                 _, pending = await asyncio.wait(left, timeout=4 * GRACE_S)
                 if pending:
                     name = _name_of(next(iter(pending)))
@@ -528,7 +527,7 @@ class _Check:
             self._fail("evaluates", describe(cause_of(error)))
 
     async def _logs_metrics(self, env: BaseEnv) -> bool:
-        """Whether `wandb_log` would now log something of an evaluation."""
+        """Whether `wandb_log` would now log an evaluation metric."""
         logged: dict[str, Any] = {}
 
         class Recorder:

@@ -1,4 +1,4 @@
-"""Save a checkpoint of an environment, and compare an environment that loaded it. Used by `check.py` only."""
+"""Save an environment's checkpoint, and compare an environment that loaded it. Used by `check.py` only."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _REGISTERED_NAME = "check"
 
 
 def attach_checkpoints(env: BaseEnv, folder: Path) -> None:
-    """Point an environment to the checkpoints of step 1, as registering with a hub does."""
+    """Set the environment's checkpoint directory and step 1, as registering with a hub does."""
     env.curr_step, env.checkpoint_dir, env.wandb_prepend = STEP, str(folder), _REGISTERED_NAME
 
 
 def save(env: BaseEnv, folder: Path) -> dict[str, Any] | None:
-    """Return what a checkpoint of `env` holds on disk; None when it saves nothing."""
+    """Save a checkpoint of `env` and return its content; None if it saves nothing."""
     attach_checkpoints(env, folder)
     env.save_checkpoint(STEP)
     place = checkpoint.checkpoint_folder(str(folder), _REGISTERED_NAME)
@@ -31,9 +31,9 @@ def save(env: BaseEnv, folder: Path) -> dict[str, Any] | None:
 def restore_faults(
     env: BaseEnv, fresh: BaseEnv, saved: Mapping[str, Any], again: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield every value of `saved` that a fresh environment, which loaded it, does not have.
+    """Yield a fault for each value of `saved` that a fresh environment does not have after loading it.
 
-    A value is looked for under its name, and in what the fresh environment saves (`again`).
+    A value is compared with the attribute of its name and with what the fresh environment saves (`again`).
     """
     for key, value in saved.items():
         wanted, got = vars(env).get(key, value), vars(fresh).get(key, value)
@@ -44,7 +44,7 @@ def restore_faults(
 
 
 def is_same(first: Any, second: Any) -> bool:
-    """Compare values; a tuple that JSON made a list is the same."""
+    """Whether two values are equal; a tuple equals a list, because JSON has only lists."""
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         return len(first) == len(second) and all(
             is_same(a, b) for a, b in zip(first, second, strict=True)

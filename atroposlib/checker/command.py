@@ -1,7 +1,7 @@
 """`python my_env.py check`: the checker as a command.
 
-Options of its own, and every flag of `serve` to configure the environment. Prints a line per rule, or JSON; exit code
-1 when a rule fails, 2 for a wrong flag. `runtime.command` calls it.
+Takes its own options and every flag of `serve`. Prints a line per rule, or JSON; exit code 1 if a rule fails, 2 for an
+invalid flag. Called by `runtime.command`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Build(Protocol):
 def check_environment(
     env_cls: type[BaseEnv], argv: Sequence[str], *, prog: str, build: Build
 ) -> int:
-    """Check an environment as the flags say; return the exit code."""
+    """Check an environment with the options in `argv`; return the exit code."""
     logging.basicConfig(level=logging.CRITICAL)  # what the author's code logs is in the report
     options, flags = _parser(prog).parse_known_args(argv)
 
@@ -39,7 +39,7 @@ def check_environment(
         with contextlib.redirect_stdout(io.StringIO()):  # the configuration, once per environment
             return build(cls, "check", ["--testing", *flags], prog=prog)
 
-    with contextlib.redirect_stdout(sys.stderr):  # what the author's code prints is no report
+    with contextlib.redirect_stdout(sys.stderr):  # keeps the author's prints out of the report
         report = check_env(
             env_cls,
             num_items=options.items,

@@ -1,7 +1,7 @@
-"""The engine of the check, in-process: it gives chosen texts as answers, and records every token it sampled.
+"""The check's in-process engine: answers with scripted texts and records every sampled token.
 
-Its tokenizer joins pairs of letters, its samples never do. Code that turns an answer into text and back into tokens
-therefore gets other tokens than were sampled: the drift that real tokenizers show now and then, here every time.
+Its tokenizer joins pairs of letters, its samples never do. Code that decodes an answer and encodes it again therefore
+gets other tokens than were sampled: with real tokenizers this drift is occasional, here it is certain.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from atroposlib.inference.harness import (
 from atroposlib.inference.servers.api_server import TokenCompletions
 
 Answer = str | Callable[[str], str]
-"""A completion, or a function of the prompt's text that makes one."""
+"""A completion, or a function from the prompt's text to one."""
 
 _FIRST_PAIR = 259
-"""Below it are the tokens of `ByteTokenizer`."""
+"""Lower ids are the tokens of `ByteTokenizer`."""
 
 
 class PairTokenizer(ByteTokenizer):
-    """Bytes as tokens, and one token for every two ASCII letters or digits that stand side by side."""
+    """Bytes as tokens, and one token for each two adjacent ASCII letters or digits."""
 
     vocab_size = _FIRST_PAIR + (1 << 16)
 
@@ -52,7 +52,7 @@ class PairTokenizer(ByteTokenizer):
         return joined
 
     def encode_apart(self, text: str) -> list[int]:
-        """Return tokens that decode to `text` and that `encode` would not have chosen."""
+        """Return one token per byte: they decode to `text` but differ from `encode`'s where it joins pairs."""
         return super().encode(text, add_special_tokens=False)
 
     def decode(self, tokens: Any, skip_special_tokens: bool = False, **options: Any) -> str:
@@ -80,22 +80,22 @@ class PairTokenizer(ByteTokenizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSample:
-    """One completion that the engine gave."""
+    """One completion of the engine."""
 
     persona: int
-    """Which of the scripted answers; a conversation keeps its persona over all turns."""
+    """Index of the scripted answer; a conversation keeps it over all turns."""
     prompt_text: str
     text: str
     prompt_tokens: list[int]
-    """[P]; empty where only text was asked for."""
+    """[P]; empty if only text was requested."""
     tokens: list[int]
-    """[T]; empty where only text was asked for."""
+    """[T]; empty if only text was requested."""
     logprobs: list[float]
     """[T]"""
 
 
 class ProbeEngine(ServerHarness):
-    """Gives answer i to the i-th completion of a prompt, and continues it in later turns."""
+    """Gives answer i as the i-th completion of a prompt, and again in the later turns of that conversation."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(
@@ -103,7 +103,7 @@ class ProbeEngine(ServerHarness):
         )
         self.samples: list[ProbeSample] = []
         self.judge: Callable[[str], str | None] = _no_judge
-        """Asked first; a prompt it answers is a judge's, and neither scripted nor remembered."""
+        """Called first; a prompt that it answers is a judge's, and neither scripted nor recorded."""
         self.asked = asyncio.Event()
         """Set while a request waits because of `hold`."""
         self._released = asyncio.Event()
@@ -113,14 +113,14 @@ class ProbeEngine(ServerHarness):
         self._persona = 0
 
     def script(self, answers: Sequence[Answer]) -> None:
-        """Begin a run: forget earlier samples and give these answers in order."""
+        """Start a run: drop earlier samples and give these answers in order."""
         self._answers = answers
         self.samples = []
         self._given.clear()
         self.requests.clear()
 
     def hold(self) -> None:
-        """Let requests wait until `release`."""
+        """Hold requests until `release`."""
         self.asked.clear()
         self._released.clear()
 
@@ -129,7 +129,7 @@ class ProbeEngine(ServerHarness):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether samples of this run were given as tokens."""
+        """Whether any sample of this run has tokens."""
         return any(sample.tokens for sample in self.samples)
 
     async def _begin(self, kwargs: dict[str, Any]) -> int:
@@ -137,7 +137,7 @@ class ProbeEngine(ServerHarness):
         if not self._released.is_set():
             self.asked.set()
             await self._released.wait()
-        await asyncio.sleep(0)  # no engine answers at once
+        await asyncio.sleep(0)  # no engine answers without yielding to the loop
         return call
 
     def _answer(self, request: HarnessRequest) -> str:
@@ -155,7 +155,7 @@ class ProbeEngine(ServerHarness):
         return answer if isinstance(answer, str) else answer(prompt)
 
     def _persona_of(self, prompt: str) -> int:
-        """Continue the conversation that the prompt continues, else take the next answer for this prompt."""
+        """Return the persona of the conversation that the prompt continues, else the next one for this prompt."""
         best: ProbeSample | None = None
         best_length = 0
         for sample in self.samples:
@@ -216,7 +216,7 @@ def _no_judge(prompt: str) -> None:
 
 
 def question_of(prompt: str) -> str:
-    """Return the last user message of a prompt in `ByteTokenizer`'s template; of another template, the whole prompt.
+    """Return the last user message of a prompt in `ByteTokenizer`'s template, else the whole prompt.
 
     >>> question_of("<system>Be kind.<eos><user>How are you?<eos><assistant>")
     'How are you?'
@@ -231,7 +231,7 @@ def _is_alnum(token: int) -> bool:
 
 
 def _apart(tokenizer: Any, text: str) -> list[int]:
-    """Return tokens of `text` that its tokenizer would not have chosen, if there are such."""
+    """Return tokens that decode to `text`, if possible other ones than the tokenizer's own."""
     if isinstance(tokenizer, PairTokenizer):
         return tokenizer.encode_apart(text)
     apart = [

@@ -1,4 +1,4 @@
-"""The rules, and what the check found: one finding per rule, with evidence, as text and as JSON. `check.py` judges."""
+"""The rules, and the report: one finding per rule with evidence, as text or JSON. `check.py` judges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that every environment owes its users."""
+    """One requirement on environments."""
 
     name: str
     claim: str
@@ -138,11 +138,11 @@ BY_NAME = {rule.name: rule for rule in RULES}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Where a rule was broken and how."""
+    """Where and how a rule was broken."""
 
     what: str
     item: int | None = None
-    """Index of the item, counted from 0 in the order `get_next_item` gave them."""
+    """Index of the item in the order of `get_next_item`, from 0."""
     sequence: int | None = None
     """Index in the group."""
 
@@ -187,7 +187,7 @@ class Report:
 
     @property
     def skipped(self) -> list[str]:
-        """Names of the rules that could not be judged, or were not to be."""
+        """Names of the rules that were not judged."""
         return self._named(Status.SKIPPED)
 
     def finding(self, name: str) -> Finding:
@@ -219,7 +219,7 @@ class Report:
         }
 
     def to_text(self) -> str:
-        """Return the report for people: a line per rule, and what to change under those that failed."""
+        """Return the report as text: a line per rule, with evidence and advice under each that failed."""
         width = max(len(finding.rule.name) for finding in self.findings)
         lines = []
         for finding in self.findings:

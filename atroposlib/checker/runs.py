@@ -1,7 +1,7 @@
-"""One run of an item with scripted answers: its groups, compared with what the engine sampled and with another run.
+"""One run of an item with scripted answers: its groups, compared with the engine's samples and with another run.
 
-A trained position is right when some sample had exactly the tokens before it as its prompt and earlier tokens, gave
-exactly this token, and with exactly this logprob.
+A trained position is right if some sample had exactly the preceding tokens as its prompt and earlier tokens, then
+sampled exactly this token with this logprob.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from atroposlib.checker.engine import Answer, ProbeSample
 from atroposlib.scored_data import IGNORE_INDEX, ScoredGroup, SequenceView
 
 LOGPROB_TOLERANCE = 1e-4
-"""Room for a trip through 16 or 32 bits; made-up logprobs of different positions differ by more, nearly always."""
+"""Allows conversion to 16 or 32 bits; scripted logprobs of different positions nearly always differ by more."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One call of collect_trajectories and what came of it."""
+    """One call of collect_trajectories and its results."""
 
     item: int
     answers: list[Answer]
     samples: list[ProbeSample]
     groups: list[ScoredGroup] = field(default_factory=list)
     earned: dict[str, list[float]] = field(default_factory=dict)
-    """Scores by what was said, in rising order."""
+    """Scores by answer text, ascending."""
 
     def most_for(self, answer: Answer) -> float | None:
-        """Return the best score that one of the scripted answers earned; None where it was left out."""
+        """Return the best score of one scripted answer; None if no group has it."""
         said = texts_said(self.samples)
         found = [
             score
@@ -43,7 +43,7 @@ class Run:
 
 
 class Sink:
-    """Takes groups where the runtime's outbox would."""
+    """Receives groups in place of the runtime's outbox."""
 
     def __init__(self) -> None:
         self.groups: list[Any] = []
@@ -61,11 +61,11 @@ class Sink:
         return len(found)
 
     async def post(self, scored_data: Any) -> None:
-        """Take what an environment's own sending hands on; `accept` has it already."""
+        """Ignore what an environment sends itself; `accept` already has it."""
 
 
 def difference(first: Run, second: Run, *, may_leave_out: bool = False) -> str | None:
-    """Name the first answer that earned something else, or nothing, in the second run."""
+    """Describe the first answer that the second run scored differently or left out; None if there is none."""
     for answer, earned in first.earned.items():
         other = second.earned.get(answer)
         if other is None and not may_leave_out:
@@ -85,16 +85,16 @@ def _listed(scores: Sequence[float]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """The first fault of each kind, None where there is none."""
+    """The first fault of each kind; None if there is none."""
 
     drift: str | None = None
-    """Trained tokens that are not the sampled ones."""
+    """Trained tokens that differ from the sampled ones."""
     alignment: str | None = None
-    """Masks that train what was given, or logprobs of another token."""
+    """Masks that train prompt tokens, or logprobs of another token."""
 
 
 def faults_of(view: SequenceView, samples: Sequence[ProbeSample], tokenizer: Any) -> Faults:
-    """Judge one sequence against all samples of its run."""
+    """Compare one sequence with all samples of its run."""
     tokens: list[int] = view.tokens.tolist()
     trained = np.flatnonzero(view.masks != IGNORE_INDEX).tolist()
     if not trained:
@@ -115,9 +115,9 @@ def faults_of(view: SequenceView, samples: Sequence[ProbeSample], tokenizer: Any
 
 
 def texts_said(samples: Sequence[ProbeSample]) -> dict[int, str]:
-    """Return, for every scripted answer, all that was said with it: the turns of its conversation joined.
+    """Return the text of each scripted answer, with the turns of its conversation joined.
 
-    Where tokens were sampled, what was asked for as text only belongs to no sequence.
+    If any sample has tokens, samples without tokens are ignored: they belong to no sequence.
     """
     said: dict[int, str] = {}
     with_tokens = [sample for sample in samples if sample.tokens]
@@ -127,7 +127,7 @@ def texts_said(samples: Sequence[ProbeSample]) -> dict[int, str]:
 
 
 def text_of(view: SequenceView, samples: Sequence[ProbeSample], tokenizer: Any) -> str | None:
-    """Return which of the texts said a sequence holds; None when it holds none of them."""
+    """Return the answer text that a sequence contains; None if it contains none."""
     said = texts_said(samples)
     tokens: list[int] = view.tokens.tolist()
     for sample in reversed(samples):
@@ -140,7 +140,7 @@ def text_of(view: SequenceView, samples: Sequence[ProbeSample], tokenizer: Any) 
 
 
 def _sampled_logprobs(tokens: Sequence[int], samples: Sequence[ProbeSample]) -> dict[int, float]:
-    """Return the logprob of every position of `tokens` that a sample accounts for."""
+    """Return the sampled logprob by position, for the positions of `tokens` that match a sample."""
     found: dict[int, float] = {}
     for sample in samples:
         start = len(sample.prompt_tokens)
@@ -158,7 +158,7 @@ def _sampled_logprobs(tokens: Sequence[int], samples: Sequence[ProbeSample]) -> 
 def _strange(
     tokens: list[int], position: int, samples: Sequence[ProbeSample], tokenizer: Any
 ) -> Faults:
-    """Say why a trained position was not sampled: given to the model, or the sampled text in other tokens."""
+    """Find why a trained position was not sampled: part of the prompt, or the sampled text in other tokens."""
     for sample in samples:
         start = len(sample.prompt_tokens)
         if not start <= position or tokens[:start] != sample.prompt_tokens:

@@ -1,7 +1,7 @@
-"""How new weights reach the engines: one Protocol, four bridges.
+"""Four bridges that bring new weights to the engines, behind one Protocol.
 
-`restart` stops the engine and starts it on the new checkpoint; `reload` lets running engines load it in place; `lora`
-swaps the adapter only; `transfer` sends weights from memory to memory.
+`restart` stops the engine and starts it on the new checkpoint; `reload` makes running engines load it in place; `lora`
+swaps the adapter; `transfer` sends weights from memory to memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class WeightBridge(Protocol):
-    """Brings the weights of a policy to engines; every process calls it, the first talks to the engines.
+    """Publishes a policy's weights to engines; `start` and `publish` must be called by every process.
 
-    Every method raises EngineError when the engines are not as it promises.
+    Only the first process talks to the engines. Every method raises EngineError if it cannot do what it promises.
     """
 
     name: str
@@ -40,20 +40,20 @@ class WeightBridge(Protocol):
         """Return when every engine serves the policy as `version`."""
 
     def publish(self, policy: Policy, version: int) -> int:
-        """Return the version that every engine samples from and reports by now.
+        """Return when every engine samples from the new weights; return the version that they serve.
 
-        That is `version`, or an older one where an engine did not start on the new weights (restart).
+        That is `version`, or an older one if an engine did not start on the new weights (restart).
         """
 
     def check(self) -> None:
-        """Return when every engine answers; one attempt, by the first process alone."""
+        """Raise unless every engine answers; one attempt, called by the first process only."""
 
     def close(self) -> None:
-        """Stop what `start` started, and nothing else; harmless when repeated."""
+        """Stop only what `start` started; may be called again."""
 
 
 class CheckpointBridge:
-    """A `WeightBridge` that saves each version to disk, in every process, and has engines load it from there."""
+    """A `WeightBridge` that saves each version to disk, from which engines load it."""
 
     def __init__(
         self, save: Callable[[int], Path], engines: RestartBridge | ReloadBridge | LoraBridge
@@ -73,14 +73,14 @@ class CheckpointBridge:
 
 
 class EngineWatch:
-    """Ends a run whose engines do not answer: without them no batch comes, and no other part would report why.
+    """Ends a run without batches whose engines do not answer, because nothing else would report the cause.
 
-    Raises EngineUnavailable from `look` once an engine has not answered for `patience_s`.
+    `look` raises EngineUnavailable once an engine has not answered for `patience_s`.
     """
 
     INTERVAL_S = 10.0
     FORGET_S = 60.0
-    """After so long without a look, because batches came, an earlier outage does not count."""
+    """After this long without a check, because batches came, an earlier outage is forgotten."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class EngineWatch:
         self._failing_since_s: float | None = None
 
     def look(self) -> None:
-        """Ask the engines, at most every `INTERVAL_S`. Called while no batch comes."""
+        """Check the engines, at most every `INTERVAL_S`. Called while no batch comes."""
         now_s = self._clock()
         waited_s = now_s - self._looked_s
         if waited_s < self.INTERVAL_S:

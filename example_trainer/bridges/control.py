@@ -1,7 +1,7 @@
 """HTTP calls to the control routes of one running engine, and the same call to several engines at once.
 
-Owns the retries: an engine that is unreachable is retried until `retry_s`, or until the run is to stop; any answer but
-2xx is final. Called by `engines.py` and the bridges; it does not know what a route does.
+Owns the retries: an unreachable engine is retried for `retry_s` or until the run must stop; any other failure is final.
+Called by `engines.py` and the bridges; independent of what a route does.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ DETAIL_CHARS = 300
 
 
 class Unreachable(EngineUnavailable):
-    """No HTTP answer, or not healthy yet: the failures that are retried."""
+    """No HTTP answer, or `/health` answered 5xx: the failures that are retried."""
 
 
 class NoSuchRoute(EngineRejected):
-    """404: an older engine, another kind of engine, or one without development routes."""
+    """404 or 405: an older engine, another kind of engine, or one without development routes."""
 
 
 class Control:
-    """A connection to one engine; `url` is its address without `/v1`, `api_key` the one that it requires, if any."""
+    """An HTTP client for one engine; `url` is its address without `/v1`."""
 
     def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
         self.url = url
@@ -39,8 +39,7 @@ class Control:
             base_url=url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             timeout=httpx.Timeout(timeout_s, connect=5.0),
-            # A connection kept for minutes may be closed just as the next call goes out, which looks the same as an
-            # engine that died of the call.
+            # No kept connections: one closed just as a call is sent looks like an engine that died.
             limits=httpx.Limits(max_keepalive_connections=0),
             trust_env=False,
         )
@@ -49,7 +48,7 @@ class Control:
         return self.call("POST", route, json=body, **request)
 
     def look(self, route: str, **request: Any) -> Any:
-        """Return the JSON that a GET answers; None when the engine has no such route or answers no JSON."""
+        """Return the JSON answer of a GET; None if the route is missing or the answer is not JSON."""
         try:
             return self.call("GET", route, **request).json()
         except (NoSuchRoute, ValueError):
@@ -87,9 +86,9 @@ def for_each(
     retry_s: float,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Do `action` to every engine at once, with retries; when all have ended, raise the first failure.
+    """Call `action` for every engine concurrently, with retries; when all have ended, raise the first failure.
 
-    Once `is_stopping()`, an unreachable engine is passed over with a warning.
+    Once `is_stopping()`, skip an unreachable engine with a warning.
     """
 
     def attempt(control: Control) -> None:
@@ -110,7 +109,7 @@ def for_each(
                     logger.warning("%s; retrying", error)
                 time.sleep(pause_s)
 
-    if len(controls) == 1:  # in this thread, where Ctrl-C can end it
+    if len(controls) == 1:  # in this thread, where Ctrl-C can interrupt it
         attempt(controls[0])
         return
     with ThreadPoolExecutor(max_workers=len(controls)) as pool:

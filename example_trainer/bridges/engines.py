@@ -1,8 +1,7 @@
-"""The control routes of vLLM and SGLang: freeze, load a checkpoint, swap an adapter, label the weights.
+"""The control routes of vLLM and SGLang: freeze, load a checkpoint, swap an adapter, set the weight version.
 
-`identify` asks an engine what it is. Every method returns when the engine has done it and raises EngineError naming
-engine, route and answer otherwise. The engine of this project has vLLM's routes. Called by the bridges; nothing here
-starts an engine or retries.
+Every method returns when the engine has finished, or raises EngineError naming engine, route and answer. This project's
+engine has vLLM's routes. Called by the bridges; nothing here starts an engine or retries.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunningEngine(ABC):
-    """An engine that runs already; the base of `VllmEngine` and `SglangEngine`, which have the methods that differ."""
+    """A running engine; the base of `VllmEngine` and `SglangEngine`."""
 
     kind = ""
     version_route = ""
@@ -33,9 +32,9 @@ class RunningEngine(ABC):
 
     @contextmanager
     def frozen(self, mode: str = "", *, resume_after_error: bool = True) -> Iterator[None]:
-        """Sample nothing inside the block; requests in flight wait and continue after it.
+        """Pause sampling inside the block; requests in flight wait and continue after it.
 
-        `resume_after_error` is false where an error may leave parts of two versions in the engine.
+        `resume_after_error` is false if an error may leave parts of two versions in the engine.
         """
         self.pause(mode)
         try:
@@ -57,25 +56,25 @@ class RunningEngine(ABC):
 
     @abstractmethod
     def load_checkpoint(self, directory: Path, version: int) -> None:
-        """Replace the weights by those in `directory`, which the engine must be able to read. Freeze it around this."""
+        """Load the weights in `directory`, which the engine must be able to read; call it while frozen."""
 
     @abstractmethod
     def forget_cache(self) -> None:
-        """Drop keys and values that older weights computed."""
+        """Drop cached keys and values of older weights."""
 
     @abstractmethod
     def load_adapter(self, name: str, directory: Path) -> None:
-        """Serve the adapter in `directory` as `name`; requests in flight end under the adapter they began with.
+        """Serve the adapter in `directory` as `name`; requests in flight finish with their earlier adapter.
 
-        Do not freeze the engine around it.
+        Do not freeze the engine around this call.
         """
 
     @abstractmethod
     def set_version(self, version: int) -> None:
-        """Label the weights."""
+        """Set the version that the engine reports for its weights."""
 
     def check_version(self, version: int) -> None:
-        """Raise EngineProtocolError if the engine reports another version than `version`; none at all is allowed."""
+        """Raise EngineProtocolError if the engine reports another version; it may report none."""
         found = self.control.look(self.version_route)
         reported = found.get("weight_version") if isinstance(found, dict) else None
         if reported is not None and str(reported) != str(version):
@@ -85,7 +84,7 @@ class RunningEngine(ABC):
             )
 
     def _do(self, route: str, body: Any = None, *, hint: str = "", **request: Any) -> None:
-        """Post; EngineProtocolError also for 200 with `success` false."""
+        """Post; raise EngineProtocolError for a 2xx answer with `success` false."""
         answer = self.control.post(route, body, **request)
         if b'"success":false' in answer.content.replace(b" ", b""):
             raise EngineProtocolError(
@@ -96,11 +95,11 @@ class RunningEngine(ABC):
         try:
             self.control.post(route, {"lora_name": name})
         except EngineRejected:
-            pass  # no adapter of that name yet, or no such route: loading it then says which
+            pass  # no such adapter yet, or no such route, which loading it then reports
 
 
 def identify(control: Control) -> RunningEngine:
-    """Ask the engine what it is: its list of routes, or where that is hidden a route that only SGLang has."""
+    """Determine an engine's kind by its list of routes or, if that is hidden, by a route that only SGLang has."""
     schema = control.look("/openapi.json")
     if isinstance(schema, dict) and isinstance(schema.get("paths"), dict):
         is_sglang = "/update_weights_from_disk" in schema["paths"]
@@ -120,12 +119,12 @@ class VllmEngine(RunningEngine):
 
     @functools.cached_property
     def info(self) -> dict[str, Any]:
-        """What `/server_info` reports; empty without that route."""
+        """The answer of `/server_info`; empty without that route."""
         found = self.control.look("/server_info", params={"config_format": "json"})
         return found if isinstance(found, dict) else {}
 
     def config(self, name: str) -> dict[str, Any]:
-        """Return one part of vLLM's configuration; empty if it has none, or does not report it."""
+        """Return one section of vLLM's configuration; empty if it is not reported."""
         config = self.info.get("vllm_config")
         found = config.get(name) if isinstance(config, dict) else None
         return found if isinstance(found, dict) else {}
@@ -140,7 +139,7 @@ class VllmEngine(RunningEngine):
         self.control.post("/resume")
 
     def load_checkpoint(self, directory: Path, version: int) -> None:
-        """A reload that fails inside vLLM ends its engine: refuse before what is known to fail."""
+        """Refuse a reload that is known to give wrong results before sending it."""
         if _ties_embeddings(directory):
             found = self.control.look("/server_info", params={"config_format": "text"})
             if isinstance(found, dict) and "device_config=cpu" in str(found.get("vllm_config")):
@@ -152,7 +151,7 @@ class VllmEngine(RunningEngine):
         self.control.post("/collective_rpc", body)
 
     def forget_cache(self) -> None:
-        # Recompute requests in flight under the new weights: vLLM keeps the old prefix cache while any of them lives.
+        # Recompute requests in flight with the new weights: vLLM keeps the old prefix cache while any of them exists.
         params = {"reset_running_requests": "true"}
         if self.config("kv_transfer_config"):  # an external cache; without one, vLLM fails
             params["reset_external"] = "true"
@@ -160,12 +159,12 @@ class VllmEngine(RunningEngine):
         self._do("/reset_prefix_cache", hint=hint, params=params)
 
     def load_adapter(self, name: str, directory: Path) -> None:
-        """Unload and load; for some milliseconds in between, the engine answers 404 for `name`.
+        """Unload and load; in between, for some milliseconds, the engine answers 404 for `name`.
 
-        Not `load_inplace`: vLLM (0.32, vllm#33791) then reads the adapter from disk in every step of the scheduler,
-        and an older request that is scheduled again brings the older adapter back for all. vLLM keys its prefix cache
-        by the adapter's path, so each version needs its own directory. It tells adapters in a batch apart by name
-        alone, and dies of two versions: an engine that serves several adapters at once is drained first.
+        Not `load_inplace`: vLLM (0.32, vllm#33791) then reads the adapter from disk in every scheduler step, and an
+        older request that is rescheduled restores the older adapter for all. vLLM keys its prefix cache by the
+        adapter's path, so each version needs its own directory. It identifies adapters in a batch by name only and
+        crashes on two versions, so an engine that serves several adapters at once is drained first.
         """
         at_once = self.config("lora_config").get("max_loras", 1)
         with self.frozen("wait") if at_once > 1 else nullcontext():
@@ -203,9 +202,9 @@ class VllmEngine(RunningEngine):
 class SglangEngine(RunningEngine):
     """SGLang.
 
-    Requests in flight go back to the queue (`retract`) and are recomputed. Weights are loaded with `flush_cache` false,
+    Requests in flight return to the queue (`retract`) and are recomputed. Weights are loaded with `flush_cache` false,
     because a refused flush ends SGLang's scheduler. The separate flush is refused (up to 0.5.23) while requests wait;
-    then prefixes that older weights computed remain.
+    cached prefixes of older weights then remain.
     """
 
     kind = "SGLang"
@@ -232,7 +231,7 @@ class SglangEngine(RunningEngine):
             self._warned = True
 
     def load_adapter(self, name: str, directory: Path) -> None:
-        """Unload and load. SGLang ends the unload when requests in flight have ended, and refuses others until then."""
+        """Unload and load. SGLang unloads only after all requests in flight, and refuses new ones until then."""
         self._unload("/unload_lora_adapter", name)
         self._do("/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
 

@@ -1,9 +1,9 @@
-"""The restart bridge: stop the engine, start it again on the new checkpoint (the original's behaviour).
+"""The restart bridge: stop the engine and start it on the new checkpoint (the original's behaviour).
 
 Guarantee: when `publish` returns a version, an engine started from that version's checkpoint is healthy. At most one
-engine of this bridge runs at any time; one that dies between two publishes is started again. Works with every engine
-that loads a model directory and answers `/health`; costs one engine start per publish, and requests in flight are lost
-(environments retry). Nothing is stopped before the new checkpoint is complete on disk.
+engine of this bridge runs at a time; one that dies between two publishes is restarted. Works with any engine that loads
+a model directory and answers `/health`. Each publish costs one engine start, and requests in flight are lost
+(environments retry). The engine is stopped only after the new checkpoint is complete on disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Served(NamedTuple):
 class RestartBridge:
     """One engine, owned by the trainer; `start_engine(model)` returns it for a model directory, not yet started.
 
-    Once `is_stopping`, no engine is waited for.
+    Once `is_stopping()`, the bridge waits for no engine.
     """
 
     name = "restart"
@@ -52,13 +52,13 @@ class RestartBridge:
         self.engine: EngineProcess | None = None
         """The running engine; None before `start` and after `close`."""
         self._served: Served | None = None
-        """What the running engine was started from; None while there is no healthy one."""
+        """What the running engine was started from; None while none is healthy."""
         self._rolled_back = False
         self._failure: EngineError | None = None
-        """Why an engine that died could not be started again."""
+        """Why an engine that died could not be restarted."""
         self._closing = threading.Event()
         self._replacing = threading.Lock()
-        """Held by the thread that starts or stops engines: the trainer's, or the watcher."""
+        """Held by the thread that starts or stops engines: the trainer's or the watcher."""
         self._watcher = threading.Thread(target=self._watch, name="engine watcher", daemon=True)
 
     def start(self, checkpoint_dir: Path, version: int) -> None:
@@ -70,9 +70,9 @@ class RestartBridge:
     def publish(self, checkpoint_dir: Path, version: int) -> int:
         """Replace the engine by one on `checkpoint_dir`; return the version that is served afterwards.
 
-        When the new engine does not become healthy, the old checkpoint is served again, the reason logged and its
-        version returned. EngineError when that fails too, or the second time in a row, or when the checkpoint is not
-        complete. A run that is to stop does not wait for the engine.
+        If the new engine does not become healthy, log the reason, serve the old checkpoint again and return its
+        version. Raises EngineError if that fails too, if it happens twice in a row, or if the checkpoint is incomplete.
+        A run that must stop does not wait for the engine.
         """
         require_checkpoint(checkpoint_dir)
         with self._replacing:
@@ -98,10 +98,10 @@ class RestartBridge:
             return version
 
     def check(self) -> None:
-        """Nothing to ask: the watcher starts an engine that died again, and ends the run if that fails."""
+        """Do nothing: the watcher restarts an engine that died, and ends the run if that fails."""
 
     def close(self) -> None:
-        """Stop the engine, if one runs; EngineError if it died during the run and could not be started again."""
+        """Stop the engine if one runs; raise EngineError if one died during the run and could not be restarted."""
         self._closing.set()
         if self._watcher.is_alive():
             self._watcher.join()
@@ -128,7 +128,7 @@ class RestartBridge:
             self.engine = None
 
     def _watch(self) -> None:
-        """Start an engine that died again, from what it served; end the run if that fails."""
+        """Restart an engine that died, on the weights that it served; end the run if that fails."""
         while not self._closing.wait(self._watch_interval_s):
             with self._replacing:
                 died = self.engine is not None and self.engine.poll() is not None
@@ -148,7 +148,7 @@ class RestartBridge:
                     self._failure = EngineError(f"the engine died and did not come back: {error}")
             if self._failure is not None:
                 logger.error("%s", self._failure)
-                # The trainer may wait for data that cannot come.
+                # The trainer may be waiting for a batch that will never come.
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 

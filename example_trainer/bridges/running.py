@@ -1,8 +1,8 @@
-"""The base of the bridges to running engines, and the two whose engines read a directory: checkpoints or adapters.
+"""The base of the bridges to running engines, and the two bridges whose engines load checkpoints or adapters from disk.
 
-Guarantee: when `publish` returns, every engine samples from the new weights and reports their version where it can.
-Each engine changes at its own pace, so that for moments two of them serve different versions, which their samples
-carry. These bridges never start or stop an engine.
+Guarantee: when `publish` returns, every engine samples from the new weights and, if it can, reports their version.
+Engines change one by one, so two may briefly serve different versions; their samples carry the version. These bridges
+never start or stop an engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from example_trainer.weights import require_checkpoint
 
 
 class RunningEngines:
-    """The base of the bridges to running engines; `urls` are addresses without `/v1`. Kinds may be mixed."""
+    """The base of the bridges to running engines; `urls` are addresses without `/v1`, of any mix of kinds."""
 
     name = ""
 
@@ -40,7 +40,7 @@ class RunningEngines:
         for_each(self._controls, Control.require_healthy, retry_s=self._timeout_s)
 
     def engine_at(self, control: Control) -> RunningEngine:
-        """Return the engine at this address; it is asked once what it is."""
+        """Return the engine at this address; its kind is determined once."""
         if control.url not in self._engines:
             self._engines[control.url] = identify(control)
         return self._engines[control.url]
@@ -59,12 +59,12 @@ class DirectoryReaders(RunningEngines):
     """Engines that read new weights from a directory."""
 
     def start(self, directory: Path, version: int) -> None:
-        """Wait until every engine is healthy and load the initial weights; an earlier run may have left others."""
+        """Wait until every engine is healthy, then load the initial weights: an earlier run may have left others."""
         self.wait_healthy()
         self.publish(directory, version)
 
     def publish(self, directory: Path, version: int) -> int:
-        """Load `directory` into every engine at once; raise EngineError naming engine, route and answer."""
+        """Load `directory` into all engines concurrently; raise EngineError naming engine, route and answer."""
         path = directory.resolve()
 
         def update(control: Control) -> None:
@@ -80,7 +80,7 @@ class DirectoryReaders(RunningEngines):
 
 
 class ReloadBridge(DirectoryReaders):
-    """Engines load whole checkpoints in place; requests in flight are frozen meanwhile, not lost."""
+    """Engines load whole checkpoints in place; requests in flight pause meanwhile and are not lost."""
 
     name = "reload"
 
@@ -98,8 +98,7 @@ class ReloadBridge(DirectoryReaders):
 class LoraBridge(DirectoryReaders):
     """Engines swap the adapter called `lora_name` and keep the base model.
 
-    Requests in flight end under the adapter that they began with. Environments request the adapter by its name: their
-    `model_name` is `lora_name`, not the base model's.
+    Requests in flight finish with their earlier adapter. Environments must use `lora_name` as `model_name`.
     """
 
     name = "lora"

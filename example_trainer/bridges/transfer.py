@@ -1,11 +1,11 @@
-"""The transfer bridge: weights go from the trainer's memory into running vLLMs, without a disk between.
+"""The transfer bridge: send weights from the trainer's memory to running vLLM engines, without a disk.
 
-vLLM's own trainer side sends them (vLLM 0.32 beside the trainer): one NCCL broadcast to all engines, on GPUs of their
-own, or CUDA IPC on the trainer's GPU. Guarantee: when `publish` returns, every engine samples from the new weights and
-reports their version; requests in flight were frozen meanwhile. After an error the engines stay frozen, because they
-may hold parts of two versions.
+vLLM's own trainer side sends them (vLLM 0.32, installed beside the trainer): one NCCL broadcast to engines on other
+GPUs, or CUDA IPC on the trainer's GPU. Guarantee: when `publish` returns, every engine samples from the new weights and
+reports their version; requests in flight pause meanwhile. After an error the engines stay paused, because they may hold
+parts of two versions.
 
-Run on the CPU with both sides of a real vLLM, its broadcast replaced; NCCL and CUDA IPC were never run.
+Tested on the CPU with both sides of a real vLLM and a replaced broadcast; NCCL and CUDA IPC have not been run.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Parameter(NamedTuple):
 
 
 class PolicyWeights:
-    """A policy's weights as vLLM's `WeightSource`: in the published dtype, adapters merged into what they adapt.
+    """A policy's weights as vLLM's `WeightSource`: in the published dtype, with adapters merged.
 
-    Tied parameters come once, as in a checkpoint. Iteration gathers one parameter at a time: every process must go
-    through all of it.
+    Tied parameters appear once, as in a checkpoint. Iteration gathers one parameter at a time: every process must
+    iterate to the end.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -87,14 +87,14 @@ class PolicyWeights:
 
 
 class EngineClient:
-    """vLLM's `VLLMWeightSyncClient`: the calls that its trainer side makes, each to all engines at once."""
+    """vLLM's `VLLMWeightSyncClient`: sends each call of vLLM's trainer side to all engines concurrently."""
 
     def __init__(self, engines: Sequence[VllmEngine], *, backend: str) -> None:
         self.engines = engines
         self.failed: Future[None] = Future()
-        """Gets the first failure of a call: the collective that it belongs to never ends."""
+        """Gets the first failure of a call, whose collective then never ends."""
         self.ranks = [1]
-        """In the NCCL group, of each engine's first process; the trainer has 0. The last is the size of the group."""
+        """Rank of each engine's first process in the NCCL group, then the group's size; the trainer's rank is 0."""
         for engine in engines if backend == "nccl" else ():
             size = engine.control.call("GET", "/get_world_size").json()["world_size"]
             self.ranks.append(self.ranks[-1] + int(size))
@@ -144,7 +144,7 @@ def vllm_sender(
         num_bytes = max(bucket_bytes, largest * weights.policy.dtype.itemsize)
         info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=num_bytes)
     else:
-        where = (get_ip(), get_open_port())  # VLLM_HOST_IP where the engines know another address
+        where = (get_ip(), get_open_port())  # VLLM_HOST_IP overrides the address
         info = NCCLTrainerInitInfo(
             *where, client.ranks[-1], rank=rank, packed_buffer_size_bytes=bucket_bytes
         )
@@ -172,7 +172,7 @@ class TransferBridge(RunningEngines):
         self._sender: Any = None
 
     def start(self, policy: Policy, version: int) -> None:
-        """Connect to every engine, once it is healthy, and hand over the initial weights."""
+        """Wait until every engine is healthy, connect, and send the initial weights."""
         weights = PolicyWeights(policy)
         if self._open_sender is vllm_sender:
             if policy.device.type != "cuda":
@@ -191,8 +191,8 @@ class TransferBridge(RunningEngines):
         self.publish(policy, version)
 
     def publish(self, policy: Policy, version: int) -> int:
-        """Hand the weights to every engine; EngineError naming engine, route and answer if one refuses."""
-        engines = self._client.engines  # none but in the first process
+        """Send the weights to every engine; raise EngineError naming engine, route and answer if one refuses."""
+        engines = self._client.engines  # empty except in the first process
         with ExitStack() as frozen:
             for engine in engines:
                 frozen.enter_context(engine.frozen(resume_after_error=False))
@@ -215,19 +215,19 @@ class TransferBridge(RunningEngines):
         super().close()
 
     def _watched(self, action: Callable[[], Any], policy: Policy) -> Any:
-        """Return what `action` returns; raise the first failure of a call to an engine, or a timeout, at once.
+        """Return the result of `action`; raise at once if a call to an engine fails, or on a timeout.
 
-        `action` may wait for such an engine for ever: its thread does not keep the process alive.
+        `action` may then hang; it runs in a daemon thread, which does not keep the process alive.
         """
 
         def act() -> Any:
-            is_cuda = policy.device.type == "cuda"  # a thread starts on the first device
+            is_cuda = policy.device.type == "cuda"  # a new thread uses device 0
             try:
                 with torch.cuda.device(policy.device) if is_cuda else nullcontext():
                     if is_cuda:
                         torch.cuda.synchronize()  # vLLM reads the weights on its own streams
                     return action()
-            except RuntimeError as error:  # of NCCL, CUDA, or the store where both sides meet
+            except RuntimeError as error:  # from NCCL, CUDA or the rendezvous store
                 raise EngineUnavailable(f"--bridge transfer: {error}") from error
 
         if not policy.world.is_main:
@@ -241,25 +241,25 @@ class TransferBridge(RunningEngines):
                 )
             return [future.result() for future in done][0]
         except BaseException:
-            self._sender = None  # the group is broken: closing it would wait as well
+            self._sender = None  # the group is broken: closing it would hang, too
             raise
 
     def _ready(self, control: Control) -> VllmEngine:
-        """Return the engine; EngineError or ConfigError if it cannot take weights this way."""
+        """Return the engine; raise EngineError or ConfigError if it does not support this transfer."""
         engine = self.engine_at(control)
         if not isinstance(engine, VllmEngine):
             raise ConfigError(
                 f"--bridge transfer: engine {control.url} is {engine.kind}; use --bridge reload"
             )
         found = engine.config("weight_transfer_config").get("backend")
-        if found != self._backend:  # vLLM dies of a transfer that it was not started for
+        if found != self._backend:  # vLLM crashes on a transfer that it was not started for
             raise EngineRejected(
                 f"engine {control.url}: its weight transfer is {found!r}; --bridge transfer needs vLLM 0.32 or "
                 f'later with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{{"backend": "{self._backend}"}}\''
             )
         if self._backend == "nccl" and torch.cuda.is_available():
             require_same_nccl(engine, torch.cuda.nccl.version())
-        with suppress(EngineError):  # no update is active, which is as it should be
+        with suppress(EngineError):  # raised when no update is active, the normal case
             control.post("/finish_weight_update")
             logger.warning(
                 "engine %s: ended an update that another trainer did not finish", control.url
@@ -268,7 +268,7 @@ class TransferBridge(RunningEngines):
 
 
 def require_same_nccl(engine: VllmEngine, own: tuple[int, ...]) -> None:
-    """Raise ConfigError if the engine reports another version of NCCL: two versions cannot communicate."""
+    """Raise ConfigError if the engine reports another NCCL version: different versions cannot communicate."""
     found = re.search(r"nvidia-nccl-cu\d+==(\d+)\.(\d+)\.(\d+)", str(engine.info.get("system_env")))
     if found and tuple(map(int, found.groups())) != own:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Adapters that train on the hub's batches with other trainers; each a loop on `atroposlib.client.samples`.
+"""Adapters that train on the hub's batches with other trainers, using `atroposlib.client.samples`.
 
-Every module imports its trainer's package, which is installed beside ours: the README says which and how.
+Each module imports its trainer's package, which is installed separately: see the README.
 """
 
 __all__ = ["tinker_client", "trl_worker"]

@@ -1,8 +1,7 @@
-"""Train through the Tinker API (written for tinker 0.38): its service, or a server that speaks it.
+"""Train through the Tinker API (written for tinker 0.38): its service, or a compatible server.
 
-The hub gives the batches; the server makes the steps and keeps weights and optimizer. Losses there are sums over
-tokens, so that the length of the gradient grows with the batch: Adam does not mind, and `grad_clip_norm` has to allow
-for it.
+The server takes the steps and holds weights and optimizer. Its losses are sums over tokens, so the gradient norm grows
+with the batch: this does not affect Adam, but `grad_clip_norm` must allow for it.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ def train(
     *,
     adam: tinker.AdamParams,
 ) -> None:
-    """Take `run.num_steps` steps, the policy version of each being its number; version 0 are the weights as they are.
+    """Take `run.num_steps` steps; step n makes policy version n, and version 0 is the initial weights.
 
-    `publish(path, version)` makes the engine that environments ask sample from the weights saved at `path`, a Tinker
-    URI, before the hub tells environments of the version.
+    `publish(path, version)` must make the environments' engine sample from the weights at `path`, a Tinker URI; the
+    version is reported to the hub after it returns.
     """
     hub.register(run)
     for step in range(run.num_steps + 1):
@@ -41,11 +40,11 @@ def train(
 
 
 def update(client: tinker.TrainingClient, batch: LeasedBatch, *, adam: tinker.AdamParams) -> None:
-    """Take one optimizer step on a batch. Sequences without any advantage are not sent: they have no gradient."""
+    """Take one optimizer step on a batch; sequences whose advantages are all 0 have no gradient and are not sent."""
     trained = [sample for sample in samples(batch) if sample.advantages.any()]
     supervised = [to_datum(sample) for sample in trained if sample.is_supervised]
     sampled = [to_datum(sample) for sample in trained if not sample.is_supervised]
-    # All are sent before the first is waited for: the server takes them in order, within one of its clock cycles.
+    # Send all before waiting for any: the server then runs them in order within one of its clock cycles.
     futures = [client.forward_backward(sampled, "importance_sampling")] if sampled else []
     if supervised:
         futures.append(client.forward_backward(supervised, "cross_entropy"))
@@ -56,9 +55,9 @@ def update(client: tinker.TrainingClient, batch: LeasedBatch, *, adam: tinker.Ad
 
 
 def to_datum(sample: Sample) -> tinker.Datum:
-    """Shift by one, as Tinker wants it: position t of every array is about the token that the t-th input predicts.
+    """Shift by one, as Tinker requires: position t of every array belongs to the token that input t predicts.
 
-    A supervised sequence becomes one for the loss "cross_entropy", any other one for "importance_sampling".
+    A supervised sequence gets the inputs of the loss "cross_entropy", any other those of "importance_sampling".
     """
     trained = sample.completion_mask[1:]
     inputs = {"target_tokens": sample.input_ids[1:].astype(np.int64)}

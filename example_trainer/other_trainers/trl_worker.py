@@ -1,9 +1,8 @@
 """Feed TRL's `AsyncGRPOTrainer` (TRL 1.16) from the hub: a rollout worker for its `rollout_worker` argument.
 
-The trainer takes single samples from a queue and may take up to one micro-batch more than it has trained on. A batch
-of the hub is therefore acknowledged at the second weight synchronisation after its last sample was taken, and given
-back if the training ends before that: a few groups may be trained twice, none is lost. TRL's model version is the
-hub's policy version.
+The trainer takes single samples from a queue, up to one micro-batch ahead of training. A batch is therefore
+acknowledged at the second weight synchronisation after its last sample was taken, and released if training ends
+earlier: a few groups may be trained twice, none is lost. TRL's model version is the hub's policy version.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from atroposlib.errors import GroupError, HubError, HubUnavailable
 logger = logging.getLogger(__name__)
 
 _WAIT_S = 5.0
-"""A call for a batch lasts at most this long, and `stop` waits for it."""
+"""Maximum duration of a call for a batch; `stop` waits for that call."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Held:
-    """A batch that the hub keeps for this trainer."""
+    """A leased batch."""
 
     batch: LeasedBatch
     lease: ExitStack
     """Renews the lease until it is closed."""
     last: int
-    """Number of its last sample, counted over all batches."""
+    """Number of its last sample, counted from 1 over all batches."""
     num_synchronisations: int = 0
     """Since its last sample was taken."""
 
@@ -43,9 +42,8 @@ class _Held:
 class HubRolloutWorker:
     """TRL's `RolloutWorkerProtocol`: the hub's batches as samples.
 
-    `hub` stays the caller's to close, after the training. Environments must sample ahead of the trainer, by a batch at
-    least: TRL takes the next micro-batch before it trains on one, and never stops waiting for environments that wait
-    for its weights.
+    The caller closes `hub` after the training. Environments must sample at least one batch ahead of the trainer: TRL
+    takes the next micro-batch before it trains on one, and would deadlock with environments that wait for its weights.
     """
 
     def __init__(self, hub: TrainerClient, run: TrainerRegistration) -> None:
@@ -61,16 +59,16 @@ class HubRolloutWorker:
         self._num_put = 0
         self._held: list[_Held] = []
         self._held_lock = threading.Lock()
-        """Guards `_held`, which the producer adds to and the trainer's thread removes from."""
+        """Guards `_held`: the producer thread adds batches, the trainer's thread removes them."""
 
     def start(self) -> None:
-        """Register with the hub and begin to lease batches."""
+        """Register with the hub and start leasing batches."""
         self._hub.register(self._run)
         self._hub.publish_policy(self._version)
         self._thread.start()
 
     def stop(self) -> None:
-        """Give back what was not trained on."""
+        """Stop leasing and release every batch that is not acknowledged."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -84,7 +82,7 @@ class HubRolloutWorker:
             self._held.clear()
 
     def update_model_version(self, model_version: int) -> None:
-        """Acknowledge what was trained on, and tell the hub which policy version the engine serves."""
+        """Acknowledge trained batches and report the engine's policy version to the hub."""
         self._version = model_version
         if self._thread.ident is None:
             return  # the first weights are synchronised before `start`
@@ -92,7 +90,7 @@ class HubRolloutWorker:
         self._hub.publish_policy(model_version)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise if no batch will come; slow environments are no reason, the hub's `/explain` says what is missing."""
+        """Raise if leasing has failed; slow environments are not a failure (see the hub's `/explain`)."""
         if self._fault is not None:
             raise RuntimeError("the hub's batches ended") from self._fault
 
@@ -145,9 +143,9 @@ class HubRolloutWorker:
 
 
 def to_rollout(sample: Sample, *, number: int, version: int) -> RolloutSample:
-    """Return TRL's form of a sequence: `number` tells its group from others, `version` is for a sample without one.
+    """Convert a sequence to TRL's form; `number` is its group's id, `version` the default policy version.
 
-    Raises GroupError for what TRL's form cannot say: advantages that differ between tokens, supervised sequences.
+    Raises GroupError for what TRL does not support: advantages that differ between tokens, supervised sequences.
     """
     advantages = sample.advantages[sample.completion_mask]
     if sample.is_supervised:

@@ -1,8 +1,8 @@
-"""An inference engine that answers at once: vLLM's `/v1/completions` and `/v1/chat/completions` from prepared bytes.
+"""An engine that answers at once: vLLM's `/v1/completions` and `/v1/chat/completions` from prepared bytes.
 
-`_env_engine.py TOKENIZER_DIR NUM_TOKENS,...` prints its port and serves until it is killed. A reply is `n` of the
-prepared choices of the wanted length, joined around the prompt that was sent, so that no time of a measured
-environment is spent waiting for it. Every field that stock vLLM 0.32 writes is there, with the sizes it has.
+`_env_engine.py TOKENIZER_DIR NUM_TOKENS,...` prints its port and serves until it is killed. A reply is `n` prepared
+choices of the requested length with the request's prompt, so that a measured environment never waits for it. It has
+every field of stock vLLM 0.32, of the same size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUMBER = {name: re.compile(rb'"%s":(\d+)' % name) for name in (b"n", b"max_token
 
 
 class Choice(NamedTuple):
-    """One choice without the braces and the index; a completion's prompt goes between `before` and `after`."""
+    """One choice without braces and index; a completion's prompt goes between `before` and `after`."""
 
     before: bytes
     after: bytes
@@ -86,7 +86,7 @@ def make_choices(directory: Path, lengths: Sequence[int]) -> dict[int, list[Choi
         starts: list[int] = []
         while len(starts) < NUM_CHOICES:
             start = rng.randrange(len(tokens) - length)
-            if tokenizer.decode([tokens[start]]).isalpha():  # nothing that joins the prompt's end
+            if tokenizer.decode([tokens[start]]).isalpha():  # must not merge with the prompt's end
                 starts.append(start)
         made[length] = [make_choice(tokenizer, tokens[s : s + length], rng) for s in starts]
     return made

@@ -1,7 +1,7 @@
 """The environment process that env.py measures, and the probe in its event loop.
 
-`_env_process.py serve FLAGS`, as any environment. SIGUSR1 turns the probe on and off; at the end it writes to the file
-that PROBE_PATH names what it saw, as JSON. Reading the scheduler's figures costs a few per cent, hence the switch.
+`_env_process.py serve FLAGS`, like any environment. SIGUSR1 switches the probe, which costs a few per cent, on and off;
+at the end it writes its measurements to the file PROBE_PATH, as JSON.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ QUESTION = "Which group of sequences is cut into the next batch, and why? " * 8
 
 class BenchmarkConfig(BaseEnvConfig):
     path: Literal["managed", "chat"] = "managed"
-    """How completions become tokens: sampled ones, or text that is tokenised again."""
+    """Source of the tokens: sampled ones, or completion text that is tokenised again."""
 
 
 class BenchmarkEnv(BaseEnv):
-    """Asks the same question for ever; scores are by index, so that no group is dropped."""
+    """Asks one question repeatedly; scores are the indices, so that no group is dropped."""
 
     name = "benchmark"
     env_config_cls = BenchmarkConfig
@@ -83,7 +83,7 @@ class BenchmarkEnv(BaseEnv):
         return group
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is held out."""
+        """Do nothing."""
 
     async def close(self) -> None:
         self.probe_task.cancel()
@@ -92,7 +92,7 @@ class BenchmarkEnv(BaseEnv):
 
 
 class Probe:
-    """What a task that asks for every tenth millisecond gets."""
+    """Measures a task that sleeps for `TICK_S` at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -100,8 +100,8 @@ class Probe:
         self.loop_cpu_ms: list[float] = []
         """CPU time of the loop's thread between two ticks."""
         self.late_ms: list[float] = []
-        """How late a tick was, less the time in which the loop's thread, or the one that waited longest, had no core:
-        a thread that holds the interpreter's lock shows here, other processes do not."""
+        """Lateness of a tick, minus the longest time that one of the process's threads waited for a core: a thread that
+        holds the GIL shows here, other processes do not."""
 
     def switch(self) -> None:
         if self._is_on.is_set():

@@ -1,7 +1,7 @@
 """The text that the measured environment "samples", and a tokenizer trained on it.
 
-Both come from this repository's own sources, so that a benchmark downloads nothing and decoding costs what it costs
-with a real vocabulary: byte-level BPE with merges, as in Llama 3 or Qwen, and a ChatML template.
+Both come from this repository's sources, so that a benchmark downloads nothing. The tokenizer is byte-level BPE, as in
+Llama 3 or Qwen, so that decoding costs the same, with a ChatML template.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client whose own cost stays out of the figures.
+"""A small HTTP/1.1 client whose own cost is low enough not to affect the measurements.
 
-One request at a time on one kept-alive connection, bodies as prebuilt bytes, no decompression, no cookies, no
-redirects. Used by hub.py only; real clients are in `atroposlib.client`.
+One request at a time on one kept-alive connection, prebuilt bodies, no decompression, cookies or redirects. Used by the
+hub's benchmark; real clients are in `atroposlib.client`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Reply(NamedTuple):
     headers: dict[str, str]
     """Names in lower case."""
     body: bytes
-    """As it came, still compressed."""
+    """As received, still compressed."""
 
 
 class Address(NamedTuple):
@@ -39,7 +39,7 @@ class Address(NamedTuple):
 
 
 class Connection:
-    """Opened at the first request, and again when the server has closed it in between."""
+    """Opened at the first request, and reopened if the server closed it."""
 
     def __init__(self, address: Address, headers: Mapping[str, str]) -> None:
         self._address = address
@@ -65,7 +65,7 @@ class Connection:
     async def request(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> Reply:
-        """Send one request and read the whole reply; `OSError` or `EOFError` if the peer hangs up."""
+        """Send one request and read the whole reply; raise `OSError` or `EOFError` if the peer disconnects."""
         if self._streams is not None and self._streams[0].at_eof():
             self.close()  # the server closes connections that were idle for some seconds
         if self._streams is None:

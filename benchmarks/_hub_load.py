@@ -1,8 +1,8 @@
-"""Payloads, and one hub under load: what hub.py sends and how.
+"""Payloads and requests of `hub.py`.
 
-The payload's recipe is fixed so that figures stay comparable: token ids log-uniform in 10..128255, the first eighth
-masked as a prompt, logprobs of float32 precision. Packed groups carry a group id of their own and batches are leased
-and acknowledged, as our clients do; JSON is sent and taken as the original's clients do.
+The payload is fixed so that results stay comparable: token ids log-uniform in 10..128255, the first eighth masked as a
+prompt, logprobs of float32 precision. Packed groups have unique ids, and packed batches are leased and acknowledged, as
+in `atroposlib.client`; JSON is sent and fetched like the original's clients do.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from benchmarks._hub_process import Hub
 
 NUM_ENVS = 4
 ROW_LIMIT_S = 8.0
-"""A row ends after this long and reports what it has done by then: slow hubs get a figure too."""
+"""A row ends after this long and reports what it has done, so that slow hubs get a figure, too."""
 GROUP_ID = b"group-identifier-of-the-benchmark"
 OWN_CLIENT = {"Atropos-Client": f"atroposlib/{__version__}"}
 MEBI = 2**20
 
 
 class Failed(Exception):
-    """The hub answered what a benchmark cannot go on with."""
+    """The hub gave an answer with which a benchmark cannot continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How groups travel."""
+    """Encoding of groups in requests and replies."""
 
     name: str
     is_packed: bool
@@ -70,7 +70,7 @@ JSON_GZIP = Encoding("JSON + gzip", is_packed=False, compression="gzip")
 
 
 def make_group(*, num_sequences: int, num_tokens: int, env_id: int, seed: int) -> dict[str, Any]:
-    """A group as an environment sends it: ids log-uniform in 10..128255, the first eighth is the prompt."""
+    """Return a group as an environment sends it; the module docstring describes its values."""
     rng = np.random.default_rng(seed)
     shape = (num_sequences, num_tokens)
     tokens = np.exp(rng.uniform(math.log(10), math.log(128256), shape)).astype(np.int64)
@@ -88,14 +88,14 @@ def make_group(*, num_sequences: int, num_tokens: int, env_id: int, seed: int) -
 
 
 class SmallGroups:
-    """Tiny groups of 8 tokens per sequence by the hundreds, from a few templates: queueing them is not the question."""
+    """Hundreds of groups with 8 tokens per sequence, made quickly from a few templates."""
 
     def __init__(self, *, is_packed: bool) -> None:
         self._is_packed = is_packed
         self._templates: dict[tuple[int, int], bytes] = {}
 
     def list_body(self, groups: Sequence[tuple[int, int]]) -> bytes:
-        """One body of `POST /scored_data_list` for groups given as (environment id, number of sequences)."""
+        """Return a body of `POST /scored_data_list` for groups given as (environment id, number of sequences)."""
         parts = [self._template(*group) for group in groups]
         if not self._is_packed:
             return b"[" + b",".join(parts) + b"]"
@@ -112,7 +112,7 @@ class SmallGroups:
 
 
 class Bodies:
-    """Ready-made request bodies. Packed ones carry a group id of their own each, as our clients send them."""
+    """Prepared request bodies; each packed one gets a unique group id."""
 
     def __init__(self, encoding: Encoding, groups: Sequence[Mapping[str, Any]]) -> None:
         self.encoding = encoding
@@ -131,7 +131,7 @@ class Bodies:
 
 
 def pack_named(group: Mapping[str, Any]) -> bytes:
-    """Pack the group with a placeholder for its id."""
+    """Pack a group with a placeholder for its id."""
     named = {**group, "group_id": GROUP_ID.decode()}
     return pack_group(check_group(named, strictness=Strictness.WIRE))
 
@@ -141,7 +141,7 @@ def new_group_id() -> bytes:
 
 
 class Taken(NamedTuple):
-    """A delivered batch."""
+    """A fetched batch."""
 
     num_groups: int
     lease: dict[str, Any]
@@ -150,7 +150,7 @@ class Taken(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Site:
-    """A hub under measurement and what it can do."""
+    """A measured hub and its features."""
 
     hub: Hub
     token: str | None = None
@@ -169,7 +169,7 @@ class Site:
         return PACKED if self.is_packed else JSON
 
     async def discover(self) -> None:
-        """Find out by trying; the original takes JSON and gzip only."""
+        """Detect the hub's features by trying them; the original has only JSON and gzip."""
         group = make_group(num_sequences=8, num_tokens=8, env_id=0, seed=0)
         async with self.connect() as connection:
             for encoding in (PACKED, PACKED_ZSTD):
@@ -216,7 +216,7 @@ async def fresh_run(
     group_size: int = 8,
     shares: Sequence[float | None] | None = None,
 ) -> list[int]:
-    """Erase everything, register a trainer and environments; return the environments' ids."""
+    """Reset the hub, register a trainer and environments; return the environments' ids."""
     await get(connection, "/reset_data")
     registration = {
         "wandb_group": "benchmark",
@@ -244,7 +244,7 @@ async def fresh_run(
 
 
 async def send(connection: Connection, path: str, body: bytes, encoding: Encoding) -> None:
-    """Post groups; a hub that is full says when to come again."""
+    """Post groups; retry after `Retry-After` if the hub is full."""
     while True:
         reply = await connection.request("POST", path, body, encoding.post_headers())
         if reply.status == 200:
@@ -255,7 +255,7 @@ async def send(connection: Connection, path: str, body: bytes, encoding: Encodin
 
 
 async def post_all(site: Site, bodies: Sequence[bytes], encoding: Encoding) -> list[float]:
-    """Post each body over `NUM_ENVS` connections until all are sent or time is up; milliseconds of each."""
+    """Post bodies over `NUM_ENVS` connections, for at most `ROW_LIMIT_S`; return the milliseconds of each post."""
     latencies_ms: list[float] = []
     waiting = iter(bodies)
     deadline = time.perf_counter() + ROW_LIMIT_S
@@ -279,7 +279,7 @@ async def post_all(site: Site, bodies: Sequence[bytes], encoding: Encoding) -> l
 async def take_batch(
     site: Site, connection: Connection, encoding: Encoding, *, wait_s: float
 ) -> Taken | None:
-    """Fetch one batch as our trainer does: packed ones under a lease."""
+    """Fetch one batch, a packed one under a lease; None if there is none."""
     query = f"?lease=1&wait={wait_s:g}" if encoding.is_packed else f"?wait={wait_s:g}"
     reply = await connection.request("GET", f"/batch{query}", headers=encoding.get_headers())
     if reply.status != 200:
@@ -296,7 +296,7 @@ async def take_batch(
 
 
 async def acknowledge(connection: Connection, taken: Taken, *, checkpoint_every: int = 4) -> None:
-    """What a trainer says after a step; nothing on hubs without leases."""
+    """Acknowledge a batch and report checkpoints like a trainer; do nothing on hubs without leases."""
     if "lease_id" not in taken.lease:
         return
     batch_id, step = taken.lease["batch_id"], taken.lease["step"]
@@ -313,7 +313,7 @@ async def fill_small(
     num_groups: int,
     sizes: Sequence[int] = (8,),
 ) -> None:
-    """Queue tiny groups of the given numbers of sequences, spread over the environments."""
+    """Queue small groups with numbers of sequences from `sizes`, spread over the environments."""
     rng = random.Random(1)
     small = SmallGroups(is_packed=site.is_packed)
     groups = [(env_ids[number % len(env_ids)], rng.choice(sizes)) for number in range(num_groups)]

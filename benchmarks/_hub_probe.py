@@ -1,7 +1,7 @@
-"""Ask a hub `GET /healthz` 200 times a second until standard input closes; print how long each took, as JSON.
+"""Send `GET /healthz` to a hub 200 times a second until standard input closes; print the durations as JSON.
 
-`_hub_probe.py BASE_URL PID`, started by `_hub_process.probing`. A process of its own, with few imports, so that the
-load that is being sent does not hold it up. With a PID it also says what the scheduler had to do with each wait.
+`_hub_probe.py BASE_URL PID`, started by `_hub_process.probing` as a separate process, so that sending the load does not
+delay it. With a PID it also reports how long the scheduler delayed each answer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ WARM_UP = 20
 
 class Scheduling(NamedTuple):
     own_delay_s: float
-    """How long this thread was ready to run and had no core, since it began."""
+    """Total time that this thread was runnable without a core."""
     delays_s: dict[str, float]
-    """The same by thread of the hub."""
+    """The same for each thread of the hub."""
     loop_cpu_s: float
-    """CPU time of the hub's main thread, since it began."""
+    """Total CPU time of the hub's main thread."""
 
 
 def scheduling(pid: int | None) -> Scheduling:
@@ -54,7 +54,7 @@ class Wait(NamedTuple):
 
 
 def ask(connection: socket.socket, request: bytes, pid: int | None) -> Wait:
-    """Send one request and wait for its answer; `_hub_process.Waits` says what the figures are."""
+    """Send one request and wait for its answer; `_hub_process.Waits` documents the values."""
     before = scheduling(pid)
     began = time.perf_counter()
     connection.sendall(request)

@@ -1,7 +1,7 @@
-"""What the hub's process costs, seen from outside: CPU time, memory, and how long it kept others waiting.
+"""External measurements of the hub's process: CPU time, memory, and how long it delays other requests.
 
-Linux only: CPU comes from the process's own CPU clock (exact, ended threads included), the rest from /proc. Starts a
-hub for hub.py or attaches to one by its process id; it never reads the hub's code.
+Linux only: CPU comes from the process's CPU clock (exact, including ended threads), the rest from /proc. Starts a hub
+for `hub.py`, or attaches to one by its process id.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CPUCLOCK_SCHED = 2
 
 
 def family(pid: int) -> list[int]:
-    """The process and its living descendants."""
+    """Return the process and its running descendants."""
     found = [pid]
     for each in found:
         for thread in _threads(each):
@@ -49,7 +49,7 @@ def _threads(pid: int) -> list[str]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds, user and system, of the process with all its threads and children, living or ended."""
+    """Return the CPU seconds, user and system, of the process, its threads and its children, running or ended."""
     total = 0.0
     for each in family(pid):
         try:
@@ -64,7 +64,7 @@ def cpu_s(pid: int) -> float:
 
 
 def memory_bytes(pid: int, key: str = "VmRSS") -> int:
-    """Resident bytes of the process and its children; `VmHWM` is the peak since `forget_peak`."""
+    """Return the resident bytes of the process and its children; `VmHWM` is the peak since `forget_peak`."""
     total = 0
     for each in family(pid):
         found = re.search(rf"^{key}:\s+(\d+) kB", Path(f"/proc/{each}/status").read_text(), re.M)
@@ -73,7 +73,7 @@ def memory_bytes(pid: int, key: str = "VmRSS") -> int:
 
 
 def forget_peak(pid: int) -> None:
-    """Start `VmHWM` afresh (proc(5), clear_refs)."""
+    """Reset `VmHWM` (proc(5), clear_refs)."""
     for each in family(pid):
         Path(f"/proc/{each}/clear_refs").write_text("5")
 
@@ -84,12 +84,12 @@ class Hub:
 
     base_url: str
     pid: int | None
-    """None: somebody else's hub; only what a client sees is measured."""
+    """None: unknown; only what a client sees is measured."""
     store: str
     """"disk", "memory", or "given" for `--base-url`."""
 
     def cpu_s(self) -> float:
-        """NaN when the process is not ours to look at."""
+        """Return the process's CPU seconds; NaN without a pid."""
         return float("nan") if self.pid is None else cpu_s(self.pid)
 
     def memory_bytes(self, key: str = "VmRSS") -> float:
@@ -101,7 +101,7 @@ class Hub:
 
 
 async def settled_cpu_s(hub: Hub) -> float:
-    """CPU seconds once the work that outlives its answer is done."""
+    """Return the CPU seconds once work that continues after an answer has ended."""
     seen = hub.cpu_s()
     for _ in range(20):
         await asyncio.sleep(0.03)
@@ -113,7 +113,7 @@ async def settled_cpu_s(hub: Hub) -> float:
 
 
 class Cost:
-    """CPU and wall time of a block, the server's and ours."""
+    """CPU time of a block, the server's and this process's, and its wall time."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -133,7 +133,7 @@ class Cost:
 
 @contextmanager
 def running_hub(store: str, *, directory: Path, extra: Sequence[str] = ()) -> Iterator[Hub]:
-    """Run `run-api` on a free port for the length of the block; its data is removed afterwards."""
+    """Run `run-api` on a free port during the block; its data is removed afterwards."""
     with tempfile.TemporaryDirectory(dir=directory, prefix="hub-") as data:
         argv = ["--host", "127.0.0.1", "--port", "0", *extra]
         argv += ["--memory"] if store == "memory" else ["--data-dir", str(Path(data) / "runs")]
@@ -171,12 +171,12 @@ def _wait_for_address(process: subprocess.Popen[bytes], log_path: Path) -> str:
 
 @dataclass(slots=True)
 class Waits:
-    """How long `GET /healthz`, asked 200 times a second, took while something else went on. Milliseconds."""
+    """Durations of `GET /healthz`, sent 200 times a second during other work, in milliseconds."""
 
     wall_ms: list[float] = field(default_factory=list)
     net_ms: list[float] = field(default_factory=list)
-    """`wall_ms` less the time in which the asker, and that thread of the hub which had to wait longest, were ready to
-    run and had no core: what an idle machine would show. It errs on the low side when several threads wait."""
+    """`wall_ms` minus the time that the probe, and the hub's most delayed thread, were runnable without a core: an
+    estimate for an idle machine, too low if several threads wait."""
     loop_cpu_ms: list[float] = field(default_factory=list)
     """CPU time of the hub's main thread within `wall_ms`."""
 
@@ -191,7 +191,7 @@ class Waits:
 
 @contextmanager
 def probing(hub: Hub, *, token: str | None = None) -> Iterator[Waits]:
-    """Ask the hub all the time from a process of its own; the figures are there after the block."""
+    """Probe the hub from a separate process during the block; the yielded `Waits` is filled after it."""
     waits = Waits()
     with subprocess.Popen(
         [

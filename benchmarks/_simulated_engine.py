@@ -1,8 +1,8 @@
-"""An inference server and its clients in virtual time: what `concurrency.py` and the tests of the limiter measure.
+"""An inference server and its clients in virtual time, for `concurrency.py` and the tests of the limiter.
 
-All running requests advance at a common rate that depends on how many run, as in continuous batching; the rest wait in
-order of arrival. Clients keep `num_workers` requests open, wait in a line of their own for the limiter, and retry with
-`APIServer`'s rules and constants. No clocks, no sleeps: events are processed in order of their time.
+All running requests advance at one rate that depends on their number, as in continuous batching; the others wait in
+order of arrival. Clients keep `num_workers` requests open, queue them for the limiter, and retry with `APIServer`'s
+rules and constants. No clocks or sleeps: events are processed in order of time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from atroposlib.patience import Backoff
 
 TOKEN_TIME_S = 0.01
 NETWORK_S = 0.02
-"""Until a client sees that it was refused; it sends whatever else it may meanwhile."""
+"""Delay until a client learns of a refusal; meanwhile it may send other requests."""
 
 
 class Limiter(Protocol):
-    """What the simulation asks of `ConcurrencyController` and of the fixed numbers it is compared with."""
+    """The interface that `ConcurrencyController` and `FixedLimit` share."""
 
     in_flight: int
     share: float
@@ -39,7 +39,7 @@ class Limiter(Protocol):
 
 @dataclass
 class FixedLimit:
-    """The configured number and nothing else."""
+    """A constant limit."""
 
     limit: int
     in_flight: int = 0
@@ -62,12 +62,12 @@ class Request:
     created_at: float
     num_tokens: int
     work: float
-    """Tokens of running alone that it takes, prompt and network included."""
+    """Total work in tokens, including prompt and network overhead."""
     num_sent: int = 0
     num_timeouts: int = 0
     sent_at: float = 0.0
     done_at: float | None = None
-    """On the server's clock; None while it does not run."""
+    """In the server's token clock; None while it does not run."""
 
 
 @dataclass(eq=False)
@@ -79,15 +79,15 @@ class Client:
     starts_at: float = 0.0
     line: deque[Request] = field(default_factory=deque)
     open: dict[int, float] = field(default_factory=dict)
-    """When each request began that is not finished: at the server, in line, or between two attempts."""
+    """Start time of each unfinished request: at the server, queued, or between attempts."""
     latencies: list[tuple[float, float]] = field(default_factory=list)
-    """(when, seconds since it was begun) of every completion, waiting and retries included."""
+    """(time, latency in seconds) of every completion, including waits and retries."""
     num_refused: int = 0
     num_timed_out: int = 0
     num_failed: int = 0
     """Requests given up after MAX_ATTEMPTS timeouts."""
     num_tokens: float = 0.0
-    """Made so far, by finished and unfinished requests."""
+    """Generated so far by finished and unfinished requests."""
     num_running: int = 0
     wakes_at: float = 0.0
 
@@ -98,18 +98,18 @@ class Server:
 
     slots: int = 64
     runs_all: bool = False
-    """Requests beyond `slots` run as well, at the cost that `token_time` says; else they wait."""
+    """Whether requests beyond `slots` run as well, slowed down by `token_time`, instead of waiting."""
     token_time: Callable[[int, int], float] = lambda running, slots: TOKEN_TIME_S
-    """Seconds per token, by the requests that run and the slots."""
+    """Seconds per token, given the numbers of running requests and of slots."""
     overhead_tokens: float = 5.0
     lengths: Callable[[random.Random], int] = lambda rng: rng.randint(50, 350)
     max_waiting: int | None = None
-    """With more in line, requests are refused (429)."""
+    """Maximum number of queued requests; more are refused (429)."""
     retry_after_s: float | None = 1.0
     timeout_s: float | None = None
-    """The clients' own."""
+    """The clients' timeout."""
     refuses_all: bool = False
-    """As an engine whose weights are being changed, or that restarts (503)."""
+    """Whether every request is refused (503), as during a weight update or restart."""
 
 
 class Simulation:
@@ -119,7 +119,7 @@ class Simulation:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.clock = 0.0
-        """Tokens that a request which always ran would have made."""
+        """Tokens that a request running from the start would have generated."""
         self.waiting: deque[Request] = deque()
         self.num_running = 0
         self._running: list[tuple[float, int, Request]] = []
@@ -132,7 +132,7 @@ class Simulation:
         heapq.heappush(self._events, (time, next(self._ids), action))
 
     def ages(self) -> list[float]:
-        """Return how long each open request has been waited for."""
+        """Return the age of each open request."""
         return [self.now - created_at for one in self.clients for created_at in one.open.values()]
 
     def run(self, until: float) -> None:
@@ -219,7 +219,7 @@ class Simulation:
         client.limiter.finish(self.now, started_at=request.sent_at, num_tokens=request.num_tokens)
         client.latencies.append((self.now, self.now - request.created_at))
         del client.open[id(request)]
-        request.num_sent = 0  # its timeout is void
+        request.num_sent = 0  # invalidates its timeout
         self._stop(request)
 
     def _refuse(self, request: Request) -> None:

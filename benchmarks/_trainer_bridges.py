@@ -1,8 +1,8 @@
-"""How long one weight bridge takes from the trainer's memory to a real engine: publishing alone, without a step.
+"""Measure how long one weight bridge takes to publish weights to a real engine, without training steps.
 
-`python -m benchmarks._trainer_bridges SPEC BRIDGE`; BRIDGE is also `transfer ipc` or `transfer nccl`. The engine is the
-vLLM of ATROPOS_VLLM_PYTHON, started here: on the trainer's GPU, for NCCL on the second one. A publish has ended when
-the engine serves the new version.
+`python -m benchmarks._trainer_bridges SPEC BRIDGE`; BRIDGE may be `transfer ipc` or `transfer nccl`. Starts the vLLM of
+ATROPOS_VLLM_PYTHON on the trainer's GPU, or on the second one for NCCL. A publish ends when the engine serves the new
+version.
 """
 
 from __future__ import annotations

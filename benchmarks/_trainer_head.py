@@ -1,4 +1,4 @@
-"""The memory that log-probabilities of a large vocabulary take: one measurement for a process that does nothing else.
+"""Measure the memory of log-probabilities over a large vocabulary, once per process.
 
 `python -m benchmarks._trainer_head POSITIONS VOCABULARY HIDDEN DEVICE`.
 """
@@ -15,9 +15,9 @@ from example_trainer.head import head_logprobs
 
 
 def head_memory(num_positions: int, vocabulary: int, *, hidden: int, device: str) -> Result:
-    """Compute log-probabilities and their gradient once; the process should have done little before.
+    """Compute log-probabilities and their gradient once, in a fresh process.
 
-    The peak is beyond inputs and weight, gradients included.
+    The peak excludes inputs and weight and includes gradients.
     """
     rng = torch.Generator().manual_seed(0)
     narrow = torch.float32 if device == "cpu" else torch.bfloat16

@@ -1,6 +1,6 @@
-"""How the processes of `trainer.py` read time and memory, and how they hand the figures over.
+"""Measure time and memory in the processes of `trainer.py`, and return the results to it.
 
-Runs in the environment of either side, so it imports nothing of this project; torch only to ask the GPU.
+Runs in the environment of either side, so it imports nothing of this project, and torch only for GPU memory.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Result:
-    """What a process measured; lists hold one value per measured step."""
+    """Measurements of a process; lists have one value per measured step."""
 
     cpu_s: list[float] = field(default_factory=list)
     """User and system time of the whole process."""
     wall_s: list[float] = field(default_factory=list)
     num_tokens: int = 0
-    """Of one step."""
+    """Per step."""
     peak_bytes: int = 0
-    """Most memory in use during any step, the loaded model not counted: RSS, or what torch allocated on the GPU."""
+    """Peak memory during the steps, without the loaded model: RSS, or torch's allocations on the GPU."""
     loaded_bytes: int = 0
-    """In use when the model was loaded."""
+    """In use after the model was loaded."""
     expected_bytes: int = 0
-    """What `example_trainer.memory` says that the step needs in all."""
+    """Total that `example_trainer.memory` estimates for the step."""
     losses: list[float] = field(default_factory=list)
     """Of every step, warm-up included."""
     grad_norms: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Result:
     note: str = ""
 
     def print(self) -> None:
-        """Write the one line that `trainer.py` looks for."""
+        """Write the line that `result_in` reads."""
         sys.stdout.write(f"\n{MARK}{json.dumps(asdict(self))}\n")
         sys.stdout.flush()
 
@@ -47,13 +47,13 @@ MARK = "result: "
 
 
 def result_in(output: str) -> Result:
-    """Find the result in everything that a process printed."""
+    """Find the result in a process's output."""
     (line,) = (line for line in output.splitlines() if line.startswith(MARK))
     return Result(**json.loads(line.removeprefix(MARK)))
 
 
 class Peak:
-    """Most memory in use while measured, beyond what was in use when this was made."""
+    """Peak memory while measured, minus the memory in use when this was created."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -68,7 +68,7 @@ class Peak:
             self._cuda.synchronize()
             self._cuda.reset_peak_memory_stats()
         else:
-            # VmHWM starts again at VmRSS: proc(5).
+            # Reset VmHWM to VmRSS: proc(5).
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def end(self) -> None:
@@ -80,7 +80,7 @@ class Peak:
 
 @contextmanager
 def peak_memory(device: str) -> Iterator[Peak]:
-    """Measure the block; the figure is there when it has ended."""
+    """Measure the block; `Peak.num_bytes` is set when it ends."""
     peak = Peak(device)
     peak.begin()
     yield peak
@@ -88,7 +88,7 @@ def peak_memory(device: str) -> Iterator[Peak]:
 
 
 class Meter:
-    """Reads time and memory of one step after the other; made when the model has just been loaded."""
+    """Measures time and memory of each step; create it right after loading the model."""
 
     def __init__(self, model: Any, *, device: str, num_warmup: int = 0) -> None:
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""This project's side of `trainer.py`: groups as the hub hands them out, through `make_batch` and `take_step`.
+"""This project's side of `trainer.py`: groups in the hub's form, through `make_batch` and `take_step`.
 
 `python -m benchmarks._trainer_ours SPEC`.
 """
@@ -65,7 +65,7 @@ def config_of(spec: Spec) -> TrainerConfig:
 
 
 def run_steps(policy: Policy, spec: Spec, config: TrainerConfig, meter: Meter) -> None:
-    """Take the steps on the prepared batch and leave their figures in `meter.result`."""
+    """Take the steps on the prepared batch and measure them in `meter.result`."""
     prepared = make_step(spec)
     groups = groups_of(prepared, spec)
     optimizer = make_optimizer(policy, config)

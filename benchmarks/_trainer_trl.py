@@ -1,10 +1,9 @@
-"""TRL's side of `trainer.py`: its own training loop over given completions instead of sampled ones.
+"""TRL's side of `trainer.py`: TRL's training loop on prepared completions instead of sampled ones.
 
-`GRPOTrainer.train` runs as it is, with its sampler, its batching, its metrics and its optimizer step; only
-`_generate_and_score_completions`, which would sample, returns the prepared batch in the form that it has there:
-prompts padded to the left, completions to the right, `old_per_token_logps` given. `loss_type="dapo"` is the mean over
-all completion tokens of the step, `beta=0` is without a reference. Runs in the environment that has TRL:
-`python -m benchmarks._trainer_trl SPEC`.
+`GRPOTrainer.train` runs unchanged, with its sampler, batching, metrics and optimizer step; only
+`_generate_and_score_completions` is replaced and returns the prepared batch in TRL's form: prompts padded on the left,
+completions on the right, with `old_per_token_logps`. `loss_type="dapo"` is the mean over all completion tokens of the
+step; `beta=0` means no reference. Runs in the environment with TRL: `python -m benchmarks._trainer_trl SPEC`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from benchmarks._trainer_work import Batch, Spec, make_step
 
 
 class Stopwatch(TrainerCallback):
-    """From before the first forward pass of a step until the gradient is cleared."""
+    """Measures from before a step's first forward pass until its gradient is cleared."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -50,7 +49,7 @@ def padded(rows: list[torch.Tensor], *, width: int, filler: float = 0) -> torch.
 
 
 def prepared(batch: Batch, spec: Spec, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return what `_generate_and_score_completions` would; all prompts are as long, so none is padded."""
+    """Return the result of `_generate_and_score_completions`; prompts are equally long, so none is padded."""
     prompts = [torch.from_numpy(tokens[: spec.prompt_len]) for tokens in batch.tokens]
     completions = [torch.from_numpy(tokens[spec.prompt_len :]) for tokens in batch.tokens]
     lengths = torch.tensor([len(row) for row in completions])

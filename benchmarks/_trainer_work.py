@@ -1,8 +1,8 @@
-"""The work that both sides of `trainer.py` do: models, batches, and how much arithmetic a step is.
+"""The work of both sides of `trainer.py`: models, batches, and the FLOPs of a step.
 
-`python -m benchmarks._trainer_work SPEC` makes the model of a Spec (JSON) with random weights, on its device and in a
-process of its own: neither the memory of a model nor a CUDA context is given back before a process ends. Nothing is
-downloaded. Read in the environment of either side: imports nothing of this project, and torch only to make a model.
+`python -m benchmarks._trainer_work SPEC` makes the model of a Spec (JSON) with random weights on its device, in a
+separate process because model memory and CUDA context are released only when a process ends. Nothing is downloaded.
+Runs in the environment of either side: imports nothing of this project, and torch only to make a model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A model and the steps that a process takes with it."""
+    """A model, and the steps that a process takes with it."""
 
     GROUP_SIZE: ClassVar = 8
     LR: ClassVar = 1e-5
@@ -44,16 +44,16 @@ class Spec:
 
     shape: str
     sequences: int
-    """Of one step; every sequence belongs to a group."""
+    """Per step; every sequence belongs to a group."""
     seq_len: int
     micro_batch: int = 1
     """Sequences."""
     mixed: bool = False
-    """Completions of any length from a sixteenth of the longest, instead of all as long as they may be."""
+    """Whether completions have any length from a sixteenth of the maximum, instead of all the maximum."""
     checkpointing: bool = False
     steps: int = 1
     repeats: int = 1
-    """Processes of each side, in turn."""
+    """Processes of each side, alternating."""
     device: str = "cpu"
     attention: str = "sdpa"
     directory: str = ""
@@ -69,7 +69,7 @@ class Spec:
 
     @property
     def dtype(self) -> str:
-        """Of the forward pass, over float32 weights."""
+        """Precision of the forward pass; weights are float32."""
         return "float32" if self.device == "cpu" else "bfloat16"
 
     @property
@@ -81,11 +81,11 @@ class Spec:
 
 
 class Batch(NamedTuple):
-    """The sequences of the step, one after the other; the first `prompt_len` tokens of each are the prompt."""
+    """The sequences of a step; the first `prompt_len` tokens of each are the prompt."""
 
     tokens: list[NDArray[np.int64]]
     logprobs: list[NDArray[np.float32]]
-    """Sampled, of the completion."""
+    """Sampled logprobs of the completions."""
     scores: NDArray[np.float64]
     advantages: NDArray[np.float64]
 
@@ -120,8 +120,8 @@ def step_flops(spec: Spec, num_parameters: int) -> float:
     """Return the model FLOPs of a step, forward and backward: 6 N per token, and 12 L H Q T in a sequence of T tokens.
 
     PaLM, appendix B (arXiv:2204.02311), for N parameters and L layers of H heads of dimension Q; MFU is this per second
-    over the peak of the GPU. The tied embedding is in N once, as the head. As there, what a causal mask saves is not
-    subtracted, and recomputation is not added.
+    divided by the GPU's peak. N counts the tied embedding once, as the head. As in PaLM, savings by the causal mask are
+    not subtracted and recomputation is not added.
     """
     lengths = np.array([len(sequence) for sequence in make_step(spec).tokens], dtype=float)
     sizes = SHAPES[spec.shape]
@@ -130,7 +130,7 @@ def step_flops(spec: Spec, num_parameters: int) -> float:
 
 
 def build_model(shape: str, **changes: int) -> Any:
-    """Return a Qwen2 with random weights on torch's default device; `changes` are of the shape."""
+    """Return a Qwen2 with random weights on torch's default device; `changes` override the shape."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

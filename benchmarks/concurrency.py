@@ -1,9 +1,9 @@
-"""What does it change that the number of requests at an inference server adapts to it?
+"""What does adapting the number of requests to an inference server gain?
 
 `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/concurrency.py` simulates servers and clients in virtual time
-(`_simulated_engine.py`, a minute of CPU) with the limiter that environments use, with the configured maximum alone and
-with the best fixed number. `--http` then runs real requests, alternately with and without adaptation, against the
-scripted engine, beside the simulation of the same. `--sensitivity` halves and doubles each constant of the limiter.
+(`_simulated_engine.py`, a minute of CPU) with the adaptive limiter, with the configured maximum only, and with the best
+fixed number. `--http` then sends real requests to the scripted engine, alternately with and without adaptation, and
+simulates the same. `--sensitivity` halves and doubles each constant of the limiter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CAP = 576
 """The defaults of `num_max_requests_at_once` and `num_requests_for_eval` together."""
 FIXED = (8, 16, 32, 64, 80, 128, 256)
 BEFORE_S, MEASURED_S = 60.0, 300.0
-"""Virtual seconds before a measurement begins, and that it lasts."""
+"""Virtual seconds before a measurement, and its duration."""
 WINDOW_S, RECOVERED, GIVEN_UP_S = 3.0, 0.9, 300.0
 """A server has recovered when a window has this share of the best rate."""
 
@@ -73,15 +73,15 @@ class Result(NamedTuple):
     again: float
     """Attempts refused or timed out, per completion."""
     failed: float
-    """Requests given up."""
+    """Requests that ended in failure."""
     smallest_part: float
-    """Tokens of the client that got fewest, 1: an equal part."""
+    """Tokens of the client with the fewest, relative to an equal share."""
 
 
 def measure(
     make: Sequence[MakeLimiter], server: Server, seed: int, *, stagger_s: float = 0.0
 ) -> Result:
-    """Let one client for each limiter share a server; each begins `stagger_s` after the one before."""
+    """Let one client per limiter share a server; each starts `stagger_s` after the previous one."""
     clients = [Client(one(), starts_at=i * stagger_s) for i, one in enumerate(make)]
     simulation = Simulation(clients, replace(server), seed=seed)
     began = BEFORE_S + stagger_s * len(clients)
@@ -105,7 +105,7 @@ def measure(
 
 
 def recovery_s(make: MakeLimiter, server: Server, seed: int, *, slots: tuple[int, int]) -> float:
-    """Return the seconds until throughput is that of the second number of slots."""
+    """Return the seconds until throughput matches the second number of slots."""
     client = Client(make())
     simulation = Simulation([client], replace(server, slots=slots[0]), seed=seed)
     simulation.run(BEFORE_S)
@@ -124,7 +124,7 @@ def recovering_s(simulation: Simulation, *, best: float) -> float:
 
 
 def outage(make: MakeLimiter, seed: int) -> tuple[float, float]:
-    """Refuse everything (503) for 10 s; return the seconds to recover from it and the attempts refused."""
+    """Refuse everything (503) for 10 s; return the seconds until recovery and the number of refused attempts."""
     client = Client(make())
     simulation = Simulation([client], Server(runs_all=True), seed=seed)
     simulation.run(BEFORE_S)
@@ -135,7 +135,7 @@ def outage(make: MakeLimiter, seed: int) -> tuple[float, float]:
 
 
 def paced(make: MakeLimiter, server: Server, seed: int) -> float:
-    """Return completions per second where items come and go: 512 and 32 requests wanted for 30 s each."""
+    """Return completions per second under changing demand: 512 and 32 requests for 30 s each, in turn."""
     client = Client(make())
     simulation = Simulation([client], replace(server), seed=seed)
     for i in range(20):
@@ -145,7 +145,7 @@ def paced(make: MakeLimiter, server: Server, seed: int) -> float:
 
 
 def first_minutes(make: MakeLimiter, seed: int) -> float:
-    """Return completions per second of the first 20 minutes, of answers that take one to two minutes."""
+    """Return completions per second in the first 20 minutes, with answers that take one to two minutes."""
     server = Server(
         runs_all=True,
         token_time=lambda n, slots: TOKEN_TIME_S * (1 + n / 256),
@@ -165,7 +165,7 @@ def mean_result(of: Callable[[int], Result], seeds: int) -> Result:
 
 
 def best_fixed(server: Server, seeds: int) -> int:
-    """Return the number with most completions, to 1 %; of those the one with fewest refusals, then the smallest."""
+    """Return the number with the most completions (within 1 %), then the fewest refusals, then the smallest."""
     results = {n: mean_result(lambda s, n=n: measure([fixed(n)], server, s), seeds) for n in FIXED}
     most = max(result.goodput for result in results.values())
     good = [n for n, result in results.items() if result.goodput >= 0.99 * most]
@@ -246,7 +246,7 @@ def describe_changes(seeds: int) -> None:
 
 
 def describe_constants(seeds: int) -> None:
-    """Print what half and double of each constant change; shares count by their distance from 1."""
+    """Print the effect of about half and double of each constant; for fractions, of their distance from 1."""
     variants: dict[str, dict[str, float]] = {
         "as they are": {},
         "START 32": {"START": 32},
@@ -303,7 +303,7 @@ def describe_constants(seeds: int) -> None:
     table("Half and double of each constant", head, rows)
 
 
-# The same over HTTP.
+# Over HTTP.
 
 HTTP_SLOTS, HTTP_WORKERS, HTTP_LENGTHS = 16, 128, (20, 60)
 
@@ -311,12 +311,12 @@ HTTP_SLOTS, HTTP_WORKERS, HTTP_LENGTHS = 16, 128, (20, 60)
 @dataclass
 class Counts:
     finished: list[float] = field(default_factory=list)
-    """Seconds of every request that was answered, retries included."""
+    """Seconds of every answered request, including retries."""
     num_sent: int = 0
 
 
 async def ask_for(seconds: float, url: str, *, adapts: bool) -> Counts:
-    """Keep HTTP_WORKERS requests open and count what comes in the second half."""
+    """Keep HTTP_WORKERS requests open and count completions in the second half."""
     server = VLLMServer(
         APIServerConfig(
             base_url=url, server_type="vllm", model_name="scripted", adaptive_concurrency=adapts

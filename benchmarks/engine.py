@@ -1,7 +1,7 @@
 """How many tokens does the local engine generate per second of CPU time?
 
-The demo's model size (Qwen2, hidden 128, 4 layers, 1.1 M parameters), random weights, no HTTP. Run it with
-`OMP_NUM_THREADS=1 python benchmarks/engine.py`; `--rows 64,256`, `--threads 1`.
+The demo's model size (Qwen2, hidden 128, 4 layers, 1.1 M parameters) with random weights, without HTTP. Run it with
+`OMP_NUM_THREADS=1 python benchmarks/engine.py`; options: `--rows 64,256`, `--threads 1`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How many completions does an environment process handle per CPU second, and how long is its event loop blocked?
 
-`PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/env.py` runs `serve` as a process against an engine process that
-answers at once and a `run-api` process whose batches are taken as they come; it prints a row per way from a completion
-to tokens and per length. CPU is that of the environment's process alone, all its threads.
+`PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/env.py` runs `serve` as a process, with an engine process that answers
+at once and a `run-api` process whose batches are fetched at once. It prints a row per source of tokens and per length.
+CPU is that of the environment's process with all its threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Case(NamedTuple):
     """One row."""
 
     path: str
-    """How completions become tokens."""
+    """Source of the tokens, as in `BenchmarkConfig.path`."""
     num_tokens: int
     num_workers: int = 8
     """Items in flight."""
@@ -58,8 +58,8 @@ CASES = [
 ]
 ORIGINAL = {("chat", 512): (530, 100), ("chat", 2048): (263, 233)}
 ORIGINAL |= {("managed", 512): (230, 165), ("managed", 2048): (60, 589)}
-"""NousResearch/atropos 296a0bc, measured in the same way on the same kind of machine: completions per CPU second, and
-the 99th percentile in ms of the CPU time between two ticks of its event loop."""
+"""NousResearch/atropos 296a0bc, measured the same way on the same kind of machine: completions per CPU second, and the
+99th percentile in ms of the CPU time between two ticks of its event loop."""
 
 
 class Row(NamedTuple):
@@ -75,7 +75,7 @@ class Row(NamedTuple):
 def running(
     argv: Sequence[str], *, log_path: Path, **environment: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a Python command for the length of the block; SIGTERM ends it."""
+    """Run a Python command during the block; SIGTERM ends it."""
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, *argv],
@@ -113,7 +113,7 @@ def running_engine(tokenizer: Path, lengths: Sequence[int], *, directory: Path) 
 
 
 class Sink:
-    """A trainer that takes every batch at once and throws it away."""
+    """A trainer that fetches every batch at once and discards it."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -156,7 +156,7 @@ async def draining(hub: Hub) -> AsyncIterator[Sink]:
 async def measure(
     case: Case, *, engine_url: str, tokenizer: Path, directory: Path, seconds: float
 ) -> Row:
-    """Serve for `seconds` after a warm-up; the second half of that with the probe on."""
+    """Serve for `seconds` after a warm-up, in the second half with the probe on."""
     probe_path, log_path = directory / "probe.json", directory / f"env-{case.name}.log"
     with running_hub("memory", directory=directory) as hub:
         async with draining(hub) as sink:
@@ -190,7 +190,7 @@ async def measure(
 
 
 def quantiles(values: Sequence[float]) -> str:
-    """Median, 99th percentile and maximum."""
+    """Format median, 99th percentile and maximum."""
     if len(values) < 2:
         return "-"
     p99 = statistics.quantiles(values, n=100, method="inclusive")[98]

@@ -1,8 +1,8 @@
-"""What the code looks like from outside: lines per folder, length of functions, repeated blocks, declared names.
+"""Metrics of the source code: lines per folder, length of functions, repeated blocks, declared names.
 
     python benchmarks/house.py [ROOT ...]
 
-prints one table with a column per root, so that two checkouts can be compared. Reads files only; nothing is imported.
+prints a table with a column per root, to compare checkouts. Reads files only; imports nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 SHIPPED = ("atroposlib", "example_trainer", "environments")
 BLOCK_LINES = 8
-"""A repeated block is this many lines with code that stand, but for white space, in two places."""
+"""Length of a repeated block: lines with code that occur twice, ignoring white space."""
 
 
 class Module(NamedTuple):
     folder: str
-    """Three parts of the path at most, for example `atroposlib/api/http`."""
+    """At most three parts of the path, for example `atroposlib/api/http`."""
     name: str
     lines: list[str]
     tree: ast.Module
@@ -60,7 +60,7 @@ def longest_class(modules: list[Module]) -> int:
 
 
 def repeated_blocks(modules: list[Module]) -> int:
-    """Return how many blocks of `BLOCK_LINES` lines with code occur more than once; overlapping ones count once."""
+    """Return the number of blocks of `BLOCK_LINES` lines that occur more than once; overlapping ones count once."""
     seen: dict[tuple[str, ...], int] = {}
     repeated = 0
     for number, module in enumerate(modules):

@@ -1,9 +1,8 @@
-"""What does the hub cost per million tokens, and how long does it keep others waiting?
+"""What does the hub cost per million tokens, and how long does it delay other requests?
 
 `PYTHONPATH=. python benchmarks/hub.py` starts `run-api` with each of its stores and prints one table per question;
-`--quick` takes a minute, `--base-url URL [--server-pid PID]` measures a running hub, the original's too. That hub's
-data is erased. CPU is that of the server's process, all threads and children: the figure that a busy machine
-changes least.
+`--quick` takes a minute. `--base-url URL [--server-pid PID]` measures a running hub, also the original's, and erases
+its data. CPU is that of the server's process with all threads and children: a busy machine changes it least.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ from benchmarks._hub_process import Cost, Hub, probing, running_hub, settled_cpu
 
 BATCHES_IN_FLIGHT = 3
 POLL_PAUSE_S = 0.1
-"""The original's environments ask for their status this long after the previous answer."""
+"""Pause of the original's environments between two status requests."""
 
 
 # Tables
 
 
 class Table:
-    """Rows of one question, printed as they come."""
+    """The rows of one question, each printed at once."""
 
     def __init__(self, title: str, *columns: str) -> None:
         print(f"\n### {title}\n")
@@ -84,7 +83,7 @@ def shown(value: object) -> str:
 
 
 def middle(values: Sequence[float]) -> str:
-    """Median and range of repeated figures."""
+    """Format the median and range of repeated values."""
     if len(values) == 1:
         return shown(values[0])
     low, high = shown(min(values)), shown(max(values))
@@ -100,18 +99,18 @@ def quantiles(values: Sequence[float]) -> str:
 
 @dataclass(slots=True)
 class Findings:
-    """The figures that have a target."""
+    """The results that have a target."""
 
     end_to_end: dict[tuple[str, str], float] = field(default_factory=dict)
     """CPU seconds per million tokens by (store, encoding)."""
     bytes_per_token: dict[str, float] = field(default_factory=dict)
     batch_ms: dict[tuple[int, str], float] = field(default_factory=dict)
-    """Dearest of the measured `GET /batch`, by (groups queued, kind of queue), worst store."""
+    """Most expensive measured `GET /batch` by (groups queued, kind of queue), of the worst store."""
     status_ms: list[float] = field(default_factory=list)
     block_ms: dict[str, float] = field(default_factory=dict)
-    """By what went on."""
+    """By activity."""
     refused: list[str] = field(default_factory=list)
-    """Valid input that was not answered with 200, and the answer."""
+    """Valid input that was not answered with 200, with the answer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,7 +122,7 @@ class Options:
     env_counts: list[int]
     is_quick: bool
     scale: float
-    """Share of the usual number of tokens."""
+    """Factor on the usual number of tokens."""
     only: list[str]
 
     @property
@@ -131,7 +130,7 @@ class Options:
         return self.group_size * self.seq_len
 
     def groups_for(self, tokens: float) -> int:
-        """Whole batches of groups with about so many tokens, times `scale`."""
+        """Return the number of groups in whole batches with about `tokens * scale` tokens, at least two batches."""
         wanted = self.scale * tokens / self.tokens_per_group
         return self.batch_groups * max(2, round(wanted / self.batch_groups))
 
@@ -225,7 +224,7 @@ async def ask_delivery(site: Site, options: Options, findings: Findings) -> None
 
 
 class Flow(NamedTuple):
-    """Cost of groups that went in and out."""
+    """Cost of posting and fetching groups."""
 
     server_s_per_mtok: float
     client_s_per_mtok: float
@@ -233,7 +232,7 @@ class Flow(NamedTuple):
 
 
 async def flow(site: Site, options: Options, encoding: Encoding, *, num_groups: int) -> Flow:
-    """Post and take at once, at most `BATCHES_IN_FLIGHT` batches apart."""
+    """Post and fetch concurrently, at most `BATCHES_IN_FLIGHT` batches apart."""
     async with site.connect() as connection:
         env_ids = await fresh_run(
             connection, batch_size=options.batch_size, group_size=options.group_size
@@ -251,7 +250,7 @@ async def flow(site: Site, options: Options, encoding: Encoding, *, num_groups: 
             async with site.connect() as connection:
                 while num_to_send > 0:
                     await room.acquire()
-                    # Slow hubs: past the deadline only what makes the last batch whole is sent.
+                    # Past the deadline (slow hubs), send only enough to complete the last batch.
                     is_late = time.perf_counter() > deadline
                     if is_late and num_to_send > num_to_send % options.batch_groups:
                         num_to_send %= options.batch_groups
@@ -269,7 +268,7 @@ async def flow(site: Site, options: Options, encoding: Encoding, *, num_groups: 
                     began = time.perf_counter()
                     taken = await take_batch(site, connection, encoding, wait_s=1)
                     if taken is None:
-                        if time.perf_counter() - began < 0.5:  # this hub does not wait
+                        if time.perf_counter() - began < 0.5:  # this hub has no long poll
                             await asyncio.sleep(0.005)
                         continue
                     await acknowledge(connection, taken)
@@ -312,7 +311,7 @@ async def ask_end_to_end(site: Site, options: Options, findings: Findings) -> No
 
 
 async def ask_memory(site: Site, options: Options, findings: Findings) -> None:
-    if site.hub.pid is None:  # nothing of this can be seen by a client
+    if site.hub.pid is None:  # a client cannot measure this
         return
     table = Table(
         f"Memory: growth per queued token, {options.group_size} x {options.seq_len},"
@@ -325,7 +324,7 @@ async def ask_memory(site: Site, options: Options, findings: Findings) -> None:
                 connection, batch_size=options.batch_size, group_size=options.group_size
             )
             bodies = Bodies(encoding, options.groups(env_ids))
-            # The first groups bring the allocator and the buffers of the connections to size.
+            # The first groups warm up the allocator and the connections' buffers.
             num_groups = options.groups_for(24e6 if encoding.is_packed else 12e6)
             for _ in range(max(4, num_groups // 64)):
                 await post_all(site, [bodies.one() for _ in range(32)], encoding)
@@ -432,16 +431,16 @@ async def take_and_acknowledge(site: Site, connection: Connection) -> None:
 
 @dataclass(slots=True)
 class Polled:
-    """What the environments of one row saw."""
+    """Measurements of the environments of one row."""
 
     latencies_ms: list[float] = field(default_factory=list)
     num_failed: int = 0
     stepped_s: float = 0.0
-    """When the trainer asked for its last batch."""
+    """When the trainer requested its last batch."""
 
 
 async def poll(site: Site, env_id: int, polled: Polled, *, is_native: bool) -> None:
-    """Ask for the status as our runtime does (one long poll after the other) or as the original's does."""
+    """Request the status by consecutive long polls, or by short polls like the original's environments."""
     step = -1
     body = json.dumps({"env_id": env_id}).encode()
     headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
@@ -476,7 +475,7 @@ QUEUES: Mapping[str, tuple[Sequence[float | None] | None, Sequence[int]]] = {
     "sizes 1 to 16": (None, MIXED_SIZES),
     "sizes 1 to 16, minimums": ((0.25, 0.1, 0.1, 0.1), MIXED_SIZES),
 }
-"""Kind of queue: the four environments' minimum allocations, and the sizes of the groups."""
+"""Kind of queue -> the four environments' minimum allocations, and the sizes of the groups."""
 
 
 async def ask_queue(site: Site, options: Options, findings: Findings) -> None:
@@ -608,13 +607,13 @@ async def idle() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hostile:
-    """One request that should not hold up anybody else."""
+    """A request that should not delay others."""
 
     name: str
     make_body: Callable[[], bytes]
     headers: Mapping[str, str] = field(default_factory=dict)
     is_accepted: bool = False
-    """It is a valid group, so that the limit on blocking holds for it."""
+    """Whether it is a valid group, to which the limit on blocking applies."""
 
 
 def hostile_requests(options: Options) -> Iterator[Hostile]:
@@ -663,7 +662,7 @@ def bomb(size_mb: int, filler: bytes, tail: bytes) -> bytes:
 
 
 async def loop_lags(site: Site) -> dict[float, float]:
-    """The hub's own histogram of how late its event loop was: observations up to each bound in seconds."""
+    """Return the hub's histogram of its event loop's lateness: observations up to each bound in seconds."""
     async with site.connect() as connection:
         reply = await get(connection, "/metrics", (200, 404))
     found = re.findall(
@@ -673,7 +672,7 @@ async def loop_lags(site: Site) -> dict[float, float]:
 
 
 def worst_lag(before: Mapping[float, float], after: Mapping[float, float]) -> str:
-    """Bound in ms that no observation between two readings exceeded; "-" if nothing was observed."""
+    """Return the bound in ms that no observation between two readings exceeded; "-" without observations."""
     added = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
     total = added.get(math.inf, 0.0)
     if not total:
@@ -692,7 +691,7 @@ QUESTIONS = {
     "blocks": ask_blocks,
 }
 PER_STORE = frozenset(QUESTIONS) - {"status", "environments"}
-"""Asked of every store; the rest, which the store has no part in, of the first one only."""
+"""Questions for every store; the others do not depend on the store and use the first one only."""
 QUICK_PER_STORE = frozenset({"end-to-end", "memory"})
 
 

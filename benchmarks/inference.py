@@ -1,10 +1,10 @@
-"""What does a request through `ServerManager` cost beside a bare aiohttp request, with thousands of them in flight?
+"""What does a request through `ServerManager` cost compared with bare aiohttp, with thousands of them in flight?
 
 `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/inference.py` starts a scripted engine as a process and keeps
-`--concurrency` requests in flight from this one, in turn as bare aiohttp (encode, POST, read, decode or not), as
-`ServerManager.tokens_and_logprobs_completion` and as managed chats. CPU is that of this process, all its threads;
-answers and pace are the same for all. The engine's answers come spread over time, the requests begin all at once.
-`loop` is the CPU time of the event loop's thread between two ticks 10 ms apart, `late` how late a tick was, less the
+`--concurrency` requests in flight from this one, in turn with bare aiohttp (encode, POST, read, decode or not),
+`ServerManager.tokens_and_logprobs_completion` and managed chats. CPU is that of this process with all its threads;
+answers and latencies are the same for all. All requests start together; the engine's answers are spread over time.
+`loop` is the CPU time of the event loop's thread between two ticks 10 ms apart, `late` the lateness of a tick minus the
 time without a core.
 """
 
@@ -39,10 +39,10 @@ from benchmarks._env_process import Probe
 MODEL = "scripted"
 QUESTION = "Which group of sequences is cut into the next batch, and why? Question "
 SIGMA = 0.3
-"""Answers take a median time; one standard deviation is this factor."""
+"""Standard deviation of the answers' latency, as a factor on the median."""
 
 Ask = Callable[[int], Awaitable[int]]
-"""Ask question i and return how many tokens came back."""
+"""Send request i and return the number of tokens in the answer."""
 Asks = contextlib.AbstractAsyncContextManager[Ask]
 
 
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 @contextmanager
 def running_engine(script: Script, *, without: Sequence[str] = ()) -> Iterator[str]:
-    """Run a scripted engine as a process for the length of the block and give its address."""
+    """Run a scripted engine as a process during the block and yield its address."""
     argv = ["--script", msgspec.json.encode(script).decode()]
     for path in without:
         argv += ["--without", path]
@@ -156,7 +156,7 @@ async def managed_chats(manager: ServerManager, num_tokens: int) -> AsyncIterato
 
 
 async def measure(ask: Ask, *, concurrency: int, per_worker: int, num_tokens: int) -> Row:
-    """Keep `concurrency` requests in flight; every worker asks `per_worker` times."""
+    """Keep `concurrency` requests in flight; every worker sends `per_worker` requests."""
 
     async def work(worker: int) -> None:
         for _ in range(per_worker):
@@ -173,9 +173,7 @@ async def measure(ask: Ask, *, concurrency: int, per_worker: int, num_tokens: in
     began_s, cpu_s = time.perf_counter(), time.process_time()
     async with asyncio.TaskGroup() as group:
         for worker in range(concurrency):
-            if (
-                worker % 25 == 0
-            ):  # 2,000 tasks in one round take 20 ms to create and as many to begin
+            if worker % 25 == 0:  # creating 2,000 tasks at once takes 20 ms, starting them as long
                 await asyncio.sleep(0)
             group.create_task(work(worker))
     cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - began_s
@@ -205,7 +203,7 @@ def report(name: str, rows: list[Row], bare_rows: list[Row], num_requests: int) 
 async def compare(args: argparse.Namespace, url: str, num_tokens: int) -> None:
     prompts = [prompt_of(i) for i in range(args.concurrency)]
 
-    # One manager for all, whose limiter knows the engine.
+    # One manager for all, whose limiter has adapted to the engine.
     async with open_manager(url, args.concurrency) as manager:
         kinds: dict[str, Callable[[], Asks]] = {
             "bare aiohttp": lambda: bare(url, prompts, num_tokens, decodes=True),
@@ -217,7 +215,7 @@ async def compare(args: argparse.Namespace, url: str, num_tokens: int) -> None:
         rows: dict[str, list[Row]] = {name: [] for name in kinds}
         for repeat in range(args.repeats + 1):
             for name, kind in kinds.items():
-                # What one kind leaves behind is not the next one's cost: bare ones close their connections here.
+                # Clean up after one kind before measuring the next: bare clients close their connections here.
                 gc.collect()
                 async with kind() as ask:
                     row = await measure(
@@ -227,7 +225,7 @@ async def compare(args: argparse.Namespace, url: str, num_tokens: int) -> None:
                         num_tokens=num_tokens,
                     )
                 await asyncio.sleep(0.5)
-                if repeat > 0:  # the first one fills the engine's memory
+                if repeat > 0:  # the first one warms up the engine
                     rows[name].append(row)
     first = next(iter(rows.values()))
     for name, found in rows.items():
@@ -243,7 +241,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", help="one of the kinds, for a profiler")
     args = parser.parse_args()
-    collect_less_often()  # as the commands of an environment do, and so is the event loop
+    collect_less_often()  # like the commands of an environment, as is the event loop
     script = Script(latency=Latency(first_token_s=args.latency, sigma=SIGMA))
     print(
         f"\n### {args.concurrency} requests in flight, answers after {args.latency:g} s,"
@@ -251,7 +249,7 @@ def main() -> None:
     )
     columns = "requests, tokens | CPU us per request | times bare | wall s | loop p99 ms | loop max ms | late max ms"
     print(f"| {columns} |\n" + "|---" * 7 + "|")
-    # The route that stock vLLM has without further flags, for all three.
+    # All three use the route that stock vLLM has without further flags.
     with running_engine(script, without=["/inference/v1/generate", "/generate"]) as url:
         for num_tokens in args.tokens.split(","):
             with asyncio.Runner(loop_factory=loop_with_short_rounds) as runner:

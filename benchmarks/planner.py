@@ -1,7 +1,7 @@
-"""How long the hub's event loop stands still while it plans a batch: environments x sizes x floors x queue length.
+"""How long does planning a batch block the hub's event loop? Environments x sizes x floors x queue length.
 
-Run it as `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/planner.py`; `--only floors` picks rows by name. CPU
-milliseconds, the least of three plans of the same queue. "With overdue": all groups are older than the hub's patience.
+Run it as `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/planner.py`; `--only floors` selects rows by name. CPU
+milliseconds, the minimum of three plans of the same queue. "With overdue": all groups have exceeded the hub's patience.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from atroposlib.api.run.types import GroupHeader
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row: a queue in which environments take turns."""
+    """One row: a queue in which environments alternate."""
 
     name: str
     num_groups: int
@@ -28,7 +28,7 @@ class Case:
     batch_size: int
     floors: Mapping[int, int] = field(default_factory=dict)
     last_size: int | None = None
-    """Size of one more group, the youngest."""
+    """Size of one more group, the newest."""
 
     def queue(self) -> GroupQueue:
         rng = random.Random(0)

@@ -1,17 +1,17 @@
-"""What does the trainer cost: an optimizer step beside TRL's, memory, and handing weights over?
+"""What does the trainer cost: an optimizer step compared with TRL's, memory, and publishing weights?
 
 `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/trainer.py`, or `make gpu` on a machine with a GPU. Parts:
 
 - `tests`: `tests/gpu`, which are skipped without CUDA
-- `trainer`: one step here and in TRL (ATROPOS_TRL_PYTHON: an interpreter that has `trl` and the same torch) on the same
-  completions; losses and gradient norms are compared, so that a row cannot come from less work
-- `memory`: one step of larger models, beside what `example_trainer/memory.py` expects
-- `bridges`: publishing weights to a real vLLM (ATROPOS_VLLM_PYTHON: an interpreter that has it)
+- `trainer`: one step here and in TRL (ATROPOS_TRL_PYTHON: an interpreter with `trl` and the same torch) on the same
+  completions; losses and gradient norms are compared, to verify that both do the same work
+- `memory`: one step of larger models, compared with the estimate of `example_trainer/memory.py`
+- `bridges`: publishing weights to a real vLLM (ATROPOS_VLLM_PYTHON: an interpreter with vLLM)
 - `head`: memory of log-probabilities
 
-Every measurement is a process of its own with a time limit. If one fails, its row holds the error, the others run, and
-the exit status is 1. What cannot be measured has a row that says NOT RUN and why. `--out` gets the JSON, and beside it
-the table, after every row; rows that an earlier run measured in other parts, of this commit on this machine, are kept.
+Every measurement is a separate process with a time limit. If one fails, its row has the error, the others run, and the
+exit status is 1. A measurement that is not possible has a row with NOT RUN and the reason. `--out` gets the JSON after
+every row, with the table beside it; rows of other parts from an earlier run of this commit on this machine are kept.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from benchmarks._trainer_work import Spec, step_flops
 
 ROOT = Path(__file__).resolve().parents[1]
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Relative difference of losses and gradient norms beyond which the two sides did not do the same."""
+"""Relative difference of losses and gradient norms beyond which the two sides differ."""
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312}
-"""Dense bfloat16, by a part of the GPU's name, the first that fits: NVIDIA's data sheets."""
+"""Dense bfloat16, by the first key that the GPU's name contains; from NVIDIA's data sheets."""
 LIMITS_S = {"process": 300.0, "part": 570.0, "all": 1440.0}
-"""On a GPU: a part ends within ten minutes and all of them within 25."""
+"""On a GPU: a part takes at most ten minutes and all of them at most 25."""
 STOP_GRACE_S = 20.0
 TESTS = ("-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider")
 BRIDGES = {"restart": 0, "reload": 0, "lora": 0, "transfer ipc": 1, "transfer nccl": 2}
-"""And how many GPUs they need."""
+"""The bridges, and how many GPUs they need."""
 
 
 class Scale(NamedTuple):
-    """What the parts compute."""
+    """Workloads of the parts."""
 
     trainer: tuple[Spec, ...]
     memory: tuple[Spec, ...]
@@ -93,7 +93,7 @@ SCALES = {
 
 @dataclass(kw_only=True)
 class Row:
-    """One line of the table; figures are medians over the steps of all its processes."""
+    """One line of the table; values are medians over the steps of all its processes."""
 
     part: str
     case: str
@@ -101,7 +101,7 @@ class Row:
     wall_s: float | None = None
     cpu_s: float | None = None
     tokens_per_s: float | None = None
-    """Per second of the clock on a GPU, of CPU time without one."""
+    """Per second of wall time on a GPU, of CPU time without one."""
     mfu: float | None = None
     peak_bytes: float | None = None
     note: str = ""
@@ -111,7 +111,7 @@ class Row:
     results: list[Result] = field(default_factory=list)
 
     def settle(self, *, on_gpu: bool) -> None:
-        """Work the figures out of the results."""
+        """Compute the values from the results."""
         if not self.results:
             return
         self.wall_s = statistics.median(s for result in self.results for s in result.wall_s)
@@ -133,11 +133,11 @@ class Row:
 
 
 class Failed(Exception):
-    """A process ended without its result; the message holds the end of what it printed."""
+    """A process ended without a result; the message has the end of its output."""
 
 
 class Session:
-    """Runs the processes that measure, for as long as their part may still take."""
+    """Runs the measuring processes within the time limits."""
 
     def __init__(self, options: argparse.Namespace, directory: Path) -> None:
         self.scale = SCALES[options.shapes]
@@ -154,7 +154,7 @@ class Session:
         self.machine = self.describe_machine()
 
     def run(self, *argv: str, python: str = sys.executable) -> str:
-        """Return what `python ARGV` prints; Failed if it ends with an error or takes too long."""
+        """Return the output of `python ARGV`; raise Failed if it fails or takes too long."""
         left_s = min(self.part_end_s, self.end_s) - time.monotonic()
         limit_s = max(1.0, min(self.limits_s["process"], left_s))
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -183,7 +183,7 @@ class Session:
         return output
 
     def measure(self, row: Row, module: str, *argv: object, python: str = sys.executable) -> Row:
-        """Add the result of one process to the row, or why there is none."""
+        """Add the result of one process, or its error, to the row."""
         try:
             output = self.run("-m", f"benchmarks.{module}", *map(str, argv), python=python)
             row.results.append(result_in(output))
@@ -193,14 +193,14 @@ class Session:
         return row
 
     def spec(self, spec: Spec) -> Spec:
-        """Return the spec for this machine; its model is there, made on first use."""
+        """Return the spec for this machine; make its model on first use."""
         spec = dataclasses.replace(spec, **self.common)
         if not Path(spec.model, "tokenizer.json").exists():
             self.run("-m", "benchmarks._trainer_work", spec.to_json())
         return spec
 
     def describe_machine(self) -> dict[str, Any]:
-        """Name the GPUs, the commit, and the versions of what takes part."""
+        """Return the GPUs, the commit, and the package versions of each side."""
         pythons = {"here": sys.executable, "TRL": self.trl_python, "vLLM": self.vllm_python}
         versions = {name: self.versions(python) for name, python in pythons.items() if python}
         git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
@@ -213,19 +213,19 @@ class Session:
     def versions(self, python: str) -> dict[str, str]:
         try:
             found: dict[str, str] = json.loads(self.run("-c", VERSIONS, python=python))
-        except Failed as error:  # its rows will say so; the others are measured
+        except Failed as error:  # its rows get the error; the others are measured
             found = {"error": str(error)}
         return found
 
     @property
     def peak_flops(self) -> float | None:
-        """Per second; None on the CPU and for a GPU that PEAK_TFLOPS does not list."""
+        """FLOPs per second; None on the CPU and for a GPU that PEAK_TFLOPS does not list."""
         found = (1e12 * x for name, x in PEAK_TFLOPS.items() if name in self.machine["gpus"][0])
         return next(found, None) if self.on_gpu else None
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """Let the process stop the engine that it may have started, or the engine keeps its part of the GPU."""
+    """Terminate a process, giving it time to stop its engine, which would otherwise keep its GPU memory."""
     process.terminate()
     try:
         process.communicate(timeout=STOP_GRACE_S)
@@ -277,7 +277,7 @@ def measure_trainer(session: Session) -> Iterator[Row]:
 
 
 def compare(ours: Row, theirs: Row, spec: Spec) -> None:
-    """Note how many times this project's cost TRL's step has, after checking that it is the same step."""
+    """Check that both sides took the same step, then record TRL's cost as a multiple of this project's."""
     pairs = {"time": (theirs.tokens_per_s, ours.tokens_per_s)}
     pairs |= {"memory": (ours.peak_bytes, theirs.peak_bytes)}
     ratios = [f"{b / a:.2f} times the {name}" for name, (a, b) in pairs.items() if a and b]
@@ -288,7 +288,7 @@ def compare(ours: Row, theirs: Row, spec: Spec) -> None:
 
 def same_work(ours: Result, theirs: Result, spec: Spec) -> bool:
     tolerance = LOSS_TOLERANCE[spec.dtype]
-    # TRL logs five digits; a loss near 0 is compared with the size of its terms, which is about 1.
+    # TRL logs five digits; a loss near 0 is compared with the size of its terms, about 1.
     losses = np.allclose(ours.losses, theirs.losses, rtol=tolerance, atol=tolerance)
     return losses and np.allclose(ours.grad_norms, theirs.grad_norms, rtol=10 * tolerance)
 
@@ -349,7 +349,7 @@ def table(rows: Sequence[Row], *, on_gpu: bool) -> str:
 
 
 def rows_before(path: Path, parts: Sequence[str], machine: dict[str, Any]) -> list[Row]:
-    """Return what an earlier run measured in other parts."""
+    """Return the rows of an earlier run's other parts."""
     if not path.exists():
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -363,7 +363,7 @@ def rows_before(path: Path, parts: Sequence[str], machine: dict[str, Any]) -> li
 
 
 def run_parts(session: Session, parts: Sequence[str], out: Path) -> list[Row]:
-    """Measure, and write everything measured so far after each row."""
+    """Measure, and write all rows so far after each row."""
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = rows_before(out, parts, session.machine)
     for part in parts:

@@ -154,7 +154,7 @@ class _Check:
         self._items: list[Any] = []
         self._runs: list[Run] = []
         self._barren: list[tuple[int, list[list[Answer]]]] = []
-        """Items without a group or with equal scores, and the answers tried."""
+        """Items without any scored answer, and the answers tried."""
         self._engine = ProbeEngine(PairTokenizer())
         self._sink = Sink()
         self._group_size = MIN_GROUP_SIZE
@@ -290,7 +290,7 @@ class _Check:
     # Items.
 
     async def _try_item(self, env: BaseEnv, index: int, item: Any) -> None:
-        """Find answers with different rewards, then score them again at another time and in another order."""
+        """Try answers until rewards differ, then score the last ones again at another time and in another order."""
         dealt = rounds(guesses(env, item), self._group_size)[:MAX_ROUNDS]
         telling: Run | None = None
         for answers in dealt:

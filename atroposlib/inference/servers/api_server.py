@@ -1,13 +1,12 @@
-"""What every inference server shares: one path for every request.
+"""The request path that all inference servers share.
 
     health gate -> limiter -> one attempt -> (retry) -> statistics
 
-One call has ONE owner of retries: `APIServer._call` for a call that is bound to this server (a session's),
-`ServerManager` for one that may go to another (`moving`). Both count in `Retries`: connection errors, timeouts and 5xx
-are retried up to `max_attempts`; "later" (429, 503) is waiting and uses up no attempt; everything else is raised. Only
-sampling and scoring go through here: a lost answer was never seen, so asking again gives a sample from the same
-distribution. Calls that change the server must not. Concrete servers implement the `_..._wrapper` methods; each call is
-one attempt.
+Each call has ONE owner of retries: `APIServer._call` if it is bound to this server (in a session), `ServerManager` if
+it may move to another (`moving`). Both count in `Retries`: connection errors, timeouts and 5xx are retried up to
+`max_attempts`; 429 and 503 mean "later" and use no attempt; everything else is raised. Only sampling and scoring go
+through here, because they can be repeated: a second answer comes from the same distribution. Calls that change the
+server must not. Concrete servers implement the `_..._wrapper` methods; each call of one is one attempt.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ T = TypeVar("T")
 MAX_ATTEMPTS = 3
 MAX_BACKOFF_S = 10.0
 HEALTH_POLL_S = 1.0
-"""Pause between two questions to a server that is down; a server that is up is not asked."""
+"""Pause between two probes of a server that is down; a healthy server is not probed."""
 HEALTH_TIMEOUT_S = 5.0
 HEALTH_REMINDER_S = 5.0
-"""Pause between two probes of a server that is down and that no request waits for."""
+"""Pause between two probes of a server that is down and has no waiting requests."""
 MIN_PAUSE_S = 0.01
 BOUND_WAIT_S = 60.0
-"""How long a session waits for its server while others are up: long enough for a restart."""
+"""How long a session waits for its server while others are healthy: long enough for a restart."""
 LATER = frozenset({429, 503})
 
 AVOID_S, MAX_AVOID_S = 1.0, 30.0
-"""How long other servers are preferred after a failure; doubled by each one that follows without an answer between."""
+"""How long other servers are preferred after a failure; doubled by each consecutive failure."""
 
 
 class EngineDown(EngineUnavailable):
-    """The server stayed down for as long as a request may wait; retrying would wait as long again."""
+    """The server stayed down for a request's maximum wait, so the request is not retried."""
 
 
 class WeightSpan(NamedTuple):
@@ -70,8 +69,8 @@ class TokenCompletions(tuple[Any, ...]):
 
     (prompt_tokens [P], output_tokens [n][T_i], output_logprobs [n][T_i], finish_reasons [n])
 
-    `weight_versions` has, per completion, the spans of policy versions in sampling order, or None where the
-    server does not tell.
+    `weight_versions` has, per completion, the spans of policy versions in sampling order; None if the server does not
+    report them.
     """
 
     weight_versions: list[list[WeightSpan] | None]
@@ -91,7 +90,7 @@ class TokenCompletions(tuple[Any, ...]):
 
     @classmethod
     def of(cls, answer: tuple[Any, ...] | None) -> TokenCompletions:
-        """Wrap the plain tuple that a third party's server returns; EngineRejected for None, which is no answer."""
+        """Wrap the plain tuple of a third-party server; raise EngineRejected for None, which is no answer."""
         if answer is None:
             raise EngineRejected("the server has no answer for this prompt")
         return answer if isinstance(answer, cls) else cls(*answer)
@@ -123,7 +122,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def says_later(error: BaseException) -> bool:
-    """Whether the server is alive and asks for patience: too many requests, or its weights are being changed."""
+    """Whether a healthy server asks to retry later: too many requests, or its weights are being changed."""
     return (
         isinstance(error, EngineUnavailable)
         and error.status in LATER
@@ -132,22 +131,22 @@ def says_later(error: BaseException) -> bool:
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether an attempt got no answer in time."""
+    """Whether an attempt timed out."""
     return isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
 
 
 class Retries:
-    """How often one call may still be sent, wherever it goes."""
+    """Counts the attempts of one call over all servers, and ends its retries."""
 
     def __init__(self, servers: Sequence[APIServer]) -> None:
-        """`servers` are those it may be sent to; the most patient one's settings count."""
+        """`servers` are those that may get the call; the largest of their limits applies."""
         self.num_sent = 0
         self.num_failed = 0
         self._servers = servers
         self._began_waiting: float | None = None
 
     def note(self, error: Exception) -> None:
-        """Count a failed attempt. Raises once there were too many; "later" is counted in seconds."""
+        """Count a failed attempt; raise after too many failures, or too many seconds of "later" (429, 503)."""
         if says_later(error):
             now = time.monotonic()
             self._began_waiting = self._began_waiting or now
@@ -168,11 +167,11 @@ class Retries:
 
 
 moving: ContextVar[Retries | None] = ContextVar("moving", default=None)
-"""Set by `ServerManager` around a call that it can send to another server: a server then tries once."""
+"""Set by `ServerManager` around a call that it can move to another server: each server then tries once."""
 
 
 def longest_completion(answer: Any) -> int | None:
-    """Return the tokens of the longest completion in an answer; None where that is not known."""
+    """Return the number of tokens of an answer's longest completion (or the mean, from `usage`); None if unknown."""
     if isinstance(answer, tuple):
         return max(map(len, answer[1]), default=None)
     total = getattr(getattr(answer, "usage", None), "completion_tokens", None)
@@ -180,7 +179,7 @@ def longest_completion(answer: Any) -> int | None:
 
 
 class APIServer(ABC):
-    """One inference server. Opens nothing before its first request; `close()` releases what it opened."""
+    """One inference server. Opens nothing before its first request; `close()` releases everything."""
 
     max_attempts = MAX_ATTEMPTS
     max_backoff_s = MAX_BACKOFF_S
@@ -200,25 +199,25 @@ class APIServer(ABC):
         self.eval_attempts_list: deque[int] = deque(maxlen=window)
         self.check_task: asyncio.Task[None] | None = None
         self.initialized = False
-        """Whether the server has been asked for its health yet."""
+        """Whether the health check has ever been started."""
         self.num_assigned = {"train": 0, "eval": 0}
-        """Requests and sessions that were given to this server and are not finished, per budget."""
+        """Unfinished requests and sessions at this server, per budget."""
         self.concurrency: ConcurrencyController | None = None
-        """What adapts the number of requests in flight; None: the two configured numbers are all there is."""
+        """Adapts the number of requests in flight; None: only the two configured limits apply."""
         if config.adaptive_concurrency:
             self.concurrency = ConcurrencyController(
                 config.num_max_requests_at_once + config.num_requests_for_eval
             )
             self._apply_limit()
         self.is_another_healthy: Callable[[], bool] = lambda: False
-        """Whether another server could take over; set by `ServerManager`."""
+        """Whether another server is healthy; set by `ServerManager`."""
         self._num_calls = 0
-        """Requests that are not finished."""
+        """Unfinished requests."""
         self._num_blamed = 0
-        """Failures since the last answer that a request sent later than the failure before had."""
+        """Failures since the last answer; concurrent ones count once."""
         self._blamed_at = self._avoided_until = 0.0
         self._num_waiting = 0
-        """Requests that wait for the server to be up."""
+        """Requests waiting for the server to become healthy."""
         self._health_asked_at = -HEALTH_REMINDER_S
         self._healthy = asyncio.Event()
         self._healthy.set()
@@ -242,16 +241,15 @@ class APIServer(ABC):
         return self._noted(asked, raw)
 
     def _noted(self, asked: dict[str, Any], raw: tuple[Any, ...]) -> TokenCompletions:
-        """Note how an answer was sampled, for the item under way."""
+        """Record how an answer was sampled, for the current item."""
         answer = TokenCompletions.of(raw)
         note_sampling(asked, answer.weight_versions)
         return answer
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
-        """Return the top logprobs at every position of a prompt.
+        """Return the top logprobs at every position of a prompt; the first position may be empty.
 
-        Keys: prompt_tokens [P], prompt_topk_token_ids [P][k], prompt_topk_logprobs [P][k]; the first
-        position may be empty.
+        Keys: prompt_tokens [P], prompt_topk_token_ids [P][k], prompt_topk_logprobs [P][k].
         """
         return await self._call(self._get_logprobs_wrapper, kwargs)
 
@@ -263,24 +261,21 @@ class APIServer(ABC):
             self.concurrency.share = max(self.sem.weight, 1.0 / self.sem.max_val)
 
     def num_free(self, split: str = "train") -> int:
-        """Free slots of a budget; negative when requests are waiting.
-
-        Evaluation that runs at a server makes it less free for training, too.
-        """
+        """Return the free slots of a budget, negative if requests are waiting; evaluation also uses training slots."""
         if split != "train":
             return self.eval_sem.capacity - self.num_assigned["eval"]
         return self.sem.capacity - self.num_assigned["train"] - self.num_assigned["eval"]
 
     @property
     def is_avoided(self) -> bool:
-        """Whether other servers are preferred: this one failed lately. After a while it gets one request at a time."""
+        """Whether other servers are preferred after a recent failure; later this one gets one request at a time."""
         if not self._num_blamed:
             return False
         since_s = time.monotonic() - self._avoided_until
         return since_s < 0 or (since_s < MAX_AVOID_S and any(self.num_assigned.values()))
 
     def blame(self, *, began: float) -> None:
-        """Note that a request failed here, or was refused and another server took it; `began`: when it was sent."""
+        """Record that a request, sent at `began`, failed here, or was refused here and accepted elsewhere."""
         if self._num_blamed and began < self._blamed_at:
             return  # sent before the failure was known
         self._blamed_at = time.monotonic()
@@ -291,7 +286,7 @@ class APIServer(ABC):
     async def wandb_metrics(
         self, metrics_dict: dict[str, Any] | None, server_name: str | None
     ) -> dict[str, Any]:
-        """Add this server's figures over its last `rolling_buffer_length` requests; times in seconds."""
+        """Add this server's metrics over its last `rolling_buffer_length` requests; times in seconds."""
         metrics = {} if metrics_dict is None else metrics_dict
         name = server_name or "server"
         metrics[f"server/{name}_healthy"] = float(self.server_healthy)
@@ -344,11 +339,11 @@ class APIServer(ABC):
         )
 
     async def _find_fault(self) -> str | None:
-        """Return None if the server is up, else the reason it is not; makes no paid request."""
+        """Return None if the server is healthy, else the reason it is not; must not make a paid request."""
         return None
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
-        """Ask until the server is up, then set `server_healthy`; stop when no request waits for it any more."""
+        """Probe until the server is healthy, then set `server_healthy`; stop early if no request waits for it."""
         while (fault := await self._find_fault()) is not None:
             self._asked.set()
             if fault != self._health_reason:
@@ -386,7 +381,7 @@ class APIServer(ABC):
         return self.config.health_check and self.config.base_url is not None
 
     def _watch(self) -> None:
-        """Hold requests back until the server has answered a health question."""
+        """Mark the server unhealthy, which holds requests back, and probe it until it is healthy."""
         self.server_healthy = False
         self._health_asked_at = time.monotonic()
         if self.check_task is None or self.check_task.done():
@@ -394,11 +389,11 @@ class APIServer(ABC):
 
     @property
     def is_known(self) -> bool:
-        """Whether the server has answered a health question, or will never be asked one."""
+        """Whether a first probe has a result, or the server is never probed."""
         return self._asked.is_set() or not self._checks_health
 
     async def first_answer(self) -> None:
-        """Ask a server that was never used for its health and wait for one answer, good or bad."""
+        """Probe a server that was never used and wait for the first result, good or bad."""
         if not self.is_known:
             if not self.initialized:
                 self.initialized = True
@@ -407,22 +402,22 @@ class APIServer(ABC):
                 async with asyncio.timeout(HEALTH_TIMEOUT_S):
                     await self._asked.wait()
             except TimeoutError:
-                self._asked.set()  # no answer is an answer, too: the server is not healthy
+                self._asked.set()  # no answer counts as a result: not healthy
 
     @property
     def health_reason(self) -> str:
-        """Why the server is not ready; empty if it is, or has not answered yet."""
+        """Why the server is not ready; empty if it is, or has no probe result yet."""
         return self._health_reason
 
     def look_again(self) -> None:
-        """Ask a server that is down, at most every HEALTH_REMINDER_S; for servers that no request waits for."""
+        """Probe a server that is down, at most every HEALTH_REMINDER_S; for servers without waiting requests."""
         if not self.server_healthy and (
             time.monotonic() - self._health_asked_at >= HEALTH_REMINDER_S
         ):
             self._watch()
 
     async def healthy_again(self) -> None:
-        """Return when requests may be sent, however long that takes."""
+        """Wait without limit until requests may be sent."""
         if not self.server_healthy:
             self._watch()
         with self._waiting():
@@ -445,7 +440,7 @@ class APIServer(ABC):
         self._watch()
         began = time.monotonic()
         with self._waiting():
-            # Nothing tells when another server comes up: that is looked at between two waits.
+            # There is no event for another server's recovery, so `_patience_s` is read again between waits.
             while (left_s := began + self._patience_s - time.monotonic()) > 0:
                 try:
                     async with asyncio.timeout(min(left_s, HEALTH_REMINDER_S)):
@@ -460,7 +455,7 @@ class APIServer(ABC):
 
     @property
     def _patience_s(self) -> float:
-        """How long the current request may wait for the server to be up."""
+        """How long the current request may wait for the server to become healthy."""
         wait_s = self.config.health_wait_s
         if not self._asked.is_set() or not self.is_another_healthy():
             return wait_s
@@ -486,7 +481,7 @@ class APIServer(ABC):
                 except Exception as e:
                     if not is_transient(e):
                         raise
-                    if getattr(e, "status", None) != 429:  # that is the limiter's business
+                    if getattr(e, "status", None) != 429:  # the limiter handles 429
                         self.blame(began=began)
                     if shared is not None:
                         raise
@@ -502,7 +497,7 @@ class APIServer(ABC):
             self._num_calls -= 1
 
     def pause_s(self, error: BaseException, num_sent: int) -> float:
-        """Return how long to wait before sending again: what the server asks for, else longer and longer."""
+        """Return the pause before the next attempt: the server's Retry-After, else exponential backoff."""
         if isinstance(error, EngineUnavailable) and error.retry_after_s is not None:
             return min(error.retry_after_s, MAX_RETRY_AFTER_S) + random.uniform(0.0, MIN_PAUSE_S)
         pause_s = Backoff(1.0, self.max_backoff_s, num_failed=num_sent - 1).next()
@@ -516,7 +511,7 @@ class APIServer(ABC):
         *,
         again: bool,
     ) -> tuple[T, float]:
-        """Send once, when the server is up and a slot is free; return the answer and the seconds it took."""
+        """Send once the server is healthy and a slot is free; return the answer and its seconds."""
         limiter = self.sem if split == "train" else self.eval_sem
         gated = self._checks_health
         while True:
@@ -525,7 +520,7 @@ class APIServer(ABC):
             await limiter.acquire(first=again)
             if not gated or self.server_healthy:
                 break
-            limiter.release()  # the server went down while this request stood in line
+            limiter.release()  # the server went down while this request was queued
             again = True
         try:
             controller = self.concurrency
@@ -568,13 +563,13 @@ class APIServer(ABC):
         return answer, now - began
 
     def _suspect(self, error: BaseException) -> None:
-        """Ask for the server's health after an error that a server which is down would cause."""
+        """Start probing after an error that may mean that the server is down."""
         status = error.status if isinstance(error, EngineUnavailable) else None
         if is_transient(error) and self._checks_health and (status is None or status >= 500):
             self._watch()
 
     def _apply_limit(self) -> None:
-        """Let training use what evaluation leaves of the limit."""
+        """Apply the limit to both budgets; training gets what evaluation does not use."""
         if self.concurrency is not None:
             limit = self.concurrency.limit
             self.eval_sem.update_limit(limit)

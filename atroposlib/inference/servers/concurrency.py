@@ -1,14 +1,14 @@
-"""How many requests one inference server should have at once: a controller that only computes.
+"""A controller of the number of requests in flight at one inference server. It does no I/O; times are arguments.
 
-`limit` (1..cap) falls when the server refuses requests (429, 503), does not answer in time, or made more tokens per
-second with fewer requests; otherwise it grows. A server that queues requests is sent the cap: waiting there is no worse
-than waiting here. Times are arguments; `APIServer` owns one controller per server; nothing here sends.
+`limit` (1..cap) falls when the server refuses requests (429, 503), times out, or generated more tokens per second with
+fewer requests; otherwise it grows. For a server that queues requests it reaches the cap, because waiting there is no
+worse than waiting here. `APIServer` owns one controller per server.
 
-This controller decides how many requests are at a server, `runtime/capacity.py` how many items are in flight; neither
-reads the other's number, and a limit that the items do not reach does not grow, so they cannot oscillate.
+This controller limits the requests at a server, `runtime/capacity.py` the items in flight. Neither reads the other's
+number, and a limit that the items do not reach does not grow, so the two cannot oscillate.
 
-The figures beside the constants come from `benchmarks/concurrency.py --sensitivity`, in completions per second of a
-server of 64 slots that makes 31.2 at best.
+The figures beside the constants come from `benchmarks/concurrency.py --sensitivity`: completions per second of a server
+with 64 slots, which makes at most 31.2.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ class ConcurrencyController:
     """The limit of one server."""
 
     START = 64
-    """Limit and step at first. 32: 7 % fewer answers in the first 20 minutes of a fast server with long answers; 128:
-    20.5 instead of 28.7 where the server slows down, whose best level is never seen."""
+    """Initial limit and step. 32: 7 % fewer answers in the first 20 minutes of a fast server with long answers; 128:
+    20.5 instead of 28.7 at a server that slows down, whose best level is never reached."""
     GROWTH = 2.0
     """Factor of the step after a round that reached the limit. 1.5: 33 instead of 24 s to recover from 8 to 64 slots;
     4: 9 % instead of 1 % of the attempts time out at a server that queues."""
     BACKOFF = 0.95
-    """Part of what the server took that it is sent next. 0.9: 28.9 instead of 30.3 where it refuses; 0.975: the
-    smaller of two clients has 0.64 instead of 0.71 of an equal part there."""
+    """After a refusal, the new limit as a fraction of the accepted requests. 0.9: 28.9 instead of 30.3 at a server that
+    refuses; 0.975: the smaller of two clients gets 0.64 instead of 0.71 of an equal share there."""
     MAX_FALL = 0.5
-    """Part of the limit that is left at least when requests sent together are refused. 0.25: three times as many
-    attempts time out."""
+    """Minimum fraction of the limit that remains when requests sent together are refused. 0.25: three times as many
+    timeouts."""
     PAUSE_S = 0.5
-    """Nothing is sent for so long after a refusal that leaves nothing in flight. 0: 50 refusals a second."""
+    """Pause after a refusal that leaves nothing in flight. 0: 50 refusals a second."""
     WORSE = 0.9
-    """Less than this part of the best rate, with more requests, means too many. 0.8: 26.3 instead of 28.7 where the
-    server slows down; rounds of 64 answers vary by 5 %, so it cannot be much closer to 1."""
+    """A rate below this fraction of the best, with more requests, means too many requests. 0.8: 26.3 instead of 28.7 at
+    a server that slows down; rounds of 64 answers vary by 5 %, so it cannot be much closer to 1."""
 
     def __init__(self, cap: int) -> None:
         self.cap = cap
         self.in_flight = 0
         self.share = 1.0
-        """The part of the limit that this client may use; the rest belongs to other environments."""
+        """Fraction of the limit that this client may use; the rest belongs to other environments."""
         self.paused_until = 0.0
-        """Nothing should be sent before this time."""
+        """Time before which nothing should be sent."""
         self._limit = float(min(cap, self.START))
         self._step = self._limit
-        """What the next good round adds."""
+        """Increase of the limit after the next good round."""
         self._floor = 1.0
         self._lowered_at = -math.inf
         self._best_rate = self._best_level = 0.0
-        """Most tokens per second of a round, and the mean number of requests in flight that made them."""
+        """Best tokens per second of a round, and its mean number of requests in flight."""
         self._area = self._counted_at = 0.0
-        """Integral of the requests in flight over the round, and up to when."""
+        """Integral of the requests in flight over the round, and its end time."""
         self._begin_round(0.0)
 
     @property
@@ -61,16 +61,16 @@ class ConcurrencyController:
         return max(1, min(self.cap, round(self._limit)))
 
     def start(self, now: float) -> None:
-        """A request was sent."""
+        """Record a sent request."""
         self._count(now, 1)
         self._is_used |= self.in_flight >= max(1, int(self.limit * self.share))
 
     def drop(self, now: float) -> None:
-        """A request ended without saying anything about load (cancelled, malformed, connection lost)."""
+        """Record a request whose end says nothing about load (cancelled, malformed, connection lost)."""
         self._count(now, -1)
 
     def finish(self, now: float, *, started_at: float, num_tokens: int | None) -> None:
-        """A request was answered; `num_tokens` is the length of its longest completion, None if unknown."""
+        """Record an answer; `num_tokens` is the length of its longest completion, None if unknown."""
         self._count(now, -1)
         if started_at < self._round_began:
             return
@@ -81,10 +81,9 @@ class ConcurrencyController:
             self._end_round(now)
 
     def refuse(self, now: float, *, started_at: float) -> None:
-        """The server refused a request, or did not answer it in time.
+        """Record a refusal or a timeout; the requests still in flight are what the server accepts.
 
-        What is left in flight is what the server took. Requests sent before the limit began to fall let it fall by
-        half at most: many that time out together would leave nothing.
+        Requests sent before the limit began to fall lower it to no less than `MAX_FALL` of it: many may fail together.
         """
         self._count(now, -1)
         if started_at >= self._lowered_at:
@@ -102,7 +101,7 @@ class ConcurrencyController:
         self.in_flight += change
 
     def _begin_round(self, now: float) -> None:
-        """Measure until as many requests as the limit were sent and answered."""
+        """Start a round, which ends when as many requests as the limit were sent and answered in it."""
         self._round_began = self._counted_at = now
         self._area = 0.0
         self._num_answers = self._tokens = 0

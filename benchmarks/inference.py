@@ -39,7 +39,7 @@ from benchmarks._env_process import Probe
 MODEL = "scripted"
 QUESTION = "Which group of sequences is cut into the next batch, and why? Question "
 SIGMA = 0.3
-"""Standard deviation of the answers' latency, as a factor on the median."""
+"""Standard deviation of the logarithm of the answers' latency."""
 
 Ask = Callable[[int], Awaitable[int]]
 """Send request i and return the number of tokens in the answer."""

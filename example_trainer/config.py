@@ -48,9 +48,13 @@ _UNUSED = frozenset(
         "num_inference_nodes",
         "debug_loading",
         "single_copy",
+        "benchmark",
     }
 )
-_WHY_UNUSED = "torchrun starts several processes, engines take weights without shared memory, and there is no Adafactor"
+_WHY_UNUSED = (
+    "torchrun starts several processes, engines take weights without shared memory, there is no Adafactor, and "
+    "metrics.jsonl has times and memory"
+)
 
 
 class TrainerConfig(BaseModel):

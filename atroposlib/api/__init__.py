@@ -1,7 +1,6 @@
 """The hub: environments post groups, a trainer takes exact batches.
 
-`uvicorn atroposlib.api:app` serves it;
-README.md is the wire.
+`uvicorn atroposlib.api:app` serves it; README.md is the wire contract.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ __all__ = ["app"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load FastAPI only when the application is asked for: clients import `api.schemas` cheaply."""
+    """Import FastAPI only on first use of `app`, so that clients import `api.schemas` cheaply."""
     if name == "app":
         from atroposlib.api.server import app
 

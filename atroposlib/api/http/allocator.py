@@ -1,18 +1,15 @@
-"""How the hub's processes keep memory. Called once at the start of a process; changes nothing but glibc's settings."""
+"""glibc allocator settings of the hub's processes, applied once at start-up."""
 
 from __future__ import annotations
 
 import ctypes
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-"""Of mallopt(3)."""
+"""Parameters of mallopt(3)."""
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep memory that bodies were in for the next ones: fresh pages cost a fifth of an ingested token.
-
-    Without glibc nothing changes.
-    """
+    """Make glibc reuse the memory of earlier bodies: fresh pages cost a fifth of ingesting a token. Needs glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol with the limits it lacks: time and size of a request head, and of a body nobody wants.
+"""uvicorn's HTTP protocol with the limits it lacks: time and size of a request head, and time for an unread body.
 
-For `run-api`, which makes uvicorn use it. Bodies that are read have their limits in limits.py; TLS handshakes have
-asyncio's. Applications also get the `IS_GONE_EXTENSION` from here.
+`run-api` makes uvicorn use it. limits.py limits the bodies that are read, asyncio the TLS handshakes. The ASGI
+extensions named in limits.py are set here.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from atroposlib.api.http.limits import ABORT_EXTENSION, CROWDED_EXTENSION, IS_GO
 
 MAX_CONNECTIONS = 4096
 _POLLRDHUP: int | None = getattr(select, "POLLRDHUP", None)
-"""Only Linux has it; elsewhere a hang-up shows when the body is read."""
+"""Linux only; elsewhere a disconnect is noticed only when the body is read."""
 
 
 RESERVED_CONNECTIONS = 16
-"""Beyond the limit, for health checks and trainers that hold a batch."""
+"""Accepted beyond the limit, for vital routes: health checks, and trainers that hold a batch."""
 
 
 class Connections:
     """The open connections of one server, so that idle ones make room for others.
 
-    At the limit a further connection closes the one that has been idle for longest: first one that has never shown
-    any rights. While every connection is busy, `RESERVED_CONNECTIONS` more are let in, for what must get through; the
-    next ones are closed.
+    At the limit, a new connection closes the longest idle one, unauthorised ones first. If all are busy,
+    `RESERVED_CONNECTIONS` more are accepted, for vital routes; further ones are closed.
     """
 
     def __init__(self, limit: int) -> None:
@@ -36,10 +35,10 @@ class Connections:
         self._open: set[HubProtocol] = set()
         self._strangers: dict[HubProtocol, None] = {}
         self._known: dict[HubProtocol, None] = {}
-        """Idle connections, longest first: those that have never shown any rights, and those that have."""
+        """Idle connections, longest idle first: those without and those with an authorised request so far."""
 
     def add(self, connection: HubProtocol) -> None:
-        """Note a connection that was made; closes it or another one if there are too many."""
+        """Register a new connection; at the limit, close an idle one, or this one."""
         if len(self._open) >= self.limit:
             idle = next(iter(self._strangers), None) or next(iter(self._known), None)
             if idle is not None:
@@ -77,15 +76,15 @@ class HubProtocol(HttpToolsProtocol):
     """From the connection, or the first byte of a later request, to the end of the head."""
     MAX_HEAD_BYTES = 64 * 2**10
     UNWANTED_BODY_S = 10.0
-    """How long a client may go on sending a body after its request was answered. Closing at once would often destroy
-    the answer on its way."""
+    """How long a client may keep sending a body after its request was answered. Closing at once would often destroy the
+    response in transit."""
 
     def __init__(self, *args: Any, connections: Connections | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_crowded = False
-        """Whether it was let in beyond the limit."""
+        """Whether it was accepted beyond the limit."""
         self.was_let_in = False
-        """Whether one of its requests needed rights, and had them."""
+        """Whether one of its requests was authorised for a route that needs a scope."""
         self._all = connections or Connections(MAX_CONNECTIONS)
         self._deadline: asyncio.TimerHandle | None = None
         self._is_in_head = True
@@ -137,10 +136,12 @@ class HubProtocol(HttpToolsProtocol):
         super().on_message_complete()
         if self.cycle is not None and self.cycle.response_complete:
             self._all.note_idle(self)
-            self._close_after(self.HEAD_TIMEOUT_S)  # for the next request: uvicorn's timer is gone
+            self._close_after(
+                self.HEAD_TIMEOUT_S
+            )  # for the next request: uvicorn's timer has ended
 
     def on_response_complete(self) -> None:
-        # Of pipelined requests `cycle` is the last, and the one that was answered had all its body.
+        # With pipelining, `cycle` is the last request; the answered one had its whole body.
         is_body_missing = not self.pipeline and self.cycle.more_body
         super().on_response_complete()
         self.was_let_in = self.was_let_in or "was_let_in" in self.scope
@@ -163,7 +164,7 @@ class HubProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _is_gone(self) -> bool:
-        """Has the client hung up? Asked of the socket: while nobody reads, the transport does not notice."""
+        """Whether the client has disconnected, by the socket: a paused transport does not notice."""
         if self.transport.is_closing():
             return True
         connection = self.transport.get_extra_info("socket")

@@ -1,8 +1,8 @@
-"""Request bodies to packed groups: the CPU work behind `payloads.GroupCodec`, wherever it runs.
+"""Decode request bodies into packed groups: the CPU work of `payloads.GroupCodec`.
 
-`decode_body` runs in the hub for bodies of ordinary size, and otherwise in a process of its own, which is this module
-as a program: it serves the socket that it finds as its standard input, one request after the other, and
-ends when the hub does. It imports neither FastAPI nor the coordinator, and keeps no state between requests.
+`decode_body` runs in the hub for light bodies, otherwise in a separate process, which runs this module: it serves the
+socket on its standard input, one request at a time, and ends with the hub. The module imports neither FastAPI nor the
+coordinator, and keeps no state between requests.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from atroposlib.wire import (
 )
 
 READY: Final = b"R"
-"""Said once, when requests can be read."""
+"""Sent once, when the process can read requests."""
 REQUEST: Final = struct.Struct("<Q??")
-"""Size of the body that follows, is it packed, many."""
+"""Size of the body that follows, `is_packed`, `many`."""
 REPLY: Final = struct.Struct("<Q")
 """Size of the `Reply` that follows; after it come the payloads."""
 
@@ -45,29 +45,29 @@ _TOO_MUCH: Final = "the body needs more memory than one request may take; send f
 
 _LIGHT_JSON_BYTES: Final = 2**19
 _LIGHT_NODES: Final = 2000
-"""Lists, objects and keys, bounded by the characters that begin one: each costs some microseconds."""
+"""Lists, objects and keys: at most as many as there are `[`, `{` and `:`. Each costs a few microseconds."""
 _LIGHT_NUMBERS: Final = 2**16
-"""As many take 2 ms, and 6 ms in a body that both parsers have to read."""
+"""This many take 2 ms, or 6 ms where both parsers read the body."""
 _LIGHT_PACKED_BYTES: Final = 4 * 2**20
-"""Copied in 2 ms and checked in 3."""
+"""Copied in 2 ms and checked in 3 ms."""
 
 Body = bytes | bytearray | memoryview
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
-    """Answer of the process."""
+    """Response of the process."""
 
     groups: list[BlobFacts] = []
     sizes: list[int] = []
-    """Of the payloads."""
+    """Bytes of each payload."""
     refusal: str | None = None
     """Text of the `GroupError`."""
     bug: str | None = None
-    """Traceback of anything else."""
+    """Traceback of any other exception."""
 
 
 def is_light(body: Body, *, is_packed: bool) -> bool:
-    """Whether `decode_body` takes some milliseconds at most."""
+    """Whether `decode_body` takes a few milliseconds at most."""
     texts: Sequence[Body] = [body]
     if is_packed:
         if len(body) > _LIGHT_PACKED_BYTES:
@@ -81,7 +81,7 @@ def is_light(body: Body, *, is_packed: bool) -> bool:
 
 
 def _num_marks(text: Body, marks: str) -> int:
-    """Count characters, five times as fast as `bytes.count` does."""
+    """Count characters, five times as fast as `bytes.count`."""
     characters = np.frombuffer(text, np.uint8)
     return sum(int(np.count_nonzero(characters == ord(mark))) for mark in marks)
 
@@ -118,13 +118,13 @@ def _decode_packed(body: Body, *, many: bool) -> list[IncomingGroup]:
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return the next bytes, in one call that releases the GIL; raises `EOFError` if the peer ends first."""
+    """Return the next bytes, in one call that releases the GIL; raises `EOFError` if the peer closes first."""
     data = connection.recv(num_bytes, socket.MSG_WAITALL) if num_bytes else b""
     if len(data) == num_bytes:
         return data
     parts = [data]
     missing = num_bytes - len(data)
-    while missing:  # a signal cut the call short, or the peer is gone
+    while missing:  # a signal interrupted the call, or the peer closed
         data = connection.recv(missing, socket.MSG_WAITALL)
         if not data:
             raise EOFError
@@ -138,7 +138,7 @@ def _answer(body: bytes, *, is_packed: bool, many: bool) -> tuple[Reply, list[by
         groups = decode_body(body, is_packed=is_packed, many=many)
     except GroupError as e:
         return Reply(refusal=str(e)), []
-    except Exception:  # noqa: BLE001 - the boundary of this process: the hub raises it there
+    except Exception:  # noqa: BLE001 - the process boundary: the hub raises it again
         return Reply(bug=traceback.format_exc()), []
     payloads = [group.payload for group in groups]
     facts = [BlobFacts(*group[:-1]) for group in groups]

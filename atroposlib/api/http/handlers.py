@@ -1,8 +1,8 @@
-"""The hub's handlers, and `ROUTES`: the one table of what it serves, to whom, and how.
+"""The hub's handlers, and `ROUTES`, the table of all routes.
 
-Handlers translate between HTTP and a run's coordinator and hold no state; what they share is in `app.state.services`.
-A hot handler takes the request and returns a response; FastAPI reads the bodies of the others. Token-carrying routes
-take the raw body and return bytes; pydantic sees control bodies only. To add a route, write a handler and its row.
+Handlers translate between HTTP and a run's coordinator and keep no state; they share `app.state.services`. A hot
+handler takes the request and returns a response; FastAPI parses the bodies of the others. Routes that carry tokens use
+raw bytes; pydantic parses control bodies only. To add a route, write a handler and its row.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED, json_pieces
 Model = TypeVar("Model", bound=BaseModel)
 
 _BATCH_BYTES = 32 * 2**20
-"""Set aside while a batch of unknown size is read."""
+"""Memory reserved while a batch of unknown size is read."""
 _DEAD_PER_TEXT = 500
-"""Dead groups described at once: 2 ms."""
+"""Dead groups encoded per piece: 2 ms."""
 HOLD_CHECK_S = 1.0
-"""How often a held request looks for room whatever the run says."""
+"""How often a held request retries even if the run signals no progress."""
 _NOT_IN_EMPTY_EXAMPLE = {"overrides", "group_overrides", "env_id", *DISTILL_FIELDS}
 
 
@@ -58,12 +58,12 @@ class Services:
     codec: GroupCodec
     metrics: HubMetrics
     batches: ByteBudget
-    """Of batches that are being read, encoded and sent."""
+    """For batches being read, encoded and sent."""
     lookups: ByteBudget
-    """Of other large answers that are being sent."""
+    """For other large responses being sent."""
 
 
-# The run that a request is for
+# The run of a request
 
 
 def _services(request: Request) -> Services:
@@ -77,7 +77,7 @@ def _run_name(request: Request) -> str:
 
 
 async def existing_run(request: Request) -> Coordinator:
-    """Return the run that the path names. Raises 404: only a trainer's registration begins one."""
+    """Return the run named in the path. Raises 404 if there is none: only a trainer's registration creates one."""
     name, hub = _run_name(request), _services(request).hub
     run = hub.runs.get(name) or await hub.find(name)
     if run is None:
@@ -86,7 +86,7 @@ async def existing_run(request: Request) -> Coordinator:
 
 
 async def run_or_blank(request: Request) -> Coordinator:
-    """Return the run that the path names, or what it looks like before it begins."""
+    """Return the run named in the path, or an empty one if it does not exist."""
     name, hub = _run_name(request), _services(request).hub
     run = hub.runs.get(name) or await hub.find(name)
     return run or Coordinator(MemoryStore(), name=name)
@@ -125,7 +125,7 @@ async def scored_data_list(request: Request) -> Response:
 
 
 async def _take_in(run: Coordinator, request: Request, *, many: bool) -> list[Receipt]:
-    """Decode, check and store; hold a client that would drop the group when there is no room."""
+    """Decode, check and store groups; if there is no room, hold an original client, which would drop the groups."""
     services = _services(request)
     body = await request.body()
     content_type = request.headers.get("content-type", "")
@@ -143,7 +143,7 @@ async def _take_in(run: Coordinator, request: Request, *, many: bool) -> list[Re
 async def _accept_patiently(
     run: Coordinator, groups: list[IncomingGroup], *, hold_s: float
 ) -> list[Receipt]:
-    """Original clients drop a group at a refusal for load, so make them wait for room instead."""
+    """Retry for up to `hold_s` while the run is full: original clients drop a refused group."""
     deadline = time.monotonic() + hold_s
     while True:
         try:
@@ -158,7 +158,7 @@ async def _accept_patiently(
 def _riding_status(
     run: Coordinator, request: Request, receipts: Sequence[Receipt]
 ) -> dict[str, Any]:
-    """Tell our own clients their status with the answer, so that they need not ask for it."""
+    """Return the `env_status` of the reply, which saves native clients a request; empty for original ones."""
     env_ids = {receipt.env_id for receipt in receipts}
     if not is_ours(request) or len(env_ids) != 1:
         return {}
@@ -201,7 +201,7 @@ async def status_env(request: Request) -> Response:
     ):
         await run.progress.wait(remaining_s)
         if await request.is_disconnected():
-            break  # asking on its behalf would pass for a sign of life
+            break  # `status_env` would record the environment as alive
         found = run.status_env(query.env_id, **asking)
     return Response(found.model_dump_json(exclude_none=True), media_type=CONTENT_TYPE_JSON)
 
@@ -282,7 +282,7 @@ async def _batch_response(
 async def _next_batch(
     run: Coordinator, request: Request, wait_s: float, lease: LeaseRequest | None, share: Share
 ) -> Delivery | None:
-    """Return the next batch, waiting for it up to `wait_s`. A client that has left takes none."""
+    """Return the next batch; None after `wait_s`, at shutdown, or if the client disconnects."""
     deadline = time.monotonic() + wait_s
     delivery = await _deliver(run, lease, share)
     while delivery is None and not run.arrivals.is_closed:
@@ -299,7 +299,7 @@ async def _next_batch(
 
 
 async def _deliver(run: Coordinator, lease: LeaseRequest | None, share: Share) -> Delivery | None:
-    """Take a batch when there is memory for one. How large it is shows when it is there."""
+    """Take a batch once memory for it is reserved; its true size is known only afterwards."""
     await share.grow(_BATCH_BYTES)
     delivery = await run.deliver(lease)
     share.hold(0 if delivery is None else sum(map(len, delivery.payloads)))
@@ -371,7 +371,7 @@ async def dead(request: Request, run: RunOrBlank) -> Response:
 
 
 def _dead_texts(run: Coordinator) -> Iterator[bytes]:
-    """Write `DeadGroups`, some hundred groups at a time."""
+    """Encode `DeadGroups` as JSON, `_DEAD_PER_TEXT` groups at a time."""
     separator = b'{"groups":['
     groups = run.dead()
     while some := list(itertools.islice(groups, _DEAD_PER_TEXT)):
@@ -397,7 +397,7 @@ async def reset_data(run: RunOrBlank) -> str:
 
 
 def _addressed_run(request: Request, run: str) -> str:
-    """Return the run that `Access` checked the rights for; `run` tells the documentation of the parameter."""
+    """Return the run that `Access` authorised; the parameter `run` is for the OpenAPI document only."""
     return _run_name(request)
 
 
@@ -424,7 +424,7 @@ async def healthz() -> dict[str, str]:
 
 async def readyz(request: Request) -> schemas.Ready:
     hub = _services(request).hub
-    # The default run begins anew after a DELETE when it is asked for.
+    # `hub.run` recreates the default run after a DELETE.
     run = await hub.run() if hub.is_open else None
     if run is None or run.arrivals.is_closed:
         raise HTTPException(503, "starting or stopping")
@@ -440,7 +440,7 @@ async def show_metrics(request: Request) -> Response:
 
 
 def is_ours(request: Request) -> bool:
-    """Whether the client knows what 429 means; those of the original drop the group."""
+    """Whether this is a native client, which retries after 429; original clients drop the group."""
     return "atropos-client" in request.headers
 
 
@@ -454,7 +454,7 @@ def _decoded(body: bytes) -> Any:
 
 
 def _checked(model: type[Model], value: Any, where: str) -> Model:
-    """Check what came in `where`; a fault is answered as FastAPI would."""
+    """Validate `value` from `where` ("query" or "body"); faults are reported as FastAPI does."""
     try:
         return model.model_validate(value, from_attributes=True)
     except ValidationError as e:
@@ -463,7 +463,7 @@ def _checked(model: type[Model], value: Any, where: str) -> Model:
 
 
 def _lookup(request: Request, texts: Iterable[bytes]) -> Response:
-    """Answer what people look at, which may be long."""
+    """Return a response that may be long, sent in pieces."""
     services = _services(request)
     return JsonPieces(texts, services.lookups, timeout_s=services.limits.receive_timeout_s)
 
@@ -472,7 +472,7 @@ def _json_response(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type=CONTENT_TYPE_JSON)
 
 
-# What the OpenAPI document says of handlers that read requests by themselves
+# OpenAPI descriptions of handlers that parse requests themselves
 
 
 def _takes(
@@ -481,7 +481,7 @@ def _takes(
     query: type[BaseModel] | None = None,
     returns: Any = None,
 ) -> dict[str, Any]:
-    """Return FastAPI's options of a route that takes these."""
+    """Return the FastAPI route options that describe this body, query and response."""
     extra: dict[str, Any] = {}
     if query is not None:
         fields = query.model_json_schema()["properties"]
@@ -565,4 +565,4 @@ ROUTES = RouteTable(
         Route("DELETE", "/runs/{run}", end_run, ADMIN, is_destructive=True),
     ]
 )
-"""Every route of the hub. What is not here needs the admin scope, and is then 404 or 405."""
+"""Every route of the hub. Any other path needs the admin scope, and then gets 404 or 405."""

@@ -1,8 +1,8 @@
-"""What one request may cost: body sizes, inflation, sending time, memory in flight, and waiting for room.
+"""Limits of one request: body size, inflation, transfer time, memory in flight, and waiting for room.
 
-Two pure-ASGI middlewares. `Ladder` turns requests away, or holds them unread, while a run is full. `RequestBodies`
-reads every body within the limits and hands it on inflated, so that a handler gets it with one `await request.body()`.
-Nothing here looks inside a body: the checks of groups are payloads.py's business. The table of answers is in README.md.
+Two pure-ASGI middlewares. `Ladder` refuses requests, or holds them unread, while a run is full. `RequestBodies` reads
+and inflates every body within the limits, so that a handler gets it with one `await request.body()`. Nothing here
+parses a body: payloads.py checks groups. README.md lists the responses.
 """
 
 from __future__ import annotations
@@ -26,63 +26,62 @@ from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.hub import DEFAULT_RUN
 
 CLIENT_HEADER = b"atropos-client"
-"""Sent by our own clients on every request; they understand 429."""
+"""Sent by native clients with every request; they retry after 429."""
 IS_GONE_EXTENSION = "atropos.is_gone"
-"""ASGI extension: a function that says whether the client hung up, without reading from it."""
+"""ASGI extension: a function that returns whether the client disconnected, without reading from it."""
 CROWDED_EXTENSION = "atropos.is_crowded"
-"""ASGI extension: true for a connection beyond the limit, which is there for what must get through."""
+"""ASGI extension: whether the connection is beyond the limit and so serves vital routes only."""
 ABORT_EXTENSION = "atropos.abort"
 """ASGI extension: a function that closes the connection without waiting for the client to read."""
 
 _MIB = 2**20
 _GZIP_WBITS = 16 + isal_zlib.MAX_WBITS
 _FEED_BYTES = {"gzip": 4096, "zstd": 256}
-"""Inflated at once, to 4 MiB and 8 MiB at most: deflate makes 1032 bytes of one, a zstd block 128 KiB of four."""
+"""Fed per call, which yields at most 4 and 8 MiB: deflate makes 1032 bytes of one, a zstd block 128 KiB of four."""
 _ZSTD_MAX_WINDOW_BYTES = 8 * _MIB
 """What RFC 8878 (3.1.1.1.2) asks decoders to support."""
 _MAX_MEMBERS = 10_000
-"""Of one body. Each costs microseconds however small it is."""
+"""gzip members or zstd frames in one body. Each costs microseconds however small it is."""
 _INLINE_INFLATE_BYTES = 4 * 2**10
 """Compressed bodies up to this size inflate to 1 MiB at most, in milliseconds: not worth a thread."""
 _INLINE_JOIN_BYTES = _MIB
 """Pieces of a body up to this size are joined on the event loop."""
 _UNCOUNTED_BYTES = 64 * 2**10
-"""Bodies up to this size never wait for the budget: acks must get through while producers flood."""
+"""Bodies up to this size never wait for the budget: acks must get through under load."""
 _STEP_BYTES = _MIB
-"""Taken from the budget at once, as a body arrives."""
+"""Taken from the budget per step while a body arrives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubLimits:
-    """What requests may cost."""
+    """Limits of requests."""
 
     max_body_bytes: int = 64 * _MIB
-    """Of a request with groups, as sent."""
+    """Body of a request with groups, as sent."""
     max_inflated_bytes: int = 256 * _MIB
-    """Of a request with groups, inflated."""
+    """Body of a request with groups, inflated."""
     max_inflate_ratio: int = 200
-    """Inflated to sent, once 1 MiB has come out. Groups of real text stay far below 50."""
+    """Inflated to sent bytes, checked beyond 1 MiB of output. Groups of real text stay far below 50."""
     max_control_body_bytes: int = _MIB
-    """Of any other request, as sent and inflated."""
+    """Body of any other request, as sent and inflated."""
     max_inflight_bytes: int = 512 * _MIB
-    """Of bodies being received or handled, once more of inflated ones, and once more of batches being sent; what needs
-    more waits its turn."""
+    """Each of three budgets: bodies received or handled, inflated bodies, batches being sent. Requests wait for it."""
     max_lookup_bytes: int = 64 * _MIB
-    """Of other large answers being sent, which are made piece by piece."""
+    """Budget of other large responses, which are encoded piece by piece."""
     receive_timeout_s: float = 120.0
     """From the first read to the end of the body."""
     receive_grace_s: float = 10.0
-    """Time before the minimum rate is asked for."""
+    """Time before the minimum rate is enforced."""
     min_receive_bytes_per_s: int = 16 * 2**10
-    """And no less than what gets the announced body here within `receive_timeout_s`."""
+    """Raised if the announced body needs more to arrive within `receive_timeout_s`."""
     max_wait_s: float = 60.0
     """Longest `wait=` of a long poll."""
     hold_s: float = 60.0
     """How long a request of an original client is held while its run is full."""
     max_held: int = 256
-    """Requests held at once; further ones get 503 at once."""
+    """Requests held at a time; further ones get 503 immediately."""
     retry_after_s: int = 2
-    """Told to clients that are turned away."""
+    """`Retry-After` of refused requests."""
 
 
 class BodyRefused(Exception):
@@ -95,7 +94,7 @@ class BodyRefused(Exception):
 
 
 def content_encoding(headers: Headers) -> str | None:
-    """Return "gzip", "zstd" or, for a body sent as it is, None. Raises `BodyRefused` 415 for anything else."""
+    """Return "gzip", "zstd", or None for an uncompressed body. Raises `BodyRefused` 415 for anything else."""
     names = [
         name.strip().lower()
         for value in headers.getlist("content-encoding")
@@ -117,8 +116,8 @@ def content_encoding(headers: Headers) -> str | None:
 def inflate(data: bytes, *, encoding: str, max_bytes: int, max_ratio: int = 200) -> bytes:
     """Inflate a whole gzip or zstd body, several members or frames included.
 
-    Raises `BodyRefused`: 400 if it is corrupt, truncated or followed by something else, 413 past a limit. Never holds
-    more than `max_bytes` of output, and of a bomb only its first megabytes.
+    Raises `BodyRefused`: 400 if it is corrupt, truncated or followed by other data, 413 past a limit. Output stops at
+    most one piece (8 MiB) past a limit.
     """
 
     def check(num_bytes: int, *, num_read: int) -> None:
@@ -137,19 +136,19 @@ def inflate(data: bytes, *, encoding: str, max_bytes: int, max_ratio: int = 200)
             try:
                 return _zstd().decompress(data, allow_extra_data=False)
             except zstandard.ZstdError:
-                pass  # several frames, or a broken one: the steps tell
+                pass  # several frames, or a broken one: retried in steps
         for piece, num_read in _inflate_in_steps(data, encoding):
             size += len(piece)
             check(size, num_read=num_read)
             pieces.append(piece)
     except (IsalError, zstandard.ZstdError, EOFError) as e:  # type: ignore[misc] # its stub is wrong
         raise BodyRefused(400, f"Invalid {encoding} payload") from e
-    # Gives up the GIL from a MiB on; a buffer that grows would copy under it.
+    # `join` releases the GIL from 1 MiB on; a growing buffer would copy while holding it.
     return b"".join(pieces)
 
 
 def _inflate_in_steps(data: bytes, encoding: str) -> Iterator[tuple[bytes, int]]:
-    """Yield pieces of some MiB at most, each with the number of compressed bytes read so far."""
+    """Yield pieces of a few MiB at most, each with the number of compressed bytes read so far."""
     view = memoryview(data)
     position = 0
     for _ in range(_MAX_MEMBERS):
@@ -180,27 +179,26 @@ def _too_large(limit: int) -> BodyRefused:
 
 
 class ByteBudget:
-    """Bytes that requests take before they use the memory, strictly first come, first served.
+    """A memory budget that requests reserve bytes from, strictly first come, first served, on one event loop.
 
-    A large request is not overtaken by small ones, so it cannot starve. The oldest request that holds or wants bytes
-    never waits, although the total is exceeded then: requests that each hold a part and wait for the rest
-    would wait for ever. For one event loop.
+    Small requests do not overtake a large one, so it cannot starve. The oldest request that holds or wants bytes never
+    waits, even past the total: otherwise requests that each hold a part and wait for the rest would deadlock.
     """
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self.free_bytes = total_bytes
         self.shares: dict[Share, None] = {}
-        """Those that hold or want bytes, oldest first."""
+        """Shares that hold or want bytes, oldest first."""
         self.waiting: dict[Share, tuple[int, asyncio.Future[None]]] = {}
-        """How much each of these shares wants to hold, in the order in which they are served."""
+        """Bytes that each waiting share wants in all, in the order of service."""
 
     def share(self) -> Share:
-        """Return what holds bytes for the length of a `with`."""
+        """Return an empty share; use it in a `with` block, whose end releases it."""
         return Share(self)
 
     def serve(self) -> None:
-        """Give waiting shares what is free."""
+        """Grant free bytes to waiting shares."""
         while self.waiting:
             oldest = next(iter(self.shares))
             share = oldest if oldest in self.waiting else next(iter(self.waiting))
@@ -215,7 +213,7 @@ class ByteBudget:
 
 
 class Share:
-    """What one request holds of a budget."""
+    """The bytes that one request holds of a budget."""
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
@@ -228,7 +226,7 @@ class Share:
         self.hold(0)
 
     async def grow(self, num_bytes: int) -> None:
-        """Hold `num_bytes` in all; wait for the rest of them."""
+        """Hold `num_bytes` in all, waiting until they are granted."""
         if self.grow_now(num_bytes):
             return
         waiting = self._budget.waiting
@@ -240,7 +238,7 @@ class Share:
             waiting.pop(self, None)
 
     def grow_now(self, num_bytes: int) -> bool:
-        """Hold `num_bytes` in all if that takes no waiting; otherwise the share keeps its place in line."""
+        """Hold `num_bytes` in all if that needs no wait; return whether it does. Either way the share keeps its rank."""
         budget = self._budget
         budget.shares[self] = None
         has_room = not budget.waiting and num_bytes - self.num_bytes <= budget.free_bytes
@@ -250,7 +248,7 @@ class Share:
         return False
 
     def hold(self, num_bytes: int) -> None:
-        """Hold exactly this, even beyond the total: it is in memory already."""
+        """Hold exactly `num_bytes`, even beyond the total, for bytes that are already in memory."""
         budget = self._budget
         budget.free_bytes += self.num_bytes - num_bytes
         self.num_bytes = num_bytes
@@ -262,9 +260,9 @@ class Share:
 
 
 class RequestBodies:
-    """ASGI middleware: reads every request's body within the limits and hands it on inflated.
+    """ASGI middleware: reads every body within the limits and passes it on inflated.
 
-    Its memory counts against the budgets until the request is answered.
+    A body counts against the budgets until its request is answered.
     """
 
     def __init__(self, app: ASGIApp, limits: HubLimits) -> None:
@@ -290,7 +288,7 @@ class RequestBodies:
     async def _read(
         self, scope: Scope, receive: Receive, received: Share, inflated: Share
     ) -> bytes | None:
-        """Return the body, inflated; None when the client left."""
+        """Return the body, inflated; None if the client disconnected."""
         expected = self._expected(scope)
         body = await self._receive(receive, expected, received)
         if body is None:
@@ -307,7 +305,7 @@ class RequestBodies:
         return body
 
     def _expected(self, scope: Scope) -> _Expected:
-        """What the head says of the body. Raises `BodyRefused`."""
+        """Return what the head announces about the body. Raises `BodyRefused`."""
         limits = self._limits
         headers = dict[bytes, bytes](scope["headers"])
         encoding = None
@@ -326,10 +324,10 @@ class RequestBodies:
         )
 
     async def _receive(self, receive: Receive, expected: _Expected, share: Share) -> bytes | None:
-        """Return the body as it was sent; None when the client left.
+        """Return the body as sent; None if the client disconnected.
 
-        The budget is charged for what has come, not for what is announced, which costs a client nothing to say. While
-        its turn is waited for nothing more is read, and the client's time stands still.
+        The budget is charged for the bytes received, not for the announced size, which may be false. While this waits
+        for the budget, it reads nothing, and the client's deadline is extended by the wait.
         """
         limits = self._limits
         in_time = limits.receive_timeout_s - limits.receive_grace_s
@@ -351,7 +349,7 @@ class RequestBodies:
             if is_whole:
                 break
             try:
-                # One timer for as long as nothing is late; then what has come bought more time, or it did not.
+                # One timer until the deadline; the bytes received by then may have extended it.
                 async with asyncio.timeout_at(start + allowed_s):
                     while not is_whole and (
                         size <= _UNCOUNTED_BYTES + share.num_bytes
@@ -378,13 +376,13 @@ class RequestBodies:
             return pieces[0]
         if size <= _INLINE_JOIN_BYTES:
             return b"".join(pieces)
-        return await asyncio.to_thread(b"".join, pieces)  # gives up the GIL while it copies
+        return await asyncio.to_thread(b"".join, pieces)  # releases the GIL while it copies
 
     async def _inflate(self, body: bytes, expected: _Expected, share: Share) -> bytes:
         assert expected.encoding is not None
         limits = self._limits
         limit = expected.inflated_limit
-        # Taken for the worst case and given back at once. Nobody waits for the other budget while holding this one.
+        # Reserved for the worst case, corrected below. No request waits for the other budget while it holds this one.
         await share.grow(min(limit, max(_MIB, limits.max_inflate_ratio * len(body))))
         work = functools.partial(
             inflate,
@@ -400,23 +398,23 @@ class RequestBodies:
 
 
 class _Expected(NamedTuple):
-    """What the head of a request says of its body, and what is allowed."""
+    """What the head of a request announces about its body, and the limits for it."""
 
     num_bytes: int
-    """The limit, when only the body's end will tell."""
+    """Announced size; the limit if no size is announced."""
     encoding: str | None
     limit: int
     inflated_limit: int
 
 
 def _body_class(scope: Scope) -> Body:
-    """What the request's row says of its body; paths that no row names have no business with large ones."""
+    """Return the body class of the request's route; `CONTROL` for an unknown path."""
     route: Route | None = scope.get("hub_route")
     return Body.CONTROL if route is None else route.body
 
 
 def _announced_bytes(scope: Scope, headers: Mapping[bytes, bytes]) -> int | None:
-    """Return how large the body will be; None when only its end will tell."""
+    """Return the announced size of the body; None if there is none."""
     length = headers.get(b"content-length", b"")
     if length.isdigit():
         return int(length)
@@ -426,7 +424,7 @@ def _announced_bytes(scope: Scope, headers: Mapping[bytes, bytes]) -> int | None
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body in one message, then whatever follows it."""
+    """Return a `receive` that yields the body in one message, then the messages of `receive`."""
     bodies = [body]  # emptied on delivery, so that the handler alone decides how long it lives
 
     async def receive_body() -> Message:
@@ -438,18 +436,18 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 class Ladder:
-    """ASGI middleware, outside of `RequestBodies`: what becomes of requests with groups while their run is full.
+    """ASGI middleware around `RequestBodies`: refuses or holds requests with groups while their run is full.
 
-    Our own clients get 429 at once. Clients of the original would drop the group at that, so they are held, their body
-    unread, until there is room; only then, or when too many are held, do they get 503. `scope["held_s"]` says how long
-    that took: the handler holds a request for what is left of the time.
+    Native clients get 429 at once. Original clients would drop the group, so they are held, their body unread, until
+    there is room; after `hold_s`, or if too many are held, they get 503. `scope["held_s"]` is the time spent: the
+    handler holds a request for the rest of `hold_s` only.
 
-    Counted is every request that was not let in at once: `refused` (429), `held` (let in later), `timed_out`,
-    `overflowed` and `stopped` (503), `gone` (hung up while held).
+    Every request not admitted at once is counted: `refused` (429), `held` (admitted later), `timed_out`, `overflowed`
+    and `stopped` (503), `gone` (disconnected while held).
     """
 
     CHECK_S = 0.5
-    """How often a held request is checked even if the run reports no progress: a client that left frees its place."""
+    """How often a held request is checked without progress of the run: a disconnected client frees its slot."""
 
     def __init__(
         self,
@@ -473,7 +471,7 @@ class Ladder:
         await (refusal or self._app)(scope, receive, send)
 
     async def _refusal(self, scope: Scope) -> JSONResponse | None:
-        """Return None when the request may go on, else the answer that turns it away."""
+        """Return None if the request is admitted, else the response that refuses it."""
         name = scope.get("run", DEFAULT_RUN)
         run = self._runs.get(name)
         reason = None if run is None else run.overload()
@@ -491,7 +489,7 @@ class Ladder:
     async def _hold(self, name: str, scope: Scope) -> str:
         if self._num_held >= self._limits.max_held:
             return "overflowed"
-        # Servers without the extension cannot tell; the hold ends by its time limit.
+        # Without the extension a disconnect is not noticed; the hold ends at its time limit.
         is_gone = scope.get("extensions", {}).get(IS_GONE_EXTENSION, lambda: False)
         now = asyncio.get_running_loop().time
         began = now()
@@ -507,7 +505,7 @@ class Ladder:
                 if run.progress.is_closed:
                     return "stopped"
                 await run.progress.wait(min(remaining_s, self.CHECK_S))
-                await asyncio.sleep(0)  # room that comes and goes at once must not stop the loop
+                await asyncio.sleep(0)  # yield even if `wait` returned at once
             return "held"
         finally:
             self._num_held -= 1

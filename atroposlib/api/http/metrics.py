@@ -1,8 +1,8 @@
-"""Figures for Prometheus, and one log line per request that failed or was slow.
+"""Prometheus metrics, and one log line per failed or slow request.
 
-`HubMetrics` has a registry of its own: no global state, so several applications live in one process. What the runs know
-is read from them at scrape time; what only happens is observed. Labels never hold what a client made up: a
-route is its template, and a run is one that exists. No line and no figure holds a token or a body.
+`HubMetrics` has its own registry, so several applications can share a process. The state of the runs is read at scrape
+time; events are counted as they happen. Clients cannot create label values: a route is labelled by its template, and
+only existing runs are labels. No metric or log line contains a token or a body.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from atroposlib.api.run.coordinator import Coordinator
 logger = logging.getLogger(__name__)
 
 SLOW_S = 1.0
-"""Requests that take longer are logged even if they succeed, unless they asked to wait."""
+"""Requests that take longer are logged even if they succeed, unless they ask to `wait`."""
 HUNG_UP = 499
-"""Status shown for a client that left before its answer began (nginx's number)."""
+"""Status recorded if the client disconnects before the response starts (nginx's code)."""
 _STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
@@ -52,7 +52,7 @@ _COUNTERS: Final = {
 
 
 class HubMetrics:
-    """All figures of one application. `runs` gives the open runs by name whenever it is asked."""
+    """All metrics of one application. `runs` returns the open runs by name."""
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -95,7 +95,7 @@ class HubMetrics:
         self.back_pressure.remove_by_labels({"run": run})
 
     def render(self) -> bytes:
-        """Return all figures in the text format, `content_type`."""
+        """Return all metrics in the text format of `content_type`."""
         return generate_latest(self._registry)
 
 
@@ -132,7 +132,7 @@ class _RunCollector(Collector):
             usage = run.store.usage()
             queue = run.state.queue
             ages_s = run.lease_ages_s()
-            # May go down again: trained when a trainer resumes, dead when groups are requeued.
+            # Gauges, since they can fall: trained when a trainer resumes, dead when groups are requeued.
             for place in ("queued", "buffered", "leased", "trained", "dead"):
                 groups.add_metric([name, place], getattr(ledger, place))
             for fate in ("produced", "expired", "discarded"):
@@ -229,7 +229,7 @@ class Observe:
 
 
 def _logged(value: str) -> str:
-    """Return `value` as one word on one line, whatever a client put into it.
+    """Return `value`, truncated and quoted unless it is one plain word, so that clients cannot forge log fields.
 
     >>> _logged("/status")
     '/status'

@@ -1,13 +1,13 @@
 """Bodies of the token routes: request bytes to checked groups, stored payloads to response bytes.
 
-`GroupCodec` decides where that work runs, so that the event loop is never blocked for more than some milliseconds:
-light bodies and pieces of JSON on the loop, one in each of its rounds; compression in a thread, which holds the GIL for
-moments only; heavy bodies in a process of its own (`decoding`). In a thread, the parser would hold the GIL for 0.2 s
-for a body of 60 MB, and a hostile body could take the hub's memory. The process is reached through a socket: executors
-of the standard library unpickle what they are sent, and copy it while they hold the GIL.
+`GroupCodec` decides where that work runs, so that it never blocks the event loop for more than a few milliseconds:
+light bodies and pieces of JSON on the loop, one per iteration; compression in a thread, which holds the GIL only
+briefly; heavy bodies in a separate process (`decoding`). In a thread, the parser would hold the GIL for 0.2 s for a
+body of 60 MB, and a hostile body could exhaust the hub's memory. A socket connects the process: the executors of the
+standard library unpickle what they receive, and copy it while they hold the GIL.
 
-Measured (AMD EPYC, CPU s per million tokens of JSON): isal compresses for 0.09, zlib's level 1 for 0.28 and no smaller.
-With zlib, JSON + gzip in and out would miss its 0.6.
+Measured (AMD EPYC, CPU s per million tokens of JSON): isal compresses in 0.09, zlib level 1 in 0.28 to the same size.
+With zlib, JSON + gzip in and out would exceed its budget of 0.6.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED, json_pieces,
 logger = logging.getLogger(__name__)
 
 COMPRESS_FROM_BYTES: Final = 1000
-"""Smaller bodies are sent as they are."""
+"""Smaller bodies are sent uncompressed."""
 
 _GZIP_LEVEL: Final = 2  # of ISA-L, whose levels cost the same
 _ZSTD_LEVEL: Final = 1  # of packed arrays, level 3 is no smaller
@@ -60,7 +60,7 @@ _INLINE_COMPRESS_BYTES: Final = 2**16
 """Compressed on the event loop in 0.3 ms; a thread takes as long to wake."""
 _SHORT_S: Final = 0.001
 _TURN_S: Final = 0.002
-"""How long the event loop encodes before it looks after others."""
+"""How long the event loop encodes before it runs other tasks."""
 
 _DECODER_COMMAND: Final = ("-m", "atroposlib.api.http.decoding")
 _DECODER_MEMORY_BYTES: Final = 4 * 2**30
@@ -72,7 +72,7 @@ class EncodedBody:
     """A response body, ready to send."""
 
     pieces: list[bytes]
-    """Sent one after another, they are the body; each is at most about a MiB."""
+    """Together the body; each is at most about 1 MiB."""
     media_type: str
     encoding: str | None = None
     """Value of `Content-Encoding`."""
@@ -83,21 +83,21 @@ class EncodedBody:
 
 
 class DecoderUnavailable(AtroposError):
-    """No decoder process can be started now; the body has nothing to do with it, and may be sent again."""
+    """No decoder process can start now; the body is not at fault and may be sent again."""
 
 
 class GroupCodec:
-    """Decodes and encodes for one application; its lifespan ends with `close`. Used from one event loop."""
+    """Decodes and encodes for one application, on one event loop, until `close`."""
 
     def __init__(self, *, decoder_timeout_s: float = 60.0, num_threads: int = 2) -> None:
         self._decoder_timeout_s = decoder_timeout_s
         self._decoder: _DecoderProcess | None = None
-        """Kept between bodies; started for the first one."""
+        """Started for the first heavy body, and kept."""
         self._decoder_lock = asyncio.Lock()
-        """One body at a time is with the decoder."""
+        """The decoder takes one body at a time."""
         self._threads = ThreadPoolExecutor(num_threads, "hub-codec")
         self._turn = asyncio.Lock()
-        """Work of milliseconds on the event loop: one piece in each of its rounds."""
+        """For work of milliseconds on the event loop: one piece per iteration."""
 
     async def decode(self, body: Body, *, content_type: str, many: bool) -> list[IncomingGroup]:
         """Decode and check the body of `/scored_data` or, with `many`, `/scored_data_list`.
@@ -127,7 +127,7 @@ class GroupCodec:
                     text = f"decoding the body takes more than {self._decoder_timeout_s:g} s"
                     raise GroupError(f"{text}; send fewer groups at once") from e
                 except _DecoderDied:
-                    # Killed while idle, or by the kernel for memory that others used: not the body's fault.
+                    # Perhaps killed while idle, or by the kernel for memory that others used: retry once.
                     logger.warning("a decoder process ended unexpectedly")
                 finally:
                     if not decoder.is_idle:
@@ -145,7 +145,7 @@ class GroupCodec:
     ) -> EncodedBody:
         """Encode the body of a `GET /batch` that delivers `payloads`.
 
-        `encoding` is None, "gzip" or "zstd". JSON carries `meta` beside the batch only if it holds a lease.
+        `encoding` is None, "gzip" or "zstd". JSON includes `meta` only with a lease.
         """
         texts = packed_pieces(payloads, meta) if packed else _batch_json(payloads, meta)
         media_type = CONTENT_TYPE_PACKED if packed else CONTENT_TYPE_JSON
@@ -161,7 +161,7 @@ class GroupCodec:
         return EncodedBody(pieces=pieces, media_type=media_type, encoding=encoding)
 
     async def _in_turns(self, steps: Iterable[bytes]) -> list[bytes]:
-        """Exhaust `steps` on the event loop, some milliseconds in each of its rounds."""
+        """Exhaust `steps` on the event loop, a few milliseconds per iteration."""
         texts = iter(steps)
         pieces: list[bytes] = []
         is_whole = False
@@ -178,7 +178,7 @@ class GroupCodec:
         return pieces
 
     async def close(self) -> None:
-        """End the threads and the process. Nothing may be under way."""
+        """Stop the threads and the process. No call may be in flight."""
         if self._decoder is not None:
             await asyncio.wrap_future(self._decoder.close())
             self._decoder = None
@@ -186,9 +186,9 @@ class GroupCodec:
 
 
 async def _let_others_run(*, since_s: float) -> None:
-    """Wait for the next round of the event loop, unless this one has done less than a millisecond of work.
+    """Yield to the event loop if the work since `since_s` took more than a millisecond.
 
-    A client that has closed its half of the connection would not get an answer that comes a round later.
+    After less, a client that has closed its half of the connection still gets its response.
     """
     if time.perf_counter() - since_s > _SHORT_S:
         await asyncio.sleep(0)
@@ -203,9 +203,9 @@ class _DecoderProcess:
 
     def __init__(self) -> None:
         self.is_started = False
-        """Whether the process has said that it is ready: an end before that is not a body's fault."""
+        """Whether the process has reported ready; if it ends before, no body is at fault."""
         self.is_idle = False
-        """Whether the process waits for a body. The thread sets it."""
+        """Whether the process waits for a body."""
         self._thread = ThreadPoolExecutor(1, "hub-decoder")
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -224,14 +224,14 @@ class _DecoderProcess:
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     env=environment,
-                    process_group=0,  # signals of the terminal are for the hub
+                    process_group=0,  # terminal signals go to the hub only
                 )
         except OSError as e:
             self._connection.close()
             raise DecoderUnavailable(f"the decoder process cannot start: {e}") from e
 
     def close(self) -> Future[None]:
-        """Kill the process, whatever it does; the future is its end."""
+        """Kill the process; the future is done when it has ended."""
         self._process.kill()
         try:
             return self._thread.submit(self._reap)
@@ -248,7 +248,7 @@ class _DecoderProcess:
         self._connection.close()
 
     async def decode(self, body: Body, *, is_packed: bool, many: bool) -> list[IncomingGroup]:
-        """Run `decode_body` in the process. When this is cancelled, the process must be closed."""
+        """Run `decode_body` in the process. If this is cancelled, the process must be closed."""
         self.is_idle = False
         try:
             answer = self._thread.submit(self._exchange, body, is_packed, many)
@@ -257,7 +257,7 @@ class _DecoderProcess:
         return await asyncio.wrap_future(answer)
 
     def _exchange(self, body: Body, is_packed: bool, many: bool) -> list[IncomingGroup]:
-        """Every wait releases the GIL, and nothing is copied under it."""
+        """Send one body and receive its groups; every wait releases the GIL."""
         connection = self._connection
         try:
             if not self.is_started:
@@ -290,7 +290,7 @@ def _batch_json(payloads: Sequence[bytes], meta: Mapping[str, Any]) -> Iterator[
         yield from json_pieces(payload)
         separator = b","
     yield b"]" if payloads else b'{"batch":[]'
-    if "lease_id" in meta:  # an original client is handed the batch and nothing else
+    if "lease_id" in meta:  # an original client gets only the batch
         yield b"," + msgspec.json.encode(dict(meta))[1:-1]
     yield b"}"
 
@@ -323,12 +323,12 @@ def _compress(pieces: Iterable[bytes], encoding: str) -> list[bytes]:
 
 
 def is_packed(header: str) -> bool:
-    """Does a Content-Type or Accept header name the packed encoding?"""
+    """Whether a Content-Type or Accept header names the packed encoding."""
     return CONTENT_TYPE_PACKED in header.lower()
 
 
 def choose_encoding(accept_encoding: str) -> str | None:
-    """Return "zstd" or "gzip", whichever the client prefers and zstd where it does not care; None for neither.
+    """Return the encoding that the client prefers, "zstd" (also for a tie) or "gzip"; None if it accepts neither.
 
     >>> choose_encoding("gzip, deflate, zstd"), choose_encoding("gzip;q=1.0, zstd;q=0"), choose_encoding("")
     ('zstd', 'gzip', None)
@@ -337,7 +337,7 @@ def choose_encoding(accept_encoding: str) -> str | None:
     for part in accept_encoding.lower().split(","):
         name, _, parameter = part.replace(" ", "").partition(";q=")
         if name in weights:
-            # A weight that is no number is none.
+            # An invalid weight counts as 0.
             is_number = re.fullmatch(r"(\d+(\.\d*)?)?", parameter) is not None
             weights[name] = float(parameter or 1) if is_number else 0.0
     best = max(weights, key=weights.__getitem__)

@@ -1,8 +1,8 @@
-"""What a route is: one row says how it is called, who may call it, what its body may cost, and how it is served.
+"""The rows of the route table: method and path, scopes, body class, and how the route is served.
 
-The table itself stands in handlers.py; the application, the rights (security.py), the limits (limits.py), the labels of
-the metrics and the OpenAPI document are made from it. A request's row is looked up once, by `Access`, and travels in
-`scope["hub_route"]`; what no row names needs the admin scope.
+handlers.py has the table; the application, access rights (security.py), limits (limits.py), metric labels and the
+OpenAPI document derive from it. `Access` looks up a request's row once and stores it in `scope["hub_route"]`; a request
+without a row needs the admin scope.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from atroposlib.api.stores.runs import RUN_NAME
 
 
 class Scope(enum.StrEnum):
-    """What a token may be good for."""
+    """What a token permits."""
 
     PRODUCE = "produce"
     """Environments: send groups."""
     CONSUME = "consume"
     """Trainers: take batches, set the policy version."""
     READ = "read"
-    """Look: accounts, metrics, examples."""
+    """Read accounts, metrics, examples."""
     ADMIN = "admin"
-    """Everything, erasing included."""
+    """Everything, including deletion."""
 
 
 class Body(enum.Enum):
-    """What a request carries, which decides what it may cost."""
+    """What a request carries, which decides its limits."""
 
     CONTROL = "control"
     """A small JSON object, or nothing."""
@@ -47,20 +47,20 @@ class Route:
     template: str
     """Path, with `{name}` for one segment of any text."""
     handler: Callable[..., Any] | None
-    """A hot one takes a Starlette request and returns a response; others are FastAPI's. None: FastAPI has its own."""
+    """A hot one takes a Starlette request and returns a response; FastAPI calls the others. None: built into FastAPI."""
     scopes: Collection[Scope]
-    """Any of them lets a request in, and ADMIN always does; empty: anyone."""
+    """Any one of them permits the request, and ADMIN always does; empty: no token is needed."""
     body: Body = Body.CONTROL
     is_hot: bool = field(default=False, kw_only=True)
-    """Called directly: the way through FastAPI costs several times as much as the handler."""
+    """Whether it is called directly: FastAPI costs several times as much as the handler."""
     is_destructive: bool = field(default=False, kw_only=True)
-    """While the hub has no tokens, only for clients on the same machine."""
+    """Whether only clients on the same machine may call it while the hub has no tokens."""
     is_hub_wide: bool = field(default=False, kw_only=True)
-    """Shows every run, so a token for some runs is not enough."""
+    """Whether it shows every run, so that a token for some runs is not enough."""
     is_vital: bool = field(default=False, kw_only=True)
-    """Answered even when all connections are in use: health, and what a trainer that holds a batch has to say."""
+    """Whether it is served when all connections are in use: health checks, and trainers that hold a batch."""
     api: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
-    """Options of FastAPI's route: what the OpenAPI document says beyond the handler's signature."""
+    """FastAPI route options: OpenAPI details beyond the handler's signature."""
 
 
 class RouteTable:
@@ -79,7 +79,7 @@ class RouteTable:
         return iter(self._routes)
 
     def find(self, method: str, path: str) -> Route | None:
-        """Return the row for a request whose run is already off the path; None for what the hub lacks."""
+        """Return the row for a path without its run prefix; None if there is none."""
         plain = self._plain.get((method, path))
         if plain is not None:
             return plain
@@ -92,18 +92,16 @@ class RouteTable:
 
 
 class RunPath(NamedTuple):
-    """A request path, taken apart."""
+    """A request path, split."""
 
     run: str | None
-    """None: not a path that a run can have."""
+    """None: not a valid path of a run."""
     path: str
-    """What is left. `/runs/NAME` itself stays as it is: it is the run's own resource."""
+    """The rest. `/runs/NAME` itself stays whole: it is the run's own resource."""
 
 
 def split_run(path: str) -> RunPath:
-    """Take `/runs/NAME` off the path; plain paths belong to the default run.
-
-    Only once: a path that names a second run belongs to none.
+    """Split off `/runs/NAME`; paths without it belong to the default run, paths that name two runs to none.
 
     >>> split_run("/runs/math-2/batch")
     RunPath(run='math-2', path='/batch')

@@ -1,9 +1,8 @@
-"""Who may do what, on which run: tokens, scopes, and the run in the path.
+"""Access rights: tokens, scopes, and the run in the path.
 
-`Access` is ASGI middleware that answers 401, 403 and 404 before a body is read. It fails closed: a path that the table
-of routes does not name needs the admin scope. Secrets are compared as SHA-256 digests, in constant time over all
+`Access` is ASGI middleware that refuses requests (401, 403, 404, 503) before a body is read. It fails closed: a path
+that is not in the route table needs the admin scope. Secrets are compared as SHA-256 digests, in constant time over all
 tokens, and are never logged, stored or echoed. Only random secrets are safe under a plain hash: `add_token` makes them.
-How much a request may cost is limits.py's business.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site, is_lo
 
 MIN_SECRET_CHARS = 8
 _FORWARDING = (b"forwarded", b"x-forwarded-for", b"x-real-ip")
-"""Set by proxies: a request that came through one may be from another machine."""
+"""Set by proxies; such a request may come from another machine."""
 _PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+\Z"
 _RunName = Annotated[str, msgspec.Meta(pattern=rf"^{RUN_NAME.pattern}\Z")]
 
 
 class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A secret's digest and what the secret is good for: one row of a token file."""
+    """One row of a token file: the digest of a secret and what it permits."""
 
     name: Annotated[str, msgspec.Meta(pattern=_PRINTABLE)]
     """Shown in logs, unlike the secret."""
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    """Of the secret."""
+    """Digest of the secret."""
     scopes: Annotated[frozenset[Scope], msgspec.Meta(min_length=1)]
     runs: Annotated[frozenset[_RunName], msgspec.Meta(min_length=1)] | None = None
     """None: every run."""
@@ -88,7 +87,7 @@ class TokenSet:
         return cls([Token(name="token", sha256=_digest(secret.encode()), scopes=everything)])
 
     def find(self, secret: bytes) -> Token | None:
-        """Return the token of `secret`; the time taken tells nothing about any of them."""
+        """Return the token of `secret`, or None, in constant time over all tokens."""
         digest = _digest(secret)
         found = None
         for token in self._tokens:
@@ -102,7 +101,7 @@ def add_token(
 ) -> str:
     """Make a random secret, add its hash to the token file, and return the secret.
 
-    The file is made if absent, replaced atomically, and readable by its owner only. Raises ConfigError for a name
+    The file is created if absent, replaced atomically, and readable by its owner only. Raises ConfigError for a name
     already taken, an empty list, or a run that cannot exist.
     """
     secret = f"atropos-{secrets.token_urlsafe(32)}"
@@ -113,7 +112,7 @@ def add_token(
     if runs is not None:
         row["runs"] = sorted(runs)
     is_json = text.lstrip().startswith("[") or (num_earlier == 0 and path.suffix == ".json")
-    if is_json:  # a line cannot simply be added to it
+    if is_json:  # a JSON list cannot be extended by a line
         text = json.dumps([*(yaml.safe_load(text) or []), row], indent=1) + "\n"
     else:
         text += "" if text.endswith("\n") or not text else "\n"
@@ -152,7 +151,7 @@ def _parse(text: str, path: Path) -> list[Token]:
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as e:
-        # The error's own text quotes the file, so only the place is passed on.
+        # The error text quotes the file, so only the line number is reported.
         mark = getattr(e, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(
@@ -185,11 +184,11 @@ _HEADERS_OF_REFUSALS = {
 
 
 class Access:
-    """ASGI middleware: finds the run and the row of a request, takes the run off the path, and turns away who may not.
+    """ASGI middleware: finds the run and row of a request, strips the run from the path, and checks the rights.
 
-    It sets `scope["run"]`, `scope["hub_route"]` (None: no row), for a request with a token `scope["token_name"]`, and
-    for one that needed rights and had them `scope["was_let_in"]`. `tokens` None: everyone may do everything, except
-    that destructive routes are for this machine only and that web pages of other sites are kept out.
+    It sets `scope["run"]`, `scope["hub_route"]` (None: no row), with a known token `scope["token_name"]`, and if a
+    route that needs a scope is permitted `scope["was_let_in"]`. `tokens` None: everything is permitted, except
+    destructive routes from other machines, foreign `Host` headers, and requests from web pages of other sites.
     """
 
     def __init__(self, app: ASGIApp, routes: RouteTable, tokens: TokenSet | None) -> None:
@@ -201,7 +200,7 @@ class Access:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] != "http":  # the hub speaks no websockets
+        if scope["type"] != "http":  # the hub has no websockets
             await send({"type": "websocket.close", "code": 1008})
             return
         run, path = split_run(scope["path"])
@@ -210,7 +209,7 @@ class Access:
         if run is None:
             refusal: _Refusal | None = _Refusal(404, "not the name of a run")
         else:
-            # In place: the request log outside and the routes inside both look here.
+            # In place: the request log outside and the routes inside both read this.
             scope["run"] = run
             if path != scope["path"]:
                 scope["path"] = path

@@ -1,7 +1,7 @@
-"""Answers that are too large to hold per client: sent piece by piece, each piece under a deadline.
+"""Responses too large to buffer per client: sent in pieces, each with a deadline.
 
-A client that does not read is cut off, and until then it holds its share of a budget (`limits.ByteBudget`), so that
-any number of them cannot fill the memory. Whether a plain batch was delivered is decided here too.
+A client that does not read is disconnected; until then its response holds a share of a budget (`limits.ByteBudget`), so
+slow clients cannot exhaust the memory. This module also decides whether a plain batch was delivered.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from atroposlib.wire import CONTENT_TYPE_JSON
 logger = logging.getLogger(__name__)
 
 STALL_S = 30.0
-"""A client that takes no piece for this long does not read."""
+"""A client that accepts no piece for this long is disconnected."""
 _TURNS_TO_NOTICE = 3
-"""Turns of the event loop between the return of `send` from a broken connection and the message that tells of it."""
+"""Event loop iterations between the return of `send` on a broken connection and the disconnect message."""
 PIECE_BYTES = 256 * 2**10
-"""Of an answer that is made while it is sent. Compressing one takes the event loop 4 ms."""
+"""Piece of a response that is encoded while it is sent. Compressing one takes 4 ms on the event loop."""
 
 
 class _PiecewiseResponse(Response):
-    """An answer of several pieces; `timeout_s` is for the whole."""
+    """A response in several pieces; `timeout_s` limits the whole."""
 
     def __init__(self, *, media_type: str, headers: dict[str, str], timeout_s: float) -> None:
         super().__init__(None, media_type=media_type, headers=headers)
@@ -49,7 +49,7 @@ class _PiecewiseResponse(Response):
                 abort()
 
     async def _send_all(self, receive: Receive, send: Send) -> None:
-        """Send the whole answer. Raises TimeoutError."""
+        """Send the whole response. Raises TimeoutError."""
         raise NotImplementedError
 
     async def _send_pieces(self, pieces: Iterable[bytes], send: Send) -> None:
@@ -65,7 +65,7 @@ class _PiecewiseResponse(Response):
 
 
 class JsonPieces(_PiecewiseResponse):
-    """A long JSON text, made while it is sent; `texts` must be made in some milliseconds each."""
+    """A long JSON text, encoded while it is sent; each of `texts` must take only a few milliseconds."""
 
     def __init__(self, texts: Iterable[bytes], budget: ByteBudget, *, timeout_s: float) -> None:
         super().__init__(media_type=CONTENT_TYPE_JSON, headers={}, timeout_s=timeout_s)
@@ -75,17 +75,17 @@ class JsonPieces(_PiecewiseResponse):
     async def _send_all(self, receive: Receive, send: Send) -> None:
         async def send_and_yield(message: Message) -> None:
             await send(message)
-            await asyncio.sleep(0)  # others have the event loop between two pieces
+            await asyncio.sleep(0)  # other tasks run between two pieces
 
         with self._budget.share() as share:
-            # One piece is made while the one before it waits for the client.
+            # One piece is encoded while the previous one waits for the client.
             await share.grow(2 * PIECE_BYTES)
             await self._send_pieces(even_pieces(self._texts, PIECE_BYTES), send_and_yield)
             await send({"type": "http.response.body", "body": b""})
 
 
 class BatchResponse(_PiecewiseResponse):
-    """A leased batch. It holds `share`, which shrinks with what is left to send."""
+    """A leased batch. It holds `share`, which shrinks as pieces are sent."""
 
     def __init__(self, body: EncodedBody, share: Share, *, timeout_s: float) -> None:
         headers = {"Vary": "Accept, Accept-Encoding", "Content-Length": str(body.num_bytes)}
@@ -101,7 +101,7 @@ class BatchResponse(_PiecewiseResponse):
             await send({"type": "http.response.body", "body": b""})
 
     def _drain(self) -> Iterator[bytes]:
-        """Yield the pieces, letting go of each."""
+        """Yield the pieces, releasing each once it is sent."""
         self._pieces.reverse()
         while self._pieces:
             piece = self._pieces.pop()
@@ -110,11 +110,11 @@ class BatchResponse(_PiecewiseResponse):
 
 
 class PlainBatchResponse(BatchResponse):
-    """A batch without a lease: trained, for the hub, just before its last byte is sent.
+    """A batch without a lease, which the hub counts as trained just before it sends the last byte.
 
-    A client that is gone by then does not have the batch: its groups go back to the queue. One that has the last byte
-    has a batch that is never delivered again, whatever becomes of the hub. Between the two, the batch is lost to a
-    client whose connection breaks: without a lease the hub cannot know.
+    A client that disconnects before that did not get the batch: its groups go back to the queue. Afterwards the batch
+    is never delivered again, even if the hub crashes. If the connection breaks between the two, the batch is lost:
+    without a lease the hub cannot know.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class PlainBatchResponse(BatchResponse):
                 await self._run.give_back(self._batch_id)
 
     def _drain_while(self, watcher: asyncio.Task[None]) -> Iterator[bytes]:
-        """Yield the pieces while the client is there, and at the end nothing: sending it waits for what was written."""
+        """Yield pieces while the client is connected, then an empty one: sending it waits for the earlier writes."""
         for piece in self._drain():
             yield piece
             if watcher.done():
@@ -154,6 +154,6 @@ class PlainBatchResponse(BatchResponse):
 
 
 async def _disconnect(receive: Receive) -> None:
-    """Return when the client has left."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -238,7 +238,7 @@ class Share:
             waiting.pop(self, None)
 
     def grow_now(self, num_bytes: int) -> bool:
-        """Hold `num_bytes` in all if that needs no wait; return whether it does. Either way the share keeps its rank."""
+        """Hold `num_bytes` in all and return True if that needs no wait; if not, only keep the share's rank."""
         budget = self._budget
         budget.shares[self] = None
         has_room = not budget.waiting and num_bytes - self.num_bytes <= budget.free_bytes

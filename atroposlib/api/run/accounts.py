@@ -1,4 +1,4 @@
-"""What a run says about itself: where every group is, and why there is no batch. Changes nothing."""
+"""Reports on a run: where every group is, and why there is no batch. Read only."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def status(run: RunState) -> HubStatus:
 
 
 def env_status(run: RunState, environment: Environment) -> EnvStatus:
-    """How much work is ahead of an environment, by the original's formulas, without their side effects.
+    """Return how much work is ahead of an environment, by the original's formulas, without their side effects.
 
-    Other environments' sequences are rounded up to the largest queued group. Costs the same however much is queued.
+    Other environments' sequences are rounded up to the largest queued group. The cost is independent of queue length.
     """
     env_id = environment.env_id
     group_size = max(environment.registration.group_size, run.queue.largest(env_id))
@@ -49,7 +49,7 @@ def env_status(run: RunState, environment: Environment) -> EnvStatus:
 
 
 def ledger(run: RunState) -> Ledger:
-    """Where every group is. `produced` is counted apart from the places, so that a leak would show."""
+    """Count the groups by place. `produced` is counted independently, so that a leak shows."""
     return Ledger(
         produced=run.num_accepted + run.rejected.total(),
         queued=len(run.queue) + _num_groups(run.leases.to_replay),
@@ -70,7 +70,7 @@ def _num_groups(batches: Iterable[Batch]) -> int:
 
 
 def summary(run: RunState) -> str:
-    """What the run holds, for a log line."""
+    """Summarise what the run holds, for a log line."""
     held = ledger(run)
     return (
         f"step {run.current_step}, {held.queued} groups queued, {held.buffered} buffered,"
@@ -80,7 +80,7 @@ def summary(run: RunState) -> str:
 
 
 def dead_groups(run: RunState) -> Iterator[DeadGroup]:
-    """Groups that are set aside now, oldest first; the run may change while they are described."""
+    """Describe the groups now set aside as dead, oldest first; the run may change during the iteration."""
     return (
         DeadGroup(
             number=header.number,
@@ -95,7 +95,7 @@ def dead_groups(run: RunState) -> Iterator[DeadGroup]:
 
 
 def explain(run: RunState, *, now: float) -> Explanation:
-    """Say why there is no batch, or that there is one."""
+    """Explain why there is no batch, or that there is one."""
     plan = None if run.trainer is None else run.look()
     num_leased = len(run.leases.leased)
     blocker, reason = None, "a batch is ready"

@@ -1,7 +1,7 @@
-"""Whether a run that holds much takes more: bounds of the queue, and who may still come in beyond them.
+"""Admission: the bounds of the queue, and which groups are accepted beyond them. Read only.
 
-A run over its bound refuses everything only while a batch can be cut: otherwise the group that would make the next
-batch possible could never come in. Changes nothing.
+With a trainer, a run over its bound refuses everything only while a batch can be cut: otherwise the group that would
+make the next batch possible could never arrive.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from atroposlib.api.run.state import RunState
 from atroposlib.api.run.types import IncomingGroup, Overloaded
 
 _FAR_BEYOND: Final = 2
-"""Times the bound. From here on only what the next batch waits for is let in."""
+"""Multiple of the bound from which on only groups that the next batch needs are accepted."""
 
 
 class _Excess(NamedTuple):
     reason: str
     factor: float
-    """How many times the bound is in use."""
+    """Usage in multiples of the bound."""
 
 
 def overload(run: RunState) -> str | None:
-    """Why the run takes no group from anybody now; None when it may take some: `check` decides per group."""
+    """Return why the run accepts no group now; None if it may accept some: `check` decides per group."""
     excess = _excess(run)
     if excess is None:
         return None
@@ -35,7 +35,7 @@ def overload(run: RunState) -> str | None:
 
 
 def check(run: RunState, groups: Sequence[IncomingGroup]) -> None:
-    """Keep a run that waits for certain groups from filling up with others. Raises `Overloaded`."""
+    """Raise `Overloaded` if the run is full, or if it waits for other groups and these would fill it."""
     excess = _excess(run)
     if excess is None:
         return
@@ -55,7 +55,7 @@ def check(run: RunState, groups: Sequence[IncomingGroup]) -> None:
 
 
 def _excess(run: RunState) -> _Excess | None:
-    """The first bound that is reached; groups beyond what stays useful would be too old before their turn comes."""
+    """Return the first bound that is reached. Groups beyond the staleness bound would be too old when delivered."""
     policy, staleness = run.policy, run.max_staleness
     bounds = [policy.max_queued_sequences]
     if staleness is not None and run.trainer is not None:
@@ -80,7 +80,7 @@ def _is_wanted(group: IncomingGroup, run: RunState) -> bool:
     if plan.blocker is Blocker.MINIMUM:
         return group.env_id == plan.env_id
     if plan.blocker is Blocker.SIZES:
-        # No batch takes more groups of one size.
+        # No batch holds more groups of one size.
         size = group.num_sequences
         return run.queue.num_of_size(size) < run.batch_size // size
     return True

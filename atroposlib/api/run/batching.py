@@ -4,9 +4,9 @@ Guarantees: a batch sums to exactly `batch_size` sequences; groups are never spl
 cut earliest, made of the oldest groups possible, if that one honours the floors; groups of one size from one
 environment leave in arrival order; an additional group never makes a feasible batch infeasible. Where floors bind, each
 environment with a floor supplies a part, and the earliest of all other groups complete the batch. The parts exceed the
-floors by as little as possible. They are sought among the oldest groups of each, so a floor may be waived that groups
-further back could have honoured. The work is bounded by the batch, the number of different sizes and that of floors,
-never by the length of the queue. `GroupQueue.plan` calls it; tokens and time never enter it.
+floors by as little as possible. Only the oldest groups of each are searched, so a floor may be waived that later groups
+could have honoured. The work is bounded by the batch and the numbers of different sizes and of floors, not by the
+length of the queue. `GroupQueue.plan` calls it; tokens and time play no part.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from atroposlib.api.run.types import GroupHeader
 NO_FLOORS: Mapping[int, int] = MappingProxyType({})
 _LOOK_AHEAD_GROUPS = 12
 _LOOK_AHEAD_FLOORS = 2
-"""The part of an environment with a floor is chosen among its oldest groups: so many, and so many times its floor.
+"""An environment's part is chosen among its oldest groups: at least this many, with this many times its floor.
 
 Of 958 random queues that held a batch (1 to 20 floors, 1 to 16 sizes), 6 waived a floor that the whole queue could
 honour; with 4 groups 63, with 16 groups 2. Time grows with the number: 300 environments with floors take about 10 ms.
 """
 _NUM_OVERDUE_TRIED = 4
-"""Each can cost as much as the plan itself."""
+"""Overdue groups tried; each can cost as much as the plan itself."""
 _number = attrgetter("number")
 _size = attrgetter("num_sequences")
 
@@ -51,7 +51,7 @@ class Plan:
 
 
 class Blocker(enum.StrEnum):
-    """What stands between the queue and a batch."""
+    """Why the queue yields no batch."""
 
     TOO_FEW = "too_few"
     """Fewer sequences are queued than a batch holds."""
@@ -70,21 +70,20 @@ class NoBatch:
     have: int
     """Sequences queued in groups that fit into a batch: of `env_id`, or of all when that is None."""
     need: int
-    """Sequences that it takes."""
+    """Sequences required."""
     env_id: int | None = None
-    """The environment that is waited for; None unless the blocker is MINIMUM."""
+    """The environment that must queue more; None unless the blocker is MINIMUM."""
 
     @property
     def is_stuck(self) -> bool:
-        """More groups of the kinds already queued may never help."""
+        """Whether more groups of the sizes already queued may never help."""
         return self.blocker is Blocker.SIZES
 
 
 def sequence_floors(batch_size: int, minimums: Mapping[int, float]) -> dict[int, int]:
     """Turn shares of the batch, 0 to 1, into the sequences that each environment must supply.
 
-    Shares that ask for more than the batch are scaled down proportionally, each to at least one
-    sequence.
+    Shares that exceed the batch in sum are scaled down proportionally, each to at least one sequence.
 
     >>> sequence_floors(8, {0: 0.25, 1: 0.5}), sequence_floors(8, {0: 0.75, 1: 0.75})
     ({0: 2, 1: 4}, {0: 4, 1: 4})
@@ -118,7 +117,7 @@ class _Stock:
     num_groups: Mapping[int, int]
     """By size."""
     taken: Set[int] = frozenset()
-    """Their numbers."""
+    """Group numbers."""
 
     def without(self, groups: Iterable[GroupHeader]) -> _Stock:
         num_groups = dict(self.num_groups)
@@ -154,13 +153,13 @@ def plan_lines(
     """Choose the next batch from `lines`, queued groups by their size, which is positive.
 
     `floors` are sequences that an environment must supply, in order of importance; `own` are the groups of these
-    environments, oldest first. An environment that has not queued its floor is waited for. When all have, and the
-    oldest groups still cannot honour every floor at once, the last floors are waived until a batch exists: waiting
-    would not help.
+    environments, oldest first. If an environment has not queued its floor, there is no batch. If all have, but the
+    oldest groups cannot honour every floor at once, the last floors are waived until a batch exists: waiting would not
+    help.
 
-    The earliest batch can pass over a group for ever: with batches of 8, a group of 5 while 2 and 6, then 1 and 7, keep
-    arriving. So of the groups `overdue`, each the oldest of its environment and size, the first that can be part of a
-    batch is part of this one. (Floors can rule out that a group is part of it; then only the next few are tried.)
+    The earliest batch can pass over a group indefinitely: with batches of 8, a group of 5 while 2 and 6, then 1 and 7,
+    keep arriving. So the batch includes the first of the `overdue` groups (each the oldest of its size or environment)
+    that can be part of one. (Floors can rule a group out; then only the next few are tried.)
     """
     lines = {size: line for size, line in lines.items() if size <= batch_size}
     stock = _Stock(lines, {size: len(line) for size, line in lines.items()})
@@ -193,9 +192,7 @@ def plan_lines(
 
 
 def oldest_subset(sizes: Sequence[int], target: int) -> list[int]:
-    """Indices, ascending, of the oldest subset of `sizes` that sums to `target`.
-
-    Empty when there is none.
+    """Return the indices, ascending, of the oldest subset of `sizes` that sums to `target`; empty if there is none.
 
     "Oldest": index 0 takes part if any solution contains it, then index 1 given that, and so on.
 
@@ -212,7 +209,7 @@ def oldest_subset(sizes: Sequence[int], target: int) -> list[int]:
     to_leave = sum(sizes[index] for index in candidates) - target
     if to_take <= 0 or to_leave < 0:
         return []
-    # A subset can be told by what it leaves out: mostly little, found among the last few.
+    # A subset is also determined by what it leaves out, which is usually little and among the last few.
     limit = min(to_take, to_leave)
     mask = (1 << (limit + 1)) - 1
     after = [1]
@@ -237,7 +234,7 @@ def oldest_subset(sizes: Sequence[int], target: int) -> list[int]:
 
 
 def _oldest(own: Iterable[GroupHeader], floor: int, batch_size: int) -> list[GroupHeader]:
-    """The groups of an environment among which its part of the batch is chosen: a look ahead that is bounded."""
+    """Return the oldest groups of an environment, among which its part of the batch is chosen: a bounded look-ahead."""
     oldest: list[GroupHeader] = []
     num_sequences = 0
     for group in own:
@@ -286,11 +283,11 @@ def _what_is_missing(
 class _Choice(NamedTuple):
     groups: list[GroupHeader]
     num_kept: int
-    """The first floors, which these groups honour."""
+    """How many of the first floors these groups honour."""
 
 
 def _choose(stock: _Stock, candidates: _Candidates, target: int, floors: _Floors) -> _Choice:
-    """The earliest batch of all if it honours the floors; else what they need, then the earliest that completes it."""
+    """Return the earliest batch if it honours the floors; else their parts and the earliest groups to complete them."""
     groups = _earliest(stock.in_order(target), target)
     supplied: Counter[int | None] = Counter()
     if floors:
@@ -307,7 +304,7 @@ def _choose(stock: _Stock, candidates: _Candidates, target: int, floors: _Floors
 def _choose_with(
     group: GroupHeader, stock: _Stock, candidates: _Candidates, target: int, floors: _Floors
 ) -> list[GroupHeader] | None:
-    """`group` and what completes it, as some groups do; None when none that do honour the floors."""
+    """Return `group` and groups that complete it (some do); None if they do not honour the floors."""
     if group.env_id in floors:
         left = [each for each in candidates[group.env_id] if each is not group]
         candidates = {**candidates, group.env_id: left}
@@ -319,9 +316,9 @@ def _choose_with(
 
 
 def _honour(floors: _Floors, stock: _Stock, candidates: _Candidates, target: int) -> _Choice:
-    """The parts of as many of the first environments as a batch can honour, as small as it can have them.
+    """Choose the smallest parts for as many of the first floors as one batch can honour.
 
-    A batch exists if the sums of the parts, made of candidates, and of the other groups reach the batch size.
+    A batch exists if a sum of parts, made of candidates, and a sum of the other groups add up to the batch size.
     """
     sizes = [Counter(map(_size, candidates[env_id])) for env_id in floors]
     parts: list[int] = []
@@ -332,7 +329,7 @@ def _honour(floors: _Floors, stock: _Stock, candidates: _Candidates, target: int
         together.append(add(together[-1], parts[-1], step=gcd(*num_groups), limit=target))
 
     def completable(num_floors: int) -> int:
-        """What the first parts can sum to so that all else completes the batch."""
+        """Return the sums of the first parts that the other groups can complete to a batch."""
         num_others = Counter(stock.num_groups)
         for num_groups in sizes[:num_floors]:
             num_others.subtract(num_groups)
@@ -343,7 +340,7 @@ def _honour(floors: _Floors, stock: _Stock, candidates: _Candidates, target: int
     num_kept = len(floors)
     sums = completable(num_kept)
     if not sums:
-        # Fewer floors are hardly ever harder to honour, and none can always be.
+        # Fewer floors are almost never harder to honour, and zero floors always can be.
         num_kept = bisect_left(range(1, num_kept), True, key=lambda n: not completable(n))
         sums = completable(num_kept)
     groups: list[GroupHeader] = []
@@ -358,9 +355,9 @@ def _honour(floors: _Floors, stock: _Stock, candidates: _Candidates, target: int
 
 
 def _earliest(queue: Iterable[GroupHeader], target: int) -> list[GroupHeader]:
-    """The oldest groups within the shortest prefix of `queue` that holds a choice summing to `target`; there is one.
+    """Return the oldest choice that sums to `target` from the shortest prefix of `queue` with one, which must exist.
 
-    What a choice leaves out of such a prefix is mostly little: sums are needed up to that, not up to `target`.
+    What a choice leaves out of such a prefix is usually little: sums are needed up to that, not up to `target`.
     """
     prefix: list[GroupHeader] = []
     excess = -target

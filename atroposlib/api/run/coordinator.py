@@ -1,7 +1,7 @@
-"""One run as the server sees it: calls of trainers and environments, made durable, and who waits for what.
+"""One run as the server sees it: the calls of trainers and environments, made durable, and their waits.
 
-The only owner of a run's state (`RunState`). No HTTP and no files; the clock is injected. Memory is changed
-first, in one piece between two awaits, and each change goes to the store in that order; a method returns when its
+The only owner of a run's `RunState`. No HTTP and no files; the clock is injected. A method changes memory first (only
+`accept` stores first), without an await in between, passes changes to the store in the same order, and returns when its
 change is as durable as the store promises.
 """
 
@@ -54,9 +54,9 @@ from atroposlib.errors import GroupError
 
 
 class Signal:
-    """Wakes everybody who waits for something to change.
+    """Wakes all waiters at a change, on one event loop.
 
-    One event loop; between a look at the state and `wait()` there must be no await, then nothing is missed.
+    There must be no await between reading the state and `wait()`; then no change is missed.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Signal:
             self._event = asyncio.Event()
 
     def close(self) -> None:
-        """Wake everybody for the last time: from here on `wait` returns at once."""
+        """Wake all waiters; from now on `wait` returns at once."""
         self.is_closed = True
         self._event.set()
 
@@ -96,21 +96,21 @@ class Coordinator:
         self.policy = policy or RunPolicy()
         self.store = store
         self.state = RunState(name, self.policy, epoch=first_epoch)
-        """To be read by others. A reset puts another one in its place."""
+        """Read-only for others. A reset replaces it."""
         self.arrivals = Signal()
-        """Something came that may make a batch possible."""
+        """Notified when a batch may have become possible."""
         self.progress = Signal()
-        """The step or the policy version changed, or room was made."""
+        """Notified when the step or the policy version changed, or room was freed."""
         self.tokens_in = 0
         self.tokens_out = 0
-        """Of groups taken in and handed out since the process started."""
+        """Tokens of groups accepted and delivered since the process started."""
         self._clock = clock
         self._is_closed = False
 
     async def open(self) -> str:
-        """Take over what the store holds; return one line that says what was found, empty for nothing.
+        """Restore the run from the store; return a log line about what was found, empty for a fresh store.
 
-        Raises what the store's `open` raises, and `UnreadableRun` for a document that lacks something.
+        Raises what the store's `open` raises, and `UnreadableRun` for an incomplete document.
         """
         saved = await self.store.open()
         try:
@@ -124,12 +124,9 @@ class Coordinator:
         return f"run {self.name!r}: {self.summary()}; {saved.found}".rstrip("; ")
 
     async def close(self) -> None:
-        """Answer everybody who waits, write down what was only counted, and close the store.
-
-        Calls that still come raise `RunReset`.
-        """
+        """Wake all waiters, save pending changes, and close the store; later calls raise `RunReset`."""
         self.stop_waiting()
-        with contextlib.suppress(StoreBroken):  # what broke it has been reported, and ends the hub
+        with contextlib.suppress(StoreBroken):  # already reported; it ends the hub
             await self._save()
         self._is_closed = True
         await self.store.close()
@@ -139,7 +136,7 @@ class Coordinator:
         self.progress.close()
 
     async def reset(self) -> None:
-        """Forget the run: trainer, environments, groups, ledger."""
+        """Clear the run: trainer, environments, groups, ledger."""
         earlier = self.state
         held = self.ledger()
         earlier.log.warning(
@@ -149,7 +146,7 @@ class Coordinator:
             held.leased,
             earlier.current_step,
         )
-        # A batch of the old run that is still being sent must not be taken for one of the next run.
+        # A batch of the old run that is still being sent must not be mistaken for one of the next run.
         self.state = RunState(
             self.name,
             self.policy,
@@ -160,9 +157,9 @@ class Coordinator:
         await self._save_and_wake()
 
     async def take_over(self, earlier: Coordinator) -> None:
-        """Adopt the environments of the experiment that this one follows in the run; fence its trainers off.
+        """Adopt the environments of the run's earlier experiment, and invalidate the epochs of its trainers.
 
-        Environments keep their ids, since those of the original never register twice.
+        Environments keep their ids, since original clients never register twice.
         """
         run = self.state
         for environment in run.environments:
@@ -174,7 +171,7 @@ class Coordinator:
         await self._save()
 
     async def _save(self, *, is_durable: bool = True) -> None:
-        """Hand what changed to the store."""
+        """Commit the pending changes to the store."""
         if self._is_closed:
             raise RunReset(f"run {self.name} is closed; register again")
         await self.store.commit(self.state.take_change(is_durable=is_durable))
@@ -187,27 +184,27 @@ class Coordinator:
     # Trainer
 
     async def register(self, registration: RegisterTrainer) -> RegistrationReply:
-        """Register a trainer. The hub has set this run aside before, if it begins another experiment."""
+        """Register a trainer. If it begins another experiment, the hub has replaced the earlier run before."""
         reply = experiments.register(self.state, registration, now=self._clock())
         await self._save_and_wake()
         return reply
 
     async def set_policy(self, version: int, *, epoch: int | None = None) -> None:
-        """Note the policy version that the engines serve from now on; it may go back after a rollback.
+        """Set the policy version that the engines now serve; it may decrease after a rollback.
 
-        Raises `Superseded` for the epoch of a trainer that is no longer the run's.
+        Raises `Superseded` if `epoch` is not that of the current trainer.
         """
         if self.state.trainer is None and epoch is not None:
-            return  # its run was reset; when it asks for a batch, it registers again and publishes once more
+            return  # the run was reset; at its next batch the trainer registers again and publishes again
         self.state.leases.check_epoch(epoch)
         self.state.trainer_seen = self._clock()
         self.state.policy_version = version
         await self._save_and_wake()
 
     async def checkpoint(self, step: int, *, epoch: int | None = None) -> int:
-        """Free the batches acknowledged at or before `step`, which need not come again; return how many.
+        """Free the batches trained at or before `step`, which are not needed again; return how many.
 
-        Raises `Superseded` for the epoch of a trainer that is no longer the run's.
+        Raises `Superseded` if `epoch` is not that of the current trainer.
         """
         if self.state.trainer is not None:
             self.state.leases.check_epoch(epoch)
@@ -226,10 +223,10 @@ class Coordinator:
             self.state.leases.check_epoch(lease.epoch)
 
     async def deliver(self, lease: LeaseRequest | None = None) -> Delivery | None:
-        """Hand out the next exact batch; None when none can be cut yet.
+        """Deliver the next exact batch; None if none can be cut yet, or if the trainer has repeated the request since.
 
-        Without `lease` the delivery is plain: follow it up with `confirm` or `give_back`.
-        Raises `NotRegistered` before the trainer has registered, `Superseded` for one that is no longer the run's.
+        Without `lease` the delivery is plain: the caller ends it with `confirm` or `give_back`.
+        Raises `NotRegistered` before a trainer has registered, `Superseded` for the epoch of an earlier trainer.
         """
         self._check_trainer(lease)
         self.state.trainer_seen = self._clock()
@@ -238,7 +235,7 @@ class Coordinator:
             await self._save()
         while True:
             while await self.tick():
-                pass  # while that was stored, time passed and the policy may have moved on
+                pass  # saving took time: more may have expired, and the policy version may have changed
             self._check_trainer(lease)
             leases, now = self.state.leases, self._clock()
             if leases.is_outdated(lease):
@@ -254,9 +251,9 @@ class Coordinator:
                 return self._delivery(batch, payloads)
 
     async def _read(self, batch: Batch, *, is_new: bool) -> list[bytes] | None:
-        """Read the payloads behind the lease of a batch; None when it ended meanwhile, or some are damaged."""
+        """Read a batch once its lease is stored; None if the lease ended meanwhile, or payloads are damaged."""
         try:
-            # Also of a batch that was asked for before: its lease may be on its way to the disk.
+            # Also for a repeated request: the lease may not be on disk yet.
             await self._save()
             if is_new:
                 self.progress.notify()
@@ -271,7 +268,7 @@ class Coordinator:
             is_held = self.state.leases.holds(batch)
             if isinstance(e, KeyError) and not is_held:
                 return None  # its groups ended while it was read
-            # Neither a connection nor time ends a plain delivery that never began.
+            # Neither a disconnect nor expiry ends a plain delivery that never started.
             if batch.row.is_plain and is_held:
                 await self._return(batch, is_failure=False)
             raise
@@ -292,7 +289,7 @@ class Coordinator:
         )
 
     def may_deliver(self, lease: LeaseRequest | None) -> bool:
-        """Whether to call `deliver`. Cheap, for those who wait while groups trickle in."""
+        """Whether to call `deliver`: a cheap check while groups arrive one by one."""
         leases = self.state.leases
         return (
             self.state.trainer is None
@@ -316,7 +313,7 @@ class Coordinator:
         return batch.row.ttl_s
 
     async def ack(self, batch_id: int, lease_id: str, step: int | None = None) -> int:
-        """The batch was trained on, as `step`; return the step. Saying it again changes nothing.
+        """Mark a batch as trained at `step` (None: its own); return the step. Idempotent.
 
         Raises `LeaseLost`, `UnknownBatch`.
         """
@@ -337,7 +334,7 @@ class Coordinator:
     async def reject_groups(
         self, batch_id: int, lease_id: str, positions: Sequence[int], *, reason: str
     ) -> RejectReply:
-        """Set groups of a leased batch aside as dead: the trainer cannot use them. The others go back at once.
+        """Set groups of a leased batch aside as dead, since the trainer cannot use them; requeue the others.
 
         `positions` count from 0 within the batch as it was delivered. Raises `LeaseLost`, `UnknownBatch`, and
         `GroupError` for a position outside of the batch.
@@ -353,7 +350,7 @@ class Coordinator:
         return RejectReply(dead=len(numbers), requeued=requeued)
 
     async def confirm(self, batch_id: int) -> bool:
-        """A plain delivery was written to its end: its groups are trained. False: it was no longer held."""
+        """Count the groups of a plain delivery as trained; False if it was no longer held."""
         batch = self.state.leases.held_plainly(batch_id)
         if batch is None:
             return False
@@ -362,7 +359,7 @@ class Coordinator:
         return True
 
     async def give_back(self, batch_id: int) -> None:
-        """A plain delivery was cut off: its groups go back to the head of the queue."""
+        """Return the groups of an interrupted plain delivery to the head of the queue."""
         batch = self.state.leases.held_plainly(batch_id)
         if batch is not None:
             await self._return(batch, is_failure=False)
@@ -372,9 +369,9 @@ class Coordinator:
         await self._save_and_wake()
 
     async def tick(self) -> bool:
-        """Let leases, groups and environments expire. Call it now and then; every batch call does.
+        """Expire leases, groups and environments. The server calls it regularly.
 
-        Returns False when nothing did; then it has not waited for anything either.
+        Returns False if nothing expired; then it has not awaited anything.
         """
         if not self.state.expire(now=self._clock()):
             return False
@@ -382,7 +379,7 @@ class Coordinator:
         return True
 
     async def requeue_dead(self, numbers: Iterable[int]) -> int:
-        """Give dead groups another chance; return how many of `numbers` are queued now."""
+        """Requeue dead groups; return how many of `numbers` are queued now."""
         run = self.state
         back = run.dead.take(numbers)
         for header in back:
@@ -415,9 +412,9 @@ class Coordinator:
         return reply
 
     async def disconnect_env(self, env_id: int, *, env_uid: str | None = None) -> None:
-        """Take the environment out of weights and minimums.
+        """Mark an environment as disconnected: it no longer counts in weights and minimums.
 
-        Its groups stay; odd-sized ones no longer wait for others. Raises `UnknownEnvironment`.
+        Its groups stay, and buffered ones are queued. Raises `UnknownEnvironment`.
         """
         run = self.state
         environment = run.environments.get(env_id, env_uid=env_uid)
@@ -430,9 +427,9 @@ class Coordinator:
     def status_env(
         self, env_id: int, *, env_uid: str | None = None, experiment: str | None = None
     ) -> EnvStatus:
-        """Tell an environment how much work is ahead of it.
+        """Record that an environment is alive; return how much work is ahead of it.
 
-        Raises `UnknownEnvironment`, also for one that registered for another experiment than the run's.
+        Raises `UnknownEnvironment`, also if `experiment` is not the run's.
         """
         environment = self.state.environments.get(env_id, env_uid=env_uid)
         if experiment is not None and experiment != self.state.experiment:
@@ -445,17 +442,17 @@ class Coordinator:
     async def accept(
         self, groups: Sequence[IncomingGroup], *, experiment: str | None = None
     ) -> list[Receipt]:
-        """Store checked groups; one receipt per group. `experiment`: what they were sampled for, where that is known.
+        """Store checked groups; return one receipt per group. `experiment`: what they were sampled for, if known.
 
-        Raises `GroupError` for a group that could never be part of a batch (nothing is stored) or comes under the id
-        of another (the rest of the call is stored), `AnotherExperiment`, `Overloaded`, `StoreFull`, `RunReset`.
+        Raises `GroupError` for a group that could never be part of a batch (nothing is stored) or reuses the id of
+        another (the rest of the call is stored), `AnotherExperiment`, `Overloaded`, `StoreFull`, `RunReset`.
         """
         if experiment is not None:
             self._check_experiment(experiment, num_groups=len(groups))
         for index, group in enumerate(groups):
             self._check_size(group.num_sequences, _at(index, groups), num_groups=len(groups))
         admission.check(self.state, groups)
-        # A caller who goes away must not leave groups in the store that memory knows nothing of.
+        # A cancelled caller must not leave groups in the store that memory does not know.
         return await asyncio.shield(asyncio.create_task(self._take_in(groups)))
 
     def _check_experiment(self, experiment: str, *, num_groups: int) -> None:
@@ -484,7 +481,7 @@ class Coordinator:
         raise GroupError(f"{where}tokens: {problem}")
 
     async def _take_in(self, groups: Sequence[IncomingGroup]) -> list[Receipt]:
-        """Store groups, then take them into memory; not to be cancelled in between."""
+        """Store groups, then take them into memory; must not be cancelled in between."""
         run = self.state
         new = [run.numbered(group) for group in groups]
         outcomes = await self.store.append(new)
@@ -509,11 +506,11 @@ class Coordinator:
         return receipts
 
     def reject(self, reason: str, *, num_groups: int = 1) -> None:
-        """Count refused groups; a request whose groups could not be counted is one."""
+        """Count refused groups; a request whose groups could not be counted counts as one."""
         self.state.rejected[reason] += num_groups
 
     async def latest(self) -> bytes | None:
-        """The group queued last, delivered or not; None before the first."""
+        """Return the group queued last, delivered or not; None if there is none, or its payload is gone."""
         latest = self.state.latest
         if not isinstance(latest, int):
             return latest
@@ -523,7 +520,7 @@ class Coordinator:
             return None
         return payload
 
-    # What the run says about itself
+    # Reports
 
     def overload(self) -> str | None:
         return admission.overload(self.state)

@@ -1,4 +1,4 @@
-"""Groups that are not delivered any more, until somebody asks for them back or their bytes are needed."""
+"""Dead groups: kept, but not delivered, until they are requeued or their bytes are needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DeadLetter(NamedTuple):
 
 
 class DeadLetters:
-    """In the order in which they died; payloads are in the store."""
+    """Dead groups in the order in which they were set aside; payloads are in the store."""
 
     def __init__(self) -> None:
         self._by_number: dict[int, DeadLetter] = {}
@@ -36,11 +36,11 @@ class DeadLetters:
         self._reasons[_kind(reason)] += 1
 
     def reasons(self) -> dict[str, int]:
-        """Groups by reason; what a reason says after its colon is about one group and left out."""
+        """Count the groups by reason, without the part after the colon, which is about one group."""
         return {reason: count for reason, count in self._reasons.items() if count}
 
     def take(self, numbers: Iterable[int]) -> list[GroupHeader]:
-        """Take out those of `numbers` that are here, in their order."""
+        """Remove and return those of `numbers` that are here, in the order given."""
         taken = []
         for number in numbers:
             letter = self._by_number.pop(number, None)
@@ -51,7 +51,7 @@ class DeadLetters:
         return taken
 
     def take_beyond(self, max_bytes: int) -> list[GroupHeader]:
-        """Take out the oldest until the payloads of the rest take at most `max_bytes`."""
+        """Remove and return the oldest until the payloads of the rest take at most `max_bytes`."""
         taken: list[GroupHeader] = []
         while self._num_bytes > max_bytes:
             taken += self.take([next(iter(self._by_number))])

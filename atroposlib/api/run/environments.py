@@ -1,8 +1,8 @@
-"""The environments of one run: which take part, with what claim on the work, and how much is queued ahead of them.
+"""The environments of one run: which are active, their share of the work, and how much is queued ahead of them.
 
-An environment is *active* while it is connected and has called within the time-out; only active ones count in weights
-and minimums, so that no batch waits for a dead process. Pure: the clock is an argument. What becomes of the groups of
-an environment that leaves is decided in `state`.
+An environment is *active* while it is connected and has called within the timeout; only active ones count in weights
+and minimums, so that no batch waits for a dead process. The clock is an argument. `state` decides what happens to the
+groups of an inactive environment.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from atroposlib.api.schemas import RegisterEnv
 from atroposlib.errors import AtroposError
 
 MIN_ENV_WEIGHT = 0.01
-"""The least share of the work an environment is told to do, as in the original."""
+"""Smallest `env_weight` reported to an environment, as in the original."""
 _MAX_WEIGHT = 1e9
 """Larger weights count as this, so that sums of claims stay finite."""
 MAX_ENVIRONMENTS = 10_000
-"""Ids that one run gives out."""
+"""Environment ids per run."""
 
 
 class TooManyEnvironments(AtroposError):
-    """Every place is taken by an environment that is alive."""
+    """Every id is taken by an active environment."""
 
 
 class UnknownEnvironment(AtroposError):
-    """The environment id was not given out by this hub in this run."""
+    """The environment id is unknown in this run, or belongs to another process or experiment."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Environment:
     is_connected: bool = True
     """False after it disconnects."""
     is_silent: bool = False
-    """Whether its last sign of life is longer ago than the time-out."""
+    """Whether it has made no call for longer than the timeout."""
     last_seen: float
     """Injected clock, seconds."""
     buffered: list[GroupHeader] = field(default_factory=list)
@@ -54,12 +54,12 @@ class Environment:
 
     @property
     def share(self) -> float:
-        """`min_batch_allocation`, 0 when none is asked for or the environment is not active."""
+        """`min_batch_allocation`; 0 if none was requested or the environment is not active."""
         return (self.registration.min_batch_allocation or 0.0) if self.is_active else 0.0
 
     @property
     def demand(self) -> float:
-        """Context length times weight: its claim on the work, compared with the others'."""
+        """Context length times weight: its relative claim on the work."""
         weight = min(max(0.0, self.registration.weight), _MAX_WEIGHT)
         return max(0, self.registration.max_token_length) * weight
 
@@ -84,7 +84,7 @@ class Environments:
         self._demand: float | None = None
         self._claimed: float | None = None
         self.version = 0
-        """Grows with every change of who is active or what they claim."""
+        """Increases with every change of the active environments or their claims."""
 
     def __len__(self) -> int:
         return len(self._all)
@@ -93,13 +93,13 @@ class Environments:
         return iter(self._all)
 
     def find(self, env_id: int | None) -> Environment | None:
-        """None for an id that this run has not given out."""
+        """Return an environment; None for an unknown id."""
         if env_id is None or not 0 <= env_id < len(self._all):
             return None
         return self._all[env_id]
 
     def get(self, env_id: int, *, env_uid: str | None = None) -> Environment:
-        """Raises `UnknownEnvironment`, also when the id belongs to another process than `env_uid`."""
+        """Return an environment. Raises `UnknownEnvironment`, also if the id belongs to another process."""
         environment = self.find(env_id)
         if environment is None:
             raise UnknownEnvironment(
@@ -114,11 +114,11 @@ class Environments:
         return environment
 
     def register(self, registration: RegisterEnv, *, now: float) -> Environment:
-        """Add an environment, or give a returning one its place back.
+        """Add an environment, or give a returning one its id back.
 
-        The same `env_uid` is the same environment. Without a match, the place of an inactive environment of the same
-        name is taken over: a restarted process finds its checkpoints under the name it had. A full registry gives away
-        the place that was silent longest, or raises `TooManyEnvironments`.
+        The same `env_uid` is the same environment. Without a match, an inactive environment of the same name is
+        replaced, so that a restarted process finds its checkpoints under its old name. A full registry reuses the id
+        of the inactive environment that called longest ago, or raises `TooManyEnvironments`.
         """
         environment = self._returning(registration)
         if environment is None and len(self._all) >= MAX_ENVIRONMENTS:
@@ -164,7 +164,7 @@ class Environments:
         self._changed()
 
     def hear_of(self, environment: Environment, *, now: float) -> bool:
-        """Note a sign of life; True when the environment had been silent."""
+        """Record a call; return whether the environment had been silent."""
         environment.last_seen = now
         was_silent = environment.is_silent
         if was_silent:
@@ -173,7 +173,7 @@ class Environments:
         return was_silent
 
     def silence(self, *, now: float, timeout_s: float) -> list[Environment]:
-        """Mark and return the active environments that have not been heard of for `timeout_s`."""
+        """Mark as silent and return the active environments without a call for `timeout_s`."""
         gone = [each for each in self._all if each.is_active and now - each.last_seen > timeout_s]
         for environment in gone:
             environment.is_silent = True
@@ -187,7 +187,7 @@ class Environments:
         self._claimed = None
 
     def adopt(self, earlier: Environments) -> None:
-        """Take over the environments of an earlier experiment under their ids, with nothing buffered."""
+        """Copy the environments of an earlier experiment, with their ids and nothing buffered."""
         self._all = [replace(environment, buffered=[]) for environment in earlier]
         self._changed()
 
@@ -196,11 +196,11 @@ class Environments:
         return sum(environment.is_active for environment in self._all)
 
     def shares(self) -> dict[int, float]:
-        """Minimums in force, by environment id, in order of registration."""
+        """Minimums of active environments, by id, in order of registration."""
         return {each.env_id: each.share for each in self._all if each.share > 0}
 
     def unallocated_fraction(self) -> float:
-        """Share of a batch that no minimum in force claims."""
+        """Share of a batch that no active environment's minimum claims."""
         if self._claimed is None:
             self._claimed = sum(environment.share for environment in self._all)
         return 1.0 - min(1.0, self._claimed)
@@ -212,7 +212,7 @@ class Environments:
         return max(MIN_ENV_WEIGHT, environment.demand / self._demand if self._demand else 0.0)
 
     def restore(self, saved: Iterable[dict[str, Any]], *, now: float) -> None:
-        """Take over what `Environment.saved` returned, by id; every environment gets the full time-out again."""
+        """Restore what `Environment.saved` returned, by id; every environment gets the full timeout again."""
         self._all = [
             Environment(
                 env_id=env_id,
@@ -227,7 +227,7 @@ class Environments:
 
 
 class Backlog:
-    """How much work others have queued ahead of an environment, kept up to date per change so that asking is cheap.
+    """How much work others have queued ahead of an environment, updated per change so that queries are cheap.
 
     Per environment: queued sequences, rounded up to whole largest groups, less what its minimum claims.
     """
@@ -240,7 +240,7 @@ class Backlog:
         self._basis: tuple[int, int, int] | None = None
 
     def of_others(self, env_id: int, *, batch_size: int, max_group_size: int) -> int:
-        """Sequences; counts again only what changed, everything when the rounding or a minimum did."""
+        """Return sequences. Recounts only what changed, or everything if the rounding or a minimum changed."""
         touched = self._queue.touched
         basis = (self._environments.version, batch_size, max_group_size)
         if basis != self._basis:

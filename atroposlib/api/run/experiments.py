@@ -1,7 +1,7 @@
-"""What a trainer's registration means: begin an experiment, join the live one, or resume one.
+"""What a trainer's registration does: begin an experiment, join the live one, or resume one.
 
 An *experiment* is one training from its first step on, across restarts of the trainer and the hub. A run holds one
-experiment at a time; the earlier one is set aside under a name of its own, which is the business of `Hub`.
+experiment at a time; `Hub` sets the earlier one aside under its own name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from atroposlib.api.schemas import RegisterTrainer, Registration, RegistrationRe
 from atroposlib.api.stores.base import Fate, Place
 
 TRAINER_TIMEOUT_S = 60.0
-"""A trainer not heard from for this long no longer keeps an original client from beginning an experiment."""
+"""After this long without a call, a trainer no longer prevents an original one from beginning an experiment."""
 
 
 class Entry(enum.Enum):
@@ -26,16 +26,16 @@ class Entry(enum.Enum):
     BEGIN = "begin"
     """A new, empty experiment; the current one, if there is one, is set aside."""
     JOIN = "join"
-    """The live experiment, which stays as it is."""
+    """The live experiment, unchanged."""
     RESUME = "resume"
     """The experiment it names, else the current one, from a checkpoint."""
 
 
 def choose(asked: RegisterTrainer, *, current: str | None, is_trainer_alive: bool) -> Entry:
-    """Say how a trainer enters a run whose experiment is `current`; None: no trainer has registered yet.
+    """Decide how a trainer enters a run whose experiment is `current`; None: no trainer has registered yet.
 
-    Our own trainers say what they want. One of the original cannot: it joins while another trainer was heard from
-    lately; otherwise `starting_step` 0 begins and a higher one resumes.
+    Native trainers say what they want. An original one joins if another trainer is alive; otherwise `starting_step` 0
+    begins and a higher one resumes.
     """
     if asked.resume_step is not None:
         return Entry.RESUME
@@ -93,7 +93,7 @@ def register(run: RunState, asked: RegisterTrainer, *, now: float) -> Registrati
 
 
 def _note_conflicts(run: RunState, asked: RegisterTrainer) -> None:
-    """Note what a trainer that joins asked for in vain."""
+    """Record the settings that a joining trainer requested and does not get."""
     assert run.trainer is not None
     conflicts = [
         f"{name}: {stays!r} stays, {getattr(asked, name)!r} was asked for"
@@ -109,10 +109,9 @@ def _note_conflicts(run: RunState, asked: RegisterTrainer) -> None:
 
 
 def _resume(run: RunState, step: int, mode: Resume) -> dict[str, int]:
-    """Void all leases; bring back what was trained after `step`, and what was not trained yet.
+    """Void all leases; replay, requeue or discard every batch that was not trained at or before `step`.
 
-    Return the counts that the trainer gets. The policy version stands until the trainer publishes another one: a step
-    is another unit.
+    Return the counts for the reply. The policy version stays until the trainer publishes one: it does not count steps.
     """
     was_leased = set(run.leases.leased)
     counts = dict.fromkeys(("replayed", "requeued", "discarded"), 0)

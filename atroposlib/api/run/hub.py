@@ -1,8 +1,7 @@
-"""The runs of one hub: each a coordinator with a store of its own, opened on first use.
+"""The runs of one hub: each a coordinator with its own store, opened on first use.
 
-Nothing that happens in one run touches another. A run holds one experiment at a time: a trainer that begins another one
-makes the hub set the earlier run aside under a name of its own, where it stays until it is resumed or deleted. The
-application owns one `Hub`; tests make as many as they like.
+Runs are independent. A run holds one experiment at a time: when a trainer begins another one, the hub sets the earlier
+one aside under its own name until it is resumed or deleted. An application owns one `Hub`.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ DEFAULT_RUN = "default"
 """The run of the paths without `/runs/NAME`."""
 MAX_RUNS = 100
 _MAX_GAP_S = 3.0
-"""The clock is read at least once a second while the process runs."""
+"""A longer gap between reads means that the process did not run: it reads the clock at least once a second."""
 
 
 class TooManyRuns(AtroposError):
-    """The hub holds as many runs as it may."""
+    """The hub has `MAX_RUNS` open runs."""
 
 
 class AwakeClock:
-    """Seconds during which this process ran: while it is stopped or starved, no deadline comes closer.
+    """Seconds during which this process ran; time while it is stopped or starved does not count.
 
-    While it does not run it answers no heartbeat, so no lease may end for want of one. It has to be read at least
-    every `_MAX_GAP_S` seconds.
+    A stopped process answers no heartbeat, so no lease may expire meanwhile. The clock must be read at least every
+    `_MAX_GAP_S` seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,11 +73,11 @@ class Hub:
         self._changing: dict[str, asyncio.Task[object]] = {}
         """Runs that are being opened, set aside or deleted; one change of a run at a time."""
         self._registering = asyncio.Lock()
-        """Of two trainers that begin an experiment at once, the later one finds the earlier one's."""
+        """Serialises registrations: of two trainers that begin at once, the second sees the first one's experiment."""
         self.runs: dict[str, Coordinator] = {}
         """Open runs by name; only this class changes it."""
         self._last_epochs: dict[str, int] = {}
-        """Of deleted runs: a trainer of one is not served by a new run of its name."""
+        """Epochs of deleted runs, so that their trainers are not served by a new run of the same name."""
         self.found: list[str] = []
         """One line per run that was found in its store."""
         self.is_open = False
@@ -86,7 +85,7 @@ class Hub:
     async def open(self) -> None:
         """Open the default run and every stored run that is not set aside.
 
-        A run that cannot be read is reported and left alone; for the default run that is raised.
+        An unreadable run is logged and not served; for the default run, `UnreadableRun` is raised.
         """
         kept = {each.name for each in self._stores.kept()}
         names = [name for name in self._stores.names() if name not in kept]
@@ -100,7 +99,7 @@ class Hub:
         self.is_open = True
 
     async def find(self, name: str) -> Coordinator | None:
-        """Return a run, opened on first use; None for one that no trainer has begun. The default run always exists."""
+        """Return a run, opened on first use; None if no trainer has created it. The default run always exists."""
         await self._until_unchanging(name)
         run = self.runs.get(name)
         if run is None and (name == DEFAULT_RUN or self._stores.holds(name)):
@@ -108,17 +107,17 @@ class Hub:
         return run
 
     async def run(self, name: str = DEFAULT_RUN) -> Coordinator:
-        """Return a run, made or opened on first use. Raises `TooManyRuns`, `StoreBroken`, `UnreadableRun`."""
+        """Return a run, created or opened on first use. Raises `TooManyRuns`, `StoreBroken`, `UnreadableRun`."""
         await self._until_unchanging(name)
         if (run := self.runs.get(name)) is not None:
             return run
         return await self._change(name, lambda: self._open(name))
 
     async def register(self, name: str, registration: RegisterTrainer) -> RegistrationReply:
-        """Register a trainer with a run, which begins with it if there is none of the name.
+        """Register a trainer with a run, created on first use.
 
-        A trainer that begins or resumes another experiment than the run's gets that one, empty if it is not kept. The
-        earlier one is set aside, and the reply names it. Raises `TooManyRuns`, `StoreBroken`.
+        If the trainer begins or resumes another experiment than the run's, that one (empty if it is not kept) replaces
+        the current one, which is set aside and named in the reply. Raises `TooManyRuns`, `StoreBroken`.
         """
         async with self._registering:
             run = await self.run(name)
@@ -135,7 +134,7 @@ class Hub:
         return reply
 
     def _kept(self, name: str, registration: RegisterTrainer, run: Coordinator) -> Kept | None:
-        """The experiment that the trainer resumes, where it was set aside."""
+        """Return the experiment that the trainer resumes, if it was set aside."""
         asked = registration.experiment
         if registration.resume_step is None or asked in (None, run.state.experiment):
             return None
@@ -147,7 +146,7 @@ class Hub:
             await asyncio.wait([change])
 
     async def _change(self, name: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Do one change of a run, after those under way; a caller that leaves does not interrupt it."""
+        """Apply one change to a run after those in progress; cancelling the caller does not interrupt it."""
         await self._until_unchanging(name)
 
         async def whole() -> T:
@@ -182,10 +181,10 @@ class Hub:
         return run
 
     async def _replace(self, name: str, earlier: Coordinator, kept: Kept | None) -> str | None:
-        """Set the experiment of a run aside, and put an empty one, or `kept`, in its place.
+        """Set the experiment of a run aside and replace it with `kept`, or with an empty one.
 
-        Return the name under which the earlier one stays; None if no group ever came to it. After a crash in the
-        middle the run is missing and begins empty; the trainer, which has no answer, registers once more.
+        Return the name under which the earlier one is kept; None if it never received a group. After a crash in between
+        the run starts empty; the trainer, which got no reply, registers again.
         """
         if kept is not None and kept.name in self.runs:
             await self.runs.pop(kept.name).close()
@@ -221,7 +220,7 @@ class Hub:
         return set_aside
 
     async def forget(self, name: str) -> bool:
-        """End a run and delete what is stored of it; False when there is none."""
+        """Delete a run and its stored data; False if there is none."""
         await self._until_unchanging(name)
         if name not in self.runs and not self._stores.holds(name):
             return False
@@ -237,7 +236,7 @@ class Hub:
         await asyncio.to_thread(self._stores.forget, name)
 
     async def tick(self) -> None:
-        """Let time pass in every run."""
+        """Expire leases, groups and environments in every run."""
         for run in list(self.runs.values()):
             await run.tick()
 

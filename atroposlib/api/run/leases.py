@@ -1,8 +1,8 @@
-"""Which batch of a run is held by a trainer, and for which step: the records, without payloads, store or HTTP.
+"""Which batches of a run a trainer holds, and for which steps: records without payloads, store or HTTP.
 
-A batch is *leased* (a trainer holds it), *trained* (acknowledged, kept for a trainer that falls back) or waits for
-*replay*. A lease ends by acknowledgement, by being given back, by time, or when the trainer registers anew; only the
-holder of the current lease id can acknowledge. Pure: time and ids are arguments. `RunState` owns it.
+A batch is *leased* (a trainer holds it), *trained* (acknowledged, kept for a trainer that falls back to a checkpoint)
+or waits for *replay*. A lease ends by acknowledgement, release or expiry, or when a trainer resumes; only the holder of
+the current lease id can acknowledge. Time is an argument. `RunState` owns it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from atroposlib.api.stores.base import BatchState, StoredBatch
 from atroposlib.errors import AtroposError
 
 MAX_CLOSED = 1024
-"""Freed batches whose lease is remembered, so that a repeated acknowledgement is answered as the first."""
+"""Freed batches whose lease is remembered, so that a repeated acknowledgement gets the same reply."""
 MAX_SAVED_LEASES = 16
-"""Of them, those known after a restart; a trainer repeats only its last acknowledgement."""
+"""How many of them survive a restart; a trainer repeats only its last acknowledgement."""
 MAX_REQUESTS = 1024
 """Request ids remembered; a repeated request follows the first within seconds."""
 
 
 class UnknownBatch(AtroposError):
-    """This run has handed out no batch of that id."""
+    """This run has delivered no batch with that id."""
 
 
 class LeaseLost(AtroposError):
@@ -41,14 +41,14 @@ class Superseded(AtroposError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
-    """How a trainer wants to hold a batch."""
+    """A trainer's request for a leased batch."""
 
     ttl_s: float | None = None
     """None: the run's default."""
     request_id: str | None = None
-    """Asking again with it returns the batch of the first answer, which may have been lost."""
+    """A repeated request with it gets the same batch, in case the first response was lost."""
     epoch: int | None = None
-    """Of the trainer that asks; None: whichever is current."""
+    """Epoch of the trainer; None: the current one."""
     number: int = field(default_factory=itertools.count().__next__, compare=False)
     """Later requests have higher ones."""
 
@@ -63,11 +63,11 @@ class Batch:
     """In arrival order, which is also the order of delivery."""
     leased_at: float = 0.0
     expires_at: float = 0.0
-    """Of no meaning unless leased."""
+    """Both are meaningless unless leased."""
 
     @property
     def num_bytes(self) -> int:
-        """Of its payloads."""
+        """Bytes of its payloads."""
         return sum(header.num_bytes for header in self.headers)
 
 
@@ -78,7 +78,7 @@ class _Closed(NamedTuple):
 
 @dataclass(slots=True)
 class Steps:
-    """Steps handed out with batches: one that came back is handed out again first.
+    """Steps assigned to batches; a returned step is assigned again first.
 
     >>> steps = Steps()
     >>> steps.take(), steps.take()
@@ -93,7 +93,7 @@ class Steps:
 
     @property
     def current(self) -> int:
-        """Batches handed out and not given back, counted from the run's starting step."""
+        """Batches delivered and not given back, counted from the run's starting step."""
         return self.last - len(self.returned)
 
     def take(self) -> int:
@@ -125,10 +125,10 @@ class Leases:
         self._trained_bytes = 0
         self._closed: dict[int, _Closed] = {}
         self._newest: dict[str, int] = {}
-        """Number of the latest request under each of the ids used last."""
+        """Number of the latest request, by recent request id."""
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `saved` returned; KeyError for what it lacks."""
+        """Restore what `saved` returned; raises KeyError if it is incomplete."""
         self.steps = Steps(saved["last_step"], list(saved["returned_steps"]))
         self.epoch = saved["epoch"]
         self.next_number = saved["next_batch"]
@@ -136,7 +136,7 @@ class Leases:
         self._closed = {number: _Closed(*closed) for number, *closed in saved["freed_leases"]}
 
     def restore_batches(self, batches: Iterable[Batch], *, now: float) -> None:
-        """Take over batches; leases run their full time again, since no trainer could renew them."""
+        """Restore batches; leases get their full time again, since no trainer could renew them."""
         for batch in sorted(batches, key=_step):
             if batch.row.state is BatchState.REPLAY:
                 self.to_replay.append(batch)
@@ -169,7 +169,7 @@ class Leases:
         default_ttl_s: float,
         now: float,
     ) -> Batch:
-        """Hand out `headers`, None: the next batch to replay; `request` None: to a client that knows no leases."""
+        """Lease `headers` (None: the next batch to replay); `request` None: a plain delivery."""
         if headers is None:
             replayed = self.to_replay.popleft()
             headers, number = replayed.headers, replayed.row.number
@@ -193,7 +193,7 @@ class Leases:
         return batch
 
     def check_epoch(self, epoch: int | None) -> None:
-        """Raises `Superseded` for the epoch of a trainer that is not the current one."""
+        """Raise `Superseded` unless `epoch` is the current one, or None."""
         if epoch is not None and epoch != self.epoch:
             raise Superseded(
                 f"another trainer has taken this run over: it has epoch {self.epoch}, this one {epoch};"
@@ -201,7 +201,7 @@ class Leases:
             )
 
     def is_outdated(self, request: LeaseRequest | None) -> bool:
-        """Note this request; True when the trainer has repeated it since, so that it waits for the later one alone."""
+        """Record a request; return whether the trainer has repeated it since and so waits only for the later one."""
         if request is None or request.request_id is None:
             return False
         newest = max(request.number, self._newest.pop(request.request_id, 0))
@@ -210,7 +210,7 @@ class Leases:
         return request.number < newest
 
     def asked_before(self, request: LeaseRequest | None, *, now: float) -> Batch | None:
-        """The open batch that was the answer to the same request, renewed."""
+        """Return the leased batch that answered the same request, renewed; None if there is none."""
         if request is None or request.request_id is None:
             return None
         for batch in self.leased.values():
@@ -224,7 +224,7 @@ class Leases:
         return self.leased.get(batch.row.number) is batch
 
     def held(self, number: int, lease_id: str) -> Batch:
-        """The batch, if this is its current lease. Raises `LeaseLost`, `UnknownBatch`."""
+        """Return the batch if `lease_id` is its current lease. Raises `LeaseLost`, `UnknownBatch`."""
         if not self._first_number <= number < self.next_number:
             raise UnknownBatch(f"batch {number} was not handed out in this run")
         batch = self.leased.get(number)
@@ -236,7 +236,7 @@ class Leases:
         return batch
 
     def held_plainly(self, number: int) -> Batch | None:
-        """The batch, if it is still on its way to a client that knows no leases."""
+        """Return the batch if it is a plain delivery in progress, else None."""
         batch = self.leased.get(number)
         return batch if batch is not None and batch.row.is_plain else None
 
@@ -245,14 +245,14 @@ class Leases:
         return [each for each in leased if not each.row.is_plain and now >= each.expires_at]
 
     def take_back(self, batch: Batch) -> None:
-        """End a lease without an acknowledgement; its groups make up a batch no longer."""
+        """End a lease without an acknowledgement; the batch is dissolved."""
         del self.leased[batch.row.number]
         self.steps.give_back(batch.row.step)
 
     # Acknowledgements
 
     def acknowledged_step(self, number: int, lease_id: str) -> int | None:
-        """The step that this lease was acknowledged with; None when it was not."""
+        """Return the step that this lease was acknowledged with; None if it was not."""
         batch = self.trained.get(number)
         known = self._closed.get(number) if batch is None else batch.row
         return known.step if known is not None and _same(known.lease_id, lease_id) else None
@@ -268,7 +268,7 @@ class Leases:
         self._trained_bytes += batch.num_bytes
 
     def surplus(self, policy: RunPolicy) -> list[Batch]:
-        """The oldest trained batches, beyond what is kept without a checkpoint."""
+        """Return the oldest trained batches beyond the limits for batches without a checkpoint."""
         num_batches, num_bytes = len(self.trained), self._trained_bytes
         surplus: list[Batch] = []
         for batch in self.trained.values():
@@ -283,7 +283,7 @@ class Leases:
         return surplus
 
     def free(self, batch: Batch) -> None:
-        """Forget a batch that was trained on, or one of a client that knows no leases."""
+        """Remove a trained batch, or a completed plain delivery."""
         number, step = batch.row.number, batch.row.step
         if self.leased.pop(number, None) is None:
             del self.trained[number]
@@ -295,7 +295,7 @@ class Leases:
     # Resuming
 
     def undo(self, step: int) -> list[Batch]:
-        """Void all leases and take out, by step, every batch that is not trained on at or before `step`."""
+        """Void all leases; remove and return, by step, every batch not trained at or before `step`."""
         self.epoch += 1
         undone = [batch for batch in self.trained.values() if batch.row.step > step]
         for batch in undone:
@@ -308,7 +308,7 @@ class Leases:
         return sorted(undone, key=_step)
 
     def replay(self, batch: Batch) -> None:
-        """Deliver `batch` again as it is, after those already waiting for it."""
+        """Queue `batch` for replay, unchanged, after those already queued."""
         batch.row = replace(batch.row, state=BatchState.REPLAY)
         self.to_replay.append(batch)
 

@@ -1,8 +1,8 @@
-"""The queued groups of one run, indexed so that no question costs the length of the queue.
+"""The queued groups of one run, indexed so that no query scans the queue.
 
-Invariant: every queued group is in the line of its size and in that of its environment, oldest first, and counted
-with its version. The coordinator calls it, from one thread. The coordinator decides what leaves the queue and where it
-goes, `batching` which groups make up a batch.
+Invariant: every queued group is in the line of its size, in that of its environment (both oldest first), and in the
+index of its version. Used from one thread. `RunState` decides what leaves the queue, `batching` which groups form a
+batch.
 
 >>> queue = GroupQueue()
 >>> for number, size in enumerate([3, 4, 4]):
@@ -35,9 +35,9 @@ class GroupQueue:
         self.total_bytes = 0
         self.total_tokens = 0
         self.version = 0
-        """Grows with every change."""
+        """Increases with every change."""
         self.touched: set[int | None] = set()
-        """Environments whose groups came or left since the reader (`Backlog`) cleared this."""
+        """Environments whose groups were added or removed since `Backlog` cleared this."""
         self._num_groups = 0
         self._lines: defaultdict[int, _Line] = defaultdict(_Line)
         self._environments: defaultdict[int | None, _OwnLine] = defaultdict(_OwnLine)
@@ -47,11 +47,11 @@ class GroupQueue:
         return self._num_groups
 
     def __iter__(self) -> Iterator[GroupHeader]:
-        """In arrival order. Costs the length of the queue."""
+        """In arrival order; scans the queue."""
         return heapq.merge(*self._lines.values(), key=_number)
 
     def add(self, header: GroupHeader) -> None:
-        """Queue a group. A group that returns, with a number lower than others, gets its old place."""
+        """Queue a group. A returning group, with a lower number than others, gets its old position."""
         same_version = self._versions[version_of(header)]
         assert header.number not in same_version, f"group {header.number} is queued already"
         same_version[header.number] = header
@@ -85,7 +85,7 @@ class GroupQueue:
     # Counts
 
     def env_ids(self) -> Iterable[int | None]:
-        """Environments with something queued."""
+        """Environments with queued groups."""
         return list(self._environments)
 
     def num_sequences(self, env_id: int | None) -> int:
@@ -98,7 +98,7 @@ class GroupQueue:
         return 0 if own is None else max(own.sizes)
 
     def num_of_size(self, num_sequences: int) -> int:
-        """Queued groups of exactly so many sequences."""
+        """Queued groups of exactly `num_sequences` sequences."""
         return len(self._lines[num_sequences]) if num_sequences in self._lines else 0
 
     def largest_of_all(self) -> int:
@@ -127,8 +127,8 @@ class GroupQueue:
     ) -> Plan | NoBatch:
         """Choose the next batch, see `plan_lines`; nothing is removed.
 
-        With `overdue_before`, groups of an older version are not passed over any longer: the oldest of a size, or of an
-        environment with a floor, that can be part of a batch at all is part of this one.
+        With `overdue_before`, groups of an older version take precedence: of the oldest of each size and of each
+        environment with a floor, the first that can be part of a batch is part of this one.
         """
         own: dict[int | None, _OwnLine] = {
             each: self._environments[each] for each in floors if each in self._environments
@@ -152,11 +152,11 @@ class _Line:
     __slots__ = ("_arrived", "_returned")
 
     def __init__(self) -> None:
-        # Reading from the front skips what was removed there: 1 ms after 200,000 groups. An OrderedDict would not, but
-        # takes 52 bytes more a group, and adding a group to the queue 1.7 times as long.
+        # Iteration skips entries removed at the front: 1 ms after 200,000 groups. An OrderedDict would not, but takes
+        # 52 more bytes per group, and adding a group to the queue then takes 1.7 times as long.
         self._arrived: dict[int, GroupHeader] = {}
         self._returned: list[GroupHeader] = []
-        """By number. Short: only what comes back after later groups came is not at the end of the line."""
+        """By number. Short: only groups that return after later ones have arrived."""
 
     def __len__(self) -> int:
         return len(self._arrived) + len(self._returned)
@@ -180,7 +180,7 @@ class _Line:
 
 
 class _OwnLine(_Line):
-    """What one environment has queued."""
+    """Queued groups of one environment."""
 
     __slots__ = ("sizes",)
 

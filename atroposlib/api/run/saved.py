@@ -1,4 +1,4 @@
-"""Reading back what a run left in its store; `RunState.take_change` writes it."""
+"""Restore a run from its store; `RunState.take_change` writes what is read here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from atroposlib.api.stores.base import Place, SavedRun, UnreadableRun
 
 
 def restore(run: RunState, saved: SavedRun, *, now: float) -> None:
-    """Put everything where it was; what has to change at once is noted. Raises `UnreadableRun`."""
+    """Restore the state; changes made on the way stay pending for the store. Raises `UnreadableRun`."""
     if saved.document is not None:
         try:
             facts = {name: msgspec.json.decode(fact) for name, fact in saved.facts.items()}
@@ -35,7 +35,7 @@ def _restore_document(
     trainer = facts.get(TRAINER_FACT)
     environments = [fact for name, fact in facts.items() if name.startswith(ENVIRONMENT_FACT)]
     is_without_facts = "environments" in document
-    if is_without_facts:  # written by a version that took names of any length
+    if is_without_facts:  # written by an older version, which accepted names of any length
         trainer, environments = document["trainer"], document["environments"]
         for each in environments:
             registration = each["registration"]
@@ -44,7 +44,7 @@ def _restore_document(
     run.environments.restore(environments, now=now)
     if trainer is not None:
         run.trainer = Registration.model_validate(trainer)
-        # None: of a version that gave experiments no name.
+        # None: written by an older version, without experiment ids.
         run.experiment = run.experiment or secrets.token_hex(16)
     if is_without_facts:
         run.note_trainer()

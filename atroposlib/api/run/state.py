@@ -1,12 +1,12 @@
 """One run in memory: what is registered, where each group is, and the rules by which groups change places.
 
-Every group that ever came in is in exactly one place of the ledger.
+Every group ever received is in exactly one place of the ledger.
 
     received -> (buffered ->) queued -> leased -> trained -> freed
                                  ^--------'           with side exits expired, dead, discarded, rejected
 
-No store, no clock, no waiting: a method changes memory and notes what the store has to be told, and the coordinator
-hands that over (`take_change`) before its next await.
+No store, no clock, no await: a method changes memory and records the change for the store; the coordinator commits it
+(`take_change`) before any other await.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PATIENCE_VERSIONS = 8
 """A group older than this many policy versions is not passed over for others that fit better."""
 TRAINER_FACT = "trainer"
 ENVIRONMENT_FACT = "environment "
-"""Names of facts in the store; that of an environment ends with its id."""
+"""Names of facts in the store; an environment's ends with its id."""
 
 
 class RunLog(logging.LoggerAdapter[logging.Logger]):
@@ -47,7 +47,7 @@ class RunLog(logging.LoggerAdapter[logging.Logger]):
 
 
 class RunState:
-    """Callers outside of the package `run` only read it."""
+    """The state of one run. Code outside the package `run` only reads it."""
 
     def __init__(
         self, name: str, policy: RunPolicy, *, first_batch: int = 0, epoch: int = 0
@@ -59,7 +59,7 @@ class RunState:
         self.experiment: str | None = None
         """Id of the training that the run holds; None before a trainer has registered."""
         self.trainer_seen: float | None = None
-        """When a trainer made its last call, injected clock; None: not since this process opened the run."""
+        """Time of the trainer's last call, injected clock; None: none since this process opened the run."""
         self.conflicts: list[str] = []
         """What a trainer that joined the live run asked for and does not get."""
         self.has_started = False
@@ -91,12 +91,12 @@ class RunState:
 
     @property
     def current_step(self) -> int:
-        """Batches handed out and not given back, counted from the trainer's starting step."""
+        """Batches delivered and not given back, counted from the trainer's starting step."""
         return self.leases.steps.current
 
     @property
     def current_version(self) -> int:
-        """The policy version that groups sampled now would have: the step, where no trainer publishes versions."""
+        """The policy version of groups sampled now; the step if no trainer publishes versions."""
         return self.current_step if self.policy_version is None else self.policy_version
 
     @property
@@ -104,7 +104,7 @@ class RunState:
         asked = None if self.trainer is None else self.trainer.max_staleness
         return self.policy.max_staleness if asked is None else asked
 
-    # What the store has to be told
+    # Pending changes for the store
 
     def _note_nothing(self) -> None:
         self._moves: list[Move] = []
@@ -118,12 +118,12 @@ class RunState:
         self._facts[TRAINER_FACT] = msgspec.json.encode(self.trainer.model_dump())
 
     def note_environment(self, environment: Environment) -> None:
-        # Facts come back in the order of their names, so environments by id.
+        # Zero-padded: facts are loaded in the order of their names, so environments by id.
         name = f"{ENVIRONMENT_FACT}{environment.env_id:08}"
         self._facts[name] = msgspec.json.encode(environment.saved())
 
     def note_batch(self, batch: Batch, place: Place) -> None:
-        """The groups of a batch came to `place`."""
+        """Record that the groups of a batch moved to `place`."""
         self._move(batch.headers, place, batch=batch.row.number)
         self._batches.append(batch)
 
@@ -148,7 +148,7 @@ class RunState:
         return change
 
     def document(self) -> bytes:
-        """What may change with every batch; the trainer and the environments are facts, written when they change."""
+        """Encode what may change with every batch; the trainer and environments are facts, written when they change."""
         document = {
             "experiment": self.experiment,
             "has_started": self.has_started,
@@ -180,7 +180,7 @@ class RunState:
         ]
 
     def fits(self, num_sequences: int) -> bool:
-        """Whether a group of so many sequences can be part of a batch; before a trainer registers, any can."""
+        """Whether a group of `num_sequences` can be part of a batch; before a trainer registers, any can."""
         return self.trainer is None or num_sequences <= self.trainer.batch_size
 
     def enqueue(self, headers: Sequence[GroupHeader]) -> None:
@@ -193,7 +193,7 @@ class RunState:
             self._bury_too_large(h for h in headers if not self.fits(h.num_sequences))
 
     def bury_oversized(self) -> None:
-        """Set queued groups aside that fit into no batch of the trainer that registered."""
+        """Set aside queued groups that are larger than the trainer's batch."""
         if not self.fits(self.queue.largest_of_all()):
             too_large = [h for h in self.queue if not self.fits(h.num_sequences)]
             self.queue.remove(too_large)
@@ -219,7 +219,7 @@ class RunState:
     # Batches
 
     def look(self) -> Plan | NoBatch:
-        """The next batch of the queue, computed once per change of what it depends on."""
+        """Return the plan for the next batch of the queue, recomputed only if its inputs changed."""
         version = self.current_version
         basis = (self.queue.version, self.environments.version, self.batch_size, version)
         if self._plan is None or basis != self._planned_for:
@@ -232,7 +232,7 @@ class RunState:
         return self._plan
 
     def lease_next(self, request: LeaseRequest | None, *, now: float) -> Batch | None:
-        """Take the next batch out of replay or queue and lease it."""
+        """Lease the next batch, from those to replay or else from the queue; None if there is none."""
         headers = None
         if not self.leases.to_replay:
             headers = self._cut()
@@ -244,7 +244,7 @@ class RunState:
         return batch
 
     def _cut(self) -> Sequence[GroupHeader] | None:
-        """Take the groups of the next batch out of the queue."""
+        """Remove the groups of the next batch from the queue and return them; None if there is no batch."""
         plan = self.look()
         was_stuck, self._is_stuck = self._is_stuck, isinstance(plan, NoBatch) and plan.is_stuck
         if isinstance(plan, NoBatch):
@@ -266,7 +266,7 @@ class RunState:
         self.enqueue(self.count_failure(batch.headers) if is_failure else batch.headers)
 
     def bury_members(self, batch: Batch, numbers: Iterable[int], reason: str) -> int:
-        """End a lease because of some of its groups, which are set aside as dead; return how many others go back."""
+        """End a lease; set its groups `numbers` aside as dead, requeue the others and return how many those are."""
         bad = set(numbers)
         good = [header for header in batch.headers if header.number not in bad]
         self.leases.take_back(batch)
@@ -289,7 +289,7 @@ class RunState:
         return alive
 
     def acknowledge(self, batch: Batch, step: int | None) -> None:
-        """Count a batch as trained; free the oldest of those beyond what is kept without a checkpoint."""
+        """Mark a batch as trained; free the oldest ones beyond the limits for batches without a checkpoint."""
         self.leases.acknowledge(batch, step)
         for header in batch.headers:
             self.deliveries.pop(header.number, None)
@@ -297,13 +297,13 @@ class RunState:
         self.free(self.leases.surplus(self.policy))
 
     def free(self, batches: Iterable[Batch]) -> None:
-        """Forget batches that were trained on."""
+        """Remove trained batches and end their groups."""
         for batch in batches:
             self.leases.free(batch)
             self.note_end(batch)
             self.end(batch.headers, Fate.TRAINED)
 
-    # Groups that come in
+    # Incoming groups
 
     def numbered(self, group: IncomingGroup) -> NewGroup:
         header = GroupHeader(
@@ -325,15 +325,15 @@ class RunState:
         )
 
     def _is_odd(self, header: GroupHeader) -> bool:
-        """Whether the group waits for others of its environment."""
+        """Whether the group is smaller than its active environment's `group_size`, and so is buffered."""
         environment = self.environments.find(header.env_id)
         if environment is None or not environment.is_active:
             return False
-        # Sizes beyond the batch are no use to anyone, and their sums would cost memory.
+        # A `group_size` beyond the batch size is useless, and its sums would cost memory.
         return header.num_sequences < environment.registration.group_size <= self.batch_size
 
     def take_in(self, group: NewGroup, outcome: Appended, *, now: float) -> Receipt:
-        """Take a group into memory as the store has taken it."""
+        """Apply what the store did with a group to memory."""
         env_id = group.header.env_id
         environment = self.environments.find(env_id)
         if environment is not None:
@@ -354,7 +354,7 @@ class RunState:
         return Receipt(env_id=env_id, buffer_size=environment.num_buffered_sequences)
 
     def buffer(self, header: GroupHeader) -> None:
-        """Buffer an odd-sized group; queue it with others when together they are a full one."""
+        """Buffer an odd-sized group; queue it with others once they add up to `group_size`."""
         environment = self.environments.find(header.env_id)
         if environment is None:
             self.enqueue([header])
@@ -380,7 +380,7 @@ class RunState:
             self.flush_buffer(environment)
 
     def flush_buffer(self, environment: Environment) -> None:
-        """Queue what waits for others that will not come."""
+        """Queue all buffered groups of an environment."""
         left, environment.buffered = environment.buffered, []
         self.enqueue(left)
 
@@ -391,7 +391,7 @@ class RunState:
     # Time
 
     def expire(self, *, now: float) -> bool:
-        """End leases, environments and groups whose time is over; return whether there were any."""
+        """Expire overdue leases, environments and groups; return whether there were any."""
         lost = self.leases.expired(now=now)
         for batch in lost:
             self.log.warning(
@@ -418,7 +418,7 @@ class RunState:
         return bool(lost or silent or stale or forgotten)
 
     def _take_stale(self) -> list[GroupHeader]:
-        """Take out what was sampled too many policy versions ago."""
+        """Remove and return the groups that were sampled too many policy versions ago."""
         if self.max_staleness is None:
             return []
         oldest = self.current_version - self.max_staleness

@@ -1,6 +1,4 @@
-"""Sets of reachable sums as bits of one integer: the arithmetic under `batching`.
-
-Bit n is set when n can be reached. Knows nothing of groups, environments or floors.
+"""Sets of reachable sums as bits of an integer (bit n is set if n is reachable): the arithmetic of `batching`.
 
 >>> evens = sums_of({2: 3}, limit=10)
 >>> bin(evens), bin(add(sums_of({5: 1}, limit=10), evens, step=2, limit=10))
@@ -13,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 
 def sums_of(num_groups: Mapping[int, int], limit: int) -> int:
-    """Sums up to `limit` of any choice among so many groups of each size."""
+    """Return the sums up to `limit` of all choices among `num_groups`, counts by size."""
     mask = (1 << (limit + 1)) - 1
     sums = 1
     for size, count in num_groups.items():
@@ -23,7 +21,7 @@ def sums_of(num_groups: Mapping[int, int], limit: int) -> int:
 
 
 def add(left: int, right: int, *, step: int, limit: int) -> int:
-    """a + b, up to `limit`, for every a in `left` and b in `right`, whose members are equal modulo `step`.
+    """Return all a + b up to `limit`, with a in `left` and b in `right`, whose members are equal modulo `step`.
 
     Sums of groups are mostly unbroken runs of multiples of their step, and a run is added by doubling.
     """
@@ -44,7 +42,7 @@ def positions(bits: int) -> Iterator[int]:
 
 
 def _spread(bits: int, step: int, num_steps: int) -> int:
-    """The union of `bits` moved by 0, 1, ... `num_steps` steps."""
+    """Return the union of `bits` shifted by 0, 1, ... `num_steps` steps."""
     num_more = 1
     while num_steps > 0:
         num_more = num_more if num_more < num_steps else num_steps

@@ -1,7 +1,4 @@
-"""What a run takes and answers: plain data and refusals.
-
-The server, the decoder process and the coordinator share it; it knows none of them, nor FastAPI.
-"""
+"""Data and errors that a run exchanges with its callers; imports neither the server nor FastAPI."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from atroposlib.errors import AtroposError
 
 
 class NotRegistered(AtroposError):
-    """No trainer has registered, so there is no batch size to cut batches by."""
+    """No trainer has registered, so the batch size is unknown."""
 
 
 class RunReset(AtroposError):
-    """The run was reset while the request was under way."""
+    """The run was reset or closed while the request was in flight, or has no trainer yet."""
 
 
 class AnotherExperiment(AtroposError):
@@ -24,24 +21,24 @@ class AnotherExperiment(AtroposError):
 
 
 class Overloaded(AtroposError):
-    """More is queued than the run may hold. The same request will be taken when batches have left."""
+    """The queue is full. Retry the same request after batches have been delivered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPolicy:
-    """What a run promises and how much it may hold. None: no bound."""
+    """Timeouts and bounds of a run. None: no bound."""
 
     lease_ttl_s: float = 900.0
     """Longer than a training step; a trainer renews it while it works."""
     env_timeout_s: float = 60.0
-    """An environment not heard of for this long no longer counts in weights and minimums."""
+    """An environment without a call for this long no longer counts in weights and minimums."""
     max_staleness: int | None = None
     """Policy versions; a trainer's registration may ask for another bound."""
     max_deliveries: int = 5
     """A group leased this often without an acknowledgement is set aside as dead."""
     keep_trained_batches: int = 1000
     keep_trained_bytes: int = 2**30
-    """Acknowledged batches kept, without a checkpoint, for a trainer that falls back; the older ones go first."""
+    """Bounds of acknowledged batches kept, until a checkpoint, for a trainer that resumes; the oldest are freed first."""
     keep_dead_bytes: int = 2**30
     max_queued_bytes: int | None = None
     max_queued_sequences: int | None = None
@@ -51,7 +48,7 @@ class RunPolicy:
 
 
 class IncomingGroup(NamedTuple):
-    """A checked group, packed, and what the hub needs to know of it."""
+    """A checked group, packed, and what the hub needs to know about it."""
 
     env_id: int | None
     num_sequences: int
@@ -59,7 +56,7 @@ class IncomingGroup(NamedTuple):
     policy_version: int | None
     group_id: str | None
     digest: bytes
-    """16 bytes that tell contents apart; empty without a `group_id`."""
+    """`wire.content_digest`; empty without a `group_id`."""
     payload: bytes
     """`wire.pack_group`."""
 
@@ -69,9 +66,9 @@ class Receipt(NamedTuple):
 
     env_id: int | None = None
     buffer_size: int | None = None
-    """Sequences buffered for the environment after this group; None: it went to the queue."""
+    """Sequences buffered for the environment after this group; None: it was not buffered."""
     is_duplicate: bool = False
-    """The group came before under its id; nothing was stored."""
+    """Whether the group was stored before under its id; nothing was stored now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +98,12 @@ class GroupHeader:
     policy_version: int | None = None
     """Oldest policy version that sampled a token of the group; None: unknown."""
     arrival_step: int = 0
-    """Policy version that the engines served when the group came: stands in for an unknown `policy_version`."""
+    """Policy version that the engines served when the group arrived; replaces an unknown `policy_version`."""
     num_tokens: int = 0
     num_bytes: int = 0
     """Of the stored payload."""
 
 
 def version_of(header: GroupHeader) -> int:
-    """Policy version that sampled the group; one that came without is taken to be of its arrival."""
+    """Return the policy version that sampled the group; if unknown, the one at its arrival."""
     return header.arrival_step if header.policy_version is None else header.policy_version

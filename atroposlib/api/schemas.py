@@ -1,9 +1,6 @@
-"""Bodies of the hub's control endpoints, shared by server and client.
+"""Bodies of the hub's control endpoints, shared by server and client; the hub parses no token arrays with them.
 
-Token arrays never come through here.
-
-Field names and their order are the original's wire contract (README.md). Unknown fields are
-ignored.
+Field names and their order are the original's wire contract (README.md). Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -18,9 +15,9 @@ Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Text = Annotated[str, Field(max_length=4096)]
 """Stored with the run. The bound also refuses lone surrogates, which cannot be encoded."""
 Epoch = Annotated[int, Field(ge=0, lt=2**63)] | None
-"""The trainer's incarnation, where it knows it: a call with another one's is refused."""
+"""The trainer's incarnation, if it knows it; a call with an epoch other than the current one is refused."""
 EXPERIMENT_HEADER = "Atropos-Experiment"
-"""With groups: the experiment that they were sampled for."""
+"""Sent with groups: the experiment that they were sampled for."""
 MAX_ENV_NAME_CHARS = 128
 MAX_TTL_S = 86_400.0
 MAX_BATCH_SIZE = 16_384
@@ -28,10 +25,10 @@ MAX_BATCH_SIZE = 16_384
 
 
 class Resume(StrEnum):
-    """What becomes of batches that were trained after the checkpoint that a trainer falls back to."""
+    """What happens to batches that were trained after the checkpoint that a trainer resumes from."""
 
     REPLAY = "replay"
-    """Delivered again as they were, in order."""
+    """Delivered again, unchanged and in order."""
     REQUEUE = "requeue"
     """Their groups go back to the queue."""
     DISCARD = "discard"
@@ -69,18 +66,18 @@ class RegisterTrainer(Registration):
 
 
 class RegistrationReply(BaseModel):
-    """`uuid` has 128 bits: more than a JSON number holds in some languages. The rest is native."""
+    """`uuid` has 128 bits: more than a JSON number holds in some languages. Other fields are for native clients."""
 
     uuid: int
     epoch: int | None = None
     """Counts the trainer's incarnations; leases of earlier ones are void."""
     experiment: str | None = None
-    """What this trainer trains."""
+    """The experiment of this trainer."""
     set_aside: str | None = None
-    """Name of the run that keeps the experiment which was current until now."""
+    """Name of the run that now keeps the previous experiment."""
     step: int | None = None
     replayed: int | None = None
-    """Groups that are delivered once more as they were."""
+    """Groups that are delivered again in their old batches."""
     requeued: int | None = None
     discarded: int | None = None
     forgotten_steps: int | None = None
@@ -88,15 +85,15 @@ class RegistrationReply(BaseModel):
 
 
 class RegisterEnv(BaseModel):
-    """An environment asks to take part."""
+    """The registration of an environment."""
 
     max_token_length: Int64
     desired_name: Annotated[str, Field(max_length=MAX_ENV_NAME_CHARS)]
     weight: FiniteFloat
     group_size: int = Field(ge=1, lt=2**31)
     min_batch_allocation: Annotated[float, Field(ge=0, le=1000)] | None = None
-    """Share of each batch, 0 to 1, that this environment must supply. The original takes more than 1 as well, which no
-    batch can honour; far beyond it a share of a batch is no number any more."""
+    """Share of each batch, 0 to 1, that this environment must supply. The original accepts more than 1 too, which no
+    batch can honour; the bound keeps the computed floor finite."""
     env_uid: str | None = Field(default=None, min_length=1, max_length=128)
     """Chosen by the environment's process: registering again with it returns the same `env_id`."""
 
@@ -118,7 +115,7 @@ class EnvRegistration(BaseModel):
     checkpoint_interval: int
     num_steps: int
     experiment: str | None = None
-    """Native: what groups sampled from now on are for. None from an original server."""
+    """Experiment of the groups sampled from now on. None from an original server."""
 
 
 class WaitForTrainer(BaseModel):
@@ -132,27 +129,27 @@ class EnvIdentifier(BaseModel):
 
 
 class LeavingEnv(EnvIdentifier):
-    """An environment says that it leaves; an original client sends `env_id` alone."""
+    """An environment disconnects; an original client sends `env_id` alone."""
 
     env_uid: Annotated[str, Field(max_length=128)] | None = None
-    """Refuse when the id belongs to another process by now."""
+    """Refuse if the id now belongs to another process."""
 
 
 class StatusQuery(EnvIdentifier):
-    """What an environment asks with; an original client sends `env_id` alone."""
+    """An environment's status request; an original client sends `env_id` alone."""
 
     wait: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Seconds to hold the answer while the step is `seen_step` and the policy version `seen_policy`."""
     seen_step: Int64 | None = None
     seen_policy: Int64 | None = None
     env_uid: Annotated[str, Field(max_length=128)] | None = None
-    """Refuse to answer for another process that was given the same id."""
+    """Refuse if the id belongs to another process."""
     experiment: ExperimentId | None = None
-    """Refuse to answer for another experiment than the one that the environment registered for."""
+    """Experiment that the environment registered for; refuse if the run holds another one."""
 
 
 class BatchQuery(BaseModel):
-    """How a trainer asks for a batch; one of the original sends nothing."""
+    """A trainer's request for a batch; an original one sends no parameters."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -161,11 +158,11 @@ class BatchQuery(BaseModel):
     lease: bool = False
     """Hold the batch until it is acknowledged."""
     ttl: float | None = Field(default=None, gt=0, le=MAX_TTL_S, allow_inf_nan=False)
-    """Of the lease, seconds."""
+    """Duration of the lease, seconds."""
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
-    """Names this request when it is repeated, so that it gets the same batch."""
+    """A repeated request with the same id gets the same batch."""
     epoch: Epoch = None
-    """Counts with a lease."""
+    """Checked only with a lease."""
 
 
 class ScoredData(BaseModel):
@@ -228,7 +225,7 @@ class HubStatus(BaseModel):
     queue_size: int
     """Groups."""
     policy_version: int | None = None
-    """What the trainer last announced; left out of the reply until it has."""
+    """The version last published by the trainer; left out of the reply before that."""
 
 
 class EnvStatus(BaseModel):
@@ -285,7 +282,7 @@ class HeartbeatReply(Acknowledgement):
 
 
 class Checkpoint(BaseModel):
-    """The trainer can go on from its checkpoint after this step: earlier batches are no longer needed."""
+    """The trainer can resume from its checkpoint of this step: batches up to it are no longer needed."""
 
     step: int = Field(ge=0, lt=2**63)
     path: Text | None = None
@@ -298,10 +295,10 @@ class CheckpointReply(Acknowledgement):
 
 
 class DeadGroup(BaseModel):
-    """A group that is not delivered any more."""
+    """A group that was set aside and is not delivered."""
 
     number: int
-    """Of its arrival in the run."""
+    """Arrival number in the run."""
     env_id: int | None
     reason: str
     deliveries: int
@@ -330,11 +327,11 @@ class Ready(BaseModel):
 
 
 class Ledger(BaseModel):
-    """Where every group is: `produced` is the sum of all the others but `duplicates`, at every instant."""
+    """Groups by place: `produced` always equals the sum of the other counts except `duplicates`."""
 
     produced: int
     queued: int
-    """Ready to be delivered, those that wait to be replayed included."""
+    """Ready to be delivered, including those to be replayed."""
     buffered: int
     """Odd-sized; they wait for others of their environment."""
     leased: int
@@ -349,9 +346,9 @@ class Ledger(BaseModel):
     discarded: int
     """Dropped at a trainer's request."""
     rejected: dict[str, int]
-    """By reason. A refused request whose groups could not be counted is one."""
+    """By reason. A refused request whose groups could not be counted counts as one."""
     duplicates: int
-    """Groups that came again under a known `group_id`; not part of `produced`."""
+    """Groups received again under a known `group_id`; not part of `produced`."""
 
 
 class EnvironmentView(BaseModel):
@@ -375,7 +372,7 @@ class Explanation(BaseModel):
     """`no_trainer`, `too_few`, `minimum` or `sizes`."""
     reason: str
     env_id: int | None = None
-    """The environment that is waited for."""
+    """The environment that must queue more."""
     have: int | None = None
     need: int | None = None
     batch_size: int | None = None
@@ -385,7 +382,7 @@ class Explanation(BaseModel):
     leased_batches: int
     replay_batches: int
     dead: dict[str, int]
-    """Groups that are not delivered any more, by reason; `GET /dead` lists them."""
+    """Dead groups by reason; `GET /dead` lists them."""
     conflicts: list[str]
     """What a trainer that joined the live run asked for and does not get."""
     oldest_version: int | None = None

@@ -1,7 +1,7 @@
 """The hub over HTTP: `create_app(hub)` makes applications, `app` is one that keeps everything in memory.
 
-An application is FastAPI with layers in front: figures and log, rights, back-pressure, bodies, hot handlers. All go by
-the one table of routes in handlers.py. No CORS headers are sent. README.md is the wire contract.
+An application is FastAPI behind middlewares: metrics and log, access rights, back-pressure, bodies. All use the table
+of routes in handlers.py. No CORS headers are sent. README.md is the wire contract.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from atroposlib.errors import ConfigError, GroupError
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
-"""How often leases, groups and environments are looked at for expiry when nobody calls."""
+"""How often leases, groups and environments are checked for expiry."""
 LAG_PERIOD_S = 0.05
 _MAX_FAULTS = 20
-"""Named in one refusal."""
+"""Faults named in one response."""
 
 
 class _Refusal(NamedTuple):
     status: int
     kind: str
     is_temporary: bool = False
-    """The same request may be taken later. Original clients, which would drop a group at another status, get 503."""
+    """Whether a retry may succeed. Original clients, which would drop a group at another status, get 503."""
 
 
 _REFUSALS: dict[type, _Refusal] = {
@@ -77,7 +77,7 @@ _REFUSALS: dict[type, _Refusal] = {
 def create_app(
     hub: Hub | None = None, *, limits: HubLimits | None = None, tokens: TokenSet | None = None
 ) -> FastAPI:
-    """Build the application around a hub; `tokens` None: whoever reaches it may call it."""
+    """Build the application around a hub; `tokens` None: requests need no token."""
     hub = hub or Hub()
     limits = limits or HubLimits()
     codec = GroupCodec()
@@ -103,7 +103,7 @@ def create_app(
         title="AtroposLib API",
         version=__version__,
         lifespan=lifespan,
-        # A redirect would name the path without its run.
+        # A redirect would lose the run in the path.
         redirect_slashes=False,
         servers=[{"url": "/", "description": "run `default`"}]
         + [{"url": "/runs/{run}", "variables": {"run": {"default": DEFAULT_RUN}}}],
@@ -122,7 +122,7 @@ def create_app(
             app.add_api_route(route.template, route.handler, methods=[route.method], **route.api)
     _handle_errors(app, retry_after_s=limits.retry_after_s)
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=1)
-    # From the inside out: a handler is called only after rights, room and body have been looked at.
+    # From the inside out: access rights, room and body are checked before a handler is called.
     front: ASGIApp = RequestBodies(app.serve, limits)
     front = Ladder(front, limits=limits, runs=hub.runs, metrics=metrics)
     front = Access(front, ROUTES, tokens)
@@ -131,7 +131,7 @@ def create_app(
 
 
 class _WholeRequest(Request):
-    """A request whose body has come. Starlette's own would copy it."""
+    """A request whose body has been received. Starlette's own class would copy it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, body: bytes) -> None:
         super().__init__(scope, receive, send)
@@ -142,10 +142,10 @@ class _WholeRequest(Request):
 
 
 class HubApp(FastAPI):
-    """FastAPI behind the hub's own layers; it calls the handlers of hot routes directly, and FastAPI describes them.
+    """FastAPI behind the hub's middlewares; hot handlers are called directly, and FastAPI only documents them.
 
-    As FastAPI's own middleware the layers would be the same, but what FastAPI does before the first of them costs a
-    quarter of the CPU time of a small request.
+    The middlewares are not registered with FastAPI: its work before the first one costs a quarter of the CPU time of a
+    small request.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -157,12 +157,12 @@ class HubApp(FastAPI):
         await self.front(scope, receive, send)
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request that the layers have let in."""
+        """Serve a request that the middlewares have admitted."""
         route: Route | None = scope.get("hub_route")
         if route is None or not route.is_hot or route.handler is None:
             await super().__call__(scope, receive, send)
             return
-        # `RequestBodies` hands bodies over whole; what follows is the disconnect.
+        # `RequestBodies` passes the body in one message; the next message is the disconnect.
         message = await receive()
         request = _WholeRequest(scope, receive, send, body=message["body"])
         try:
@@ -176,7 +176,7 @@ class HubApp(FastAPI):
         await response(scope, receive, send)
 
 
-# The names that importers of the original know them by.
+# Names that code written for the original imports.
 Info = HubInfo
 Status = HubStatus
 root = handlers.root
@@ -195,7 +195,7 @@ reset_data = handlers.reset_data
 
 
 class GZipRequestMiddleware(RequestBodies):
-    """Inflates request bodies, for other applications: under one limit, whatever their paths."""
+    """Inflates request bodies for other applications, with the same limit for all paths."""
 
     def __init__(self, app: ASGIApp, limits: HubLimits | None = None) -> None:
         limits = limits or HubLimits()
@@ -209,7 +209,7 @@ def stop_waiting(app: FastAPI) -> None:
 
 
 async def _let_time_pass(hub: Hub) -> None:
-    """Expire what nobody asks for."""
+    """Expire leases, groups and environments even without requests."""
     while True:
         await asyncio.sleep(TICK_S)
         try:
@@ -218,12 +218,12 @@ async def _let_time_pass(hub: Hub) -> None:
             logger.exception("a store is broken; the hub has to be restarted")
             return
         except Exception:
-            # Nobody awaits this task: its end would go unnoticed, and nothing would expire any more.
+            # No one awaits this task until shutdown: its end would go unnoticed, and nothing would expire.
             logger.exception("expiry failed; it is tried again in %.0f s", TICK_S)
 
 
 async def _watch_lag(metrics: HubMetrics) -> None:
-    """Measure how late the event loop comes back: what it is doing meanwhile, everybody waits for."""
+    """Measure how late the event loop wakes this task: every request is delayed as much."""
     while True:
         started = time.monotonic()
         await asyncio.sleep(LAG_PERIOD_S)
@@ -231,11 +231,11 @@ async def _watch_lag(metrics: HubMetrics) -> None:
 
 
 def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
-    """One place that turns errors into answers."""
+    """Register the handlers that turn errors into responses."""
 
     @app.exception_handler(RequestValidationError)
     async def refuse_request(_: Request, error: RequestValidationError) -> JSONResponse:
-        # What was sent is not repeated: it may be long, or nothing that JSON can say, such as NaN.
+        # The input is not repeated: it may be long, or not expressible in JSON, such as NaN.
         faults = error.errors()[:_MAX_FAULTS]
         detail = [{key: fault[key] for key in ("type", "loc", "msg")} for fault in faults]
         return JSONResponse({"detail": detail}, status_code=422)

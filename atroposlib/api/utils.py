@@ -1,6 +1,6 @@
 """The original's batching functions, at the original's import path, over dicts with a `tokens` key.
 
-The policy is `batching`; here only the shapes differ. The hub itself does not come through here.
+They call `batching` with other shapes. The hub does not use this module.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ Group = dict[str, Any]
 
 
 def find_groups_summing_to_target(buffer: Sequence[Group], target_size: int) -> list[int]:
-    """Indices, ascending, of groups whose sequences sum to exactly `target_size`.
-
-    Empty when there are none.
-    """
+    """Return the indices, ascending, of groups that sum to exactly `target_size` sequences; empty if none do."""
     return oldest_subset([len(group["tokens"]) for group in buffer], target_size)
 
 

@@ -47,7 +47,7 @@ class Route:
     template: str
     """Path, with `{name}` for one segment of any text."""
     handler: Callable[..., Any] | None
-    """If hot, it takes a Starlette request and returns a response; FastAPI calls the others. None: FastAPI has its own."""
+    """A hot one maps a Starlette request to a response; FastAPI calls the others. None: FastAPI has its own."""
     scopes: Collection[Scope]
     """Any one of them permits the request, and ADMIN always does; empty: no token is needed."""
     body: Body = Body.CONTROL

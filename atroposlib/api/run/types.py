@@ -38,7 +38,7 @@ class RunPolicy:
     """A group leased this often without an acknowledgement is set aside as dead."""
     keep_trained_batches: int = 1000
     keep_trained_bytes: int = 2**30
-    """Bounds of acknowledged batches kept, until a checkpoint, for a trainer that resumes; the oldest are freed first."""
+    """Bounds of acknowledged batches kept until a checkpoint, for a trainer that resumes; the oldest are freed."""
     keep_dead_bytes: int = 2**30
     max_queued_bytes: int | None = None
     max_queued_sequences: int | None = None

@@ -1,3 +1,3 @@
-"""Where queued payloads live: `base` is the contract, `memory` keeps them in the process."""
+"""Stores of runs: `base` is the contract; `memory` and `disk` implement it."""
 
 __all__ = ["base", "disk", "memory", "runs", "segments", "space", "state"]

@@ -1,12 +1,11 @@
-"""The contract of a store: what a run must not forget.
+"""The contract of a store, which keeps what a run must not lose.
 
-A store keeps the payload bytes of groups, where each group is, the open and acknowledged batches, and what the
-coordinator writes and reads back: one small document, replaced by nearly every change, and named facts, each written
-only when it changes. It decides nothing: which group goes where is the coordinator's
-business, and no store ever reads a token. One test-suite (tests/api/test_hub_stores.py) runs on every store.
+A store keeps the payload bytes of groups, the place of each group, the open and acknowledged batches, and data of the
+coordinator: one small document, replaced by nearly every change, and named facts, each written only when it changes. It
+decides nothing and never parses a payload. One test suite (tests/api/test_hub_stores.py) runs on every store.
 
-Calls are made from one event loop and take effect in the order in which they were made. What `append` and a durable
-`commit` have answered survives what the store promises to survive (`durability`).
+Calls come from one event loop and take effect in order. When `append` or a durable `commit` has returned, its effect
+survives what `durability` promises.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from atroposlib.errors import AtroposError, ConfigError
 
 
 class Durability(enum.Enum):
-    """What an answered `append` survives."""
+    """What an `append` survives once it has returned."""
 
     POWER = "power"
     """Loss of power: the bytes were forced to the disk."""
@@ -33,22 +32,19 @@ class Durability(enum.Enum):
 
 
 class StoreFull(AtroposError):
-    """There is no room for another group, or the system has no file or memory to spare; nothing was changed.
-
-    Later it may work: groups that leave make room.
-    """
+    """The store is full, or the system lacks files or memory; nothing was changed. A retry may succeed."""
 
 
 class StoreBroken(AtroposError):
-    """Writing failed, so what is on the disk is unknown; only a restart, which checks it, can go on."""
+    """A write failed, so the content of the disk is unknown; a restart checks and recovers it."""
 
 
 class UnreadableRun(ConfigError):
-    """What is stored of a run was written by a newer version, or does not say what it has to; it is left alone."""
+    """A stored run was written by a newer version, or is incomplete; it is left unchanged."""
 
 
 class CorruptGroups(AtroposError):
-    """Stored bytes are not the bytes that were stored."""
+    """Stored payloads are damaged."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         super().__init__(f"stored payloads of groups {list(numbers)} are damaged")
@@ -56,7 +52,7 @@ class CorruptGroups(AtroposError):
 
 
 class Place(enum.IntEnum):
-    """Where a group that the store still holds is. The values are stored: never renumber them."""
+    """Where a held group is. The values are stored: never renumber them."""
 
     QUEUED = 0
     BUFFERED = 1
@@ -66,13 +62,13 @@ class Place(enum.IntEnum):
     TRAINED = 3
     """In an acknowledged batch, kept for a trainer that falls back to an older checkpoint."""
     REPLAY = 4
-    """In a batch that a resumed trainer gets once more, as it was."""
+    """In a batch that a resumed trainer gets again, unchanged."""
     DEAD = 5
     """Set aside for a person to look at."""
 
 
 class Fate(enum.StrEnum):
-    """How a group ended whose payload is gone. Its id stays known, if it came with a digest."""
+    """How a group ended. Its payload is freed; its id stays known if it has a digest."""
 
     TRAINED = "trained"
     EXPIRED = "expired"
@@ -96,10 +92,9 @@ class NewGroup:
 
     header: GroupHeader
     group_id: str
-    """Unique in the run for ever; the hub makes one for a client that sent none."""
+    """Unique in the run; the hub makes one if the client sent none."""
     digest: bytes
-    """16 bytes that tell contents apart (`wire.content_digest`); empty: the hub made the id, which cannot come
-    again."""
+    """`wire.content_digest`; empty if the hub made the id, which cannot be sent again."""
     payload: bytes
     """`wire.pack_group`."""
     place: Place
@@ -116,7 +111,7 @@ class StoredGroup:
     batch: int | None = None
     """Number of the batch it is in; None outside LEASED, TRAINED, REPLAY."""
     deliveries: int = 0
-    """How often it was handed out."""
+    """Times it was leased without an acknowledgement."""
     reason: str | None = None
     """Why it is DEAD."""
 
@@ -131,22 +126,22 @@ class BatchState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBatch:
-    """A batch whose groups are still held. The groups know their batch, not the batch its groups."""
+    """A batch whose groups are still held. Each group refers to its batch, not the reverse."""
 
     number: int
     """Unique and increasing within a run."""
     state: BatchState
     step: int
-    """The trainer's step it is, or was, for."""
+    """The trainer's step that the batch is for, or was trained at."""
     epoch: int
     """The trainer incarnation that holds or acknowledged it."""
     lease_id: str
     ttl_s: float
     """How long the lease lasts without a heartbeat."""
     request_id: str | None = None
-    """Chosen by the trainer: asking again with it returns this batch."""
+    """Chosen by the trainer; a repeated request with it gets this batch."""
     is_plain: bool = False
-    """Delivered to a client that knows no leases."""
+    """Whether it is delivered to a client without leases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +175,9 @@ class Change:
     document: bytes | None = None
     """Replaces the last; None keeps it. Small: nearly every change writes it."""
     facts: Mapping[str, bytes] = field(default_factory=dict)
-    """Added, or replaced by name; the others stay. For what changes seldom, such as one environment."""
+    """Added, or replaced by name; the others stay. For what rarely changes, such as one environment."""
     is_durable: bool = True
-    """False: may be forgotten by a crash, but never out of order."""
+    """False: a crash may lose it, but only together with all later changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +204,9 @@ class StoreUsage:
     """How full a store is."""
 
     payload_bytes: int
-    """Of held groups."""
+    """Payloads of held groups."""
     stored_bytes: int
-    """What they take up, space not yet given back included."""
+    """Bytes that they occupy, including space not yet reclaimed."""
     free_bytes: int | None = None
     """Left before `StoreFull`; None: not bounded by the store."""
 
@@ -227,20 +222,20 @@ class GroupStore(Protocol):
         ...
 
     async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
-        """Store groups with unknown ids; one outcome per group, duplicates within the call included.
+        """Store the groups with unknown ids; return one outcome per group. Detects duplicates within the call.
 
         Numbers are unique. Raises `StoreFull`, with nothing stored, or `StoreBroken`.
         """
         ...
 
     async def commit(self, change: Change) -> None:
-        """Apply `change`. Returns when it is as safe as `change.is_durable` asks; raises `StoreBroken`."""
+        """Apply `change`, as durably as `change.is_durable` asks. Raises KeyError for unknown groups, `StoreBroken`."""
         ...
 
     async def read(self, numbers: Sequence[int]) -> list[bytes]:
         """Return payloads in the order asked.
 
-        Raises `CorruptGroups` naming all damaged ones, KeyError for absent ones, `StoreFull` when no file opens.
+        Raises `CorruptGroups` naming all damaged ones, KeyError for unknown ones, `StoreFull` if no file can be opened.
         """
         ...
 
@@ -251,5 +246,5 @@ class GroupStore(Protocol):
         ...
 
     async def close(self) -> None:
-        """Make everything durable and let go of the files."""
+        """Make everything durable and close the files."""
         ...

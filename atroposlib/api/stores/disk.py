@@ -1,9 +1,9 @@
 """A run on a local disk: payloads in append-only segments, everything else in SQLite.
 
-One thread writes. What has come in while it was busy becomes one write, one sync of the segment and one transaction,
-and then all callers are answered. A record is on the disk before its row, and a row is gone for good before its bytes
-are, so at every instant what survives a crash can be opened again. A failed write or sync is never repeated: the store
-is broken until it is opened anew. The coordinator calls it; it never looks into a payload.
+One thread writes. Calls that arrive while it is busy become one write, one sync of the segment and one transaction. A
+record is on disk before its row, and a row is durably deleted before its bytes, so the store can be reopened after a
+crash at any moment. After a failed sync, or a failed write that a lack of space, files or memory does not explain, the
+store is broken until it is reopened. The coordinator calls it; it never parses a payload.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ from atroposlib.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MAX_COMMIT_BYTES: Final = 32 << 20
-"""Payloads that one write, one sync and one transaction take."""
+"""Payload bytes per write, sync and transaction."""
 _INLINE_READ_BYTES: Final = 2 << 20
-"""Read on the event loop, in less than 2 ms, if the operating system holds it in memory."""
+"""Read on the event loop, in less than 2 ms, if it is in the page cache."""
 _CAN_READ_CACHED: Final = hasattr(os, "RWF_NOWAIT")
 _IDLE_S: Final = 1.0
-"""How long the writer waits for work before it looks after the disk."""
+"""How long the writer waits for work, and the interval of disk maintenance."""
 _SPARSE_SHARE: Final = 0.2
 _SPARSE_S: Final = 600.0
 
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """Something for the writer. Made on the event loop."""
+    """A request to the writer thread, made on the event loop."""
 
     future: asyncio.Future[Any] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -76,7 +76,7 @@ class _Job:
     groups: Sequence[NewGroup] = ()
     change: Change | None = None
     alone: Callable[[], None] | None = None
-    """Called after everything before it and before everything behind it."""
+    """Called by itself, after all earlier jobs and before all later ones."""
     answer: Any = None
     """What `future` gets: a result, or an exception to raise."""
 
@@ -86,7 +86,7 @@ class _Segment:
     """What the writer knows of one segment."""
 
     num_groups: int = 0
-    """Held."""
+    """Held groups."""
     live_bytes: int = 0
     sparse_since_s: float | None = None
 
@@ -131,23 +131,23 @@ class DiskStore:
             self._directory, min_free_bytes=min_free_bytes, files=self._files, clock=clock
         )
         self._held = contextlib.ExitStack()
-        """What this process holds of the directory while the store is open."""
+        """Resources held while the store is open."""
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._unlinker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hub-unlink")
         self._failure: BaseException | None = None
         self._is_closed = False
 
-        # Written by the writer alone; read by everybody.
+        # Written by the writer thread only; read by any thread.
         self._locations: dict[int, Location] = {}
         self._segments: dict[int, _Segment] = {}
         self._empty: set[int] = set()
-        """Segments with no held group, to be dropped once nothing is appended to them."""
+        """Segments with no held group, to be deleted once nothing is appended to them."""
         self._is_listed_safely = True
-        """All transactions so far would survive a loss of power."""
+        """Whether all transactions so far would survive a loss of power."""
         self._next_look_s = float("-inf")
 
-    # The event loop's side.
+    # On the event loop.
 
     async def open(self) -> SavedRun:
         """See `GroupStore`. Also raises `ConfigError` when another hub uses the directory."""
@@ -189,7 +189,7 @@ class DiskStore:
         )
 
     async def close(self) -> None:
-        """See `GroupStore`. A store that broke before lets go of its files as they are.
+        """See `GroupStore`. A store that is already broken only closes its files.
 
         Raises `StoreBroken` if it breaks now; then changes that were not durable may be lost.
         """
@@ -215,7 +215,7 @@ class DiskStore:
         assert self._thread is not None, "the store is not open"
         assert not self._is_closed, "the store is closed"
         self._jobs.put(job)
-        # A caller that is cancelled cancels the future, not what the writer does.
+        # Cancelling the caller cancels the future, not the job.
         return await job.future
 
     def _broken(self) -> StoreBroken:
@@ -241,13 +241,13 @@ class DiskStore:
                         try:
                             payloads[number] = read_one(fd, location)
                         except (DamagedPayload, OSError) as e:
-                            # What the disk cannot read it will not read later, and would keep a whole batch back.
+                            # EIO is taken as permanent damage: retrying it would block the whole batch.
                             if isinstance(e, OSError) and e.errno != errno.EIO:
                                 raise
                             logger.error("group %d is damaged: %s", number, e)
                             damaged.append(number)
             except FileNotFoundError:
-                # Its groups may have been moved together since the locations were looked up.
+                # Compaction may have moved its groups since the locations were looked up.
                 if any(self._locations[number].segment == segment for number in wanted):
                     logger.error("segment %d of %s is missing", segment, self._directory)
                     damaged += wanted
@@ -267,7 +267,7 @@ class DiskStore:
             self._held.callback(self._log.end_segment)
             warn_of_network_file_system(self._directory)
             if self._space.directory != self._directory:
-                # Earlier versions kept one in each run.
+                # Older versions kept a ballast file in each run.
                 (self._directory / BALLAST).unlink(missing_ok=True)
             self._space.prepare()
             saved = self._recover()
@@ -291,7 +291,7 @@ class DiskStore:
             ) from e
 
     def _recover(self) -> SavedRun:
-        """Open the database, list what only the log holds, and load everything."""
+        """Open the database, insert records that only the log holds, and load everything."""
         started_s = time.perf_counter()
         state_path = self._directory / "state.db"
         has_state = is_readable = state_path.exists()
@@ -329,7 +329,7 @@ class DiskStore:
         return replace(saved, found="" if is_fresh else ", ".join(found))
 
     def _roll_forward(self, mark: Mark, *, is_rebuilt: bool) -> str:
-        """List what lies behind `mark`, and say in words what it was."""
+        """Insert the records after `mark` into the database; return a summary in words."""
         num_rolled = num_cut = num_damaged = 0
         newest = max(self._log.sizes, default=0)
         for number in sorted(n for n in self._log.sizes if n >= mark.segment):
@@ -340,8 +340,8 @@ class DiskStore:
                 continue
             num_damaged += scan.num_damaged
             num_cut += max(0, size - scan.end)
-            # Before the rows are: a row promises that its record is on the disk.
-            # Of a rebuilt log only the newest segment can hold bytes that were never synced.
+            # Secured before the rows, which promise that their records are on disk. In a rebuild, only the newest
+            # segment can hold bytes that were never synced.
             doubtful = scan.end if is_rebuilt and number != newest else start
             self._log.secure(number, start=doubtful, end=scan.end)
             with self._state.transaction(is_durable=True):
@@ -364,7 +364,7 @@ class DiskStore:
             try:
                 if self._failure is None:
                     self._do(jobs)
-            except Exception as e:  # whatever it was, nothing may be written after it
+            except Exception as e:  # after any failure, nothing more may be written
                 logger.error("the store in %s is broken", self._directory, exc_info=e)
                 self._failure = e
                 self._log.end_segment()
@@ -377,7 +377,7 @@ class DiskStore:
                 self._call_on_loop(_answer, jobs)
 
     def _next_jobs(self) -> list[_Job]:
-        """Wait for a job; return it and those behind it, as many as one commit takes or up to one to be done alone."""
+        """Wait for a job; return it and later ones, up to the size of a commit or one to do alone. Empty if idle."""
         jobs: list[_Job] = []
         num_bytes = 0
         while num_bytes < _MAX_COMMIT_BYTES:
@@ -409,9 +409,9 @@ class DiskStore:
     # Committing.
 
     def _commit(self, jobs: Sequence[_Job], *, refusal: StoreFull | None = None) -> None:
-        """Do the jobs in one transaction, or all but the appends, which `refusal` answers.
+        """Do the jobs in one transaction; with `refusal`, refuse the appends with it.
 
-        If that fails for lack of room, refuse the appends: what ends groups, and so makes room, must be written.
+        If there is no room, refuse the appends: changes that end groups free room, and must be written.
         """
         try:
             self._transact(jobs, refusal)
@@ -451,7 +451,7 @@ class DiskStore:
             self._leave(self._locations.pop(number))
 
     def _append(self, groups: Sequence[NewGroup], added: dict[int, Location]) -> list[Appended]:
-        """List the groups that are new, in `added` too, and add them to the log; or raise `StoreFull`."""
+        """Insert the new groups into the database, the log and `added`; raises `StoreFull` if there is no room."""
         outcomes = []
         new: dict[str, NewGroup] = {}
         for group in groups:
@@ -474,9 +474,9 @@ class DiskStore:
 
     @contextlib.contextmanager
     def _transaction(self, *, is_durable: bool) -> Iterator[None]:
-        """One transaction of the database; the records that its block adds to the log are on the disk before its end.
+        """Run one database transaction; records that the block adds to the log are written before it commits.
 
-        If there is no room for them, or for it, nothing is changed.
+        If there is no room for either, nothing is changed.
         """
         mark = self._log.mark
         try:
@@ -485,14 +485,14 @@ class DiskStore:
                 self._log.write()
                 self._state.set_mark(self._log.mark)
         except (OSError, sqlite3.Error) as e:
-            # After any other failure rows may be on the disk that promise these records.
+            # After any other failure, rows that promise these records may be on disk.
             if _may_work_later(e):
                 self._log.cut(mark)
             raise
         self._is_listed_safely = is_durable or not self._is_synced
 
     def _note(self, number: int, location: Location) -> None:
-        """Enter where a group lies. One that lay elsewhere before is found by readers at every moment."""
+        """Record the location of a group. If the group moved, readers find it at every moment."""
         before = self._locations.get(number)
         self._locations[number] = location
         segment = self._segments.setdefault(location.segment, _Segment())
@@ -531,7 +531,7 @@ class DiskStore:
             elif segment.sparse_since_s is None:
                 segment.sparse_since_s = now_s
             elif segment.num_groups and now_s - segment.sparse_since_s >= _SPARSE_S:
-                # Whatever stays in it stays for another while: it is damaged, or the disk is full.
+                # If compaction fails (damage, full disk), it is retried only after the same time.
                 segment.sparse_since_s = now_s
                 self._compact(number)
 
@@ -554,11 +554,11 @@ class DiskStore:
         try:
             self._files.unlink(path)
         except OSError:
-            # Opening the store drops it again.
+            # The next opening deletes it.
             logger.exception("%s could not be removed", path)
 
     def _compact(self, number: int) -> None:
-        """Copy the few groups that are left in a segment to the end of the log, so that it can be dropped."""
+        """Copy the last groups of a segment to the end of the log, so that the segment can be deleted."""
         moved: dict[int, Location] = {}
         try:
             scan = self._log.scan(number, start=0)
@@ -584,7 +584,7 @@ class DiskStore:
         for held, location in moved.items():
             self._note(held, location)
 
-    # The end.
+    # Clearing and closing.
 
     def _clear(self) -> None:
         self._log.end_segment()
@@ -618,8 +618,8 @@ def _answer(jobs: Sequence[_Job]) -> None:
 
 
 def _set_aside(state_path: Path) -> None:
-    """Keep a damaged database for a person to look at."""
-    # What is left of its journals must not be applied to the one that takes its place.
+    """Rename a damaged database, to keep it for inspection."""
+    # Its journals must not be applied to the new database.
     for suffix in ("", "-wal", "-journal"):
         path = state_path.with_name(state_path.name + suffix)
         if path.exists():

@@ -20,7 +20,7 @@ from atroposlib.api.stores.base import (
 
 
 class MemoryStore:
-    """Dicts. Implements `GroupStore`; opening it again returns what it holds, as a restart would."""
+    """Implements `GroupStore` with dicts; opening it again returns what it holds, as a restart would."""
 
     durability = Durability.MEMORY
 

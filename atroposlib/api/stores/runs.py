@@ -1,7 +1,7 @@
-"""Where the stores of runs come from: one per run, in memory or as a directory each.
+"""Create, list, rename and delete the stores of runs: one per run, in memory or in a directory.
 
-A run's directory holds everything about it, so it can be copied, archived or deleted as one. `run.json` in it says that
-the directory is a run, and whether it was set aside; no other directory is opened, listed or deleted.
+A run's directory holds everything about it, so it can be copied, archived or deleted as a whole. `run.json` marks the
+directory as a run and says whether it was set aside; other directories are never opened, listed or deleted.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from atroposlib.api.stores.segments import Files
 from atroposlib.errors import ConfigError
 
 RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""What a run may be called: part of a path and of a file name."""
+"""Valid run names: part of a URL path and of a file name."""
 MARKER: Final = "run.json"
 _OURS: Final = re.compile(
     r"run\.json(\.partial)?|lock|ballast|\d{10}\.seg|(damaged-\d+-)?state\.db(-wal|-shm|-journal)?"
 )
-"""Names of the files that a store, or this module, makes in a run's directory."""
+"""Names of the files that a store or this module creates in a run's directory."""
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """An experiment that was set aside."""
 
     name: str
-    """The run that it is now."""
+    """The run that holds it now."""
     of_run: str
-    """The run that it was."""
+    """The run that held it before."""
     experiment: str
     step: int
     set_aside_at: float
@@ -62,11 +62,11 @@ class RunStores(Protocol):
     """Makes, lists, sets aside and forgets the stores of runs, by run name."""
 
     def names(self) -> list[str]:
-        """Runs that something is stored of, those set aside included."""
+        """Names of the stored runs, including those set aside."""
         ...
 
     def holds(self, name: str) -> bool:
-        """Whether something is stored of the run."""
+        """Whether the run is stored."""
         ...
 
     def kept(self) -> list[Kept]:
@@ -74,24 +74,24 @@ class RunStores(Protocol):
         ...
 
     def store(self, name: str) -> GroupStore:
-        """Return the store of a run, not yet opened. Called once per run, again after any of the following."""
+        """Return the store of a run, not yet opened. Called once per run, and again after any method below."""
         ...
 
     def set_aside(self, name: str, *, experiment: str, step: int, resumed: Kept | None) -> str:
-        """Give a closed run another name, and return it. `resumed` is brought back afterwards."""
+        """Rename a closed run and return its new name. `resumed` is kept: it is brought back afterwards."""
         ...
 
     def bring_back(self, kept: Kept) -> None:
-        """Give a closed run that was set aside its name back, which must be free."""
+        """Rename a closed run that was set aside back to its old name, which must be free."""
         ...
 
     def forget(self, name: str) -> None:
-        """Delete what a closed store left behind."""
+        """Delete the data of a closed store."""
         ...
 
 
 class MemoryRuns:
-    """Every run ends with the process. Of each run, the latest earlier experiment is kept: memory is no archive."""
+    """Runs that end with the process. To bound memory, only the latest earlier experiment of each run is kept."""
 
     def __init__(self) -> None:
         self._stores: dict[str, MemoryStore] = {}
@@ -145,7 +145,7 @@ class DirectoryRuns:
         return sorted(found, key=lambda kept: kept.set_aside_at, reverse=True)
 
     def store(self, name: str) -> GroupStore:
-        """Raises `ConfigError` for a directory of that name which holds something else."""
+        """Raises `ConfigError` if the directory of that name is not a run."""
         directory = self._root / name
         marker = _read_marker(directory)
         if marker is None and directory.exists() and any(directory.iterdir()):
@@ -173,7 +173,7 @@ class DirectoryRuns:
 
 
 def stored_runs(root: Path) -> list[StoredRun]:
-    """The runs below `root`, by name, with the room that they take."""
+    """Return the runs below `root`, by name, with their sizes."""
     found = []
     for name, marker in stored_markers(root):
         states = [path.stat() for path in _own_files(root / name)]
@@ -189,7 +189,7 @@ def stored_runs(root: Path) -> list[StoredRun]:
 
 
 def stored_markers(root: Path) -> list[tuple[str, _Marker]]:
-    """Name and marker of every run below `root`, by name. Other directories are none of the hub's business."""
+    """Return the name and marker of every run below `root`, by name; other directories are skipped."""
     if not root.is_dir():
         return []
     paths = [path for path in sorted(root.iterdir()) if RUN_NAME.fullmatch(path.name)]
@@ -198,11 +198,11 @@ def stored_markers(root: Path) -> list[tuple[str, _Marker]]:
 
 
 def delete_run(directory: Path) -> None:
-    """Delete the files of a run, then its directory. Raises `ConfigError` where it holds, or is, something else."""
+    """Delete the files of a run, then its directory. Raises `ConfigError` if it is not a run, or holds other files."""
     if _read_marker(directory) is None:
         raise ConfigError(f"{directory} is not a run of a hub")
     for path in sorted(_own_files(directory), key=lambda path: path.name == MARKER):
-        path.unlink()  # the marker last: what a crash leaves is still a run
+        path.unlink()  # the marker last: after a crash it is still a run
     left = sorted(path.name for path in directory.iterdir())
     if left:
         raise ConfigError(f"{directory} is left, it holds files of others: {', '.join(left[:5])}")
@@ -218,7 +218,7 @@ def _own_files(directory: Path) -> Iterable[Path]:
 
 
 def _read_marker(directory: Path) -> _Marker | None:
-    """The marker of a run; None for a directory that is none."""
+    """Return the marker of a run; None if the directory is not a run."""
     if directory.is_symlink() or not directory.is_dir():
         return None
     try:
@@ -227,13 +227,13 @@ def _read_marker(directory: Path) -> _Marker | None:
         return _Marker() if _is_of_earlier_version(directory) else None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    # Renaming and writing are two steps: a marker that names another directory was about to move, or has moved back.
+    # Renaming and writing are two steps: a crash in between leaves a marker that names another directory.
     is_kept = marker.kept is not None and marker.kept.name == directory.name
     return marker if is_kept else _Marker()
 
 
 def _is_of_earlier_version(directory: Path) -> bool:
-    """Whether a version that wrote no marker made the directory: its files, and nothing but them, are there."""
+    """Whether an older version, which wrote no marker, made the directory: it holds only a store's files."""
     names = {path.name for path in directory.iterdir()}
     return {"lock", "state.db"} <= names and all(_OURS.fullmatch(name) for name in names)
 
@@ -248,7 +248,7 @@ def _write_marker(directory: Path, marker: _Marker) -> None:
 
 
 def _kept(of_run: str, taken: Iterable[str], experiment: str, step: int) -> Kept:
-    """Name an experiment that is set aside now: the run's name and one more than any number taken."""
+    """Describe an experiment that is set aside now; its name is the run's with the next free number."""
     base = of_run[:56]
     pattern = re.compile(re.escape(base) + r"\.(\d{1,6})")
     numbers = [int(match[1]) for each in taken if (match := pattern.fullmatch(each))]

@@ -1,9 +1,8 @@
-"""Append-only segment files: the payload bytes of a run, each record saying what it is.
+"""Append-only segment files: the payloads of a run, in self-describing records.
 
-A record is written once and never changed; whole files are dropped when nothing in them is needed. Every byte is under
-a CRC, so a scan tells what was written from what was only begun. Records carry a marker drawn at random for their file,
-so no payload can pose as a record. Used by `DiskStore` from its writer thread (reading: from any thread). Knows nothing
-of batches, places or SQLite.
+A record is never changed; whole files are deleted when nothing in them is needed. CRCs cover every byte, so a scan can
+tell complete records from unfinished ones. Each record carries the random marker of its file, so that no payload can be
+mistaken for a record. `DiskStore` writes from its writer thread and reads from any thread. Independent of SQLite.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _SUFFIX: Final = ".seg"
 FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_FILE_ERRNOS: Final = frozenset({errno.EMFILE, errno.ENFILE})
 LATER_ERRNOS: Final = FULL_ERRNOS | _NO_FILE_ERRNOS | {errno.ENOMEM}
-"""The system lacks something now. Unless a sync ended so, the call may be repeated later."""
+"""Temporary lack of space, files or memory. The call may be retried later, unless it was a sync."""
 
 
 class Files:
@@ -69,7 +68,7 @@ class Files:
         path.unlink(missing_ok=True)
 
     def allocate(self, fd: int, size: int) -> None:
-        """Take `size` bytes of disk."""
+        """Allocate `size` bytes on disk."""
         if sys.platform == "linux":
             os.posix_fallocate(fd, 0, size)
         else:
@@ -84,7 +83,7 @@ class Files:
 
 
 class RecordMeta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """What a record says of its group: enough to list it again when nothing else is left."""
+    """Metadata of a record's group: enough to rebuild its database row."""
 
     number: int
     group_id: str
@@ -117,7 +116,7 @@ _meta_decoder = msgspec.json.Decoder(RecordMeta)
 
 
 class Location(NamedTuple):
-    """Where a payload lies."""
+    """Where a payload is stored."""
 
     segment: int
     offset: int
@@ -130,31 +129,31 @@ class Location(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A position in the log. Everything before it is listed elsewhere; what lies behind it is not."""
+    """A position in the log: the records before it are in the database, those after it are not."""
 
     segment: int
     offset: int
 
 
 class ScannedRecord(NamedTuple):
-    """An intact record that a scan came upon."""
+    """An intact record found by a scan."""
 
     meta: RecordMeta
     location: Location
 
 
 class Scan(NamedTuple):
-    """What a stretch of one segment holds."""
+    """Result of scanning a segment."""
 
     records: list[ScannedRecord]
     end: int
-    """Behind the last intact record; where the scan began if there is none. What lies behind was never finished."""
+    """End of the last intact record, or the start of the scan if there is none. Later bytes are unfinished."""
     num_damaged: int
-    """Damaged stretches with an intact record behind them."""
+    """Damaged stretches with an intact record after them."""
 
 
 class LogBroken(Exception):
-    """What the log holds is unknown now; nothing may be appended until it was scanned."""
+    """The content of the log is unknown; nothing may be appended before it is scanned."""
 
 
 class DamagedPayload(Exception):
@@ -187,7 +186,7 @@ def read_payload(fd: int, location: Location) -> bytes:
 
 
 def read_cached_payload(fd: int, location: Location) -> bytes:
-    """Read one payload that the operating system holds in memory; raise BlockingIOError for any other."""
+    """Read one payload from the page cache; raise BlockingIOError if it is not there, or is damaged."""
     buffer = bytearray(location.length)
     num_read = os.preadv(fd, [buffer], location.offset, os.RWF_NOWAIT)
     if num_read < location.length or crc32(buffer) != location.crc:
@@ -209,33 +208,33 @@ class SegmentLog:
         self._number = -1
         self._marker = b""
         self._end = 0
-        """Of what is written, in the segment that is open."""
+        """End of the written bytes in the open segment."""
         self._unwritten: list[bytes] = []
         self.sizes: dict[int, int] = {}
         """Bytes of each segment file, the open one and its unwritten records included."""
 
     @property
     def mark(self) -> Mark:
-        """Behind everything that was written."""
+        """The end of everything written."""
         return Mark(self._number + 1, 0) if self._fd is None else Mark(self._number, self._end)
 
     def load(self, mark: Mark) -> None:
-        """Find the segment files. Nothing is ever appended before `mark`, even if files have gone missing."""
+        """Find the segment files. Nothing is ever appended before `mark`, even if files are missing."""
         for path in self._directory.glob(f"*{_SUFFIX}"):
             if path.stem.isdigit():
                 self.sizes[int(path.stem)] = path.stat().st_size
         self._number = max([*self.sizes, mark.segment if mark.offset else mark.segment - 1])
 
     def scan(self, number: int, *, start: int) -> Scan:
-        """Read what segment `number` holds from `start` on (0: from its beginning)."""
+        """Scan segment `number` from the offset `start`."""
         with opened(segment_path(self._directory, number)) as fd:
             return _scan(fd, number, start)
 
     def secure(self, number: int, *, start: int, end: int) -> None:
-        """Cut segment `number` at `end` and make sure that its bytes from `start` on are on the disk.
+        """Truncate segment `number` at `end` and force its bytes from `start` on to the disk.
 
-        They are written once more, as they are: after a failed sync the kernel holds pages that it believes to be on
-        the disk and are not, and only a page that is written again is written out again.
+        They are rewritten unchanged: after a failed sync, the kernel may treat pages as clean that never reached the
+        disk, and only rewriting makes it write them out.
         """
         fd = self._files.open(segment_path(self._directory, number))
         try:
@@ -249,11 +248,11 @@ class SegmentLog:
         finally:
             self._files.close(fd)
 
-    # Appending. An OSError of `LATER_ERRNOS` means that it may work later, once `cut` has undone what was begun. After
-    # any other error the log must be scanned.
+    # Appending. After an OSError of `LATER_ERRNOS`, undo it with `cut`; a retry may succeed later. After any other
+    # error the log must be scanned.
 
     def add(self, meta: RecordMeta, payload: bytes) -> Location:
-        """Take a record for the next `write`, and say where its payload will be."""
+        """Buffer a record for the next `write`; return where its payload will be."""
         if self._fd is None or (self._end >= self._segment_bytes and not self._unwritten):
             self._begin_segment()
         encoded = _meta_encoder.encode(meta)
@@ -276,14 +275,14 @@ class SegmentLog:
             try:
                 self._files.sync(self._fd)
             except OSError as e:
-                # Not even "disk full" may be tried again: the kernel may have dropped the pages that it could not
+                # Never retried, not even for a full disk: the kernel may have dropped the pages that it could not
                 # write, and would report success (https://wiki.postgresql.org/wiki/Fsync_Errors).
                 raise LogBroken(f"segment {self._number} could not be synced: {e}") from e
         self._unwritten = []
         self._end = self.sizes[self._number]
 
     def cut(self, mark: Mark) -> None:
-        """Undo what was added or written since `mark` was the log's."""
+        """Undo what was added or written since `mark`."""
         self._unwritten = []
         if self._fd is None:
             return
@@ -299,7 +298,7 @@ class SegmentLog:
 
     def _begin_segment(self) -> None:
         self.end_segment()
-        # The number is used up even if the attempt fails: a leftover file is never in the way.
+        # The number is used up even if the attempt fails, so that a leftover file cannot collide.
         self._number += 1
         self._fd = self._files.create(segment_path(self._directory, self._number))
         self._marker = os.urandom(8)
@@ -311,7 +310,7 @@ class SegmentLog:
             try:
                 self._files.sync_directory(self._directory)
             except OSError as e:
-                # Without a file to spare the directory was not even opened; after a failed sync nothing is known.
+                # Without a free descriptor the directory was not opened; after a failed sync its state is unknown.
                 if e.errno not in _NO_FILE_ERRNOS:
                     raise LogBroken(f"{self._directory} could not be synced: {e}") from e
                 raise
@@ -378,7 +377,7 @@ def _read_marker(fd: int, number: int, size: int) -> bytes | None:
         magic, marker, crc = _FILE_HEAD.unpack_from(head)
         if magic == _FILE_MAGIC and crc == crc32(head[:16]):
             return bytes(marker)
-    # A damaged beginning does not take the whole file along: the first record repeats the marker.
+    # A damaged file head does not lose the whole file: the first record repeats the marker.
     marker = head[_FILE_HEAD.size :]
     return marker if _read_record(fd, number, _FILE_HEAD.size, marker, size) else None
 

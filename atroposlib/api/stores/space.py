@@ -1,8 +1,8 @@
-"""Room on a disk of stores: the watermark that appends respect, and the ballast that lets everything else go on.
+"""Free space on a disk of stores: a watermark for appends, and a ballast file that keeps SQLite writable.
 
-SQLite must never meet a full disk for long, because what ends groups, and so makes room, is written through it. Appends
-are refused while `min_free_bytes` are still left; should another program take those too, a file kept for this is given
-up, and taken back when there is room. The stores of one disk share one `DiskSpace`; their writer threads call it.
+Ending groups frees space but must be written to SQLite, so SQLite must not stay without space. Appends are refused
+while `min_free_bytes` are still left; if another program takes those too, the ballast file is deleted, and restored
+when there is room. The stores of one disk share one `DiskSpace`; their writer threads call it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NETWORK_FILE_SYSTEMS: Final = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "cifs", "smb3", "9p", "ceph", "beegfs", "fuse.sshfs"}
 )
 _FREE_SPACE_AGE_S: Final = 0.1
-"""How old a look at the free space may be when an append is admitted."""
+"""Maximum age of the free-space measurement when an append is admitted."""
 
 
 class DiskSpace:
-    """What is left of the disk under `directory`, which holds the ballast.
+    """Free space on the disk of `directory`, which holds the ballast.
 
     `min_free_bytes` stay free (None: 2 % of the disk, at least 1 GiB).
     """
@@ -49,7 +49,7 @@ class DiskSpace:
         self._files = files or Files()
         self._clock = clock
         self._lock = threading.RLock()
-        """Held while the ballast or the account of the free space changes; stores write in threads of their own."""
+        """Protects the ballast and the free-space count: each store has its own writer thread."""
         self._ballast_path = directory / BALLAST
         self._ballast_bytes = 0
         self._has_ballast = False
@@ -59,7 +59,7 @@ class DiskSpace:
 
     @property
     def room_bytes(self) -> int:
-        """What appends may still use."""
+        """Bytes that appends may still use."""
         return max(0, self._free_bytes - self._kept_bytes)
 
     @property
@@ -67,7 +67,7 @@ class DiskSpace:
         return self._min_free_bytes + (0 if self._has_ballast else self._ballast_bytes)
 
     def prepare(self) -> None:
-        """Learn the size of the disk; on one that is full, make room for recovery."""
+        """Measure the disk; if it is full, release the ballast for recovery."""
         total = self._files.total_bytes(self.directory)
         path = self._ballast_path
         with self._lock:
@@ -101,7 +101,7 @@ class DiskSpace:
         )
 
     def measure(self) -> None:
-        """Look at the disk, and take the ballast back if there is room for it."""
+        """Measure the free space, and restore the ballast if there is room for it."""
         with self._lock:
             self._measured_s = self._clock()
             self._free_bytes = self._files.free_bytes(self.directory)
@@ -111,7 +111,7 @@ class DiskSpace:
 
     @contextlib.contextmanager
     def without_ballast(self) -> Iterator[None]:
-        """Give up the ballast: SQLite needs it now. No other store takes it back before the block ends."""
+        """Release the ballast for SQLite; no other store restores it before the block ends."""
         with self._lock:
             self._release_ballast()
             yield
@@ -136,7 +136,7 @@ class DiskSpace:
 
 
 def warn_of_network_file_system(directory: Path) -> None:
-    """Log that the disk may not keep what it promises, if a network lies between."""
+    """Warn if the directory is on a network file system, whose locks and syncs may be unreliable."""
     kind = file_system_of(directory)
     if kind in _NETWORK_FILE_SYSTEMS:
         logger.warning(
@@ -147,7 +147,7 @@ def warn_of_network_file_system(directory: Path) -> None:
 
 
 def file_system_of(directory: Path) -> str:
-    """Type of the file system that holds `directory`; empty when it cannot be told."""
+    """Type of the file system that holds `directory`; empty if unknown."""
     try:
         lines = Path("/proc/mounts").read_text().splitlines()
     except OSError:

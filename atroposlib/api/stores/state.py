@@ -1,7 +1,7 @@
 """The SQLite half of the disk store: where every group is, what ended, the batches, the coordinator's document, facts.
 
-One connection holds the file exclusively. Transactions are chained: whatever survives a crash is a prefix of what was
-committed. `DiskStore` calls it from its writer thread; it holds no payload and takes no decision.
+One connection holds the file exclusively. What survives a crash is a prefix of the committed transactions. `DiskStore`
+calls it from its writer thread; it holds no payloads and decides nothing.
 """
 
 from __future__ import annotations
@@ -101,17 +101,17 @@ class DamagedState(Exception):
 
 
 def is_full(error: sqlite3.Error) -> bool:
-    """Whether the disk, and nothing else, is in the way."""
+    """Whether the error is a full disk."""
     return getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
 
 
 class StateDb:
-    """Rows. Everything that changes them happens inside `transaction`."""
+    """The database. Rows change only inside `transaction`."""
 
     def __init__(self, path: Path, *, is_synced: bool) -> None:
-        """Open or make the file. Raises `DamagedState`, `UnreadableRun` if a newer version wrote it."""
+        """Open or create the file. Raises `DamagedState`, `UnreadableRun` if a newer version wrote it."""
         self._is_synced = is_synced
-        # Made here, because SQLite would give it the permissions that the umask leaves; its WAL gets the same.
+        # Created here, since SQLite would use the umask for its permissions; the WAL gets the same ones.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0)
         self._db.row_factory = sqlite3.Row
@@ -156,7 +156,7 @@ class StateDb:
         (self._next_number,) = self._db.execute("select next_number from run").fetchone()
 
     def load(self) -> tuple[SavedRun, dict[int, Location]]:
-        """Read all rows. The locations are those of the payloads of all groups, by number."""
+        """Read all rows; return the run, and the payload locations by group number."""
         rows = self._db.execute("select *, length as num_bytes from groups order by number")
         groups: list[StoredGroup] = []
         locations: dict[int, Location] = {}
@@ -184,7 +184,7 @@ class StateDb:
 
     @contextlib.contextmanager
     def transaction(self, *, is_durable: bool) -> Iterator[None]:
-        """Commit the block as a whole; when `is_durable`, and the store is, force it and all before to the disk."""
+        """Commit the block as a whole; if `is_durable` in a synced store, force it and all before to the disk."""
         is_full_sync = is_durable and self._is_synced
         if is_full_sync != self._is_full_sync:
             self._db.execute(f"pragma synchronous = {'FULL' if is_full_sync else 'NORMAL'}")
@@ -193,8 +193,8 @@ class StateDb:
         try:
             yield
             if is_full_sync:
-                # SQLite neither writes nor syncs a transaction whose rows stay as they are, and would leave those
-                # before it unsynced, too.
+                # SQLite neither writes nor syncs a transaction that changes no row, and would leave earlier ones
+                # unsynced, too.
                 self._db.execute("update run set num_forced = num_forced + 1")
             self._db.execute("commit")
         except BaseException:
@@ -204,7 +204,7 @@ class StateDb:
             raise
 
     def digest_of(self, group_id: str) -> bytes | None:
-        """The digest under which an id is known; None for an unknown id."""
+        """Return the digest stored for an id; None for an unknown id."""
         key = _key(group_id)
         row = self._db.execute(
             "select digest from groups where group_id = ?1"
@@ -214,7 +214,7 @@ class StateDb:
         return None if row is None else bytes(row[0])
 
     def insert(self, meta: RecordMeta, location: Location) -> bool:
-        """List a group; False if one of its number or id is listed."""
+        """Insert a group; False if its number or id exists already."""
         number, group_id, *rest = msgspec.structs.astuple(meta)
         self._next_number = max(self._next_number, number + 1)
         inserted = self._db.execute(
@@ -224,14 +224,14 @@ class StateDb:
         return inserted.rowcount == 1
 
     def relocate(self, number: int, location: Location) -> None:
-        """Note that the payload of a group lies elsewhere now."""
+        """Update the location of a group's payload."""
         self._db.execute(
             "update groups set segment = ?, offset = ?, length = ?, crc = ? where number = ?",
             (*location, number),
         )
 
     def apply(self, change: Change) -> None:
-        """Apply `change`; raise KeyError, with nothing applied, if it names what is not there."""
+        """Apply `change`; raise KeyError, with nothing applied, if it names an unknown row."""
         self._db.execute("savepoint change")
         try:
             self._apply(change)
@@ -274,18 +274,18 @@ class StateDb:
             raise KeyError(f"{statement!r} found less than the {len(rows)} rows that were named")
 
     def mark(self) -> Mark:
-        """Up to where the log is listed."""
+        """The position up to which the records of the log are in the database."""
         return Mark(*self._db.execute("select mark_segment, mark_offset from run").fetchone())
 
     def set_mark(self, mark: Mark) -> None:
-        """Note that the log is listed up to `mark`."""
+        """Record `mark`, and the next group number."""
         self._db.execute(
             "update run set mark_segment = ?, mark_offset = ?, next_number = ?",
             (*mark, self._next_number),
         )
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Delete all rows."""
         for table in ("groups", "done", "ended", "batches", "facts"):
             self._db.execute(f"delete from {table}")
         self._db.execute("update run set document = null")
@@ -303,7 +303,7 @@ class StateDb:
 
 
 def _key(group_id: str) -> bytes | str:
-    """How an id is stored: 32 hexadecimal digits, such as our clients and the hub make, take 16 bytes."""
+    """Return the stored form of an id: 32 hexadecimal digits, as native clients and the hub make, take 16 bytes."""
     return bytes.fromhex(group_id) if _IS_HEX(group_id) else group_id
 
 

@@ -218,7 +218,7 @@ async def _let_time_pass(hub: Hub) -> None:
             logger.exception("a store is broken; the hub has to be restarted")
             return
         except Exception:
-            # No one awaits this task until shutdown: its end would go unnoticed, and nothing would expire.
+            # This task is awaited only at shutdown: if it ended, nothing would expire, unnoticed.
             logger.exception("expiry failed; it is tried again in %.0f s", TICK_S)
 
 

@@ -1,10 +1,9 @@
 """The two encodings of a scored group: the original's JSON, and packed binary.
 
-JSON (`application/json`) is what every existing client speaks: fourteen keys, nested lists. Packed
-(`application/vnd.atropos.groups+msgpack`) is what our own clients speak among themselves, and what the hub stores: a
-msgpack envelope around one independent blob per group, whose arrays are little-endian buffers. Blobs are joined into
-a batch without being parsed. Both encodings hand back what was sent: floats travel as float32 only where that loses
-nothing. The byte layout is written down in `api/README.md`.
+JSON (`application/json`) is what every existing client uses: fourteen keys, nested lists. Packed
+(`application/vnd.atropos.groups+msgpack`) is what native clients use and the hub stores: a msgpack envelope around one
+independent blob per group, whose arrays are little-endian buffers. Blobs are joined into a batch without being parsed.
+Both encodings are lossless: floats are sent as float32 only if that loses nothing. `api/README.md` has the byte layout.
 
 Decoding always ends in `check_group`: there is no way to obtain an unchecked `ScoredGroup` from bytes. `check_blob`,
 for the hub, checks a blob by the rules of `scored_data` without making one.

@@ -1,9 +1,9 @@
-"""Groups from JSON, with two parsers: simdjson for what is well formed, msgspec for everything else.
+"""Decode groups from JSON with two parsers: simdjson for groups of the usual form, msgspec for all others.
 
-simdjson writes the numbers of a group into arrays, with no Python object of any: 0.06 CPU seconds per million tokens
-where msgspec and numpy take 0.22, so without it JSON through the hub would cost half as much again (AMD EPYC, groups
-of 8 x 2048 tokens and logprobs). It names no place of a fault and flattens lists within rows; a group with anything odd
-is therefore decoded once more, into typed lists. msgspec and `check_group` then say what is wrong and where:
+simdjson writes the numbers of a group straight into arrays: 0.06 CPU seconds per million tokens where msgspec and numpy
+take 0.22, so without it JSON through the hub would cost half as much again (AMD EPYC, groups of 8 x 2048 tokens and
+logprobs). It does not locate faults, and flattens lists within rows; a group with anything unusual is therefore decoded
+again, into typed lists. msgspec and `check_group` then report what is wrong and where:
 `[1].sequences[2].tokens[7]: expected int, got str`. Every fault of a body is a `GroupError`.
 """
 
@@ -38,7 +38,7 @@ from atroposlib.wire.packed import (
 )
 
 _QUICK_BYTES: Final = 2**26
-"""simdjson wants 14 times the memory of its text, 0.9 GB for this; msgspec half of that."""
+"""simdjson needs 14 times the memory of its text, 0.9 GB at this size; msgspec half of that."""
 _ODD: Final = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, GroupError)
 """What parsing raises for a body that is faulty or not of the usual form; `msgspec.DecodeError` is a `ValueError`."""
 _INT_FIELDS: Final = ("tokens", "masks", "distill_token_ids")
@@ -112,7 +112,7 @@ def _decode_group(text: Blob) -> ScoredGroup:
 
 
 def _quick_fields(text: Blob) -> dict[str, Any] | None:
-    """Parse a group of the usual form; None for one with anything odd."""
+    """Parse a group of the usual form; None for one with anything unusual."""
     # simdjson skips a byte order mark
     if len(text) > _QUICK_BYTES or text[:1] == b"\xef":
         return None
@@ -123,16 +123,16 @@ def _quick_fields(text: Blob) -> dict[str, Any] | None:
 
 
 class _QuickReader:
-    """Reads a group out of simdjson's document, and counts the lists that it ought to consist of."""
+    """Reads a group from simdjson's document, and counts the lists that it should consist of."""
 
     def __init__(self, text: Blob) -> None:
         self._text = text
         self._num_lists = 0
 
     def read(self, group: Any) -> dict[str, Any]:
-        """Raise `ValueError`, or what simdjson does, for anything odd; a group is a `simdjson.Object`."""
+        """Return the fields of a `simdjson.Object`; raises one of `_ODD` for anything unusual."""
         fields = self._fields(group)
-        # Arrays take in what the lists in a row hold: only the number of lists tells whether there are any.
+        # Reading an array flattens lists within a row: only the number of lists reveals them.
         if self._num_lists != np.count_nonzero(np.frombuffer(self._text, np.uint8) == ord("[")):
             raise ValueError("a list where none belongs")
         return fields
@@ -214,7 +214,7 @@ def _with_objects(group: _Group) -> dict[str, Any]:
 
 
 def _wrong_type(error: Exception) -> GroupError:
-    """Say where first: "Expected `array`, got `int` - at `$[0].masks`" is "[0].masks: expected array, got int"."""
+    """Put the path first: "Expected `array`, got `int` - at `$[0].masks`" is "[0].masks: expected array, got int"."""
     message, _, where = str(error).partition(" - at `$")
     missing = re.fullmatch(r"Object missing required field `(\w+)`", message)
     path = where.rstrip("`")
@@ -225,7 +225,7 @@ def _wrong_type(error: Exception) -> GroupError:
 
 
 def _place(path: str) -> str:
-    """Say paths as the gate does: `[0].tokens[2][5]` is `[0].sequences[2].tokens[5]`."""
+    """Write paths as `check_group` does: `[0].tokens[2][5]` is `[0].sequences[2].tokens[5]`."""
     found = re.fullmatch(r"((?:\[\d+\])?)\.?(\w+)\[(\d+)\](.*)", path, re.DOTALL)
     if found and found[2] in _ROW_FIELDS:
         group, name, row, rest = found.groups()
@@ -234,10 +234,10 @@ def _place(path: str) -> str:
 
 
 def _not_json(text: Blob, error: Exception, decoder: msgspec.json.Decoder[Any]) -> GroupError:
-    """Name the field in which the JSON breaks, where msgspec can tell, and a NaN, which Python's `json` writes."""
+    """Report where the JSON breaks, with the field if msgspec knows it, or a NaN, which Python's `json` writes."""
     position = re.search(r"\(byte (\d+)\)", str(error))
     start = int(position[1]) if position else len(text)
-    # A minus sign is a number until what follows it is seen.
+    # The fault may be found only after the minus sign of -Infinity.
     literal = _NOT_FINITE.match(text, max(0, start - 1)) or _NOT_FINITE.match(text, start)
     if literal is not None:
         start = literal.start()
@@ -247,7 +247,7 @@ def _not_json(text: Blob, error: Exception, decoder: msgspec.json.Decoder[Any]) 
         what = f"not JSON: {error}{hint}"
     for separator in (b"", b","):
         try:
-            # An object in a list of numbers is a fault of type, whose path msgspec tells.
+            # An object in a list of numbers is a type error, for which msgspec reports the path.
             decoder.decode(b"".join([text[:start], separator, b"{}"]))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             if "got `object`" in str(e):

@@ -1,9 +1,9 @@
-"""Groups as JSON: the fourteen keys of the original's wire, in order, written from packed blobs.
+"""Encode packed groups as JSON: the fourteen keys of the original's wire format, in order.
 
 The text comes in pieces, each from one short call into C: a group of any size is encoded without holding the GIL for
-more than a few milliseconds at a time. Blobs are trusted here: they passed `check_blob` or `check_group` when they came
-in. orjson writes numbers straight from numpy's memory: 0.04 CPU seconds per million tokens, where msgspec takes 0.12 by
-way of lists, a quarter of what JSON in and out costs the hub.
+more than a few milliseconds at a time. Blobs are trusted here: they passed `check_blob` or `check_group` on arrival.
+orjson writes numbers straight from numpy's memory: 0.04 CPU seconds per million tokens, where msgspec takes 0.12
+through lists, a quarter of what JSON in and out costs the hub.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def encode_json(group: ScoredGroup) -> bytes:
 
 
 def json_pieces(blob: Blob) -> Iterator[bytes]:
-    """Yield the JSON of a packed group that was checked before; joined, the pieces are the text."""
+    """Yield the JSON text of a packed group, which must have been checked, in pieces."""
     packed = open_blob(blob)
     bounds = [0, *np.cumsum(_view(packed.lengths, "u4"), dtype=np.int64).tolist()]
     tail = tail_members(packed)
@@ -78,12 +78,12 @@ def json_pieces(blob: Blob) -> Iterator[bytes]:
 
 
 def _view(buffer: memoryview, width: str) -> NDArray[Any]:
-    """Return numbers where they lie, which may be at any address."""
+    """Return an array over a buffer, which may be unaligned."""
     return np.frombuffer(buffer, f"<{width}")
 
 
 def _array_cuts(packed: PackedGroup) -> dict[str, Cut]:
-    """Return, by field, what cuts out positions start..stop as an array that can be encoded."""
+    """Return, by field, a function that copies positions start..stop into an array that can be encoded."""
     tokens = _view(packed.tokens, "i4")
     cuts = {"tokens": _cut_of(tokens)}
     if packed.masks is not None:
@@ -108,7 +108,7 @@ def _masks(
 
 
 def _cut_of(values: NDArray[Any]) -> Cut:
-    # float32 is written with the digits of the float64 that was sent. The copy is aligned, as orjson wants it.
+    # float32 is written with the digits of the float64 that was sent. The copy is aligned, as orjson requires.
     dtype = np.dtype(np.float64 if values.dtype.kind == "f" else np.int32)
     return lambda start, stop: values[start:stop].astype(dtype)
 
@@ -122,7 +122,7 @@ def _rows(bounds: list[int], cut: Cut) -> Iterator[bytes]:
     separator = b"["
     for start, stop in pairwise(bounds):
         pieces = _row(cut, start, stop)
-        yield separator + next(pieces)  # a copy: what orjson returns takes 4 KiB at least
+        yield separator + next(pieces)  # a copy: bytes from orjson occupy at least 4 KiB
         yield from pieces
         separator = b","
     yield b"]"

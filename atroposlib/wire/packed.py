@@ -1,7 +1,7 @@
-"""Packed groups: what our clients send, what the hub stores, what its batches are joined from.
+"""Packed groups: native clients send them, the hub stores them and joins them into batches.
 
-A blob is one group; a message is an envelope around blobs. Buffers are read in place and copied once. What a blob
-says is believed only after `unpack_group` or `check_blob`; `json_pieces` reads blobs that passed one of them before.
+A blob is one group; a message is an envelope around blobs. Buffers are read in place and copied once. A blob is trusted
+only after `unpack_group` or `check_blob`; `json_pieces` reads blobs that passed one of them before.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ OBJECT_FIELDS: Final = (
     "group_overrides",
     "images",
 )
-"""Fields that are no arrays of numbers."""
+"""Fields that are not arrays of numbers."""
 
 MAX_GROUPS: Final = 1024
-"""Groups in one message; a packed one is refused before what it announces is made."""
+"""Groups in one message; a packed message that announces more is refused before they are allocated."""
 
 MAX_SEQUENCES: Final = 65536
-"""Sequences in one group of JSON, where each takes microseconds."""
+"""Sequences in one JSON group; each costs microseconds."""
 
 _MASKED_LABEL: Final = struct.pack("<i", IGNORE_INDEX)
 _SPARE_FRAMES: Final = 200
@@ -57,7 +57,7 @@ _FEW: Final = msgspec.Meta(max_length=32)
 _TAIL_FIELDS: Final = (*OBJECT_FIELDS, *DISTILL_FIELDS)
 _EMPTY_FIELDS: Final = (*PER_TOKEN_FIELDS, *DISTILL_FIELDS, *PER_SEQUENCE_FIELDS)
 SEQUENCE_ADVANTAGES: Final = "sequence_advantages"
-"""Name of the array that stands for `advantages` where they are one number per sequence."""
+"""Array that replaces `advantages` if they are one number per sequence."""
 Blob = bytes | bytearray | memoryview
 
 
@@ -83,7 +83,7 @@ class PackedGroup(msgspec.Struct, omit_defaults=True, gc=False):
     trained: memoryview | None = None
     """[ceil(N / 8)] bit i, most significant first, is 1 where masks[i] == tokens[i]; the rest is -100."""
     masks: memoryview | None = None
-    """[N] i32; present instead of `trained` when a foreign client's masks are not labels."""
+    """[N] i32; replaces `trained` if a foreign client's masks are not labels."""
     arrays: Annotated[dict[str, tuple[str, memoryview]], _FEW] = {}
     """float arrays by name: ("f4" or "f8", [N]); `sequence_advantages`, in place of `advantages`, is [S]"""
     distill: Annotated[dict[str, PackedDistillation], _FEW] = {}
@@ -91,7 +91,7 @@ class PackedGroup(msgspec.Struct, omit_defaults=True, gc=False):
     tail: Annotated[dict[str, memoryview], _FEW] | memoryview = {}
     """JSON by name of the fields that are not arrays; or one JSON object of all of them"""
     empty: Annotated[list[str], _FEW] = []
-    """Optional fields that are `[]`. No field may be given in two of these ways."""
+    """Optional fields that are `[]`. No field may be given in more than one of these ways."""
     env_id: int | None = None
     group_id: str | None = None
     policy_version: int | None = None
@@ -200,7 +200,7 @@ def pack_group(group: ScoredGroup) -> bytes:
 
 
 def open_blob(blob: Blob) -> PackedGroup:
-    """Parse a blob without looking at its contents; raises `GroupError` if it is none."""
+    """Parse a blob without looking at its contents; raises `GroupError` if it is not one."""
     try:
         return _packed_decoder.decode(blob)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -208,7 +208,7 @@ def open_blob(blob: Blob) -> PackedGroup:
 
 
 def tail_members(packed: PackedGroup) -> dict[str, memoryview]:
-    """Return the JSON of each field that is no array; raises `GroupError`."""
+    """Return the JSON of each field that is not an array; raises `GroupError`."""
     tail = packed.tail
     if isinstance(tail, memoryview):
         try:
@@ -238,7 +238,7 @@ def decode_member(text: Blob | msgspec.Raw, name: str) -> Any:
 
 
 def _decode_below(num_frames: int, text: Blob | msgspec.Raw) -> Any:
-    """Decode with so many frames of the stack in use: what passes the hub then passes in a deeper caller too.
+    """Decode with `num_frames` extra stack frames, so that what the hub accepts also decodes in a deeper caller.
 
     Up to Python 3.11 the nesting that C code accepts depends on the depth of the Python code that calls it.
     """
@@ -292,7 +292,7 @@ def _unpack(packed: PackedGroup, *, strictness: Strictness) -> ScoredGroup:
 
 
 def _refuse_two_values(packed: PackedGroup, tail: Mapping[str, memoryview]) -> None:
-    """Readers of a blob look in different places for a field; so no field may be in two of them."""
+    """Raise `GroupError` for a field given twice: readers of a blob look for it in different places."""
     arrays = ["advantages" if name == SEQUENCE_ADVANTAGES else name for name in packed.arrays]
     seen: set[str] = set()
     for name in (*arrays, *packed.distill, *tail, *packed.empty):
@@ -311,7 +311,7 @@ def _read_distillation(name: str, packed: PackedDistillation, num_tokens: int) -
 
 
 def _owned(values: NDArray[Any]) -> NDArray[Any]:
-    """Return an array that does not lie in the blob; the gate makes one of every other width itself."""
+    """Return an array that is not a view of the blob; `check_group` itself copies those of other widths."""
     return values if values.flags.owndata else values.copy()
 
 
@@ -369,10 +369,10 @@ def split_packed(body: Blob) -> PackedEnvelope:
 
 
 def content_digest(group: ScoredGroup | Blob) -> bytes:
-    """Return 16 bytes that tell the contents of groups apart.
+    """Return a 16-byte digest of a group's contents.
 
-    Equal for both encodings of a group; who sent it, its id and its policy version do not matter. Keys of JSON
-    objects are sorted first, for their order carries no meaning.
+    Equal for both encodings of a group; its environment, id and policy version are not included. Keys of JSON objects
+    are sorted first, since their order has no meaning.
     """
     if not isinstance(group, ScoredGroup):
         group = unpack_group(group, strictness=Strictness.WIRE)
@@ -403,14 +403,14 @@ def _digest(contents: Iterable[tuple[str, bytes | memoryview | NDArray[Any]]]) -
     digest = xxhash.xxh3_128()
     for name, content in contents:
         buffer = _buffer_of(content) if isinstance(content, np.ndarray) else content
-        # Framed by its size, so that no two lists of contents read the same.
+        # Framed by size, so that different lists of contents never give the same bytes.
         digest.update(b"%s %d\n" % (name.encode(), len(buffer)))
         digest.update(buffer)
     return digest.digest()[:DIGEST_BYTES]
 
 
 class BlobFacts(NamedTuple):
-    """What the hub has to know of a packed group."""
+    """What the hub needs to know about a packed group."""
 
     env_id: int | None
     num_sequences: int
@@ -426,7 +426,7 @@ def check_blob(blob: Blob) -> BlobFacts:
     packed = open_blob(blob)
     if _is_ordinary(packed):
         return _check_in_place(packed)
-    # What is stored and delivered is the blob, so its facts are those of what was sent: masks of 0 and 1 stay.
+    # The blob is stored and delivered as sent, so its facts are those of what was sent: masks of 0 and 1 stay.
     group = _unpack(packed, strictness=Strictness.WIRE)
     read_meaning(group)
     return facts_of(group)
@@ -444,7 +444,7 @@ def facts_of(group: ScoredGroup) -> BlobFacts:
 
 
 def _is_ordinary(packed: PackedGroup) -> bool:
-    """Whether a group is nothing but numbers in their usual widths, as nearly all are."""
+    """Whether a group has only numbers in their usual widths, as nearly all have."""
     return (
         packed.masks is None
         and not (packed.distill or packed.empty or len(packed.tail))
@@ -453,7 +453,7 @@ def _is_ordinary(packed: PackedGroup) -> bool:
 
 
 def _check_in_place(packed: PackedGroup) -> BlobFacts:
-    """Check an ordinary group where it lies: a third of the time that it takes to unpack and digest it."""
+    """Check an ordinary group in place, in a third of the time that unpacking and digesting it takes."""
     lengths = read_buffer(packed.lengths, "<u4", None, "lengths")
     num_tokens = int(lengths.sum(dtype=np.int64))
     tokens = read_buffer(packed.tokens, "<u4", num_tokens, "tokens")
@@ -491,5 +491,5 @@ def _check_in_place(packed: PackedGroup) -> BlobFacts:
 def _canonical_json(value: Any) -> bytes:
     try:
         return _sorted_encoder.encode(value)
-    except TypeError:  # keys that are no strings, which JSON makes strings of
+    except TypeError:  # keys that are not strings, which JSON turns into strings
         return _sorted_encoder.encode(msgspec.json.decode(json_bytes(value, "digest")))

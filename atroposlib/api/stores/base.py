@@ -64,7 +64,7 @@ class Place(enum.IntEnum):
     REPLAY = 4
     """In a batch that a resumed trainer gets again, unchanged."""
     DEAD = 5
-    """Set aside for a person to look at."""
+    """Set aside and not delivered."""
 
 
 class Fate(enum.StrEnum):

@@ -40,6 +40,9 @@ class WithTokenizer:
     async def _take_prompt(self, body: dict[str, Any]) -> list[int]:
         """Remove the prompt (`input_ids`, else the text `prompt`) from a body and return it as token ids."""
         text, token_ids = body.pop("prompt", None), body.pop("input_ids", None)
+        body.pop("messages", None)
+        if type(token_ids) is list and set(map(type, token_ids)) <= {int}:
+            return token_ids
         if token_ids is not None:
             return [int(token) for token in token_ids]
         if text is None:

@@ -31,6 +31,7 @@ from atroposlib.inference.servers.openai_routes import (
     read_weight_info,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.token_ids import WithTokenizer
 from atroposlib.inference.servers.vllm_bodies import (
     DEFAULT_MAX_TOKENS,
     NEUTRAL_SAMPLING,
@@ -45,7 +46,6 @@ from atroposlib.inference.servers.vllm_bodies import (
     rename_max_tokens,
     tokens_request,
 )
-from atroposlib.utils.tokenizers import load_tokenizer
 
 __all__ = ["NEUTRAL_SAMPLING", "VLLMServer"]
 
@@ -61,7 +61,7 @@ FORBIDDEN = 403
 """vLLM's status for routes that it was not started with."""
 
 
-class VLLMServer(OpenAIRoutesServer):
+class VLLMServer(WithTokenizer, OpenAIRoutesServer):
     """An engine with vLLM's routes; `base_url` may end in `/v1` or not."""
 
     def __init__(
@@ -84,11 +84,6 @@ class VLLMServer(OpenAIRoutesServer):
         self._warned_about_max_tokens = False
         self._asks_weight_info = True
         """False once completions carry versions or /weight_info turns out not to exist."""
-
-    @functools.cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the model, loaded on first use; only text prompts need it."""
-        return load_tokenizer(self.config.tokenizer_source, flag="tokenizer_name")
 
     async def _find_fault(self) -> str | None:
         return await self._ask("/health", accept_4xx=False)
@@ -117,24 +112,6 @@ class VLLMServer(OpenAIRoutesServer):
         if sampled is None:
             sampled = await self._sample_at_generate(prompt_tokens, request)
         return completions_of(prompt_tokens, sampled)
-
-    async def _take_prompt(self, body: dict[str, Any]) -> list[int]:
-        """Remove the prompt from a body and return it as token ids, with at most one BOS."""
-        text = body.pop("prompt", None)
-        token_ids = body.pop("input_ids", None)
-        body.pop("messages", None)
-        if token_ids is None:
-            if text is None:
-                raise ValueError("tokens_and_logprobs_completion needs input_ids or prompt")
-            return await asyncio.to_thread(self._encode, text)
-        if type(token_ids) is list and set(map(type, token_ids)) <= {int}:
-            return token_ids
-        return [int(token) for token in token_ids]
-
-    def _encode(self, text: str) -> list[int]:
-        token_ids = [int(token) for token in self.tokenizer.encode(text)]
-        bos = self.tokenizer.bos_token_id
-        return token_ids[1:] if bos is not None and token_ids[:2] == [bos, bos] else token_ids
 
     async def _sample_at_tokens_route(
         self, prompt_tokens: list[int], body: dict[str, Any], request: CallKeywords

@@ -223,7 +223,7 @@ async def test_engine_away_for_longer_than_any_wait_costs_no_item(
         LoopbackHub(batch_size=16) as hub,
         run_on(hub, engine) as run,
     ):
-        await clock.until(lambda: run.ledger.produced >= 4, within_s=60)
+        await clock.until(lambda: run.ledger.produced >= 8, within_s=60)  # two batches
         await engine.stop()
         await run.train(2)
         await asyncio.sleep(30)

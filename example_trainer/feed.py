@@ -183,9 +183,7 @@ class Leader:
         except HubRejected as error:
             if error.status != 404:
                 raise
-            logger.warning(
-                "step %d: the hub has forgotten the batch it was made of (%s)", step, error
-            )
+            logger.warning("step %d: the hub no longer knows its batch (%s)", step, error)
 
     def checkpointed(self, step: int, path: Path) -> None:
         self._patiently("it does not know the checkpoint", lambda: self._hub.checkpoint(step, path))
@@ -266,7 +264,7 @@ class Leader:
             try:
                 batch = self._hub.lease_batch(wait_s=BATCH_WAIT_S, ttl_s=self._config.lease_s)
             except TrainerNotRegistered:
-                logger.warning("the hub has forgotten this run; registering again at step %d", step)
+                logger.warning("this run is unknown to the hub; registering again at step %d", step)
                 self._patiently("this run is unknown to it", lambda: self._register(step=step))
                 self.announce(self._published)
                 continue
@@ -276,7 +274,7 @@ class Leader:
                 time.sleep(backoff.next())
                 continue
             if backoff.num_failed > 0:
-                logger.info("the hub is back")
+                logger.info("the hub answers again")
             return batch
         return None
 

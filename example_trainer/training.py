@@ -161,7 +161,7 @@ def resume(
     if directory is None:
         return Start(0, None, None)
     step = saved.load(directory, policy, optimizer)
-    logger.info("going on from %s", directory)
+    logger.info("resuming from %s", directory)
     return Start(step, saved.metrics(directory), saved.experiment(directory))
 
 

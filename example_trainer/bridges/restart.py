@@ -145,7 +145,9 @@ class RestartBridge:
                 except AtroposError as error:
                     if self._is_ending():
                         return
-                    self._failure = EngineError(f"the engine died and did not come back: {error}")
+                    self._failure = EngineError(
+                        f"the engine died and could not be restarted: {error}"
+                    )
             if self._failure is not None:
                 logger.error("%s", self._failure)
                 # The trainer may be waiting for a batch that will never come.

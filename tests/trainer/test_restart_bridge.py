@@ -201,7 +201,7 @@ def test_an_engine_that_does_not_come_back_ends_the_run(
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         wait_until(asked.is_set)
-        with pytest.raises(EngineError, match="died and did not come back.*the disk is full"):
+        with pytest.raises(EngineError, match="died and could not be restarted.*the disk is full"):
             bridge.close()
         bridge.close()
     finally:

@@ -40,14 +40,14 @@ _GAUGES: Final = {
     "atropos_queued_tokens": "Tokens queued",
     "atropos_queued_bytes": "Bytes queued",
     "atropos_step": "Current step",
-    "atropos_environments_connected": "Environments heard of lately",
+    "atropos_environments_connected": "Environments that called the hub within the environment timeout",
     "atropos_leases": "Open leases",
     "atropos_oldest_lease_age_seconds": "Age of the oldest open lease",
     "atropos_store_free_bytes": "Bytes left before the store is full",
 }
 _COUNTERS: Final = {
     "atropos_ingested_tokens": "Tokens of groups taken in",
-    "atropos_delivered_tokens": "Tokens of groups handed out",
+    "atropos_delivered_tokens": "Tokens of delivered groups",
 }
 
 

@@ -226,7 +226,7 @@ class Leases:
     def held(self, number: int, lease_id: str) -> Batch:
         """Return the batch if `lease_id` is its current lease. Raises `LeaseLost`, `UnknownBatch`."""
         if not self._first_number <= number < self.next_number:
-            raise UnknownBatch(f"batch {number} was not handed out in this run")
+            raise UnknownBatch(f"batch {number} was not delivered in this run")
         batch = self.leased.get(number)
         if batch is None or batch.row.is_plain or not _same(batch.row.lease_id, lease_id):
             raise LeaseLost(

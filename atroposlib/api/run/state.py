@@ -386,7 +386,7 @@ class RunState:
 
     def hear_of(self, environment: Environment, *, now: float) -> None:
         if self.environments.hear_of(environment, now=now):
-            self.log.info("environment %d (%r) is back", environment.env_id, environment.name)
+            self.log.info("environment %d (%r) reconnected", environment.env_id, environment.name)
 
     # Time
 

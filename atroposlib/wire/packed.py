@@ -51,8 +51,14 @@ MAX_GROUPS: Final = 1024
 MAX_SEQUENCES: Final = 65536
 """Sequences in one JSON group; each costs microseconds."""
 
+MAX_NESTING: Final = 500
+"""Levels of arrays and objects in the JSON of one field.
+
+Below the recursion limit of Python, so that a value that the hub accepts also decodes in a deeper call stack.
+"""
+
 _MASKED_LABEL: Final = struct.pack("<i", IGNORE_INDEX)
-_SPARE_FRAMES: Final = 200
+_NEITHER_BRACKET_NOR_QUOTE: Final = bytes(set(range(256)) - set(b'[]{}"'))
 _FEW: Final = msgspec.Meta(max_length=32)
 _TAIL_FIELDS: Final = (*OBJECT_FIELDS, *DISTILL_FIELDS)
 _EMPTY_FIELDS: Final = (*PER_TOKEN_FIELDS, *DISTILL_FIELDS, *PER_SEQUENCE_FIELDS)
@@ -230,19 +236,25 @@ def tail_texts(blob: Blob) -> list[memoryview]:
 
 def decode_member(text: Blob | msgspec.Raw, name: str) -> Any:
     """Decode the JSON of one field; raises `GroupError` with its path."""
+    if _nesting(bytes(text)) > MAX_NESTING:
+        raise GroupError(f"{name}: nested more than {MAX_NESTING} levels deep")
     try:
-        return _decode_below(_SPARE_FRAMES if len(memoryview(text)) > 1000 else 0, text)
+        return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         message, _, where = str(e).partition(" - at `$")
         raise GroupError(f"{name}{where.rstrip('`')}: {message}") from e
 
 
-def _decode_below(num_frames: int, text: Blob | msgspec.Raw) -> Any:
-    """Decode with `num_frames` extra stack frames, so that what the hub accepts also decodes in a deeper caller.
-
-    Up to Python 3.11 the nesting that C code accepts depends on the depth of the Python code that calls it.
-    """
-    return _decode_below(num_frames - 1, text) if num_frames else msgspec.json.decode(text)
+def _nesting(text: bytes) -> int:
+    """Return the deepest level of brackets outside strings, or the count of opening brackets if it is small."""
+    opened = text.count(b"[") + text.count(b"{")
+    if opened <= MAX_NESTING:
+        return opened
+    unescaped = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    outside_strings = unescaped.translate(None, _NEITHER_BRACKET_NOR_QUOTE).split(b'"')[::2]
+    brackets = np.frombuffer(b"".join(outside_strings), np.uint8)
+    steps = np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1)
+    return int(np.cumsum(steps).max(initial=0))
 
 
 def unpack_group(blob: Blob, *, strictness: Strictness) -> ScoredGroup:

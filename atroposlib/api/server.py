@@ -159,14 +159,14 @@ class HubApp(FastAPI):
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request that the middlewares have admitted."""
         route: Route | None = scope.get("hub_route")
-        if route is None or not route.is_hot or route.handler is None:
+        if route is None or route.direct is None:
             await super().__call__(scope, receive, send)
             return
         # `RequestBodies` passes the body in one message; the next message is the disconnect.
         message = await receive()
         request = _WholeRequest(scope, receive, send, body=message["body"])
         try:
-            response = await route.handler(request)
+            response = await route.direct(request)
         except Exception as e:
             known = (self.exception_handlers.get(kind) for kind in type(e).__mro__)
             answer: Any = next(filter(None, known), None)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -462,6 +462,30 @@ def _checked(model: type[Model], value: Any, where: str) -> Model:
         raise RequestValidationError(errors) from e
 
 
+def _of_batch(
+    handler: Callable[[Coordinator, int, Model], Awaitable[BaseModel]], model: type[Model]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return what FastAPI would make of a handler of a run, a batch id and a body, at a fourth of the CPU time."""
+
+    async def direct(request: Request) -> Response:
+        run = await existing_run(request)
+        path: str = request.scope["path"]
+        where = _checked(_BatchPath, {"batch_id": path.split("/")[-2]}, "path")
+        text = await request.body()
+        if not text:
+            fault = {"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}
+            raise RequestValidationError([fault])
+        body = _checked(model, _decoded(text), "body")
+        reply = await handler(run, where.batch_id, body)
+        return Response(reply.model_dump_json(), media_type=CONTENT_TYPE_JSON)
+
+    return direct
+
+
+class _BatchPath(BaseModel):
+    batch_id: int
+
+
 def _lookup(request: Request, texts: Iterable[bytes]) -> Response:
     """Return a response that may be long, sent in pieces."""
     services = _services(request)
@@ -538,8 +562,20 @@ ROUTES = RouteTable(
         # Trainers
         Route("POST", "/register", register, CONSUME, api=_WITHOUT_NULL),
         _hot("GET", "/batch", batch, CONSUME, api=_takes(query=schemas.BatchQuery)),
-        _vital("POST", "/batches/{batch_id}/heartbeat", heartbeat, CONSUME),
-        _vital("POST", "/batches/{batch_id}/ack", ack, CONSUME),
+        _vital(
+            "POST",
+            "/batches/{batch_id}/heartbeat",
+            heartbeat,
+            CONSUME,
+            direct=_of_batch(heartbeat, schemas.LeaseRef),
+        ),
+        _vital(
+            "POST",
+            "/batches/{batch_id}/ack",
+            ack,
+            CONSUME,
+            direct=_of_batch(ack, schemas.AckRequest),
+        ),
         Route("POST", "/batches/{batch_id}/release", release, CONSUME),
         Route("POST", "/batches/{batch_id}/reject", reject, CONSUME),
         _vital("POST", "/checkpoints", checkpoint, CONSUME),

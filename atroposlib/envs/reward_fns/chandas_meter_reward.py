@@ -53,17 +53,13 @@ def _chandas() -> Any:
         return None
 
 
-def _names(found: Any) -> set[str]:
-    """Return the metres in a result: a name, or names in lists or as keys."""
-
-    def walk(value: Any) -> Iterator[str]:
-        if isinstance(value, str):
-            yield _plain(value)
-        elif isinstance(value, Mapping | list | tuple | set):
-            for each in value:
-                yield from walk(each)
-
-    return set(walk(found))
+def _names(found: Any) -> Iterator[str]:
+    """Yield the metres in a result: a name, or names in lists or as keys."""
+    if isinstance(found, str):
+        yield _plain(found)
+    elif isinstance(found, Mapping | list | tuple | set):
+        for each in found:
+            yield from _names(each)
 
 
 def _plain(name: str) -> str:

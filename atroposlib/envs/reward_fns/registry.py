@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 from atroposlib.envs.reward_fns.reward_function import RewardFunction
 
@@ -52,13 +50,6 @@ class RewardRegistry:
     def __init__(self) -> None:
         self._factories: dict[str, RewardFactory] = {}
 
-    @overload
-    def register(self, cls: type[RewardFunction]) -> type[RewardFunction]: ...
-    @overload
-    def register(
-        self, cls: None = None, name: str | None = None
-    ) -> Callable[[type[RewardFunction]], type[RewardFunction]]: ...
-
     def register(self, cls: Any = None, name: str | None = None) -> Any:
         """Register a class, as `@registry.register` or `@registry.register(name="...")`."""
         if cls is None:
@@ -77,19 +68,15 @@ class RewardRegistry:
 
     def get(self, name: str) -> RewardFactory:
         """Return the class (or the factory of a function) of `name`; ImportError if there is none."""
-        found = self._find(name)
-        if found is None:
-            for module in self._modules_of(name):
-                self._adopt(module, name)
-            found = self._find(name)
-        if found is None:
-            self._import_all()
-            found = self._find(name)
-        if found is None:
-            near = difflib.get_close_matches(name, self._factories, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f": {', '.join(self._factories)}"
-            raise ImportError(f"there is no reward function {name!r}{hint}")
-        return found
+        if (found := self._find(name)) is not None:
+            return found
+        for stem in _stems_by_likeness(name):
+            self._adopt(stem)
+            if (found := self._find(name)) is not None:
+                return found
+        near = difflib.get_close_matches(name, self._factories, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f": {', '.join(self._factories)}"
+        raise ImportError(f"there is no reward function {name!r}{hint}")
 
     def create(self, name_or_config: str | Mapping[str, Any], **kwargs: Any) -> RewardFunction:
         """Make a reward from its name, or from `{"type": name, "params": {...}, ...}`, which overrides kwargs."""
@@ -120,18 +107,10 @@ class RewardRegistry:
             (made for known, made in self._factories.items() if _key(known) == _key(name)), None
         )
 
-    def _modules_of(self, name: str) -> Iterator[ModuleType]:
-        stem = name.removesuffix("_reward")
-        for candidate in dict.fromkeys((name, f"{stem}_reward", stem)):
-            if (
-                candidate.isidentifier()
-                and candidate not in _NO_REWARDS
-                and importlib.util.find_spec(f"{_PACKAGE}.{candidate}") is not None
-            ):
-                yield importlib.import_module(f"{_PACKAGE}.{candidate}")
-
-    def _adopt(self, module: ModuleType, name: str) -> None:
-        """Register the reward of a module that does not register itself."""
+    def _adopt(self, stem: str) -> None:
+        """Import a file of the package; register its reward if it does not register itself."""
+        module = importlib.import_module(f"{_PACKAGE}.{stem}")
+        name = stem.removesuffix("_reward")
         if self._find(name) is not None:
             return
         classes = [
@@ -140,23 +119,18 @@ class RewardRegistry:
             if cls.__module__ == module.__name__ and issubclass(cls, RewardFunction)
         ]
         named = [cls for cls in classes if _key(cls.__name__) == _key(name)]
+        function = vars(module).get(stem)
         if len(classes) == 1 or named:
             self._factories[name] = (named or classes)[0]
-        elif not classes:
-            self._adopt_function(module)
+        elif not classes and inspect.isfunction(function):
+            self.register_function(name, function)
 
-    def _adopt_function(self, module: ModuleType) -> None:
-        stem = module.__name__.rpartition(".")[2]
-        function = vars(module).get(stem)
-        if inspect.isfunction(function):
-            self.register_function(stem.removesuffix("_reward"), function)
 
-    def _import_all(self) -> None:
-        for info in pkgutil.iter_modules([str(Path(__file__).parent)]):
-            module = importlib.import_module(f"{_PACKAGE}.{info.name}")
-            stem = info.name.removesuffix("_reward")
-            if info.name.endswith("_reward") and self._find(stem) is None:
-                self._adopt(module, stem)
+def _stems_by_likeness(name: str) -> list[str]:
+    """Return the package's files that may define rewards, those called like `name` first."""
+    paths = sys.modules[_PACKAGE].__path__
+    stems = [info.name for info in pkgutil.iter_modules(paths) if info.name not in _NO_REWARDS]
+    return sorted(stems, key=lambda stem: _key(stem) != _key(name))
 
 
 def _key(name: str) -> str:

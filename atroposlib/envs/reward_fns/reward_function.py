@@ -6,7 +6,6 @@ a wrong argument) are raised, because they would make every reward 0.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -57,10 +56,6 @@ class RewardFunction(ABC):
         weighted = [self.weight * value for value in raw]
         self.log_metrics(raw, weighted)
         return weighted
-
-    async def score(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """Call this function in a thread, so that a slow reward does not block the event loop."""
-        return await asyncio.to_thread(self, completions, **kwargs)
 
     def set_wandb_logger(self, logger: Any) -> None:
         """Send statistics of every call to `logger.log`."""

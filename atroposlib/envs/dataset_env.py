@@ -10,6 +10,7 @@ masked or judged again, as configured, and counted. It affects neither the score
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import logging
@@ -172,15 +173,12 @@ class DatasetEnv(BaseEnv):
         self.counts: Counter[str] = Counter()
         """Events since the last log, by name; logged as `train/<name>`."""
         self.eval_metrics: dict[str, float] = {}
-        self._order: tuple[int, list[int]] | None = None
 
     @classmethod
     def config_init(cls) -> tuple[Any, Any]:
         """Return the default configuration and an engine on port 9001; set model and tokenizer by flag or override."""
         server = APIServerConfig(server_type="vllm", base_url="http://localhost:9001/v1")
         return cls.env_config_cls(), [server]
-
-    # Defined by the author.
 
     def load_rows(self, split: Split) -> Any:
         """Return the rows of a split (any iterable, or an awaitable of one); None for "eval" holds out training rows.
@@ -218,12 +216,9 @@ class DatasetEnv(BaseEnv):
         """Change a judged group before it is sent, for example by a length penalty; None drops it."""
         return group
 
-    # Implementation.
-
     async def setup(self) -> None:
         """Load both splits and check the gold answers."""
         self.train_rows, self.eval_rows = await self._load_splits()
-        self._order = None
         rows = self.train_rows[:NUM_GOLD_ANSWERS_CHECKED]
         pairs = [(row, gold) for row in rows if (gold := self.gold_answer(row)) is not None]
         outcomes = await run_together([self.outcome_of(row, gold) for row, gold in pairs])
@@ -238,11 +233,9 @@ class DatasetEnv(BaseEnv):
     async def get_next_item(self) -> Row:
         """Return the next row; every epoch has each row once, in its own order."""
         epoch, position = divmod(self.num_items, len(self.train_rows))
-        if self._order is None or self._order[0] != epoch:
-            order = epoch_order(len(self.train_rows), seed=self.config.seed, epoch=epoch)
-            self._order = epoch, order
+        order = epoch_order(len(self.train_rows), seed=self.config.seed, epoch=epoch)
         self.num_items += 1
-        return self.train_rows[self._order[1][position]]
+        return self.train_rows[order[position]]
 
     async def collect_trajectories(self, item: Row) -> tuple[ScoredDataGroup | None, list[Any]]:
         """Sample and judge one group; None if fewer than two answers could be judged (one if `group_size` is 1).
@@ -302,14 +295,12 @@ class DatasetEnv(BaseEnv):
         """Sample and judge every evaluation row; write the metrics and the samples."""
         began = time.time()
         limit = asyncio.Semaphore(max(1, self.config.max_eval_workers))
-        judged: list[list[Outcome]] = [[] for _ in self.eval_rows]
-        samples: list[list[dict[str, Any]]] = [[] for _ in self.eval_rows]
 
-        async def measure(index: int, row: Row) -> None:
+        async def measure(row: Row) -> tuple[list[Outcome], list[dict[str, Any]]]:
             async with limit:
                 rollouts = await self.roll_out(row, self.config.num_eval_samples, split="eval")
-                judged[index] = await self._judge(row, rollouts)
-            samples[index] = [
+                outcomes = await self._judge(row, rollouts)
+            return outcomes, [
                 {
                     "row": row,
                     "messages": rollout.messages,
@@ -317,20 +308,20 @@ class DatasetEnv(BaseEnv):
                     "finish_reason": rollout.finish_reason,
                     **rollout.overrides,
                 }
-                for rollout, outcome in zip(rollouts, judged[index], strict=True)
+                for rollout, outcome in zip(rollouts, outcomes, strict=True)
             ]
 
-        await run_together([measure(index, row) for index, row in enumerate(self.eval_rows)])
-        _raise_if_all_raised([outcome for outcomes in judged for outcome in outcomes])
+        measured = await run_together([measure(row) for row in self.eval_rows])
+        _raise_if_all_raised([outcome for outcomes, _ in measured for outcome in outcomes])
         self.eval_metrics = self.summarize(
-            [[number_of(o) for o in outcomes] for outcomes in judged]
+            [[number_of(o) for o in outcomes] for outcomes, _ in measured]
         )
         await self.evaluate_log(
             self.eval_metrics,
             start_time=began,
             end_time=time.time(),
             generation_parameters={"temperature": self._temperature("eval")},
-            samples=[sample for of_row in samples for sample in of_row],
+            samples=[sample for _, samples in measured for sample in samples],
         )
         return self.eval_metrics
 
@@ -380,8 +371,7 @@ class DatasetEnv(BaseEnv):
     async def close(self) -> None:
         """Stop the worker processes."""
         await self.reward_workers.close()
-
-    # For authors and subclasses.
+        await super().close()
 
     async def outcome_of(self, row: Row, answer: str) -> Outcome:
         """Judge one answer with `score`; judge it again if that fails and `on_reward_failure` is "retry"."""
@@ -542,11 +532,10 @@ class DatasetEnv(BaseEnv):
         return group
 
 
+@functools.lru_cache(maxsize=1)
 def epoch_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
     """Return the order of the rows in one epoch: a permutation determined by seed and epoch.
 
-    >>> epoch_order(5, seed=0, epoch=0) == epoch_order(5, seed=0, epoch=0)
-    True
     >>> sorted(epoch_order(5, seed=0, epoch=1))
     [0, 1, 2, 3, 4]
     """

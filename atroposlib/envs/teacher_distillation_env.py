@@ -14,11 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.author_groups import (
-    drop_rule,
-    in_thread_if_large,
-    without_tensors,
-)
+from atroposlib.envs.author_groups import drop_rule, in_thread_if_large, without_tensors
 from atroposlib.envs.base import BaseEnv, ExtraServers
 from atroposlib.envs.env_config import BaseEnvConfig
 from atroposlib.errors import ConfigError, EngineProtocolError, GroupError
@@ -206,23 +202,11 @@ class TeacherDistillationEnv(BaseEnv):
             metrics["train/teacher_failures"] = self.num_teacher_failures
         await super().wandb_log(metrics)
 
-    async def env_manager(self) -> None:
-        """Serve, then close the teacher's connections."""
-        try:
-            await super().env_manager()
-        finally:
-            await self._close_teacher()
-
-    async def process_manager(self) -> None:
-        """Process, then close the teacher's connections."""
-        try:
-            await super().process_manager()
-        finally:
-            await self._close_teacher()
-
-    async def _close_teacher(self) -> None:
+    async def close(self) -> None:
+        """Close the teacher's connections."""
         if self.teacher_server is not None:
             await self.teacher_server.close()
+        await super().close()
 
 
 def read_answer(answer: Mapping[str, Any], *, num_tokens: int) -> TeacherLogprobs:

@@ -1,7 +1,8 @@
 """The worker process of `rewards.RewardWorkers`: calls scoring functions by name and replies in JSON lines.
 
-On Linux it is two processes: a child, which calls the function under a memory limit, and its keeper, which kills the
-child's descendants. `rewards.py` starts it and documents the protocol.
+On Linux it is two processes: a child, which calls the function under a memory limit, and its keeper. The keeper adopts
+the processes that a call starts, daemons included, and kills them all when the child dies or the parent's end of the
+pipe is closed. `rewards.py` starts it and documents the protocol.
 """
 
 from __future__ import annotations
@@ -61,9 +62,8 @@ def _work(settings: dict[str, Any]) -> None:
 def _keep(child: int) -> None:
     """Wait until the child dies or the parent closes its end of the pipe, then kill the child's descendants."""
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(
-        null, 1
-    )  # only the child holds the reply pipe, so its end of file means that the child ended
+    # Only the child holds the reply pipe, so its end of file means that the child ended.
+    os.dup2(null, 1)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -71,9 +71,8 @@ def _keep(child: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     poll = select.poll()
-    poll.register(
-        0, 0
-    )  # the child reads the requests; a hang-up is reported without registering for it
+    # The child reads the requests; a hang-up is reported without registering for it.
+    poll.register(0, 0)
     poll.register(woken, select.POLLIN)
     status = _collect(child)
     while status is None:

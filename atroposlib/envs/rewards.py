@@ -7,9 +7,7 @@ the environment continues, and the answer does not get a score of zero.
         outcome = await workers.run(score_answer, gold, completion, timeout_s=10)
 
 Functions are sent by name, arguments and results as JSON; nothing is pickled. A worker is a `reward_worker` process in
-its own session that exchanges JSON lines over a pipe. On Linux it is two: a child, which calls the function under a
-memory limit, and its keeper. The keeper adopts the processes that a call starts, daemons included, and kills them all
-when the child dies or the parent's end of the pipe is closed.
+its own session that exchanges JSON lines over a pipe.
 
 Every call has a random nonce, which its reply repeats. A reply without it, or output between two calls, ends the
 worker, so no call gets another's reply. This protects against accidents only: model text that a scoring function runs
@@ -31,7 +29,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
 from atroposlib.envs.sandbox import hide_if_programs_share_the_user
@@ -94,11 +91,13 @@ class RewardWorkers:
         """
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: at least one worker is needed")
+        settings = {
+            "memory_limit_mb": memory_limit_mb,
+            "max_output_bytes": max_output_bytes,
+            "preload": [*preload],
+        }
         logged: set[str] = set()
-        self._workers = [
-            _Worker(memory_limit_mb, max_output_bytes, tuple(preload), logged)
-            for _ in range(num_workers)
-        ]
+        self._workers = [_Worker(settings, logged) for _ in range(num_workers)]
         self.num_calls = 0
         self.failures: Counter[FailureReason] = Counter()
         """Calls that gave no value, by reason."""
@@ -141,50 +140,28 @@ class RewardWorkers:
         """Workers that were replaced because they wrote to their pipe between two calls."""
         return sum(worker.num_unasked for worker in self._workers)
 
-    def summary(self) -> str:
-        """Return one line: the number of calls, and of failed ones by reason."""
-        reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(self.failures.items()))
-        return f"{self.num_calls} scoring calls; failed: {reasons or 'none'}"
-
     async def close(self) -> None:
         """Kill every worker and its descendants."""
         await asyncio.gather(*(worker.kill() for worker in self._workers))
         if self.num_calls:
-            logger.info("%s", self.summary())
+            reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(self.failures.items()))
+            logger.info("%d scoring calls; failed: %s", self.num_calls, reasons or "none")
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
 
 class _Worker:
     """The parent's side of one worker process: idle or in one call."""
 
-    def __init__(
-        self,
-        memory_limit_mb: int | None,
-        max_output_bytes: int,
-        preload: tuple[str, ...],
-        logged: set[str],
-    ) -> None:
+    def __init__(self, settings: dict[str, Any], logged: set[str]) -> None:
         self._logged = logged
         """Warnings that the pool's workers have sent; each is logged once."""
-        self._settings = json.dumps(
-            {
-                "memory_limit_mb": memory_limit_mb,
-                "max_output_bytes": max_output_bytes,
-                "preload": preload,
-                "sys_path": [entry for entry in sys.path if entry],
-            }
-        )
-        self._line_limit = max_output_bytes + _TAIL_BYTES + 1024
+        self._settings = json.dumps(settings)
+        self._line_limit = settings["max_output_bytes"] + _TAIL_BYTES + 1024
         self._process: asyncio.subprocess.Process | None = None
         self._first_byte: asyncio.Task[bytes] | None = None
         """Reads the first byte of the next reply; done on an idle worker if it wrote unexpected output or ended."""

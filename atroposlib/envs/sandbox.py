@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeAlias
@@ -299,7 +299,7 @@ def _run(
             "RLIMIT_CORE": 0,
         },
     }
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*prefix, interpreter, "-I", "-c", _CHILD, json.dumps(settings)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -314,9 +314,12 @@ def _run(
             "OPENBLAS_NUM_THREADS": "1",
         },
         start_new_session=True,
-    )
-    with _killed_at_end(process):
-        output = _exchange(process, code + stdin.encode("utf-8", "replace"), limits)
+    ) as process:
+        try:
+            output = _exchange(process, code + stdin.encode("utf-8", "replace"), limits)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     stderr = output.stderr.decode("utf-8", "replace")
     if not output.stdout.startswith(READY):
         if output.ended_by == "timeout":
@@ -329,21 +332,6 @@ def _run(
         stderr=stderr,
         exit_code=process.returncode if reason in ("exit", "memory") else None,
     )
-
-
-@contextlib.contextmanager
-def _killed_at_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill the process group at the end of the block."""
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
 
 
 def _exchange(process: subprocess.Popen[bytes], given: bytes, limits: SandboxLimits) -> _Output:

@@ -129,7 +129,7 @@ async def test_no_attack_gets_a_score_or_moves_a_sibling(
             assert {s for s, number in tries.items() if number == 2} == again
     finally:
         await env.close()
-    assert env.reward_workers.failures == {}, env.reward_workers.summary()
+    assert env.reward_workers.failures == {}
     assert env.reward_workers.num_unasked == 0
     assert not os.path.exists("/tmp/pickled-bomb-went-off")  # noqa: ASYNC240 - once, at the end
     is_plain = backend == "plain" or isinstance(local_sandbox(), ProcessSandbox)

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pydantic import Field
-
 from atroposlib.envs.base import APIServerConfig, ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Split, read_jsonl
+from atroposlib.envs.reward_fns.math_worker import is_equal
+from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import require
 
@@ -36,18 +36,14 @@ class Problem(NamedTuple):
 class GSM8kConfig(DatasetEnvConfig):
     """Settings of this environment."""
 
-    dataset_path: str | None = Field(
-        default=None,
-        description="JSONL of rows with question and answer (GSM8K's format); None: openai/gsm8k",
-    )
-    eval_dataset_path: str | None = Field(
-        default=None, description="The same for evaluation; None: dataset_path, or the test split"
-    )
-    seed: int = Field(default=42, description="Determines the order of the training problems")
-    min_trained_tokens: int = Field(
-        default=10,
-        description="Shorter answers (empty ones, refusals) are dropped from the group",
-    )
+    dataset_path: str | None = None
+    """JSONL of rows with question and answer (GSM8K's format); None: openai/gsm8k."""
+    eval_dataset_path: str | None = None
+    """The same for evaluation; None: dataset_path, or the test split."""
+    seed: int = 42
+    """Determines the order of the training problems."""
+    min_trained_tokens: int = 10
+    """Shorter answers (empty ones, refusals) are dropped from the group."""
 
 
 class GSM8kEnv(DatasetEnv):
@@ -120,13 +116,8 @@ class GSM8kEnv(DatasetEnv):
 
 def is_correct(gold: str, text: str) -> bool:
     """Whether the last boxed answer after the thinking equals the gold number; runs in a worker."""
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    solution = text.rpartition("</think>")[2]
-    # The worker has its own deadline, so math-verify's alarms are switched off.
-    found = parse(solution, [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
-    expected = parse(f"${gold}$", [LatexExtractionConfig()], parsing_timeout=None)
-    return "\\boxed" in solution and bool(verify(expected, found, timeout_seconds=None))
+    solution = after_thinking(text)
+    return "\\boxed" in solution and is_equal(gold, solution)
 
 
 def length_scores(masks: Sequence[Sequence[int]], max_token_length: int) -> list[float]:

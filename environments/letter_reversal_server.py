@@ -15,8 +15,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import Field
-
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.utils import letter_reversal as task
 
@@ -33,15 +31,12 @@ class LetterReversalConfig(BaseEnvConfig):
 
     group_size: int = 8
     max_token_length: int = 32
-    ensure_scores_are_not_same: bool = Field(
-        default=False,
-        description="Off: groups of equal scores carry no gradient, but count in the mean reward",
-    )
-    strictly_on_policy: bool = Field(
-        default=True,
-        description="Start no items until the engine has the weights of the trainer's latest step",
-    )
-    seed: int = Field(default=0, description="Seed of the training prompts")
+    ensure_scores_are_not_same: bool = False
+    """Off: groups of equal scores carry no gradient, but count in the mean reward."""
+    strictly_on_policy: bool = True
+    """Start no items until the engine has the weights of the trainer's latest step."""
+    seed: int = 0
+    """Seed of the training prompts."""
 
 
 class LetterReversalEnv(BaseEnv):

@@ -25,23 +25,7 @@ _EXPORTS = dict.fromkeys(_BASE, "atroposlib.envs.base") | {
     "ToolEnv": "atroposlib.envs.tool_env",
 }
 
-__all__ = [
-    "APIServer",
-    "APIServerConfig",
-    "AgentEnv",
-    "BaseEnv",
-    "BaseEnvConfig",
-    "DatasetEnv",
-    "EvalHandlingEnum",
-    "Item",
-    "JudgeEnv",
-    "MultiTurnEnv",
-    "OpenaiConfig",
-    "ScoredDataGroup",
-    "ScoredDataItem",
-    "ServerBaseline",
-    "ToolEnv",
-]
+__all__ = [*_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:

@@ -79,7 +79,7 @@ class AgentSession:
     base_url: str
     """Ends in /v1, as for OpenAI's SDK; remove it for Anthropic's."""
     api_key: str
-    fetch_nodes: Callable[[], Awaitable[list[SequenceNode]]]
+    fetch_nodes: Callable[[], list[SequenceNode] | Awaitable[list[SequenceNode]]]
     engine_errors: Sequence[EngineError] = ()
     """Engine failures returned to the agent; empty if unknown (remote proxy)."""
     last_messages: Callable[[], list[dict[str, Any]]] = list
@@ -108,8 +108,6 @@ class AgentEnv(DatasetEnv):
         self._url = ""
         self._starting = asyncio.Lock()  # only one rollout starts the proxy
 
-    # Defined by the author.
-
     @abstractmethod
     def run_agent(self, row: Row, base_url: str, api_key: str) -> Any:
         """Run the agent on a task and return its answer for `score`.
@@ -127,8 +125,6 @@ class AgentEnv(DatasetEnv):
         thread: there may be millions of tokens.
         """
         return train_once(nodes)
-
-    # For authors.
 
     async def run_command(
         self,
@@ -218,21 +214,16 @@ class AgentEnv(DatasetEnv):
             )
         )
 
-        async def local_nodes() -> list[SequenceNode]:
-            return session.nodes()
-
         try:
             yield AgentSession(
                 base_url=f"{self._url}/{session.uuid}/v1",
                 api_key=session.uuid,
-                fetch_nodes=local_nodes,
+                fetch_nodes=session.nodes,
                 engine_errors=session.engine_errors,
                 last_messages=lambda: session.last_messages,
             )
         finally:
             await sessions.close(session.uuid)
-
-    # Implementation.
 
     async def roll_out(self, row: Row, n: int, *, split: Split) -> list[Rollout]:
         """Run `n` agents concurrently. Raises EnvError if all of them failed, an engine's error at once."""
@@ -267,7 +258,7 @@ class AgentEnv(DatasetEnv):
                 outcome = self._failure(failure, split)
             else:
                 outcome = await self.outcome_of(row, answer)
-            nodes = await session.fetch_nodes()
+            nodes = await awaited(session.fetch_nodes())
             messages = session.last_messages()
         if split == "train":
             self.counts["agent_runs"] += 1
@@ -340,9 +331,8 @@ def agent_variables(base_url: str, api_key: str) -> dict[str, str]:
 
 
 async def _write(stream: asyncio.StreamWriter, content: bytes) -> bytes:
-    with contextlib.suppress(
-        BrokenPipeError, ConnectionResetError
-    ):  # the program does not read its input
+    # The program need not read its input.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         stream.write(content)
         await stream.drain()
     stream.close()

@@ -22,16 +22,13 @@ from atroposlib.envs import checkpoint
 from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum, max_workers
 from atroposlib.envs.eval import evaluate_log
 from atroposlib.errors import EnvError
-from atroposlib.inference.config import (
-    APIServerConfig,
-    ServerBaseline,
-    ServerManagerConfig,
-)
+from atroposlib.inference.config import APIServerConfig, ServerBaseline, ServerManagerConfig
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.api_server import APIServer
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
+from atroposlib.utils.metrics import get_std_min_max_avg
 from atroposlib.utils.tokenizers import load_tokenizer
 
 __all__ = [
@@ -192,9 +189,8 @@ class BaseEnv(ABC):
     @classmethod
     def cli(cls) -> None:
         """Run the command line (`serve`, `process`, `evaluate`, `check`) and exit."""
-        from atroposlib.runtime.command import (
-            run_environment,  # the one upward edge: authors call cli()
-        )
+        # The one upward edge: authors call cli().
+        from atroposlib.runtime.command import run_environment
 
         raise SystemExit(run_environment(cls))
 
@@ -209,26 +205,23 @@ class BaseEnv(ABC):
     @classmethod
     def get_cli_serve_config_cls(cls) -> type[Any]:
         """Return the class of the `serve` command: one field per flag, `from_argv(argv)` and `run()`."""
-        from atroposlib.runtime.command import command_class
-
-        command: type[Any] = command_class(cls, "serve")
-        return command
+        return cls._command_class("serve")
 
     @classmethod
     def get_cli_process_config_cls(cls) -> type[Any]:
         """Return the class of the `process` command."""
-        from atroposlib.runtime.command import command_class
-
-        command: type[Any] = command_class(cls, "process")
-        return command
+        return cls._command_class("process")
 
     @classmethod
     def get_cli_evaluate_config_cls(cls) -> type[Any]:
         """Return the class of the `evaluate` command."""
+        return cls._command_class("evaluate")
+
+    @classmethod
+    def _command_class(cls, mode: str) -> type[Any]:
         from atroposlib.runtime.command import command_class
 
-        command: type[Any] = command_class(cls, "evaluate")
-        return command
+        return command_class(cls, mode)
 
     def load_tokenizer(self) -> Any:
         """Return the tokenizer of `config.tokenizer_name`; override for one built in code."""
@@ -428,8 +421,7 @@ class BaseEnv(ABC):
             ("workers_added_per_attempt", self.workers_added_list),
         ):
             if len(values) > 1:
-                for stat in ("mean", "std", "max", "min"):
-                    metrics_dict[f"train_perf/{name}_{stat}"] = float(getattr(np, stat)(values))
+                get_std_min_max_avg(f"train_perf/{name}", values, metrics_dict)
                 values.clear()
         if self.task_successful:
             succeeded = sum(self.task_successful)

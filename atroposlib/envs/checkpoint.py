@@ -15,14 +15,13 @@ def checkpoint_folder(checkpoint_dir: str, registered_name: str) -> Path:
     return Path(checkpoint_dir) / "env_checkpoints" / registered_name
 
 
-def save(folder: Path, step: int, data: dict[str, Any]) -> Path:
+def save(folder: Path, step: int, data: dict[str, Any]) -> None:
     """Write `data` for `step`; a reader sees the whole file or none."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step}.json"
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(data, default=_plain), encoding="utf-8")
     os.replace(partial, path)
-    return path
 
 
 def load(folder: Path, step: int) -> dict[str, Any]:

@@ -150,9 +150,8 @@ class EvalBase(ABC):
     def task_name(self) -> str:
         """`<Class>@<n>`, followed by `:<samples>` if that differs."""
         name = f"{type(self).__name__}@{self.pass_at_n}"
-        return (
-            name if self.pass_at_n == self.pass_at_n_samples else f"{name}:{self.pass_at_n_samples}"
-        )
+        is_short = self.pass_at_n == self.pass_at_n_samples
+        return name if is_short else f"{name}:{self.pass_at_n_samples}"
 
     async def __call__(self, server_manager: ServerManager) -> dict[str, float]:
         """Run all items concurrently (within the servers' limits); log and return the averages.

@@ -14,14 +14,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ExtraServers
-from atroposlib.envs.dataset_env import (
-    ABORTED,
-    DatasetEnv,
-    DatasetEnvConfig,
-    Outcome,
-    Rollout,
-    Row,
-)
+from atroposlib.envs.dataset_env import ABORTED, DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Row
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.choices import run_together
@@ -119,8 +112,6 @@ class JudgeEnv(DatasetEnv):
         """Add the judge's flags and YAML section."""
         return {"judge": ExtraServers("judge_configs", None)}
 
-    # May be overridden by the author.
-
     def request_of(self, row: Row) -> str:
         """Return the request as the judge sees it: the last user message."""
         asked = [m for m in self.conversation(row) if m["role"] == "user"]
@@ -157,8 +148,6 @@ class JudgeEnv(DatasetEnv):
         while isinstance(value, list):
             value = value[-1]
         return float(value)
-
-    # Implementation.
 
     async def score(self, row: Row, answer: str) -> Outcome:
         """Judge one answer by itself; pairwise, against the reference."""

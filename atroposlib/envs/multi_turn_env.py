@@ -121,10 +121,7 @@ class MultiTurnEnv(DatasetEnv):
             nodes=nodes,
             finish_reason=episode.done_reason,
             outcome=outcome,
-            overrides={
-                "turn_rewards": list(episode.rewards),
-                "done_reason": episode.done_reason,
-            },
+            overrides={"turn_rewards": list(episode.rewards), "done_reason": episode.done_reason},
         )
 
     async def _run_episode(self, episode: Episode, chat: ChatSession) -> Outcome:

@@ -79,6 +79,7 @@ class ToolCall:
 class MalformedCall:
     """Text marked as a call that cannot be parsed."""
 
+    name: ClassVar[str] = "unknown"
     reason: str
     """Returned to the model."""
 
@@ -189,17 +190,14 @@ class ToolEnv(MultiTurnEnv):
         if not calls:
             outcome = await self.outcome_of(episode.row, answer)
             return Step(reward=outcome, done=True, reason="answered")
-        replies = []
-        for call in calls:
-            name = self._escaped(call.name) if isinstance(call, ToolCall) else "unknown"
-            text = self._escaped(await self._result_of(call, episode))
-            if self.tool_role != "tool":
-                text = f"<tool_response>\n{text}\n</tool_response>"
-            replies.append({"role": self.tool_role, "name": name, "content": text})
-        if self.tool_role != "tool":  # some templates refuse consecutive user messages
-            text = "\n".join(reply["content"] for reply in replies)
-            replies = [{"role": self.tool_role, "content": text}]
-        return Step(replies)
+        texts = [self._escaped(await self._result_of(call, episode)) for call in calls]
+        if self.tool_role == "tool":
+            names = [self._escaped(call.name) for call in calls]
+            named = zip(names, texts, strict=True)
+            return Step([{"role": "tool", "name": name, "content": text} for name, text in named])
+        # One message, because some templates refuse consecutive user messages.
+        content = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts)
+        return Step([{"role": self.tool_role, "content": content}])
 
     async def _result_of(self, call: ToolCall | MalformedCall, episode: Episode) -> str:
         self.counts["tool_calls"] += 1
@@ -237,11 +235,8 @@ class ToolEnv(MultiTurnEnv):
         try:
             async with deadline:
                 return await tool.run(call.arguments, episode)
-        except (
-            ToolFailure,
-            EnvError,
-        ):  # a server that ended is the environment's failure, not the model's
-            raise
+        except (ToolFailure, EnvError):
+            raise  # EnvError: an MCP server that ended is not the model's failure
         except TimeoutError as error:
             if not deadline.expired():
                 raise ToolFailure("exception", _describe(error)) from error
@@ -425,8 +420,7 @@ def _text_of(result: Any, call: ToolCall | MalformedCall) -> str:
     try:
         return str.__str__(result) if isinstance(result, str) else json.dumps(result, default=str)
     except (Exception, SystemExit) as error:  # a value's own methods may raise anything
-        name = call.name if isinstance(call, ToolCall) else "unknown"
-        reason = f"the result of {name} cannot be written as text: {_describe(error)}"
+        reason = f"the result of {call.name} cannot be written as text: {_describe(error)}"
         raise ToolFailure("result", reason) from error
 
 

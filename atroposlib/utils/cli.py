@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import sys
 from collections.abc import Mapping
@@ -37,10 +38,8 @@ def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
     >>> merge_dicts({"a": {"x": 1}}, {"a": {"y": 2}})
     {'a': {'x': 1, 'y': 2}}
     """
-    merged: dict[str, Any] = {}
-    for each in dicts:
-        merged = merge(merged, each)
-    return merged
+    empty: dict[str, Any] = {}
+    return functools.reduce(merge, dicts, empty)
 
 
 def extract_namespace(model: BaseModel | Mapping[str, Any], prefix: str) -> dict[str, Any]:

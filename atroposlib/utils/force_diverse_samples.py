@@ -81,9 +81,8 @@ def draw_first_tokens(
 def _top_logprobs(answer: Any) -> dict[str, float]:
     """Return logprobs by token of the first position, from an object of the openai package or a dict."""
     found = answer.choices[0].logprobs
-    positions = found.get("top_logprobs") if isinstance(found, Mapping) else None
-    if found is not None and not isinstance(found, Mapping):
-        positions = found.top_logprobs
+    is_dict = isinstance(found, Mapping)
+    positions = found.get("top_logprobs") if is_dict else getattr(found, "top_logprobs", None)
     if not positions or not positions[0]:
         raise EngineProtocolError(
             "the server returned no top_logprobs for the first token; diverse sampling needs them"

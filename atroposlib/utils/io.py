@@ -12,14 +12,10 @@ async def parse_http_response(resp: Any, logger: logging.Logger | None = None) -
     For a status of 400 or above, and for a body that is not JSON, logs the body and raises the error.
     """
     log = logger or logging.getLogger(__name__)
-    body: str | None = None
+    body = await resp.text()  # before raise_for_status, which releases the connection
     try:
-        if resp.status >= 400:
-            body = await resp.text()  # raise_for_status releases the connection
         resp.raise_for_status()
         return await resp.json()
     except Exception as error:
-        if body is None:
-            body = await resp.text()
         log.error("%s answered %s: %s: %.2000s", resp.url, resp.status, error, body)
         raise

@@ -32,13 +32,8 @@ class Split(Enum):
 
 def split_of(prompt: str) -> Split:
     """Return a prompt's split, the same in every process and for every seed."""
-    match zlib.crc32(prompt.encode()) % 10:
-        case 0:
-            return Split.HELDOUT
-        case 1:
-            return Split.VALIDATION
-        case _:
-            return Split.TRAIN
+    not_trained = {0: Split.HELDOUT, 1: Split.VALIDATION}
+    return not_trained.get(zlib.crc32(prompt.encode()) % 10, Split.TRAIN)
 
 
 def prompts(split: Split, *, seed: int) -> Iterator[str]:

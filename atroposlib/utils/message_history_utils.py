@@ -53,11 +53,8 @@ def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int)
             "a thinking block could not be tokenised and is not shortened", exc_info=True
         )
         return response_text
-    return (
-        f"{before}{_OPEN}\n{content}\n{_CLOSE}{after}"
-        if content
-        else f"{before}{_OPEN}{_CLOSE}{after}"
-    )
+    block = f"{_OPEN}\n{content}\n{_CLOSE}" if content else f"{_OPEN}{_CLOSE}"
+    return f"{before}{block}{after}"
 
 
 def _shorten(content: str, tokenizer: Any, max_tokens: int) -> str:
@@ -67,11 +64,7 @@ def _shorten(content: str, tokenizer: Any, max_tokens: int) -> str:
     if len(tokens) <= max_tokens:
         return content
     last = content.rpartition("\n\n")[2].strip()
-    if (
-        last
-        and last != content
-        and len(tokenizer.encode(last, add_special_tokens=False)) <= max_tokens
-    ):
+    if last and len(tokenizer.encode(last, add_special_tokens=False)) <= max_tokens:
         return f"... {last}"
     kept = tokenizer.decode(tokens[-max_tokens:]).strip()
     return f"... {kept}" if kept else ""

@@ -20,11 +20,7 @@ from atroposlib.envs.dataset_env import (
 )
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import ConfigError, EngineRejected, EnvError
-from atroposlib.inference.harness import (
-    ByteTokenizer,
-    HarnessRequest,
-    ServerHarness,
-)
+from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.runtime.evaluate import evaluate
 from atroposlib.runtime.serve import Timings, serve
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group

@@ -10,13 +10,7 @@ import pytest
 from aiohttp import web
 
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.judge_env import (
-    JudgeEnv,
-    JudgeEnvConfig,
-    pairings,
-    parse_mark,
-    parse_verdict,
-)
+from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig, pairings, parse_mark, parse_verdict
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
 from atroposlib.inference.harness import (
     ByteTokenizer,

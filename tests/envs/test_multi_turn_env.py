@@ -10,11 +10,7 @@ import pytest
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step
 from atroposlib.errors import EngineRejected, EnvError
-from atroposlib.inference.harness import (
-    ByteTokenizer,
-    HarnessRequest,
-    ServerHarness,
-)
+from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
 
 

@@ -26,11 +26,7 @@ from atroposlib.envs.tool_env import (
     tool_from,
 )
 from atroposlib.errors import ConfigError, EnvError, MissingDependency
-from atroposlib.inference.harness import (
-    ByteTokenizer,
-    HarnessRequest,
-    ServerHarness,
-)
+from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
 from tests.environments import helpers_rewards
 

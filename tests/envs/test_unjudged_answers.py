@@ -25,11 +25,7 @@ from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvCo
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig
 from atroposlib.errors import EnvError
-from atroposlib.inference.harness import (
-    ByteTokenizer,
-    HarnessRequest,
-    ServerHarness,
-)
+from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.scored_data import Strictness, check_group
 from example_trainer.data import DataOptions, make_batch

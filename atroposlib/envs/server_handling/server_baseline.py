@@ -8,13 +8,3 @@ from atroposlib.inference.servers.reasoning import (
     VALID_REASONING_EFFORTS,
     ReasoningConfig,
 )
-
-__all__ = [
-    "EFFORT_TO_MAX_TOKENS",
-    "VALID_REASONING_EFFORTS",
-    "APIServer",
-    "APIServerConfig",
-    "AsyncSemWithAdaptiveWeight",
-    "ReasoningConfig",
-    "ServerBaseline",
-]

@@ -19,21 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.envs.agent_env import (
-    AgentEnv,
-    AgentEnvConfig,
-    AgentFailed,
-    agent_variables,
-    train_once,
-)
-from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.agent_env import AgentEnv, AgentFailed, agent_variables, train_once
 from atroposlib.errors import EngineUnavailable, EnvError
-from atroposlib.inference.harness import (
-    ByteTokenizer,
-    HarnessRequest,
-    ServerHarness,
-    create_chat_completion,
-)
+from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, create_chat_completion
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.sampling_notes import noting_sampling
@@ -42,18 +30,14 @@ from atroposlib.proxy.command import create_app
 from atroposlib.proxy.local import serve_locally
 from atroposlib.runtime.process import process
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
-from environments.agents.arithmetic_agents import ArithmeticAgents, ArithmeticAgentsConfig
+from environments.agents.arithmetic_agents import ArithmeticAgents
+from tests.envs.helpers_envs import ENGINE, Offline, group_of, make_env, trained_texts
 
-ENGINE = APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1", server_type="vllm")
 
-
-class Doubling(AgentEnv):
+class Doubling(Offline, AgentEnv):
     """The agent asks once, in this process; the row is a number."""
 
     name = "doubling"
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     def load_rows(self, split: str) -> Any:
         return range(1, 9) if split == "train" else [3, 4]
@@ -97,30 +81,9 @@ def make(
     env_cls: type[AgentEnv] = Doubling,
     *,
     respond: Callable[[HarnessRequest], str] = double,
-    config_cls: type[AgentEnvConfig] = AgentEnvConfig,
     **settings: Any,
 ) -> Any:
-    env = env_cls(config_cls(**{"group_size": 2, **settings}), [ENGINE])
-    env.server.servers = [ServerHarness(ENGINE, respond=respond, weight_version="3")]
-    return env
-
-
-def trained_texts(group: Any) -> list[str]:
-    decode = ByteTokenizer().decode
-    return [decode([t for t in labels if t != IGNORE_INDEX]) for labels in group["masks"]]
-
-
-async def group_of(env: Any, row: Any) -> Any:
-    await env.setup()
-    try:
-        group, backlog = await env.collect_trajectories(row)
-        assert backlog == []
-        return group
-    finally:
-        await env.close()
-
-
-# The examples: agents as programs of their own.
+    return make_env(env_cls, respond=respond, weight_version="3", **settings)
 
 
 class Calculates:
@@ -161,16 +124,14 @@ def gold_of(prompt: str) -> str:
     return str(left * right if found[2] == "*" else left + right)
 
 
-class OfflineArithmetic(ArithmeticAgents):
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
+class OfflineArithmetic(Offline, ArithmeticAgents):
+    pass
 
 
 async def test_agent_on_openais_sdk_trains_what_was_sampled_over_its_turns_with_tools() -> None:
     env = make(
         OfflineArithmetic,
         respond=Calculates(),
-        config_cls=ArithmeticAgentsConfig,
         agent="openai_sdk",
     )
     group = await group_of(env, "17 * 23")
@@ -195,7 +156,6 @@ async def test_agent_on_plain_http_with_two_conversations_makes_two_sequences() 
     env = make(
         OfflineArithmetic,
         respond=Reviews(),
-        config_cls=ArithmeticAgentsConfig,
         agent="http",
     )
     group = await group_of(env, "17 * 23")
@@ -223,7 +183,6 @@ async def test_groups_of_agents_reach_the_file_and_the_page_with_their_messages(
     env = make(
         OfflineArithmetic,
         respond=every_other,
-        config_cls=ArithmeticAgentsConfig,
         agent="http",
         total_steps=1,
         max_num_workers=1,
@@ -237,9 +196,6 @@ async def test_groups_of_agents_reach_the_file_and_the_page_with_their_messages(
     assert len(group["messages"]) == len(group["scores"]) == 4
     assert group["messages"][0][0]["role"] == "user"
     assert group["messages"][0][-1]["role"] == "assistant"
-
-
-# Agents in this process.
 
 
 async def test_async_agent_is_scored_by_what_it_returns() -> None:
@@ -456,9 +412,6 @@ async def test_sessions_are_opened_at_the_proxy_that_the_environment_is_given() 
         assert behind.server.servers[0].num_assigned["train"] == 0
 
 
-# Programs.
-
-
 async def run_program(agents: Any, code: str, **options: Any) -> str:
     argv = [sys.executable, "-c", code]
     text: str = await agents.run_command(argv, base_url="http://h/u/v1", api_key="k", **options)
@@ -508,9 +461,6 @@ async def test_program_is_killed_with_its_children_when_it_is_cancelled(tmp_path
     for ended in handles:
         assert await asyncio.to_thread(select.select, [ended], [], [], 10) == ([ended], [], [])
         os.close(ended)
-
-
-# Which sequences are trained.
 
 
 def node(given: str, *sampled: tuple[str, float]) -> SequenceNode:

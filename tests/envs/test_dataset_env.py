@@ -10,34 +10,25 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.dataset_env import (
-    DatasetEnv,
-    DatasetEnvConfig,
-    Outcome,
-    epoch_order,
-    read_jsonl,
-)
+from atroposlib.envs.dataset_env import DatasetEnv, Outcome, epoch_order, read_jsonl
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import ConfigError, EngineRejected, EnvError
-from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
+from atroposlib.inference.harness import HarnessRequest
 from atroposlib.runtime.evaluate import evaluate
 from atroposlib.runtime.serve import Timings, serve
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
+from tests.envs.helpers_envs import Offline, group_of, make_env
 from tests.runtime.helpers_runtime import LoopbackHub
 
 FAST = Timings(tick_s=0.02, poll_wait_s=0.1, control_refill_s=0.02, register_s=0.02)
 FAILED = RewardFailure(reason="timeout", detail="no result within 10 s")
 
 
-class Sums(DatasetEnv):
+class Sums(Offline, DatasetEnv):
     """Rows are pairs of numbers; an answer is right when it is their sum."""
 
     name = "sums"
     num_rows = 10
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     def load_rows(self, split: str) -> Any:
         return [[i, i + 1] for i in range(self.num_rows)] if split == "train" else None
@@ -50,19 +41,12 @@ class Sums(DatasetEnv):
 
 
 def make(
-    env_cls: Callable[..., Any] = Sums,
+    env_cls: type[Any] = Sums,
     *,
     respond: Callable[[HarnessRequest], str] = lambda request: str(2 * request.choice + 1),
-    weight_version: str | None = None,
     **settings: Any,
 ) -> Any:
-    values = {"group_size": 4, "use_wandb": False, "num_eval_rows": 2, **settings}
-    env = env_cls(
-        DatasetEnvConfig(**values),
-        [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")],
-    )
-    env.server.servers = [ServerHarness(respond=respond, weight_version=weight_version)]
-    return env
+    return make_env(env_cls, respond=respond, **{"group_size": 4, "num_eval_rows": 2, **settings})
 
 
 async def handed_out(env: Any, num: int) -> list[Any]:
@@ -120,10 +104,8 @@ async def test_at_most_half_of_the_rows_are_held_out() -> None:
 
 async def test_group_passes_the_strict_gate_with_logprobs_and_policy_version() -> None:
     env = make(weight_version="7")
-    await env.setup()
-    group, backlog = await env.collect_trajectories([1, 2])
+    group = await group_of(env, [1, 2])
     checked = check_group(group, strictness=Strictness.MEANING)
-    assert backlog == []
     assert checked.scores.tolist() == [0.0, 1.0, 0.0, 0.0]
     assert checked.inference_logprobs is not None
     assert checked.policy_version == 7
@@ -157,8 +139,7 @@ class HalfJudged(Sums):
 
 async def test_failed_answer_is_dropped_and_counted_not_scored_zero() -> None:
     env = make(HalfJudged)
-    await env.setup()
-    group, _ = await env.collect_trajectories([1, 2])
+    group = await group_of(env, [1, 2])
     assert group["scores"] == [1.0, 0.0, 0.0]
     assert group["group_overrides"] == {"group_size": 3}
     assert env.num_reward_failures == 1
@@ -166,8 +147,7 @@ async def test_failed_answer_is_dropped_and_counted_not_scored_zero() -> None:
 
 async def test_masked_answer_keeps_the_size_and_trains_nothing() -> None:
     env = make(HalfJudged, on_reward_failure="mask")
-    await env.setup()
-    group, _ = await env.collect_trajectories([1, 2])
+    group = await group_of(env, [1, 2])
     checked = check_group(group, strictness=Strictness.MEANING)
     assert checked.num_sequences == 4
     assert group["scores"][0] == pytest.approx(1 / 3)
@@ -179,34 +159,12 @@ async def test_masked_answer_keeps_the_size_and_trains_nothing() -> None:
 async def test_retried_answer_that_can_be_judged_then_is_not_a_failure() -> None:
     env = make(HalfJudged, on_reward_failure="retry")
     env.heals = True
-    await env.setup()
-    group, _ = await env.collect_trajectories([1, 2])
+    group = await group_of(env, [1, 2])
     assert group["scores"] == [0.0, 1.0, 0.0, 0.0]
     assert env.num_reward_failures == 0
     env.heals, env.num_failed = False, 0
     group, _ = await env.collect_trajectories([1, 2])
     assert (len(group["scores"]), env.num_reward_failures, env.num_failed) == (3, 1, 2)
-
-
-async def test_group_in_which_fewer_than_two_could_be_judged_is_none() -> None:
-    class Blind(Sums):
-        def score(self, row: Any, answer: str) -> Outcome:
-            return None if answer != "3" else 1.0
-
-    env = make(Blind)
-    await env.setup()
-    assert await env.collect_trajectories([1, 2]) == (None, [])
-    assert env.num_reward_failures == 3
-
-
-async def test_short_answers_are_left_out_and_counted() -> None:
-    env = make(
-        respond=lambda request: ["", "333", "444", "555"][request.choice], min_trained_tokens=3
-    )
-    await env.setup()
-    group, _ = await env.collect_trajectories([1, 2])
-    assert len(group["scores"]) == 3
-    assert env.num_too_short == 1
 
 
 async def test_shaping_changes_or_drops_a_group() -> None:
@@ -229,11 +187,7 @@ async def test_score_may_be_async_and_run_in_a_worker_that_is_killed() -> None:
             return await self.in_worker(f"tests.environments.helpers_rewards:{name}", *arguments)
 
     env = make(InWorker, reward_timeout_s=0.3, num_reward_workers=1)
-    try:
-        await env.setup()
-        group, _ = await env.collect_trajectories([1, 2])
-    finally:
-        await env.reward_workers.close()
+    group = await group_of(env, [1, 2])
     assert group["scores"] == [1.5, 3.5, 7.5]
     assert env.num_reward_failures == 1
 
@@ -413,8 +367,7 @@ class _NoTokens:
 
 async def test_group_of_one_is_kept() -> None:
     env = make(group_size=1)
-    await env.setup()
-    group, _ = await env.collect_trajectories([0, 1])
+    group = await group_of(env, [0, 1])
     assert (group["scores"], group["group_overrides"]) == ([1.0], {"group_size": 1})
 
 

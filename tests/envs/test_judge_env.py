@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig, pairings, parse_mark, parse_verdict
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
 from atroposlib.inference.harness import (
-    ByteTokenizer,
     HarnessRequest,
     ServerHarness,
     create_chat_completion,
@@ -21,23 +22,20 @@ from atroposlib.inference.harness import (
 from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.runtime.command import build_environment
 from atroposlib.scored_data import Strictness, check_group
+from tests.envs.helpers_envs import ENGINE, Offline, group_of
 
-POLICY = APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")
 JUDGE = APIServerConfig(model_name="judge", base_url="http://127.0.0.1:9/v1")
 ANSWERS = ["good", "fair", "poor", "none"]
 MARKS = {"good": 10, "fair": 5, "poor": 0}
 
 
-class Essays(JudgeEnv):
+class Essays(Offline, JudgeEnv):
     name = "essays"
     rubric = "Is it good?"
 
     @classmethod
     def config_init(cls) -> Any:
-        return JudgeEnvConfig(group_size=4, use_wandb=False), [POLICY]
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
+        return JudgeEnvConfig(group_size=4, use_wandb=False), [ENGINE]
 
     def load_rows(self, split: str) -> Any:
         return ["Write an essay.", "Write a poem."]
@@ -68,7 +66,7 @@ def make(
     **settings: Any,
 ) -> Any:
     config = JudgeEnvConfig(**{"group_size": 4, "use_wandb": False, **settings})
-    env = env_cls(config, [POLICY], judge_configs=JUDGE)
+    env = env_cls(config, [ENGINE], judge_configs=JUDGE)
     env.server.servers = [ServerHarness(respond=lambda request: ANSWERS[request.choice])]
     env.judge.servers = [ServerHarness(respond=judge)]
     return env
@@ -76,8 +74,7 @@ def make(
 
 async def test_answers_are_marked_by_the_judge_beside_the_policy() -> None:
     env = make()
-    await env.setup()
-    group, _ = await env.collect_trajectories("Write an essay.")
+    group = await group_of(env, "Write an essay.")
     assert check_group(group, strictness=Strictness.MEANING).scores.tolist() == [1.0, 0.5, 0.0]
     assert len(env.server.servers[0].requests) == 1
     asked = [request["messages"][0]["content"] for request in env.judge.servers[0].requests]
@@ -103,8 +100,7 @@ async def test_temperature_of_the_judge_is_not_that_of_the_samples(has_own_judge
 
 async def test_unreadable_verdict_is_dropped_and_counted_not_scored_zero() -> None:
     env = make()
-    await env.setup()
-    group, _ = await env.collect_trajectories("Write an essay.")
+    group = await group_of(env, "Write an essay.")
     assert [messages[-1]["content"] for messages in group["messages"]] == ANSWERS[:3]
     assert env.counts["judge_unparsable"] == 1
     assert env.num_reward_failures == 1
@@ -115,8 +111,7 @@ async def test_unreadable_verdict_is_asked_for_again_where_configured() -> None:
         judge=lambda request: f"Score: {request.call}" if request.call % 2 else "hm",
         on_reward_failure="retry",
     )
-    await env.setup()
-    group, _ = await env.collect_trajectories("Write an essay.")
+    group = await group_of(env, "Write an essay.")
     assert len(group["scores"]) == 4
     assert env.counts["judge_unparsable"] == 4
     assert env.num_reward_failures == 0
@@ -124,8 +119,7 @@ async def test_unreadable_verdict_is_asked_for_again_where_configured() -> None:
 
 async def test_pairwise_score_is_the_share_of_comparisons_won() -> None:
     env = make(Contest, num_opponents=3)
-    await env.setup()
-    group, _ = await env.collect_trajectories("Write an essay.")
+    group = await group_of(env, "Write an essay.")
     assert group["scores"] == [1.0, 0.5, 0.0]
     assert env.counts["judge_calls"] == 12  # six pairs in both orders
     assert env.num_reward_failures == 1  # `none` has no readable comparison
@@ -140,8 +134,7 @@ async def test_unreadable_comparison_is_asked_for_again_where_configured() -> No
 
 async def test_judge_that_prefers_a_place_gives_ties() -> None:
     env = make(Contest, judge=lambda request: "Verdict: A")
-    await env.setup()
-    group, _ = await env.collect_trajectories("Write an essay.")
+    group = await group_of(env, "Write an essay.")
     assert group["scores"] == [0.5] * 4
 
 
@@ -164,13 +157,12 @@ async def test_verdict_that_was_cut_off_is_no_verdict() -> None:
 
     env = make()
     env.judge.servers = [CutOff()]
-    await env.setup()
-    assert await env.collect_trajectories("Write an essay.") == (None, [])
+    assert await group_of(env, "Write an essay.") is None
     assert env.counts["judge_cut_off"] == env.counts["judge_unparsable"] == 4
 
 
 async def test_policy_judges_itself_without_a_judge_of_its_own() -> None:
-    env = Essays(JudgeEnvConfig(use_wandb=False), [POLICY])
+    env = Essays(JudgeEnvConfig(use_wandb=False), [ENGINE])
     assert env.judge is env.server
 
 
@@ -178,7 +170,7 @@ def test_judge_has_flags_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--judge.base_url", "http://judge:1/v1", "--judge.api_key", "secret"]
     env: Any = build_environment(Essays, "process", flags, prog="essays")
     assert env.judge.servers[0].config.base_url == "http://judge:1/v1"
-    assert env.server.servers[0].config.base_url == POLICY.base_url
+    assert env.server.servers[0].config.base_url == ENGINE.base_url
     assert "secret" not in capsys.readouterr().out
 
 
@@ -230,22 +222,21 @@ class Rewarded(Essays):
     judging = "reward_model"
 
 
-async def reward_env(answer: Callable[[dict[str, Any]], Any]) -> tuple[Any, web.AppRunner]:
+@asynccontextmanager
+async def reward_env(answer: Callable[[dict[str, Any]], Any]) -> AsyncIterator[Any]:
+    """Run a reward model over HTTP beside the scripted policy."""
+
     async def pooling(request: web.Request) -> web.Response:
         return web.json_response(answer(await request.json()))
 
     app = web.Application()
     app.router.add_post("/pooling", pooling)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    config = JudgeEnvConfig(group_size=4, use_wandb=False)
-    judge = APIServerConfig(model_name="rm", base_url=f"http://{host}:{port}/v1")
-    env = Rewarded(config, [POLICY], judge_configs=judge)
-    env.server.servers = [ServerHarness(respond=lambda request: ANSWERS[request.choice])]
-    return env, runner
+    async with TestServer(app) as server:
+        judge = APIServerConfig(model_name="rm", base_url=str(server.make_url("/v1")))
+        env = Rewarded(JudgeEnvConfig(group_size=4, use_wandb=False), [ENGINE], judge_configs=judge)
+        env.server.servers = [ServerHarness(respond=lambda request: ANSWERS[request.choice])]
+        yield env
+        await env.close()
 
 
 async def test_reward_model_scores_the_whole_conversation() -> None:
@@ -255,28 +246,19 @@ async def test_reward_model_scores_the_whole_conversation() -> None:
         seen.append(body)
         return {"data": [{"data": [[0.1], [len(body["messages"][-1]["content"]) / 4]]}]}
 
-    env, runner = await reward_env(answer)
-    try:
-        await env.setup()
-        group, _ = await env.collect_trajectories("Write an essay.")
-    finally:
-        await env.close()
-        await runner.cleanup()
+    async with reward_env(answer) as env:
+        group = await group_of(env, "Write an essay.")
     assert group["scores"] == [1.0] * 4
     assert {body["model"] for body in seen} == {"rm"}
     assert [message["role"] for message in seen[0]["messages"]] == ["user", "assistant"]
 
 
 async def test_reward_model_that_answers_no_number_is_an_error() -> None:
-    env, runner = await reward_env(lambda body: {"data": []})
-    try:
+    async with reward_env(lambda body: {"data": []}) as env:
         with pytest.raises(EngineProtocolError, match="no score"):
             await env.score("Write an essay.", "good")
-    finally:
-        await env.close()
-        await runner.cleanup()
 
 
 def test_reward_model_needs_an_address() -> None:
     with pytest.raises(ConfigError, match=r"needs --judge\.base_url"):
-        Rewarded(JudgeEnvConfig(use_wandb=False), [POLICY])
+        Rewarded(JudgeEnvConfig(use_wandb=False), [ENGINE])

@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step
+from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, Step
 from atroposlib.errors import EngineRejected, EnvError
-from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
-from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
+from atroposlib.inference.harness import ByteTokenizer, HarnessRequest
+from atroposlib.scored_data import Strictness, check_group
+from tests.envs.helpers_envs import Offline, group_of, make_env, trained_texts
 
 
-class Guess(MultiTurnEnv):
+class Guess(Offline, MultiTurnEnv):
     """The row is a number; every guess is told higher or lower; a hit is worth 1, a miss -0.25."""
 
     name = "guess"
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     def load_rows(self, split: str) -> Any:
         return range(1, 9)
@@ -41,33 +38,25 @@ def count_up(request: HarnessRequest) -> str:
 
 
 def make(
-    env_cls: Callable[..., Any] = Guess,
+    env_cls: type[Any] = Guess,
     *,
     respond: Callable[[HarnessRequest], str] = count_up,
     **settings: Any,
 ) -> Any:
-    values = {"group_size": 2, "use_wandb": False, **settings}
-    env = env_cls(
-        MultiTurnEnvConfig(**values),
-        [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")],
-    )
-    env.server.servers = [ServerHarness(respond=respond)]
-    return env
+    return make_env(env_cls, respond=respond, **settings)
 
 
 async def test_each_turn_sends_the_sampled_tokens_and_all_answers_are_trained() -> None:
     env = make()
-    await env.setup()
-    group, _ = await env.collect_trajectories(3)
+    group = await group_of(env, 3)
     checked = check_group(group, strictness=Strictness.MEANING)
     assert checked.num_sequences == 2
-    tokens, labels = group["tokens"][0], group["masks"][0]
+    tokens = group["tokens"][0]
     assert env.tokenizer.decode(tokens) == (
         "<user>Guess my number.<eos><assistant>1<eos><user>higher<eos>"
         "<assistant>2<eos><user>higher<eos><assistant>3<eos>"
     )
-    trained = [token for token in labels if token != IGNORE_INDEX]
-    assert env.tokenizer.decode(trained) == "1<eos>2<eos>3<eos>"
+    assert trained_texts(group)[0] == "1<eos>2<eos>3<eos>"
     sent = [r["input_ids"] for r in env.server.servers[0].requests]
     assert all(ids == tokens[: len(ids)] for ids in sent)
     assert len(sent) == 6
@@ -75,8 +64,7 @@ async def test_each_turn_sends_the_sampled_tokens_and_all_answers_are_trained() 
 
 async def test_score_is_the_sum_of_the_turns_and_the_turns_travel_as_overrides() -> None:
     env = make()
-    await env.setup()
-    group, _ = await env.collect_trajectories(3)
+    group = await group_of(env, 3)
     assert group["scores"] == [0.5, 0.5]
     details = {"turn_rewards": [-0.25, -0.25, 1.0], "done_reason": "found"}
     assert group["overrides"] == [details, details]
@@ -88,16 +76,14 @@ async def test_max_turns_ends_an_episode_with_the_unfinished_score() -> None:
         unfinished_score = -1.0
 
     env = make(Strict, max_turns=2)
-    await env.setup()
-    group, _ = await env.collect_trajectories(8)
+    group = await group_of(env, 8)
     assert group["scores"] == [-1.5, -1.5]
     assert env.counts["done_max_turns"] == 2
 
 
 async def test_answer_that_was_cut_off_is_not_stepped() -> None:
     env = make(respond=lambda request: "not a number", max_token_length=5)
-    await env.setup()
-    group, _ = await env.collect_trajectories(3)
+    group = await group_of(env, 3)
     assert group["scores"] == [0.0, 0.0]
     assert env.counts["done_length"] == 2
 
@@ -105,8 +91,7 @@ async def test_answer_that_was_cut_off_is_not_stepped() -> None:
 async def test_episode_ends_before_it_outgrows_what_the_trainer_takes() -> None:
     env = make(max_turns=100)
     env.max_token_len = 200
-    await env.setup()
-    group, _ = await env.collect_trajectories(-1)
+    group = await group_of(env, -1)
     assert env.counts["done_tokens"] == 2
     assert 100 < max(map(len, group["tokens"])) < 200
 
@@ -118,8 +103,7 @@ async def test_turn_that_could_not_be_judged_fails_the_episode_without_a_score()
             return Step("more", reward=None if episode.row == 1 else 0.5)
 
     env = make(Unsure, max_turns=1)
-    await env.setup()
-    assert await env.collect_trajectories(1) == (None, [])
+    assert await group_of(env, 1) is None
     assert env.num_reward_failures == 2
     assert env.counts["done_unjudged"] == 2
     assert (await env.collect_trajectories(2))[0]["scores"] == [0.5, 0.5]
@@ -135,8 +119,7 @@ async def test_reset_gives_each_episode_a_state_of_its_own() -> None:
             return Step("again", reward=1.0, done=episode.state["left"] == 0)
 
     env = make(Stateful)
-    await env.setup()
-    group, _ = await env.collect_trajectories(1)
+    group = await group_of(env, 1)
     assert [o["turn_rewards"] for o in group["overrides"]] == [[1.0, 1.0]] * 2
 
 
@@ -184,14 +167,16 @@ async def test_template_that_rewrites_the_past_makes_a_sequence_of_each_part() -
             return Forgetful()
 
     env = make(Rewritten, respond=lambda request: str(request.call % 3 + 1))
-    await env.setup()
-    group, _ = await env.collect_trajectories(3)
+    group = await group_of(env, 3)
     checked = check_group(group, strictness=Strictness.MEANING)
     assert checked.num_sequences == 6
     assert group["group_overrides"] == {"group_size": 6}
     assert group["scores"] == [0.5] * 6
-    answers = [
-        env.tokenizer.decode([token for token in labels if token != IGNORE_INDEX])
-        for labels in group["masks"]
+    assert sorted(trained_texts(group)) == [
+        "1<eos>",
+        "1<eos>",
+        "2<eos>",
+        "2<eos>",
+        "3<eos>",
+        "3<eos>",
     ]
-    assert sorted(answers) == ["1<eos>", "1<eos>", "2<eos>", "2<eos>", "3<eos>", "3<eos>"]

@@ -167,18 +167,22 @@ async def test_too_long_groups_are_annotated_where_length_does_not_matter(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "asked"),
+    ("top_k", "overrides", "asked"),
     [
-        ({"skip_teacher_top_k": True}, []),
-        ({"teacher_top_k": -1}, []),
-        ({"teacher_top_k": 7}, [7, 7]),
-        ({"teacher_top_k": 0}, [0, 0]),
-        ({"skip_teacher_top_k": False}, [2, 2]),
+        (2, {"skip_teacher_top_k": True}, []),
+        (2, {"skip_teacher_top_k": False}, [2, 2]),
+        (2, {"teacher_top_k": -1}, []),
+        (2, {"teacher_top_k": 7}, [7, 7]),
+        (2, {"teacher_top_k": 0}, [0, 0]),
+        (2, {"teacher_top_k": None}, [2, 2]),
+        (0, {}, [0, 0]),
+        (-1, {}, []),
     ],
 )
-async def test_a_group_may_override_the_teacher(
-    attached: Attached, overrides: dict[str, Any], asked: list[int]
+async def test_top_k_is_the_groups_else_the_configured_one(
+    attached: Attached, top_k: int, overrides: dict[str, Any], asked: list[int]
 ) -> None:
+    attached.env.config.teacher_top_k = top_k
     found = await attached.send(group(group_overrides=overrides))
     assert [each["top_k"] for each in attached.teacher.asked] == asked
     assert found == [(IDS, LOGPROBS) if asked else (None, None)]
@@ -193,11 +197,6 @@ async def test_an_override_that_is_no_number_is_a_failure_of_the_teacher(
     assert "group_overrides.teacher_top_k: '7', expected an integer" in caplog.text
 
 
-async def test_an_override_of_none_is_no_override(attached: Attached) -> None:
-    await attached.send(group(group_overrides={"teacher_top_k": None}))
-    assert [each["top_k"] for each in attached.teacher.asked] == [2, 2]
-
-
 async def test_groups_of_tensors_are_annotated_too(attached: Attached) -> None:
     torch = pytest.importorskip("torch")
     tensors = group(
@@ -207,16 +206,6 @@ async def test_groups_of_tensors_are_annotated_too(attached: Attached) -> None:
     )
     assert await attached.send(tensors) == [(IDS, LOGPROBS)]
     assert attached.teacher.asked[0]["input_ids"] == [1, 5, 6]
-
-
-@pytest.mark.parametrize(("top_k", "num_asked"), [(-1, 0), (0, 2)])
-async def test_minus_one_never_asks_and_zero_does(
-    tmp_path: Path, top_k: int, num_asked: int
-) -> None:
-    attached = Attached(tmp_path, teacher_top_k=top_k)
-    await attached.send(group())
-    attached.log.close()
-    assert len(attached.teacher.asked) == num_asked
 
 
 @pytest.mark.parametrize(
@@ -293,22 +282,6 @@ async def test_the_teachers_connections_are_closed_with_the_environment() -> Non
     assert closed == ["teacher"]
 
 
-# Construction.
-
-
-def test_enabled_without_a_teacher_is_refused() -> None:
-    with pytest.raises(ValueError, match="no teacher servers"):
-        Env(config(), POLICY)
-
-
-def test_bare_teacher_is_one_server_at_its_url() -> None:
-    env = Env(config(), POLICY, TEACHER)
-    assert env.teacher_server is not None
-    assert [server.config.base_url for server in env.teacher_server.servers] == [
-        "http://teacher/v1"
-    ]
-
-
 def test_teacher_with_another_vocabulary_is_refused() -> None:
     other = TEACHER.model_copy(update={"tokenizer_name": "other"})
     with pytest.raises(ValueError, match="differs from"):
@@ -328,9 +301,6 @@ def test_top_k_below_minus_one_is_refused() -> None:
         config(teacher_top_k=-2)
 
 
-# The command line.
-
-
 class Configured(Env):
     name = "configured"
 
@@ -345,10 +315,8 @@ class WithDefault(Configured):
         return [TEACHER]
 
 
-def build(cls: type[Env], *argv: str) -> Env:
-    env = build_environment(cls, "serve", argv, prog="t")
-    assert isinstance(env, Env)
-    return env
+def build(cls: type[Env], *argv: str, mode: str = "serve") -> Any:
+    return build_environment(cls, mode, argv, prog="t")
 
 
 def test_teacher_flags_describe_the_teacher_and_only_it() -> None:
@@ -358,7 +326,6 @@ def test_teacher_flags_describe_the_teacher_and_only_it() -> None:
         "--teacher.base_url=http://t/v1",
         "--teacher.model_name=big",
     )
-    assert env.teacher_server is not None
     [server] = env.teacher_server.servers
     assert (server.config.base_url, server.config.model_name) == ("http://t/v1", "big")
     assert env.server.servers[0].config.base_url == "http://policy/v1"
@@ -373,7 +340,6 @@ def test_teacher_section_of_the_yaml_may_be_a_list(tmp_path: Path) -> None:
         "  - {base_url: 'http://b/v1', model_name: big}\n"
     )
     env = build(Configured, "--config", str(path))
-    assert env.teacher_server is not None
     urls = [server.config.base_url for server in env.teacher_server.servers]
     assert urls == ["http://a/v1", "http://b/v1"]
 
@@ -397,12 +363,8 @@ async def test_process_writes_the_teachers_fields_too(tmp_path: Path) -> None:
         "--env.teacher_enabled=true",
         "--env.total_steps=2",
         f"--env.data_path_to_save_groups={path}",
-        "--teacher.timeout=7",
     ]
-    env = build_environment(Producing, "process", flags, prog="t")
-    assert isinstance(env, Producing)
-    assert env.teacher_server is not None
-    assert env.teacher_server.servers[0].config.timeout == 7
+    env = build(Producing, *flags, mode="process")
     env.teacher_server.servers = [Teacher()]
     await env.process_manager()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -411,15 +373,11 @@ async def test_process_writes_the_teachers_fields_too(tmp_path: Path) -> None:
     ] * 2
 
 
-def test_default_teacher_takes_flags_field_by_field() -> None:
-    env = build(WithDefault, "--env.teacher_enabled=true", "--teacher.timeout=7")
-    assert env.teacher_server is not None
-    config_ = env.teacher_server.servers[0].config
-    assert (config_.base_url, config_.model_name, config_.timeout) == (
-        "http://teacher/v1",
-        "big",
-        7,
-    )
+@pytest.mark.parametrize("mode", ["serve", "process"])
+def test_default_teacher_takes_flags_field_by_field(mode: str) -> None:
+    env = build(WithDefault, "--env.teacher_enabled=true", "--teacher.timeout=7", mode=mode)
+    found = env.teacher_server.servers[0].config
+    assert (found.base_url, found.model_name, found.timeout) == ("http://teacher/v1", "big", 7)
 
 
 def test_teacher_of_a_disabled_environment_is_not_built() -> None:
@@ -447,12 +405,11 @@ async def test_a_real_route_gives_the_teachers_logprobs(tmp_path: Path) -> None:
         teacher = APIServerConfig(
             model_name="big", base_url=str(server.make_url("/v1")), server_type="vllm"
         )
-        env = Env(config(teacher_top_k=1), ServerBaseline(), teacher)
+        env: Any = Env(config(teacher_top_k=1), ServerBaseline(), teacher)
         log = GroupLog.open(tmp_path / "g.jsonl")
         env.group_sink = Outbox(env, environment="t", log=log)
         assert await env.handle_send_to_api(group()) == 1
         log.close()
-        assert env.teacher_server is not None
         await env.teacher_server.close()
     line = json.loads(log.path.read_text())
     assert line["distill_token_ids"] == [[[], [5], [6]], [[], [7]]]

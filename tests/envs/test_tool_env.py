@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.mcp_tools import McpServer
 from atroposlib.envs.multi_turn_env import Episode
 from atroposlib.envs.tool_env import (
@@ -21,14 +20,14 @@ from atroposlib.envs.tool_env import (
     MalformedCall,
     ToolCall,
     ToolEnv,
-    ToolEnvConfig,
     parse_hermes_calls,
     tool_from,
 )
 from atroposlib.errors import ConfigError, EnvError, MissingDependency
-from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
-from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
+from atroposlib.inference.harness import HarnessRequest
+from atroposlib.scored_data import Strictness, check_group
 from tests.environments import helpers_rewards
+from tests.envs.helpers_envs import Offline, group_of, make_env, trained_texts
 
 RELEASE = threading.Event()
 
@@ -65,14 +64,11 @@ def long(num_chars: int) -> str:
     return "x" * num_chars
 
 
-class Calculator(ToolEnv):
+class Calculator(Offline, ToolEnv):
     """Answers must be the text `3`."""
 
     name = "calculator"
     tools = (add, slow, stuck, broken, leave, remember, long)
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     def load_rows(self, split: str) -> Any:
         return [{"question": "1 + 2?", "answer": "3"}]
@@ -96,15 +92,8 @@ def saying(*answers: str) -> Callable[[HarnessRequest], str]:
     return lambda request: answers[min(request.prompt.count("<assistant>"), len(answers)) - 1]
 
 
-def make(
-    *answers: str, env_cls: Callable[..., Any] = Calculator, num_results: int = 2, **settings: Any
-) -> Any:
-    values = {"group_size": 2, "use_wandb": False, "tool_timeout_s": 5.0, **settings}
-    env = env_cls(
-        ToolEnvConfig(**values), [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")]
-    )
-    env.server.servers = [ServerHarness(respond=saying(*answers))]
-    return env
+def make(*answers: str, env_cls: type[Any] = Calculator, **settings: Any) -> Any:
+    return make_env(env_cls, respond=saying(*answers), **{"tool_timeout_s": 5.0, **settings})
 
 
 async def result_of(env: Any) -> str:
@@ -212,15 +201,13 @@ def test_calls_that_cannot_be_read_stand_in_their_place() -> None:
 
 async def test_model_calls_a_tool_then_answers_and_is_judged() -> None:
     env = make(call("add", a=1, b="2"), "3")
-    await env.setup()
-    group, _ = await env.collect_trajectories(ROW)
+    group = await group_of(env, ROW)
     checked = check_group(group, strictness=Strictness.MEANING)
     assert checked.scores.tolist() == [1.0, 1.0]
     roles = [message["role"] for message in group["messages"][0]]
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
     assert group["messages"][0][3] == {"role": "tool", "name": "add", "content": "3"}
-    trained = [token for token in group["masks"][0] if token != IGNORE_INDEX]
-    assert env.tokenizer.decode(trained) == call("add", a=1, b="2") + "<eos>3<eos>"
+    assert trained_texts(group)[0] == call("add", a=1, b="2") + "<eos>3<eos>"
     assert group["overrides"][0] == {"turn_rewards": [0.0, 1.0], "done_reason": "answered"}
     assert env.counts == {"tool_calls": 2, "done_answered": 2, "turns": 4}
 
@@ -313,15 +300,6 @@ async def test_results_as_one_user_message_for_templates_without_tools() -> None
     assert await result_of(env) == (
         "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
     )
-
-
-async def test_calling_for_ever_ends_at_max_turns() -> None:
-    env = make(call("add", a=1), max_turns=3)
-    await env.setup()
-    group, _ = await env.collect_trajectories(ROW)
-    assert group["scores"] == [0.0, 0.0]
-    assert env.counts["done_max_turns"] == 2
-    assert env.counts["tool_calls"] == 6
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
@@ -485,8 +463,7 @@ async def test_exception_without_a_text_is_told_by_its_type() -> None:
 )
 async def test_lone_surrogates_cost_nobody_the_group(answer: str, told: str) -> None:
     env = make(answer, "3", env_cls=Hostile)
-    await env.setup()
-    group, _ = await env.collect_trajectories(ROW)
+    group = await group_of(env, ROW)
     check_group(group, strictness=Strictness.MEANING)
     reply = group["messages"][0][3]
     assert told in reply["content"]
@@ -558,6 +535,5 @@ async def test_final_answer_is_judged_again_where_configured() -> None:
             return None if self.num_judged == 1 else 1.0
 
     env = make("3", env_cls=Unsure, group_size=1, on_reward_failure="retry")
-    await env.setup()
-    group, _ = await env.collect_trajectories(ROW)
+    group = await group_of(env, ROW)
     assert group["scores"] == [1.0]

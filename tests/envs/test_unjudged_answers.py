@@ -17,24 +17,23 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import pytest
 
-from atroposlib.envs.agent_env import AgentEnv, AgentEnvConfig
-from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.agent_env import AgentEnv
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
-from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig
-from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step
+from atroposlib.envs.judge_env import JudgeEnv
+from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, Step
 from atroposlib.envs.rewards import RewardFailure
-from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig
+from atroposlib.envs.tool_env import ToolEnv
 from atroposlib.errors import EnvError
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.scored_data import Strictness, check_group
 from example_trainer.data import DataOptions, make_batch
 from example_trainer.objective import Baseline
+from tests.envs.helpers_envs import ENGINE, Offline, group_of
 from tests.trainer.helpers_trainer import make_group
 
 FAILURES = ["failure", "none", "nan", "inf", "raise", "text", "abort", "short"]
 MIN_TOKENS = 40
-ENGINE = APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1", server_type="vllm")
 
 
 class Member(NamedTuple):
@@ -77,11 +76,8 @@ class Engine(ServerHarness):
         return answer
 
 
-class _Rows:
+class _Rows(Offline):
     name = "members"
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     def load_rows(self, split: str) -> Any:
         return ["row"]
@@ -149,14 +145,7 @@ def judge_of(request: HarnessRequest) -> str:
     return f"Verdict: {'tie' if marks[0] == marks[1] else 'A' if marks[0] > marks[1] else 'B'}"
 
 
-BASES: dict[type[Any], type[Any]] = {
-    Dataset: DatasetEnvConfig,
-    MultiTurn: MultiTurnEnvConfig,
-    Tools: ToolEnvConfig,
-    Rubric: JudgeEnvConfig,
-    Pairwise: JudgeEnvConfig,
-    Agents: AgentEnvConfig,
-}
+BASES: list[type[Any]] = [Dataset, MultiTurn, Tools, Rubric, Pairwise, Agents]
 
 
 def answering(base: type[Any], members: list[Member]) -> Callable[[HarnessRequest], str]:
@@ -181,7 +170,7 @@ def answering(base: type[Any], members: list[Member]) -> Callable[[HarnessReques
 
 
 async def play(base: type[Any], members: list[Member], policy: str) -> Any:
-    config = BASES[base](
+    config = base.env_config_cls(
         group_size=len(members),
         use_wandb=False,
         min_trained_tokens=MIN_TOKENS,
@@ -194,12 +183,7 @@ async def play(base: type[Any], members: list[Member], policy: str) -> Any:
     env.server.servers = [Engine(respond=answering(base, members))]
     if with_judge:
         env.judge.servers = [ServerHarness(respond=judge_of)]
-    try:
-        await env.setup()
-        group, _ = await env.collect_trajectories("row")
-    finally:
-        await env.close()
-    return group, env
+    return await group_of(env, "row"), env
 
 
 def advantages(group: Any, baseline: Baseline, *, scale: bool) -> dict[int, float]:
@@ -279,9 +263,10 @@ async def test_score_that_always_raises_is_the_items_failure_with_its_own_type()
         await play(Dataset, [Member(i, "text") for i in range(3)], "drop")
 
 
-async def test_one_judged_answer_beside_masked_ones_is_no_group() -> None:
+@pytest.mark.parametrize("policy", ["drop", "mask", "retry"])
+async def test_one_judged_answer_beside_others_is_no_group(policy: str) -> None:
     members = [Member(i, fate) for i, fate in enumerate(["1.0", "none", "abort", "nan"])]
-    group, env = await play(Dataset, members, "mask")
+    group, env = await play(Dataset, members, policy)
     assert group is None
     assert env.num_reward_failures == 3
 

@@ -6,7 +6,6 @@ the wild pass positionally.
 
 from __future__ import annotations
 
-import enum
 import importlib
 import inspect
 import logging
@@ -430,8 +429,6 @@ def test_typed_dicts_work_in_the_models_of_environments() -> None:
     assert {"inference_logprobs", "group_overrides", "overrides", "images"} <= item_keys.keys()
 
 
-# Flags and their precedence.
-
 SAMPLES: dict[str, tuple[str, Any]] = {
     "eval_handling": ("LIMIT_TRAIN", EvalHandlingEnum.LIMIT_TRAIN),
     "eval_limit_ratio": ("0.25", 0.25),
@@ -500,69 +497,6 @@ def test_help_lists_every_flag_and_exits_0(mode: str, capsys: pytest.CaptureFixt
     flags += [f"--openai.{name}" for name in APIServerConfig.model_fields]
     flags += [f"--{name}" for name in ServerManagerConfig.model_fields]
     assert [flag for flag in [*flags, "--config"] if f"  {flag} " not in listed] == []
-
-
-class TypedConfig(BaseEnvConfig):
-    """Types that environments use in their own fields."""
-
-    model_config = {"use_attribute_docstrings": True}
-
-    colour: enum.Enum = enum.Enum("Colour", "RED GREEN").RED  # type: ignore[assignment]
-    names: list[str] = []
-    weights: dict[str, float] = {}
-    share: float | None = None
-    """A share of 100%; %s and %(prog)s are plain text."""
-    flag: bool = False
-    seed: int = 0
-
-
-class TypedEnv(ScriptedEnv):
-    env_config_cls = TypedConfig
-
-    @classmethod
-    def config_init(cls) -> Any:
-        return TypedConfig(group_size=2), [APIServerConfig(base_url="http://localhost:9/v1")]
-
-
-@pytest.mark.parametrize(
-    ("argv", "field", "value"),
-    [
-        (["--env.seed", "-1"], "seed", -1),
-        (["--env.seed=-1"], "seed", -1),
-        (["--env.share", "1e-5"], "share", 1e-5),
-        (["--env.share", "None"], "share", None),
-        (["--env.flag"], "flag", True),
-        (["--env.flag", "false"], "flag", False),
-        (["--env.flag=False"], "flag", False),
-        (["--env.flag", "--env.seed", "3"], "flag", True),
-        (["--env.names", "a", "b"], "names", ["a", "b"]),
-        (["--env.names", '["a", "b"]'], "names", ["a", "b"]),
-        (["--env.names=a,b"], "names", ["a", "b"]),
-        (["--env.weights", '{"a": 0.5}'], "weights", {"a": 0.5}),
-        (["--env.eval_handling", "NONE"], "eval_handling", EvalHandlingEnum.NONE),
-    ],
-)
-def test_flag_is_read_as_its_fields_type(argv: list[str], field: str, value: Any) -> None:
-    assert getattr(build(*argv, env_cls=TypedEnv).config, field) == value
-
-
-def test_percent_signs_in_help_are_text(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run_environment(TypedEnv, ["serve", "--help"])
-    assert "A share of 100%; %s and %(prog)s are plain text." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flag", "cure"),
-    [
-        ("--env.group_sze", "--env.group_size"),
-        ("--openai.base_ulr", "--openai.base_url"),
-        ("--slrum", "--slurm"),
-    ],
-)
-def test_misspelt_flag_is_refused_with_the_nearest(flag: str, cure: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown flag {flag}; did you mean {cure}"):
-        build(flag, "1")
 
 
 def test_field_constraints_hold_for_flags() -> None:

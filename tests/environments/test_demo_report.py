@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import io
 import json
 import sys
@@ -12,18 +11,10 @@ import pytest
 from rich.console import Console
 
 from atroposlib.cli import demo
-from atroposlib.cli._demo import progress, report
+from atroposlib.cli._demo import report
 from atroposlib.cli._demo.evaluation import Accuracy
 from atroposlib.cli._demo.progress import Display, JsonLines, sparkline
 from atroposlib.errors import ConfigError, MissingDependency
-from atroposlib.utils import letter_reversal
-
-
-@pytest.mark.parametrize("module", [progress, report, letter_reversal])
-def test_examples_in_docstrings_hold(module: object) -> None:
-    result = doctest.testmod(module)  # type: ignore[arg-type]
-    assert result.attempted
-    assert not result.failed
 
 
 def metrics(reward: float) -> dict[str, object]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from atroposlib.errors import ConfigError, EnvError
 from atroposlib.scored_data import Strictness, check_group
 from tests.environments.helpers_environments import load, make_env
 
@@ -97,28 +96,6 @@ def _hang(gold: str, text: str) -> bool:
 
     time.sleep(60)
     return True
-
-
-async def test_a_gold_answer_that_fails_its_own_reward_stops_the_start(
-    env: Any, tmp_path: Path
-) -> None:
-    env.config.dataset_path = write_rows(
-        tmp_path / "bad.jsonl", [{"question": "?", "answer": "#### "}]
-    )
-    with pytest.raises(EnvError, match="does not pass its reward"):
-        await env.setup()
-
-
-@pytest.mark.parametrize("content", [None, "\n"])
-async def test_missing_or_empty_rows_name_the_flag(
-    env: Any, tmp_path: Path, content: str | None
-) -> None:
-    path = tmp_path / "none.jsonl"
-    if content is not None:
-        path.write_text(content)
-    env.config.dataset_path = str(path)
-    with pytest.raises(ConfigError, match=r"--env\.dataset_path"):
-        await env.setup()
 
 
 async def test_evaluation_counts_greedy_answers(env: Any, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from atroposlib.envs.reward_fns.chandas_meter_reward import ChandasMeterReward, 
 from atroposlib.envs.reward_fns.cosine_scaled_reward import CosineScaledReward, embed
 from atroposlib.envs.reward_fns.crossword_format_reward import CrosswordFormatReward
 from atroposlib.envs.reward_fns.format_reward import FormatReward, format_reward
-from atroposlib.envs.reward_fns.math_worker import BlockingWorkers, is_equal, math_workers
+from atroposlib.envs.reward_fns.math_worker import BlockingWorkers, math_workers
 from atroposlib.envs.reward_fns.r1_reward import (
     AccuracyXReward,
     FormatReasoningReward,
@@ -59,9 +59,6 @@ class Recorder:
 
     def log(self, metrics: dict[str, float]) -> None:
         self.logged.update(metrics)
-
-
-# The framework.
 
 
 def test_a_call_multiplies_by_the_weight_and_logs() -> None:
@@ -120,9 +117,6 @@ def test_a_value_too_few_is_an_error() -> None:
 )
 def test_content_of_every_shape_of_completion(completion: Any, text: str) -> None:
     assert RewardFunction.get_content(completion) == text
-
-
-# The registry.
 
 
 @pytest.mark.parametrize(
@@ -198,15 +192,16 @@ def test_functions_are_rewards_and_one_number_is_for_all() -> None:
     assert scaled.name == "scaled"
 
 
-@pytest.mark.parametrize("name", ["acuracy", "registry", "reward_function", "os.path", ""])
-def test_unknown_names_are_import_errors(name: str) -> None:
-    with pytest.raises(ImportError, match="there is no reward function"):
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("acuracy", "; did you mean 'accuracy'"),
+        *((name, "") for name in ("registry", "reward_function", "os.path", "")),
+    ],
+)
+def test_unknown_names_are_import_errors_with_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(ImportError, match=f"there is no reward function '{name}'{hint}"):
         registry.create(name)
-
-
-def test_misspelt_name_names_the_nearest() -> None:
-    with pytest.raises(ImportError, match="did you mean 'accuracy'"):
-        registry.get("acuracy")
 
 
 def test_required_functions_are_found_everywhere_in_a_configuration() -> None:
@@ -250,9 +245,6 @@ def test_file_dropped_into_the_package_is_found_by_its_name(
     assert own.create("lonely")(["A", "b"]) == [7.0, 7.0]
 
 
-# Combined.
-
-
 @pytest.mark.parametrize(
     ("normalization", "expected"),
     [("none", [7.0, 21.0, 10.5]), ("sum", [3.5, 10.5, 5.25]), ("minmax", [0.0, 1.0, 0.25])],
@@ -286,9 +278,6 @@ def test_combined_is_made_from_names_and_configurations() -> None:
     assert combined(["<think>t</think> four"], solution="four") == [10.0 * (1.0 + 2.0 * 1.25)]
     with pytest.raises(ConfigError, match="normalization"):
         CombinedReward([], normalization="softmax")  # type: ignore[arg-type]
-
-
-# Values.
 
 
 @pytest.mark.parametrize(
@@ -534,9 +523,6 @@ def test_cosine_scaled_follows_the_embeddings(tmp_path: Path) -> None:
     assert far([texts[1], "", "x"], solution=[gold, gold, None]) == [-1.0, 0.0, 0.0]
 
 
-# Accuracy.
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _end_workers() -> Iterator[None]:
     yield
@@ -653,4 +639,3 @@ def test_workers_are_gone_after_close() -> None:
     with pytest.raises(ProcessLookupError):
         rewards.os.kill(pid, 0)
     workers.close()
-    assert is_equal.__module__ == math_worker.__name__

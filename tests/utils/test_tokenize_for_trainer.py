@@ -43,15 +43,6 @@ def test_only_the_last_message_is_trained(tokenizer: Any) -> None:
     assert result["masks"] == [-100] * start + result["tokens"][start:]
 
 
-def test_default_mask_of_an_assistant_message_is_its_text_and_end(tokenizer: Any) -> None:
-    result = tokenize_for_trainer(tokenizer, CHAT[:3])
-    assert trained_text(tokenizer, result) == "4<|im_end|>\n"
-    assert all(
-        label in (-100, token)
-        for label, token in zip(result["masks"], result["tokens"], strict=True)
-    )
-
-
 def test_all_turns_mode_trains_every_message_of_the_model(tokenizer: Any) -> None:
     class AgentIsAssistant:
         eos_token_id = tokenizer.eos_token_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -13,41 +14,27 @@ def wrap(content: str) -> str:
     return f"I will look. <tool_call>\n{content}\n</tool_call> done"
 
 
-def test_name_and_arguments_come_back_as_a_plain_triple() -> None:
-    call = parse_tool_call(wrap('{"name": "search", "arguments": {"query": "x"}}'), ["search"])
-    assert call == ("search", {"query": "x"}, False)
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ('{"name": "say", "arguments": {"t": "x"}}', ("say", {"t": "x"}, False)),
+        # Python's quotes, as a last resort.
+        ("{'name': 'say', 'arguments': {'n': 1}}", ("say", {"n": 1}, False)),
+        # A line break inside a string.
+        ('{"name": "say", "arguments": {"t": "a\nb"}}', ("say", {"t": "a\nb"}, False)),
+        # Arguments as JSON text.
+        ('{"name": "say", "arguments": "{\\"a\\": 1}"}', ("say", {"a": 1}, False)),
+        # An unknown tool keeps its arguments.
+        ('{"name": "rm", "arguments": {"path": "/"}}', ("-ERROR-", {"path": "/"}, True)),
+    ],
+)
+def test_calls_are_read_as_models_write_them(text: str, call: tuple[str, Any, bool]) -> None:
+    assert parse_tool_call(wrap(text), ["say"]) == call
 
 
 def test_apostrophes_in_arguments_survive() -> None:
     text = json.dumps({"name": "say", "arguments": {"text": "it's John's"}})
     assert parse_tool_call(wrap(text)).arguments == {"text": "it's John's"}
-
-
-def test_python_quotes_are_read_as_a_last_resort() -> None:
-    assert parse_tool_call(wrap("{'name': 'say', 'arguments': {'n': 1}}")) == (
-        "say",
-        {"n": 1},
-        False,
-    )
-
-
-def test_raw_line_breaks_in_strings_are_accepted() -> None:
-    assert parse_tool_call(wrap('{"name": "say", "arguments": {"t": "a\nb"}}')).arguments == {
-        "t": "a\nb"
-    }
-
-
-def test_arguments_given_as_json_text_are_read() -> None:
-    assert parse_tool_call(wrap('{"name": "f", "arguments": "{\\"a\\": 1}"}')) == (
-        "f",
-        {"a": 1},
-        False,
-    )
-
-
-def test_unknown_tool_keeps_its_arguments() -> None:
-    text = wrap('{"name": "rm", "arguments": {"path": "/"}}')
-    assert parse_tool_call(text, ["ls"]) == ("-ERROR-", {"path": "/"}, True)
 
 
 @pytest.mark.parametrize("tool", [{"name": "ls"}, {"type": "function", "function": {"name": "ls"}}])

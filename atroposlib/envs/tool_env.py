@@ -9,7 +9,6 @@ gets the error as the result, and it is counted. Results are valid Unicode, by d
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import difflib
 import functools
 import inspect
@@ -19,6 +18,7 @@ import re
 import threading
 import typing
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -300,33 +300,24 @@ async def call_function(
     """
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if done.done():  # the deadline passed
-            return
-        if error is None:
-            done.set_result(value)
-        else:
-            done.set_exception(error)
+    finished: Future[Any] = Future()
+    finished.set_running_or_notify_cancel()  # so that a cancelled caller cannot cancel it
 
     def work() -> None:
-        value, error = None, None
         try:
             value = function(**arguments)
-        except Exception as raised:  # noqa: BLE001 - handed to the caller
-            error = raised
-        except BaseException as raised:  # noqa: BLE001 - SystemExit must not end the environment
-            error = RuntimeError(repr(raised))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no caller
-            loop.call_soon_threadsafe(settle, value, error)
+        except BaseException as error:  # noqa: BLE001 - handed to the caller
+            # A future refuses StopIteration, and SystemExit must not end the environment.
+            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            finished.set_exception(error if is_plain else RuntimeError(repr(error)))
+        else:
+            finished.set_result(value)
 
     # asyncio.to_thread would keep the process alive while a tool hangs.
     thread = threading.Thread(target=work, name=f"tool {function.__name__}", daemon=True)
     thread.start()
     try:
-        return await done
+        return await asyncio.wrap_future(finished)
     except asyncio.CancelledError:
         if abandoned is not None:
             abandoned.append(thread)

@@ -55,6 +55,10 @@ def leave() -> str:
     sys.exit(3)
 
 
+def run_dry() -> str:
+    return str(next(iter(())))
+
+
 def remember(word: str, episode: Episode) -> int:
     episode.state.setdefault("words", []).append(word)
     return len(episode.state["words"])
@@ -68,7 +72,7 @@ class Calculator(Offline, ToolEnv):
     """Answers must be the text `3`."""
 
     name = "calculator"
-    tools = (add, slow, stuck, broken, leave, remember, long)
+    tools = (add, slow, stuck, broken, leave, run_dry, remember, long)
 
     def load_rows(self, split: str) -> Any:
         return [{"question": "1 + 2?", "answer": "3"}]
@@ -235,6 +239,7 @@ async def test_tools_are_described_in_the_system_message_after_the_environments_
         ("<tool_call>{</tool_call>", "not valid JSON", "malformed"),
         (call("broken"), "ZeroDivisionError: no numbers here", "exception"),
         (call("leave"), "SystemExit(3)", "exception"),
+        (call("run_dry"), "StopIteration()", "exception"),
     ],
 )
 async def test_failed_call_is_told_to_the_model_and_counted(

@@ -30,14 +30,6 @@ class McpServer:
     """Environment variables in addition to a few harmless ones (PATH, HOME); no others are passed."""
 
 
-class OfferedTool(NamedTuple):
-    """The server's description of a tool."""
-
-    name: str
-    description: str
-    parameters: dict[str, Any]
-
-
 class McpResult(NamedTuple):
     """The result of a call."""
 
@@ -54,10 +46,10 @@ class McpSession:
         self._owner: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
 
-    async def open(self) -> list[OfferedTool]:
-        """Start the server and return its tools; EnvError if it does not start."""
+    async def open(self) -> list[Any]:
+        """Start the server and return its tools (`mcp.types.Tool`); EnvError if it does not start."""
         mcp = require("mcp", extra="mcp")
-        opened: asyncio.Future[list[OfferedTool]] = asyncio.get_running_loop().create_future()
+        opened: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._owner = asyncio.create_task(self._own(mcp, opened))
         waits: set[asyncio.Future[Any]] = {self._owner, opened}
         try:
@@ -103,7 +95,7 @@ class McpSession:
                 owner.cancel()
             await asyncio.gather(owner, return_exceptions=True)
 
-    async def _own(self, mcp: Any, opened: asyncio.Future[list[OfferedTool]]) -> None:
+    async def _own(self, mcp: Any, opened: asyncio.Future[list[Any]]) -> None:
         parameters = mcp.StdioServerParameters(
             command=self._server.command, args=list(self._server.args), env=dict(self._server.env)
         )
@@ -118,12 +110,10 @@ class McpSession:
                 self._client = None
 
 
-async def _list_tools(client: Any) -> list[OfferedTool]:
-    tools: list[OfferedTool] = []
-    cursor = None
-    while True:
-        page = await client.list_tools(cursor=cursor)
-        tools += [OfferedTool(t.name, t.description or "", t.input_schema) for t in page.tools]
-        cursor = page.next_cursor
-        if cursor is None:
-            return tools
+async def _list_tools(client: Any) -> list[Any]:
+    page = await client.list_tools()
+    tools = [*page.tools]
+    while page.next_cursor is not None:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return tools

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from atroposlib.envs.author_groups import drop_rule, in_thread_if_large, without_tensors
-from atroposlib.envs.base import BaseEnv, ExtraServers
+from atroposlib.envs.base import BaseEnv, ExtraServers, Servers
 from atroposlib.envs.env_config import BaseEnvConfig
 from atroposlib.errors import ConfigError, EngineProtocolError, GroupError
 from atroposlib.inference.config import APIServerConfig, ServerBaseline
@@ -27,8 +27,6 @@ from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
-
-ServerConfigs = ServerBaseline | APIServerConfig | list[APIServerConfig]
 
 
 class TeacherDistillationConfig(BaseEnvConfig):
@@ -62,8 +60,8 @@ class TeacherDistillationEnv(BaseEnv):
     def __init__(
         self,
         config: TeacherDistillationConfig,
-        server_configs: ServerConfigs,
-        teacher_server_configs: ServerConfigs | None = None,
+        server_configs: Servers,
+        teacher_server_configs: Servers | None = None,
         slurm: bool = False,
         testing: bool = False,
     ) -> None:
@@ -85,7 +83,7 @@ class TeacherDistillationEnv(BaseEnv):
         self.teacher_server = ServerManager(teacher_server_configs, testing=testing)
 
     @classmethod
-    def teacher_config_init(cls) -> ServerConfigs | None:
+    def teacher_config_init(cls) -> Servers | None:
         """Return the default teacher servers; None if they must be configured."""
         return None
 

@@ -157,8 +157,8 @@ class ToolEnv(MultiTurnEnv):
                 self._add_tool(
                     Tool(
                         name=offered.name,
-                        description=offered.description,
-                        parameters=offered.parameters,
+                        description=offered.description or "",
+                        parameters=offered.input_schema,
                         run=_over_mcp(session, offered.name),
                     )
                 )

@@ -58,11 +58,7 @@ def adjust_model_defaults(
     model_class: type[BaseModel], defaults: BaseModel | Mapping[str, Any]
 ) -> type[BaseModel]:
     """Return a subclass of `model_class` whose fields default to the values in `defaults`."""
-    values = (
-        {name: getattr(defaults, name) for name in type(defaults).model_fields}
-        if isinstance(defaults, BaseModel)
-        else dict(defaults)
-    )
+    values: dict[str, Any] = dict(defaults)
     fields: dict[str, Any] = {}
     for name, field in model_class.model_fields.items():
         if name in values:

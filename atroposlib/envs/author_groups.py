@@ -92,11 +92,10 @@ def without_tensors(group: Mapping[str, Any]) -> Mapping[str, Any]:
             changed[name] = [_array_of(row) if _is_tensor(row) else row for row in value]
     scores = changed.get("scores", group.get("scores"))
     if isinstance(scores, list | tuple):
-        if any(isinstance(score, bool | np.bool_ | np.ndarray) for score in scores):
-            changed["scores"] = [_number_of(score) for score in scores]
+        changed["scores"] = [_number_of(score) for score in scores]
     elif isinstance(scores, np.ndarray) and scores.dtype == np.bool_:
         changed["scores"] = scores.astype(np.float64)
-    return {**group, **changed} if changed else group
+    return {**group, **changed}
 
 
 def _number_of(value: Any) -> Any:

@@ -26,11 +26,11 @@ from typing import IO, Any
 
 from atroposlib.envs.sandbox import hide_this_process
 
-_TAIL_BYTES = 4000
-"""Limit of a traceback in a reply."""
-_IS_LINUX = sys.platform == "linux"
-_MAX_LOGGED_LINES = 10
-"""Limit of this library's warnings that one reply forwards to the parent's log."""
+TAIL_BYTES = 4000
+"""Limit of a traceback in a reply, and of the end of a worker's stderr that is kept."""
+IS_LINUX = sys.platform == "linux"
+MAX_LOGGED_LINES = 10
+"""Limit of this library's warnings in one reply, and of those that a pool logs."""
 _MAX_CHILDREN = 16
 """A worker with more children after a call is replaced: the scoring code leaks processes."""
 _PR_SET_PDEATHSIG = 1
@@ -40,7 +40,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def _work(settings: dict[str, Any]) -> None:
     """Serve requests; on Linux in a child, with this process as its keeper."""
-    if not _IS_LINUX:
+    if not IS_LINUX:
         _serve(settings)
         return
     keeper = os.getpid()
@@ -144,7 +144,7 @@ def _serve(settings: dict[str, Any]) -> None:
             warnings.texts.clear()
         if os.getpid() != server:
             os._exit(0)  # a process forked by the scoring code that returned here
-        if _IS_LINUX and len(_children()) > _MAX_CHILDREN:
+        if IS_LINUX and len(_children()) > _MAX_CHILDREN:
             reply["is_worn"] = True
         _reply(replies, reply)
 
@@ -157,7 +157,7 @@ class _Warnings(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if len(self.texts) < _MAX_LOGGED_LINES:
+        if len(self.texts) < MAX_LOGGED_LINES:
             self.texts.append(record.getMessage()[:1000])
 
 
@@ -226,7 +226,7 @@ def _reply(replies: IO[bytes], reply: dict[str, Any]) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))[-_TAIL_BYTES:].strip()
+    return "".join(traceback.format_exception(error))[-TAIL_BYTES:].strip()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
+from atroposlib.envs.reward_worker import IS_LINUX, MAX_LOGGED_LINES, TAIL_BYTES
 from atroposlib.envs.sandbox import hide_if_programs_share_the_user
 from atroposlib.errors import EnvError
 
@@ -41,9 +42,6 @@ JsonValue: TypeAlias = Any
 
 FailureReason: TypeAlias = Literal["timeout", "exception", "memory", "crash", "output"]
 
-_TAIL_BYTES = 4000
-_MAX_LOGGED_LINES = 10
-"""Limit of this library's warnings that a pool forwards from its workers."""
 _STARTUP_TIMEOUT_S = 120.0
 """To start Python and import the preloaded modules, on a busy machine."""
 _EXIT_GRACE_S = 2.0
@@ -52,7 +50,6 @@ _NUM_PASSES_TO_READ = 3
 """Event loop iterations until data in a pipe has reached the task that reads it."""
 _END_TIMEOUT_S = 10.0
 """To end a worker and its descendants; a kill takes milliseconds on a responsive machine."""
-_IS_LINUX = sys.platform == "linux"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +158,7 @@ class _Worker:
         self._logged = logged
         """Warnings that the pool's workers have sent; each is logged once."""
         self._settings = json.dumps(settings)
-        self._line_limit = settings["max_output_bytes"] + _TAIL_BYTES + 1024
+        self._line_limit = settings["max_output_bytes"] + TAIL_BYTES + 1024
         self._process: asyncio.subprocess.Process | None = None
         self._first_byte: asyncio.Task[bytes] | None = None
         """Reads the first byte of the next reply; done on an idle worker if it wrote unexpected output or ended."""
@@ -274,7 +271,7 @@ class _Worker:
             detail = f"the worker's output is not the reply to this call: {line[:200]!r}"
             return RewardFailure(reason="output", detail=detail)
         for text in map(str, reply.pop("logged", ())):
-            if text not in self._logged and len(self._logged) < _MAX_LOGGED_LINES:
+            if text not in self._logged and len(self._logged) < MAX_LOGGED_LINES:
                 self._logged.add(text)
                 logger.warning("in a reward worker: %s", text)
         return reply
@@ -296,7 +293,7 @@ class _Worker:
         assert process.stderr is not None
         self._stderr_tail = b""
         while chunk := await process.stderr.read(1 << 16):
-            self._stderr_tail = (self._stderr_tail + chunk)[-_TAIL_BYTES:]
+            self._stderr_tail = (self._stderr_tail + chunk)[-TAIL_BYTES:]
 
     async def kill(self) -> None:
         """Kill the process and its descendants, and wait for it."""
@@ -308,7 +305,7 @@ class _Worker:
         # Before the first await: once the pipe is closed, the keeper kills them even if this call is cancelled.
         if process.stdin is not None and not process.stdin.is_closing():
             process.stdin.transport.abort()
-        if _IS_LINUX:
+        if IS_LINUX:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()  # a fork of this process may hold the pipe open
         else:

@@ -1,4 +1,4 @@
-"""Processes of the demo: watched, stopped with everything they started, and nobody else touched."""
+"""Processes of the demo: watched, stopped with everything they started; no other process is touched."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from atroposlib.cli._demo import parts as parts_module
 from atroposlib.cli._demo.parts import PartDied, Parts, terminate_like_interrupt
 from atroposlib.errors import AtroposError
+from tests.faults.drivers import is_alive
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
@@ -29,14 +30,6 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
     monkeypatch.setattr(parts_module, "STOP_GRACE_S", 1.0)
     with Parts(log_dir=tmp_path, env=os.environ) as running:
         yield running
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_part_that_dies_is_named_with_its_status_and_the_end_of_its_log(parts: Parts) -> None:

@@ -50,7 +50,7 @@ async def test_a_group_is_scored_checked_and_knows_its_policy_version(
     assert group["messages"][0][-1] == {"role": "assistant", "content": "edcba"}
 
 
-async def test_weights_that_nobody_announces_are_named_once_a_step(
+async def test_weights_that_are_not_announced_are_named_once_a_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(letters, "LONG_WAIT_S", -1.0)

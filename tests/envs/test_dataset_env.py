@@ -184,7 +184,7 @@ async def test_score_may_be_async_and_run_in_a_worker_that_is_killed() -> None:
         async def score(self, row: Any, answer: str) -> Any:
             name = "hang" if answer == "5" else "add"
             arguments = [] if answer == "5" else [int(answer), 0.5]
-            return await self.in_worker(f"tests.environments.helpers_rewards:{name}", *arguments)
+            return await self.in_worker(f"tests.envs.helpers_rewards:{name}", *arguments)
 
     env = make(InWorker, reward_timeout_s=0.3, num_reward_workers=1)
     group = await group_of(env, [1, 2])

@@ -209,7 +209,7 @@ def test_verdicts_are_read_or_refused(verdict: str, first: float | None) -> None
     assert parse_verdict(verdict) == first
 
 
-def test_everybody_meets_as_many_and_nobody_twice() -> None:
+def test_every_answer_is_in_as_many_pairs_and_no_pair_comes_twice() -> None:
     for num_answers in range(2, 9):
         for num_opponents in range(1, 10):
             pairs = pairings(num_answers, num_opponents=num_opponents)

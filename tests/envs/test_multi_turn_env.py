@@ -15,7 +15,7 @@ from tests.envs.helpers_envs import Offline, group_of, make_env, trained_texts
 
 
 class Guess(Offline, MultiTurnEnv):
-    """The row is a number; every guess is told higher or lower; a hit is worth 1, a miss -0.25."""
+    """The row is a number; the reply to a guess is higher or lower; a hit is worth 1, a miss -0.25."""
 
     name = "guess"
 

@@ -37,7 +37,7 @@ from atroposlib.envs.reward_fns.repetition_penalty_reward import (
 )
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import ConfigError, EnvError, MissingDependency
-from tests.envs import helpers_reward_fns
+from tests.envs import helpers_rewards
 from tests.tiny_model import make_tiny_model
 
 
@@ -600,8 +600,8 @@ def test_an_answer_that_hangs_is_killed_counted_and_not_simply_wrong(
 ) -> None:
     from atroposlib.envs.reward_fns import accuracy_reward as module
 
-    monkeypatch.setattr(module, "is_equal", helpers_reward_fns.hang_on_loop)
-    workers = BlockingWorkers(num_workers=1, preload=(helpers_reward_fns.__name__,))
+    monkeypatch.setattr(module, "is_equal", helpers_rewards.hang_on_loop)
+    workers = BlockingWorkers(num_workers=1, preload=(helpers_rewards.__name__,))
     reward = AccuracyReward(timeout_s=0.2, on_failure=on_failure, workers=workers)
     values = reward(["fine a", "loop", "fine b"], solution="x")
     workers.close()

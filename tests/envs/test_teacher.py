@@ -1,4 +1,4 @@
-"""Teacher distillation: who is asked for what, what a group then carries, and what a failure costs."""
+"""Teacher distillation: the requests to the teacher, the fields of a group, and the effect of a failure."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from atroposlib.envs.tool_env import (
 from atroposlib.errors import ConfigError, EnvError, MissingDependency
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.scored_data import Strictness, check_group
-from tests.environments import helpers_rewards
+from tests.envs import helpers_rewards
 from tests.envs.helpers_envs import Offline, group_of, make_env, trained_texts
 
 RELEASE = threading.Event()
@@ -466,7 +466,7 @@ async def test_exception_without_a_text_is_told_by_its_type() -> None:
         ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "no tool '\ufffd'"),
     ],
 )
-async def test_lone_surrogates_cost_nobody_the_group(answer: str, told: str) -> None:
+async def test_lone_surrogates_do_not_spoil_the_group(answer: str, told: str) -> None:
     env = make(answer, "3", env_cls=Hostile)
     group = await group_of(env, ROW)
     check_group(group, strictness=Strictness.MEANING)

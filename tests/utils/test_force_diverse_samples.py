@@ -1,4 +1,4 @@
-"""Diverse first tokens: what is asked of the server, and how first tokens are drawn."""
+"""Diverse first tokens: the requests to the server, and how first tokens are drawn."""
 
 from __future__ import annotations
 

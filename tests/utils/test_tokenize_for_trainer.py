@@ -143,7 +143,7 @@ def make_merging_tokenizer() -> Any:
 
 @pytest.mark.parametrize("make", [make_tiny_tokenizer, make_merging_tokenizer])
 @pytest.mark.parametrize("limit", [None, 12])
-def test_ids_are_those_of_transformers_also_after_somebody_truncated(
+def test_ids_are_those_of_transformers_also_after_a_truncating_call(
     make: Any, limit: int | None
 ) -> None:
     tokenizer = make()

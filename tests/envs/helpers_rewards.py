@@ -1,4 +1,4 @@
-"""Scoring functions that misbehave, addressed by name from the tests of the reward workers."""
+"""Scoring functions that misbehave, called by name in the tests of reward workers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ def add(left: float, right: float) -> float:
 def hang() -> None:
     while True:
         time.sleep(1)
+
+
+def hang_on_loop(gold: str, text: str) -> bool:
+    while text == "loop":
+        time.sleep(1)
+    return True
 
 
 def hang_with_a_child(pid_file: str) -> None:

@@ -9,13 +9,15 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from atroposlib.envs.rewards import RewardFailure, RewardWorkers
 from atroposlib.errors import EnvError
+from tests.faults.drivers import is_alive
 
-MODULE = "tests.environments.helpers_rewards"
+MODULE = "tests.envs.helpers_rewards"
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ async def workers() -> AsyncIterator[RewardWorkers]:
         yield pool
 
 
-async def run(workers: RewardWorkers, name: str, *args: object, timeout_s: float = 20.0) -> object:
+async def run(workers: RewardWorkers, name: str, *args: object, timeout_s: float = 20.0) -> Any:
     return await workers.run(f"{MODULE}:{name}", *args, timeout_s=timeout_s)
 
 
@@ -38,7 +40,7 @@ async def test_a_hang_is_killed_and_the_next_call_is_served(workers: RewardWorke
     before = await run(workers, "pid")
     outcome = await run(workers, "hang", timeout_s=0.1)
     assert outcome == RewardFailure(reason="timeout", detail="no result within 0.1 s")
-    assert not _is_alive(before)
+    assert not is_alive(before)
     assert await run(workers, "add", 1, 1) == 2
 
 
@@ -50,11 +52,7 @@ async def test_a_kill_takes_the_children_of_the_scoring_code(
     outcome = await run(workers, "hang_with_a_child", str(pid_file), timeout_s=1.5)
     assert isinstance(outcome, RewardFailure)
     child = int(pid_file.read_text())
-    for _ in range(100):
-        if not _is_alive(child):
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"process {child} survived")
+    await asyncio.to_thread(_wait_until, lambda: not is_alive(child))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,7 @@ async def test_a_forged_reply_never_becomes_the_score_of_another_call(
     assert workers.failures == {"output": 2}
 
 
-async def test_bytes_that_nobody_asked_for_end_the_worker_before_the_next_call(
+async def test_output_between_two_calls_ends_the_worker(
     workers: RewardWorkers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = await run(workers, "pid")
@@ -103,7 +101,7 @@ async def test_bytes_that_nobody_asked_for_end_the_worker_before_the_next_call(
         assert await run(workers, "forge_afterwards", 0.25, str(mark)) == 0.25
         await asyncio.to_thread(_wait_until, mark.exists)
         assert await run(workers, "add", number, 0.5) == number + 0.5
-    assert not _is_alive(before)
+    assert not is_alive(before)
     assert workers.num_unasked == 2
     assert "wrote to its pipe between two calls" in caplog.text
 
@@ -147,7 +145,7 @@ async def test_a_function_is_found_by_its_file_when_its_module_is_a_script(
     exec(compile(script.read_text().partition("assert")[0], script, "exec"), namespace)
     main = type(os)("__main__")
     main.__file__ = str(script)
-    monkeypatch.setitem(__import__("sys").modules, "__main__", main)
+    monkeypatch.setitem(sys.modules, "__main__", main)
     assert await workers.run(namespace["score"], "four", timeout_s=20) == 4  # type: ignore[arg-type]
 
 
@@ -155,7 +153,7 @@ async def test_workers_run_in_parallel() -> None:
     async with RewardWorkers(num_workers=2) as workers:
         pids = await asyncio.gather(*(run(workers, "pid") for _ in range(2)))
     assert len(set(pids)) == 2
-    assert not any(_is_alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
 
 
 async def test_a_cancelled_call_kills_its_worker(workers: RewardWorkers) -> None:
@@ -165,7 +163,7 @@ async def test_a_cancelled_call_kills_its_worker(workers: RewardWorkers) -> None
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert not _is_alive(before)
+    assert not is_alive(before)
     assert await run(workers, "add", 1, 1) == 2
 
 
@@ -189,7 +187,7 @@ def test_a_hung_worker_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
         finally:
             parent.kill()
     pid = int(pid_file.read_text())
-    _wait_until(lambda: not _is_alive(pid))
+    _wait_until(lambda: not is_alive(pid))
 
 
 def _wait_until(is_true: Callable[[], bool]) -> None:
@@ -197,12 +195,3 @@ def _wait_until(is_true: Callable[[], bool]) -> None:
     while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def _is_alive(pid: object) -> bool:
-    assert isinstance(pid, int)
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"

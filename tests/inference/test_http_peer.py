@@ -30,9 +30,9 @@ async def test_connections_of_many_requests_do_not_all_expire_at_once(
     app.router.add_post("/ask", answer)
     async with TestServer(app) as server:
         peer = http.HttpPeer(str(server.make_url("/")), api_key=None)
-        await asyncio.gather(*(peer.post_json("/ask", {}, timeout_s=10) for _ in range(5)))
+        await asyncio.gather(*(peer.post("/ask", {}, timeout_s=10) for _ in range(5)))
         assert [lane.num_in_flight for lane in peer._lanes] == [0, 0, 0]
-        await peer.post_json("/ask", {}, timeout_s=10)
+        await peer.post("/ask", {}, timeout_s=10)
         assert len(peer._lanes) == 3
         kept = {lane.session.connector._keepalive_timeout for lane in peer._lanes}  # type: ignore[union-attr]
         assert kept == {15.0, 14.0, 13.0}

@@ -360,11 +360,11 @@ async def test_an_empty_url_means_openai_also_for_reasoning(
     assert server._peer.root == OPENAI_URL
     sent: dict[str, Any] = {}
 
-    async def post_json(path: str, body: dict[str, Any], **_: Any) -> dict[str, Any]:
+    async def post(path: str, body: dict[str, Any], **_: Any) -> dict[str, Any]:
         sent.update(body)
         return chat("a")
 
-    monkeypatch.setattr(server._peer, "post_json", post_json)
+    monkeypatch.setattr(server._peer, "post", post)
     await server.chat_completion(messages=HELLO, temperature=0.2, max_tokens=9)
     await server.close()
     assert sent == {

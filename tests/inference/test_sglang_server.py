@@ -379,7 +379,7 @@ async def test_a_server_that_is_loading_is_not_up() -> None:
 
 
 def test_a_server_without_url_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'sglang' needs base_url"):
+    with pytest.raises(ConfigError, match="SGLangServer needs base_url, for example http"):
         SGLangServer(APIServerConfig(server_type="sglang"))
 
 

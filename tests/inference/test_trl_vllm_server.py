@@ -313,7 +313,7 @@ async def test_a_call_that_this_server_cannot_make_is_refused() -> None:
     with pytest.raises(ValueError, match="needs input_ids or prompt"):
         await server.tokens_and_logprobs_completion()
     await server.close()
-    with pytest.raises(ConfigError, match="needs base_url without /v1"):
+    with pytest.raises(ConfigError, match="needs base_url, for example http://localhost:8000$"):
         TrlVllmServer(APIServerConfig(server_type="trl"))
 
 

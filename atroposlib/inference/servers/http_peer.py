@@ -115,36 +115,17 @@ class HttpPeer:
         for lane in lanes:
             await lane.session.close()
 
-    async def post_json(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        *,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
-        query: Mapping[str, str] | None = None,
-    ) -> Any:
-        """POST a JSON body and return the decoded JSON answer."""
-        return await self.post(
-            path,
-            body,
-            read=msgspec.json.decode,
-            timeout_s=timeout_s,
-            headers=headers,
-            query=query,
-        )
-
     async def post(
         self,
         path: str,
         body: Mapping[str, Any],
         *,
-        read: Callable[[bytes], T],
         timeout_s: float,
+        read: Callable[[bytes], T] = msgspec.json.decode,
         headers: Mapping[str, str] | None = None,
         query: Mapping[str, str] | None = None,
     ) -> T:
-        """POST a JSON body and return the answer as decoded by `read`.
+        """POST a JSON body and return the answer as decoded by `read`, by default JSON.
 
         `read` runs in a thread when the answer is large. A `msgspec.DecodeError` becomes `EngineProtocolError`.
         """

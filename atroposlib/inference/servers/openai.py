@@ -47,6 +47,10 @@ def accepted_limit_name(body: dict[str, Any], refusal: EngineHttpRejected) -> st
 class OpenAIServer(OpenAIRoutesServer):
     """Chat and text completions from an OpenAI-compatible API."""
 
+    prefix = ""
+    health_path = "/models"
+    is_up_at_4xx = True
+
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> None:
@@ -55,7 +59,7 @@ class OpenAIServer(OpenAIRoutesServer):
         api_key = config.api_key
         if not api_key and is_official_openai(root):
             api_key = os.environ.get("OPENAI_API_KEY")
-        super().__init__(config, reasoning_config, root=root, prefix="", api_key=api_key)
+        super().__init__(config, reasoning_config, root=root, api_key=api_key)
         self._limit_name: str | None = None
         """The accepted name of the token limit; None until a request was refused for its name."""
 

@@ -7,7 +7,7 @@ gets exactly the `n` choices it asked for, also from servers that ignore `n`, or
 from __future__ import annotations
 
 import asyncio
-import functools
+import importlib
 import logging
 import re
 import sys
@@ -22,11 +22,7 @@ from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.api_server import HEALTH_TIMEOUT_S, APIServer
 from atroposlib.inference.servers.choices import merge_bodies, part_of, run_together, split_n
-from atroposlib.inference.servers.http_peer import (
-    EngineHttpRejected,
-    HttpPeer,
-    excerpt,
-)
+from atroposlib.inference.servers.http_peer import EngineHttpRejected, HttpPeer, excerpt
 from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.patience import is_transient_status
@@ -36,32 +32,25 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@functools.cache
-def _openai_type(name: str) -> Any:
-    if name == "chat":
-        from openai.types.chat import ChatCompletion
-
-        return ChatCompletion
-    from openai.types import Completion
-
-    return Completion
-
-
 async def import_openai() -> None:
     """Import the types off the event loop before they are needed: it takes about a second, once."""
     if "openai.types.chat" not in sys.modules:
-        await asyncio.to_thread(_openai_type, "chat")
+        await asyncio.to_thread(importlib.import_module, "openai.types.chat")
         await start_slot()  # thousands of waiters would all run in this round
 
 
 def chat_completion_from(body: dict[str, Any]) -> Any:
     """Build a `ChatCompletion`. Engine-specific fields and finish reasons are kept rather than refused."""
-    return _built(_openai_type("chat"), body)
+    from openai.types.chat import ChatCompletion
+
+    return _built(ChatCompletion, body)
 
 
 def completion_from(body: dict[str, Any]) -> Any:
     """Build a `Completion`. Engine-specific fields and finish reasons are kept rather than refused."""
-    return _built(_openai_type("text"), body)
+    from openai.types import Completion
+
+    return _built(Completion, body)
 
 
 def _built(kind: Any, body: dict[str, Any]) -> Any:
@@ -137,26 +126,12 @@ def _refuses_n(refusal: EngineHttpRejected) -> bool:
     return refusal.status in (400, 422) and re.search(r"""["'`]n["'`]""", str(refusal)) is not None
 
 
-class WeightInfo(msgspec.Struct, gc=False):
-    """An engine's answer to a request for its weight version."""
+class HttpServer(APIServer):
+    """A server that is called over HTTP."""
 
-    weight_version: str | int | None
-    """None: no version has been set."""
-
-
-_weight_info = msgspec.json.Decoder(WeightInfo)
-
-
-def read_weight_info(body: bytes) -> WeightInfo | None:
-    """Decode a weight version answer; None if it is something else."""
-    try:
-        return _weight_info.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-
-
-class OpenAIRoutesServer(APIServer):
-    """A server with `/chat/completions` and `/completions`."""
+    health_path = "/health"
+    is_up_at_4xx = False
+    """Whether a 4xx at `health_path` means that the server is up."""
 
     def __init__(
         self,
@@ -164,17 +139,48 @@ class OpenAIRoutesServer(APIServer):
         reasoning_config: ReasoningConfig | None = None,
         *,
         root: str,
-        prefix: str,
         api_key: str | None,
     ) -> None:
         super().__init__(config, reasoning_config)
         self._peer = HttpPeer(root, api_key=api_key)
-        self._prefix = prefix
-        self._n_is_ignored = config.n_kwarg_is_ignored
 
     async def close(self) -> None:
         await super().close()
         await self._peer.close()
+
+    async def _send(
+        self,
+        path: str,
+        body: dict[str, Any],
+        request: CallKeywords,
+        read: Callable[[bytes], T] = msgspec.json.decode,
+    ) -> T:
+        return await self._peer.post(
+            path,
+            body,
+            read=read,
+            timeout_s=request.timeout_s,
+            headers=request.headers,
+            query=request.query,
+        )
+
+    async def _find_fault(self) -> str | None:
+        try:
+            status, body = await self._peer.get(self.health_path, timeout_s=HEALTH_TIMEOUT_S)
+        except EngineUnavailable as e:
+            return str(e)
+        if status < 400 or (self.is_up_at_4xx and status < 500):
+            return None
+        return f"GET {self._peer.root}{self.health_path} answered {status}: {excerpt(body)}"
+
+
+class OpenAIRoutesServer(HttpServer):
+    """A server with `/chat/completions` and `/completions`."""
+
+    prefix = "/v1"
+    """Path of the routes below the server's root."""
+    _n_is_ignored = False
+    """Whether the server was found to return one completion per request."""
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
         await import_openai()
@@ -232,7 +238,8 @@ class OpenAIRoutesServer(APIServer):
         `send(size, offset)` requests the `size` completions from `offset` on; `count` counts those of an answer.
         A server that returns one completion per request is asked for one at a time from then on.
         """
-        sizes = split_n(n, at_most=1 if self._n_is_ignored else at_most)
+        is_ignored = self._n_is_ignored or self.config.n_kwarg_is_ignored
+        sizes = split_n(n, at_most=1 if is_ignored else at_most)
         parts: list[T]
         offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         try:
@@ -262,13 +269,7 @@ class OpenAIRoutesServer(APIServer):
             )
 
     async def _post(self, path: str, body: dict[str, Any], request: CallKeywords) -> dict[str, Any]:
-        answer = await self._peer.post_json(
-            self._prefix + path,
-            body,
-            timeout_s=request.timeout_s,
-            headers=request.headers,
-            query=request.query,
-        )
+        answer: Any = await self._send(self.prefix + path, body, request)
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
             self._raise_reported_error(path, answer)
             raise EngineProtocolError(
@@ -286,16 +287,3 @@ class OpenAIRoutesServer(APIServer):
         if is_transient_status(code):
             raise EngineUnavailable(message, status=code)
         raise EngineHttpRejected(message, status=code)
-
-    async def _find_fault(self) -> str | None:
-        return await self._ask("/models", accept_4xx=True)
-
-    async def _ask(self, path: str, *, accept_4xx: bool) -> str | None:
-        """GET a path and return why the server is down; None if it is up. `accept_4xx`: a 4xx means it is up."""
-        try:
-            status, body = await self._peer.get(path, timeout_s=HEALTH_TIMEOUT_S)
-        except EngineUnavailable as e:
-            return str(e)
-        if status < 400 or (accept_4xx and status < 500):
-            return None
-        return f"GET {self._peer.root}{path} answered {status}: {excerpt(body)}"

@@ -12,27 +12,23 @@ from typing import Any
 
 import msgspec
 
-from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.servers.api_server import (
-    HEALTH_TIMEOUT_S,
-    TokenCompletions,
-    WeightSpan,
-)
+from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
 from atroposlib.inference.servers.choices import with_seed
-from atroposlib.inference.servers.http_peer import strip_v1
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
     OpenAIRoutesServer,
     read_request,
-    read_weight_info,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.token_ids import (
-    WithTokenizer,
+    SampledCompletion,
+    TokenServer,
     check_count,
-    check_sampled,
-    check_spans,
+    checked_completion,
+    gather,
+    gather_top,
 )
 
 logger = logging.getLogger(__name__)
@@ -55,9 +51,6 @@ DEFAULT_MAX_TOKENS = 128
 
 MAX_TOKENS_PER_ANSWER = 65536
 """Larger answers are requested in parts: decoding 8 x 32768 tokens (13 MB) holds the GIL for 40 ms."""
-
-VERSION_PATHS = ("/model_info", "/get_weight_version")
-"""Routes of newer and older servers that return the weight version."""
 
 SAMPLING_NAMES = {
     "max_tokens": "max_new_tokens",
@@ -132,28 +125,24 @@ class _Result(msgspec.Struct, gc=False):
 _results = msgspec.json.Decoder(_Result | list[_Result])
 
 
-class SGLangServer(WithTokenizer, OpenAIRoutesServer):
-    """An SGLang engine; `base_url` may end in `/v1` or not."""
+class SGLangServer(TokenServer, OpenAIRoutesServer):
+    """An SGLang engine.
+
+    It is probed before the first request and while it is down. For `/health`, recent servers sample one token, except
+    with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0; for `/health_generate` they always do.
+    """
+
+    example_url = "http://localhost:30000/v1"
+    version_paths = ("/model_info", "/get_weight_version")
+    """Of newer and older servers."""
 
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> None:
-        if not config.base_url:
-            raise ConfigError(
-                "server_type 'sglang' needs base_url, for example http://localhost:30000/v1"
-            )
-        root = strip_v1(config.base_url)
-        super().__init__(config, reasoning_config, root=root, prefix="/v1", api_key=config.api_key)
+        super().__init__(config, reasoning_config)
         self._warned_about_max_tokens = False
         self._asks_version = True
         """Whether to ask for the version before sampling: false after answers with spans or without a version."""
-        self._version_paths: tuple[str, ...] = VERSION_PATHS
-        """Those that have not failed yet."""
-
-    async def _find_fault(self) -> str | None:
-        # Called before the first request and while the server is down. For /health, recent servers sample one token,
-        # except with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0; for /health_generate they always do.
-        return await self._ask("/health", accept_4xx=False)
 
     # Sampling.
 
@@ -166,32 +155,16 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
             logger.warning("No max_tokens given: SGLang stops after %d tokens", DEFAULT_MAX_TOKENS)
         version_before = await self._ask_weight_version() if self._asks_version else None
         results = await self._generate(body, request)
-        answer = completions_of(prompt_tokens, results, where=f"{self._label}/generate")
+        answer = gather(prompt_tokens, read_sampled(results, where=f"{self._label}/generate"))
         metas = [result.meta_info for result in results]
         self._asks_version = all(m.weight_versions is None and m.weight_version for m in metas)
-        if self._asks_version and self._version_paths:
+        if self._asks_version and self.version_paths:
             # If the version changed during a request, which one sampled which token is unknown.
             answer.weight_versions = [
                 spans if all(s.weight_version == version_before for s in spans or ()) else None
                 for spans in answer.weight_versions
             ]
         return answer
-
-    async def _ask_weight_version(self) -> str | None:
-        """Return the server's current weight version; None if it reports none."""
-        for path in self._version_paths:
-            try:
-                status, body = await self._peer.get(path, timeout_s=HEALTH_TIMEOUT_S)
-            except EngineUnavailable as e:  # if the server is down, sampling fails too
-                logger.debug("%s: no weight version: %s", self._label, e)
-                return None
-            if status >= 500:
-                return None
-            info = read_weight_info(body) if status == 200 else None
-            if info is not None and info.weight_version is not None:
-                return str(info.weight_version)
-            self._version_paths = tuple(p for p in self._version_paths if p != path)
-        return None
 
     async def _generate(self, body: dict[str, Any], request: CallKeywords) -> list[_Result]:
         """Return `n` results, also from servers that ignore `n`; large answers are requested in parts."""
@@ -203,23 +176,14 @@ class SGLangServer(WithTokenizer, OpenAIRoutesServer):
             part = with_seed(sampling, offset, name="sampling_seed")
             if size != sampling.get("n", 1):
                 part = {**part, "n": size}
-            return await self._post_generate({**body, "sampling_params": part}, request)
+            asked = {**body, "sampling_params": part}
+            return await self._send("/generate", asked, request, read_results)
 
         at_most = max(1, MAX_TOKENS_PER_ANSWER // max(1, limit))
         parts = await self._ask_for(n, send, count=len, at_most=at_most)
         results = [result for part in parts for result in part]
         check_count(results, n=n, what="completions", where=f"{self._label}/generate")
         return results
-
-    async def _post_generate(self, body: dict[str, Any], request: CallKeywords) -> list[_Result]:
-        return await self._peer.post(
-            "/generate",
-            body,
-            read=read_results,
-            timeout_s=request.timeout_s,
-            headers=request.headers,
-            query=request.query,
-        )
 
     # Prompt logprobs.
 
@@ -270,45 +234,36 @@ def read_results(answer: bytes) -> list[_Result]:
     return results if isinstance(results, list) else [results]
 
 
-def completions_of(
-    prompt_tokens: list[int], results: list[_Result], *, where: str
-) -> TokenCompletions:
-    """Gather token ids, their logprobs, finish reasons and policy versions of the completions of one prompt."""
-    tokens: list[list[int]] = []
-    logprobs: list[list[float]] = []
-    finish_reasons: list[Any] = []
-    spans: list[list[WeightSpan] | None] = []
+def read_sampled(results: list[_Result], *, where: str) -> list[SampledCompletion]:
+    """Return the completions in an answer, with their policy versions."""
+    sampled = []
     for i, result in enumerate(results):
         meta = result.meta_info
         here = f"{where}: result {i}"
-        token_ids = [pair.token for pair in meta.output_token_logprobs]
-        values = [pair.logprob for pair in meta.output_token_logprobs]
-        check_sampled(token_ids, values, where=here)
-        if meta.completion_tokens not in (None, len(token_ids)):
+        tokens = [pair.token for pair in meta.output_token_logprobs]
+        logprobs = [pair.logprob for pair in meta.output_token_logprobs]
+        if meta.completion_tokens not in (None, len(tokens)):
             raise EngineProtocolError(
-                f"{here}: logprobs for {len(token_ids)} tokens, completion_tokens says"
+                f"{here}: logprobs for {len(tokens)} tokens, completion_tokens says"
                 f" {meta.completion_tokens}"
             )
-        tokens.append(token_ids)
-        logprobs.append(values)
         reason = meta.finish_reason
-        finish_reasons.append(reason.type if isinstance(reason, _FinishReason) else reason)
-        spans.append(_weight_spans(meta, num_tokens=len(token_ids), where=here))
-    return TokenCompletions(prompt_tokens, tokens, logprobs, finish_reasons, weight_versions=spans)
+        reason = reason.type if isinstance(reason, _FinishReason) else reason
+        spans = _weight_spans(meta, num_tokens=len(tokens))
+        sampled.append(checked_completion(tokens, logprobs, reason, spans, where=here))
+    return sampled
 
 
-def _weight_spans(meta: _Meta, *, num_tokens: int, where: str) -> list[WeightSpan] | None:
+def _weight_spans(meta: _Meta, *, num_tokens: int) -> list[WeightSpan] | None:
     """Return the spans of `weight_versions`, else the one `weight_version` of older servers for all tokens.
 
     The latter is the version at the end of the request.
     """
     if meta.weight_versions is not None:
-        spans = [WeightSpan(str(s.version), s.end - s.start) for s in meta.weight_versions]
-    elif meta.weight_version is not None:
-        spans = [WeightSpan(str(meta.weight_version), num_tokens)]
-    else:
-        return None
-    return check_spans(spans, num_tokens=num_tokens, where=where)
+        return [WeightSpan(str(s.version), s.end - s.start) for s in meta.weight_versions]
+    if meta.weight_version is not None:
+        return [WeightSpan(str(meta.weight_version), num_tokens)]
+    return None
 
 
 def prompt_logprobs_of(
@@ -330,21 +285,14 @@ def prompt_logprobs_of(
             raise EngineProtocolError(
                 f"{where}: top logprobs at {len(positions)} positions, expected {len(prompt_tokens)}"
             )
-    top_ids: list[list[int]] = []
-    top_logprobs: list[list[float]] = []
+    found = []
     for i, position in enumerate(positions):
         # The first token of a prompt has no logprob.
-        pairs = [(p.logprob, p.token) for p in position or () if i and p.logprob is not None]
+        pairs = [(p.token, p.logprob) for p in position or () if i and p.logprob is not None]
         if i and len(pairs) < max(num_top, 1):
             raise EngineProtocolError(
                 f"{where}: {len(pairs)} logprobs at position {i} of the prompt,"
                 f" expected {max(num_top, 1)}"
             )
-        pairs = sorted(pairs, key=lambda pair: -pair[0])[: max(num_top, 1)]
-        top_ids.append([token for _, token in pairs])
-        top_logprobs.append([logprob for logprob, _ in pairs])
-    return {
-        "prompt_tokens": prompt_tokens,
-        "prompt_topk_token_ids": top_ids,
-        "prompt_topk_logprobs": top_logprobs,
-    }
+        found.append(sorted(pairs, key=lambda pair: -pair[1])[: max(num_top, 1)])
+    return gather_top(prompt_tokens, found)

@@ -1,4 +1,4 @@
-"""What servers of token ids share: the tokenizer, prompts as ids, and checks of lengths.
+"""What engines that return token ids share: tokenizer, prompts as ids, weight versions, and checks of lengths.
 
 Nothing is padded, cut or guessed: a mismatch raises `EngineProtocolError` with its position. Independent of the
 engines' formats, whose typed decoding checks the values of single tokens.
@@ -8,23 +8,68 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
-from atroposlib.errors import EngineProtocolError
+import msgspec
+
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.servers.api_server import WeightSpan
+from atroposlib.inference.servers.api_server import (
+    HEALTH_TIMEOUT_S,
+    TokenCompletions,
+    WeightSpan,
+)
+from atroposlib.inference.servers.http_peer import strip_v1
+from atroposlib.inference.servers.openai_routes import HttpServer
+from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.patience import is_transient_status
 from atroposlib.utils.tokenizers import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 _LOADING = threading.Lock()
 """Held while a tokenizer is loaded: the first requests of an environment are concurrent."""
 
 
-class WithTokenizer:
-    """A server that loads its model's tokenizer once, on first use."""
+class SampledCompletion(NamedTuple):
+    """One completion."""
 
-    config: APIServerConfig
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: Any
+    weight_versions: list[WeightSpan] | None
+
+
+class _WeightInfo(msgspec.Struct, gc=False):
+    weight_version: str | int | None
+    """None: no version has been set."""
+
+
+_weight_info = msgspec.json.Decoder(_WeightInfo)
+
+
+class TokenServer(HttpServer):
+    """An engine that returns token ids; `base_url` may end in `/v1` or not.
+
+    The tokenizer of its model is loaded once, on first use.
+    """
+
+    example_url: ClassVar[str]
+    version_paths: tuple[str, ...] = ()
+    """Routes that may return the current weight version; those that proved missing are removed."""
+
+    def __init__(
+        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
+    ) -> None:
+        if not config.base_url:
+            raise ConfigError(
+                f"{type(self).__name__} needs base_url, for example {self.example_url}"
+            )
+        root = strip_v1(config.base_url)
+        super().__init__(config, reasoning_config, root=root, api_key=config.api_key)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -49,6 +94,31 @@ class WithTokenizer:
             raise ValueError("a request for tokens or logprobs needs input_ids or prompt")
         return await asyncio.to_thread(lambda: encode_prompt(self.tokenizer, text))
 
+    async def _ask_weight_version(self) -> str | None:
+        """Return the server's current weight version; None if it reports none."""
+        for path in self.version_paths:
+            try:
+                status, body = await self._peer.get(path, timeout_s=HEALTH_TIMEOUT_S)
+            except EngineUnavailable as e:
+                # Do not discard a sample for lack of its version; if the server is down, sampling fails too.
+                logger.debug("%s: no weight version: %s", self._label, e)
+                return None
+            if is_transient_status(status):
+                return None
+            info = _read_weight_info(body) if status == 200 else None
+            if info is None:
+                self.version_paths = tuple(each for each in self.version_paths if each != path)
+            elif info.weight_version is not None:
+                return str(info.weight_version)
+        return None
+
+
+def _read_weight_info(body: bytes) -> _WeightInfo | None:
+    try:
+        return _weight_info.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     """Tokenise a prompt with its special tokens; a BOS that the text already contains is not doubled."""
@@ -71,6 +141,43 @@ def check_sampled(token_ids: list[int], logprobs: list[float], *, where: str) ->
         )
     if token_ids and min(token_ids) < 0:
         raise EngineProtocolError(f"{where}: token id {min(token_ids)} is negative")
+
+
+def checked_completion(
+    tokens: list[int],
+    logprobs: list[float],
+    finish_reason: Any,
+    spans: list[WeightSpan] | None,
+    *,
+    where: str,
+) -> SampledCompletion:
+    """Return a completion whose tokens, logprobs and weight versions were checked against each other."""
+    check_sampled(tokens, logprobs, where=where)
+    if spans is not None:
+        spans = check_spans(spans, num_tokens=len(tokens), where=where)
+    return SampledCompletion(tokens, logprobs, finish_reason, spans)
+
+
+def gather(prompt_tokens: list[int], sampled: Sequence[SampledCompletion]) -> TokenCompletions:
+    """Gather the completions of one prompt."""
+    return TokenCompletions(
+        prompt_tokens,
+        [each.tokens for each in sampled],
+        [each.logprobs for each in sampled],
+        [each.finish_reason for each in sampled],
+        weight_versions=[each.weight_versions for each in sampled],
+    )
+
+
+def gather_top(
+    prompt_tokens: list[int], positions: Sequence[Sequence[tuple[int, float]]]
+) -> dict[str, Any]:
+    """Gather the (token id, logprob) pairs at the positions of a prompt, as `APIServer.get_logprobs` returns them."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "prompt_topk_token_ids": [[token for token, _ in pairs] for pairs in positions],
+        "prompt_topk_logprobs": [[logprob for _, logprob in pairs] for pairs in positions],
+    }
 
 
 def check_spans(spans: Sequence[WeightSpan], *, num_tokens: int, where: str) -> list[WeightSpan]:

@@ -16,14 +16,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.servers.api_server import (
-    HEALTH_TIMEOUT_S,
-    APIServer,
-    TokenCompletions,
-)
-from atroposlib.inference.servers.http_peer import EngineHttpRejected, HttpPeer, excerpt, strip_v1
+from atroposlib.inference.servers.api_server import TokenCompletions
+from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
     chat_completion_from,
@@ -31,7 +27,7 @@ from atroposlib.inference.servers.openai_routes import (
     read_request,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.token_ids import WithTokenizer, check_count, check_sampled
+from atroposlib.inference.servers.token_ids import TokenServer, check_count, check_sampled
 from atroposlib.inference.tools.tool_messages import as_dict
 
 logger = logging.getLogger(__name__)
@@ -94,35 +90,20 @@ class TrlAnswer(NamedTuple):
     """None from servers that return none."""
 
 
-class TrlVllmServer(WithTokenizer, APIServer):
+class TrlVllmServer(TokenServer):
     """A server started with `trl vllm-serve`."""
+
+    example_url = "http://localhost:8000"
+    health_path = "/health/"
+    is_up_at_4xx = True  # servers with the original's routes may lack it
 
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> None:
-        if not config.base_url:
-            raise ConfigError(
-                "server_type 'trl' needs base_url without /v1, for example http://localhost:8000"
-            )
         super().__init__(config, reasoning_config)
-        self._peer = HttpPeer(strip_v1(config.base_url), api_key=config.api_key)
         self._takes_token_ids = True
         self._gives_logprobs = True
         self._ignored: set[str] = set()
-
-    async def close(self) -> None:
-        await super().close()
-        await self._peer.close()
-
-    async def _find_fault(self) -> str | None:
-        try:
-            status, body = await self._peer.get("/health/", timeout_s=HEALTH_TIMEOUT_S)
-        except EngineUnavailable as e:
-            return str(e)
-        # A 4xx shows that the server is up; servers with the original's routes may lack this one.
-        if status < 500:
-            return None
-        return f"GET {self._peer.root}/health/ answered {status}: {excerpt(body)}"
 
     # Text.
 
@@ -269,14 +250,9 @@ class TrlVllmServer(WithTokenizer, APIServer):
 
     async def _generate(self, prompt: str | list[int], request: CallKeywords) -> TrlAnswer:
         body = self._body(prompt, request)
-        return await self._peer.post(
-            "/generate/",
-            body,
-            read=functools.partial(read_answer, n=int(body["n"]), where=f"{self._label}/generate/"),
-            timeout_s=request.timeout_s,
-            headers=request.headers,
-            query=request.query,
-        )
+        where = f"{self._label}/generate/"
+        read = functools.partial(read_answer, n=int(body["n"]), where=where)
+        return await self._send("/generate/", body, request, read)
 
     def _body(self, prompt: str | list[int], request: CallKeywords) -> dict[str, Any]:
         body: dict[str, Any] = {"prompts": [prompt], **DEFAULTS}

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+from atroposlib.errors import EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.api_server import (
     HEALTH_TIMEOUT_S,
@@ -23,21 +22,23 @@ from atroposlib.inference.servers.api_server import (
     WeightSpan,
 )
 from atroposlib.inference.servers.choices import part_of
-from atroposlib.inference.servers.http_peer import EngineHttpRejected, excerpt, strip_v1
+from atroposlib.inference.servers.http_peer import EngineHttpRejected, excerpt
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
     OpenAIRoutesServer,
     read_request,
-    read_weight_info,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.token_ids import WithTokenizer
+from atroposlib.inference.servers.token_ids import (
+    SampledCompletion,
+    TokenServer,
+    check_count,
+    gather,
+)
 from atroposlib.inference.servers.vllm_bodies import (
     DEFAULT_MAX_TOKENS,
     NEUTRAL_SAMPLING,
     NoTokenIds,
-    SampledCompletion,
-    completions_of,
     completions_per_request,
     read_completions,
     read_generated,
@@ -51,8 +52,6 @@ __all__ = ["NEUTRAL_SAMPLING", "VLLMServer"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 TOKENS_ROUTE = "/inference/v1/generate"
 """Token ids in and out, with policy versions: vLLM 0.32 and later, started with `--enable-scale-out`."""
 ORIGINAL_ROUTE = "/generate"
@@ -61,18 +60,16 @@ FORBIDDEN = 403
 """vLLM's status for routes that it was not started with."""
 
 
-class VLLMServer(WithTokenizer, OpenAIRoutesServer):
-    """An engine with vLLM's routes; `base_url` may end in `/v1` or not."""
+class VLLMServer(TokenServer, OpenAIRoutesServer):
+    """An engine with vLLM's routes."""
+
+    example_url = "http://localhost:9001/v1"
+    version_paths: tuple[str, ...] = ("/weight_info",)
 
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> None:
-        if not config.base_url:
-            raise ConfigError(
-                "server_type 'vllm' needs base_url, for example http://localhost:9001/v1"
-            )
-        root = strip_v1(config.base_url)
-        super().__init__(config, reasoning_config, root=root, prefix="/v1", api_key=config.api_key)
+        super().__init__(config, reasoning_config)
         self._listed: frozenset[str] | None = None
         """Paths in the server's `/openapi.json`; None if it has none."""
         self._has_listed = False
@@ -82,11 +79,6 @@ class VLLMServer(WithTokenizer, OpenAIRoutesServer):
         self._uses_generate = False
         """Whether the server was found to have only the original's /generate route."""
         self._warned_about_max_tokens = False
-        self._asks_weight_info = True
-        """False once completions carry versions or /weight_info turns out not to exist."""
-
-    async def _find_fault(self) -> str | None:
-        return await self._ask("/health", accept_4xx=False)
 
     # Sampling.
 
@@ -111,7 +103,7 @@ class VLLMServer(WithTokenizer, OpenAIRoutesServer):
                 self._uses_generate = True
         if sampled is None:
             sampled = await self._sample_at_generate(prompt_tokens, request)
-        return completions_of(prompt_tokens, sampled)
+        return gather(prompt_tokens, sampled)
 
     async def _sample_at_tokens_route(
         self, prompt_tokens: list[int], body: dict[str, Any], request: CallKeywords
@@ -148,11 +140,13 @@ class VLLMServer(WithTokenizer, OpenAIRoutesServer):
             )
             return await self._send("/v1/completions", part, request, read)
 
+        # vLLM 0.32 reports no versions here. If the one before differs from the one after, which weights sampled
+        # which token is unknown, and no version is recorded.
         version = await self._ask_weight_version()
         asked = {**body, "prompt": prompt_tokens, "return_token_ids": True}
-        answer = completions_of(prompt_tokens, await self._sample(asked, send))
+        answer = gather(prompt_tokens, await self._sample(asked, send))
         if any(spans is not None for spans in answer.weight_versions):
-            self._asks_weight_info = False
+            self.version_paths = ()
         elif version is not None and version == await self._ask_weight_version():
             answer.weight_versions = [
                 [WeightSpan(version, len(tokens))] for tokens in answer.output_tokens
@@ -167,7 +161,8 @@ class VLLMServer(WithTokenizer, OpenAIRoutesServer):
         body.setdefault("logprobs", 0)
         read = functools.partial(read_generated, label=self._label)
         sampled = await self._send(ORIGINAL_ROUTE, body, request, read)
-        return self._checked_count(sampled, int(body.get("n", 1)))
+        check_count(sampled, n=int(body.get("n", 1)), what="choices", where=self._label)
+        return sampled
 
     async def _sample(self, body: dict[str, Any], send: Any) -> list[SampledCompletion]:
         """Return exactly `n` completions, in requests of bounded size, also from servers that ignore `n`."""
@@ -178,47 +173,11 @@ class VLLMServer(WithTokenizer, OpenAIRoutesServer):
             count=len,
             at_most=completions_per_request(body),
         )
-        return self._checked_count([each for part in parts for each in part], n)
-
-    def _checked_count(self, sampled: list[SampledCompletion], n: int) -> list[SampledCompletion]:
-        if len(sampled) != n:
-            raise EngineProtocolError(
-                f"{self._label} answered {len(sampled)} choices, expected n = {n}"
-            )
+        sampled = [each for part in parts for each in part]
+        check_count(sampled, n=n, what="choices", where=self._label)
         return sampled
 
-    async def _send(
-        self, path: str, body: dict[str, Any], request: CallKeywords, read: Callable[[bytes], T]
-    ) -> T:
-        return await self._peer.post(
-            path,
-            body,
-            read=read,
-            timeout_s=request.timeout_s,
-            headers=request.headers,
-            query=request.query,
-        )
-
     # Capabilities of the server.
-
-    async def _ask_weight_version(self) -> str | None:
-        """Return the server's current weight version; None if it reports none.
-
-        vLLM 0.32 reports no versions on `/v1/completions`, so callers ask before and after. If the two differ, which
-        weights sampled which token is unknown, and no version is recorded.
-        """
-        if not self._asks_weight_info:
-            return None
-        try:
-            status, body = await self._peer.get("/weight_info", timeout_s=HEALTH_TIMEOUT_S)
-        except EngineUnavailable as e:
-            # Do not discard a sample for lack of its version; if the server is down, sampling fails too.
-            logger.debug("%s: no weight version: %s", self._label, e)
-            return None
-        info = read_weight_info(body) if status == 200 else None
-        if status in NO_SUCH_ROUTE or (status == 200 and info is None):
-            self._asks_weight_info = False  # not in development mode, or another server
-        return None if info is None or info.weight_version is None else str(info.weight_version)
 
     async def _offers(self, path: str, *, unless_known: bool) -> bool:
         """Whether the server lists a route; `unless_known` if it has no list."""

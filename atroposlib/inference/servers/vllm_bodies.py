@@ -10,13 +10,17 @@ a float, so every decoded logprob is finite.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from atroposlib.errors import EngineProtocolError
-from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
+from atroposlib.inference.servers.api_server import WeightSpan
+from atroposlib.inference.servers.token_ids import (
+    SampledCompletion,
+    checked_completion,
+    gather_top,
+)
 
 NEUTRAL_SAMPLING: dict[str, float] = {
     "temperature": 1.0,
@@ -66,15 +70,6 @@ REQUEST_FIELDS = frozenset({"cache_salt", "model", "priority", "request_id"})
 
 class NoTokenIds(EngineProtocolError):
     """The server answered /v1/completions without token ids: it does not support `return_token_ids`."""
-
-
-class SampledCompletion(NamedTuple):
-    """One completion."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: Any
-    weight_versions: list[WeightSpan] | None
 
 
 class _VllmSpan(msgspec.Struct, gc=False):
@@ -277,43 +272,14 @@ def _checked(
     *,
     where: str,
 ) -> SampledCompletion:
-    if len(logprobs) != len(tokens):
-        raise EngineProtocolError(f"{where}: {len(logprobs)} logprobs for {len(tokens)} token ids")
     if logprobs and min(logprobs) <= NO_LOGPROB:
         position = next(i for i, value in enumerate(logprobs) if value <= NO_LOGPROB)
         raise EngineProtocolError(
             f"{where}: logprob {logprobs[position]} at token {position} stands for NaN or for a token that cannot"
             " have been sampled; look at the engine's weights"
         )
-    if tokens and min(tokens) < 0:
-        raise EngineProtocolError(f"{where}: token id {min(tokens)} is negative")
-    return SampledCompletion(
-        tokens, logprobs, finish_reason, _read_spans(spans, len(tokens), where=where)
-    )
-
-
-def _read_spans(
-    spans: list[_VllmSpan] | None, num_tokens: int, *, where: str
-) -> list[WeightSpan] | None:
-    if spans is None:
-        return None
-    read = [span.read() for span in spans]
-    if (total := sum(span.num_tokens for span in read)) != num_tokens:
-        raise EngineProtocolError(f"{where}: weight_versions cover {total} tokens of {num_tokens}")
-    return read
-
-
-def completions_of(
-    prompt_tokens: list[int], found: Sequence[SampledCompletion]
-) -> TokenCompletions:
-    """Gather the completions of one prompt."""
-    return TokenCompletions(
-        prompt_tokens,
-        [each.tokens for each in found],
-        [each.logprobs for each in found],
-        [each.finish_reason for each in found],
-        weight_versions=[each.weight_versions for each in found],
-    )
+    read = None if spans is None else [span.read() for span in spans]
+    return checked_completion(tokens, logprobs, finish_reason, read, where=where)
 
 
 def read_prompt_logprobs(
@@ -334,25 +300,15 @@ def read_prompt_logprobs(
         raise EngineProtocolError(
             f"{label}: prompt_logprobs must have {len(prompt_tokens)} positions, got {given}"
         )
-    top_ids: list[list[int]] = []
-    top_logprobs: list[list[float]] = []
+    found: list[list[tuple[int, float]]] = []
     for index, (own, position) in enumerate(zip(prompt_tokens, positions, strict=True)):
         if isinstance(position, list):
             position = {token: value for part in position for token, value in (part or {}).items()}
-        if not position:
-            if index:
-                raise EngineProtocolError(f"{label}: prompt_logprobs[{index}] is empty")
-            top_ids.append([])
-            top_logprobs.append([])
-            continue
-        pairs = _most_likely(position, own, num_top, where=f"{label}: prompt_logprobs[{index}]")
-        top_ids.append([token for token, _ in pairs])
-        top_logprobs.append([value for _, value in pairs])
-    return {
-        "prompt_tokens": prompt_tokens,
-        "prompt_topk_token_ids": top_ids,
-        "prompt_topk_logprobs": top_logprobs,
-    }
+        where = f"{label}: prompt_logprobs[{index}]"
+        if index and not position:
+            raise EngineProtocolError(f"{where} is empty")
+        found.append(_most_likely(position, own, num_top, where=where) if position else [])
+    return gather_top(prompt_tokens, found)
 
 
 def _most_likely(
@@ -369,8 +325,4 @@ def _most_likely(
     if len(entries) < num_top:
         raise EngineProtocolError(f"{where} has {len(entries)} tokens, asked for {num_top}")
     # vLLM adds the prompt's own token to the k most likely ones.
-    return sorted(entries.items(), key=_likelier)[:num_top]
-
-
-def _likelier(entry: tuple[int, float]) -> float:
-    return -entry[1]
+    return sorted(entries.items(), key=lambda entry: -entry[1])[:num_top]

@@ -131,7 +131,7 @@ class ProxyManagedServer:
         await self._send_reset()
         request = read_request(dict(kwargs), timeout_s=CALL_TIMEOUT_S)
         split = kwargs.get("split")
-        answer = await self._peer.post_json(
+        answer: Any = await self._peer.post(
             f"/{self.session_uuid}/v1/{route}",
             {**request.body, **({"split": split} if split else {})},
             timeout_s=request.timeout_s,
@@ -188,7 +188,7 @@ async def create_proxy_session(
     if base_url is not None:
         body["base_url"] = base_url
     try:
-        made = await peer.post_json("/sessions/create", body, timeout_s=CONTROL_TIMEOUT_S)
+        made: Any = await peer.post("/sessions/create", body, timeout_s=CONTROL_TIMEOUT_S)
     finally:
         await peer.close()
     if not isinstance(made, dict) or not isinstance(made.get("uuid"), str):

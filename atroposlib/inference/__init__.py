@@ -3,15 +3,4 @@
 Environments reach it through `BaseEnv.server`, a `ServerManager`. Nothing here knows rewards, groups or the hub.
 """
 
-__all__ = [
-    "config",
-    "harness",
-    "manager",
-    "resolve_configs",
-    "scripted_answers",
-    "scripted_engine",
-    "servers",
-    "sessions",
-    "slurm",
-    "tools",
-]
+__all__ = ["config", "harness", "manager", "scripted_engine", "servers", "sessions", "tools"]

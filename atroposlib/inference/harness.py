@@ -194,50 +194,37 @@ def create_chat_completion(
     resp: str | Sequence[str], n: int = 1, finish_reason: str | Sequence[str] = "stop"
 ) -> Any:
     """Build a `ChatCompletion` from one text `n` times or a list of texts; one finish reason for all, or one each."""
-    return chat_completion_from(
-        {
-            "id": "test_id",
-            "object": "chat.completion",
-            "created": 0,
-            "model": "test_model",
-            "choices": [
-                {
-                    "index": i,
-                    "finish_reason": reason,
-                    "logprobs": None,
-                    "message": {"role": "assistant", "content": text},
-                }
-                for i, (text, reason) in enumerate(_endings(resp, n, finish_reason))
-            ],
-        }
-    )
+    contents = [{"message": {"role": "assistant", "content": text}} for text in _repeated(resp, n)]
+    return chat_completion_from(_body("chat.completion", contents, finish_reason))
 
 
 def create_completion(
     resp: str | Sequence[str], n: int = 1, finish_reason: str | Sequence[str] = "stop"
 ) -> Any:
     """Build a `Completion` from one text `n` times or a list of texts; one finish reason for all, or one each."""
-    return completion_from(
-        {
-            "id": "test_id",
-            "object": "text_completion",
-            "created": 0,
-            "model": "test_model",
-            "choices": [
-                {"index": i, "finish_reason": reason, "logprobs": None, "text": text}
-                for i, (text, reason) in enumerate(_endings(resp, n, finish_reason))
-            ],
-        }
-    )
+    contents = [{"text": text} for text in _repeated(resp, n)]
+    return completion_from(_body("text_completion", contents, finish_reason))
 
 
-def _endings(
-    resp: str | Sequence[str], n: int, finish_reason: str | Sequence[str]
-) -> list[tuple[str, str]]:
-    """Return the text and finish reason of each choice."""
-    texts = [resp] * n if isinstance(resp, str) else resp
-    reasons = [finish_reason] * len(texts) if isinstance(finish_reason, str) else finish_reason
-    return list(zip(texts, reasons, strict=True))
+def _repeated(resp: str | Sequence[str], n: int) -> Sequence[str]:
+    return [resp] * n if isinstance(resp, str) else resp
+
+
+def _body(
+    kind: str, contents: Sequence[dict[str, Any]], finish_reason: str | Sequence[str]
+) -> dict[str, Any]:
+    """Return the body of a (chat) completion; `contents` holds the text or the message of each choice."""
+    reasons = [finish_reason] * len(contents) if isinstance(finish_reason, str) else finish_reason
+    return {
+        "id": "test_id",
+        "object": kind,
+        "created": 0,
+        "model": "test_model",
+        "choices": [
+            {"index": i, "finish_reason": reason, "logprobs": None, **content}
+            for i, (content, reason) in enumerate(zip(contents, reasons, strict=True))
+        ],
+    }
 
 
 def _n(kwargs: Mapping[str, Any]) -> int:

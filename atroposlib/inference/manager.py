@@ -33,7 +33,7 @@ from atroposlib.inference.servers.api_server import (
     is_transient,
     moving,
 )
-from atroposlib.inference.servers.choices import run_together, split_n, with_seed
+from atroposlib.inference.servers.choices import part_of, run_together, split_n, wait_for_first
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.servers.reasoning import ReasoningConfig
@@ -119,8 +119,6 @@ class ServerManager:
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokenCompletions:
         """Return (prompt_tokens, output_tokens, output_logprobs, finish_reasons) for `input_ids` or `prompt`."""
         parts = await self._parts("tokens_and_logprobs_completion", kwargs)
-        if len(parts) == 1:
-            return TokenCompletions.of(parts[0])
         answers = [TokenCompletions.of(part) for part in parts]
         return TokenCompletions(
             answers[0].prompt_tokens,
@@ -154,12 +152,9 @@ class ServerManager:
         n = int(kwargs.get("n") or 1)
         if n <= self.max_n_completions:
             return [await self._call_one(method, kwargs)]
-        sizes = split_n(n, at_most=self.max_n_completions)
         starts = range(0, n, self.max_n_completions)
-        parts = [
-            with_seed({**kwargs, "n": size}, start)
-            for size, start in zip(sizes, starts, strict=True)
-        ]
+        sizes = split_n(n, at_most=self.max_n_completions)
+        parts = [part_of(kwargs, *part) for part in zip(sizes, starts, strict=True)]
         return await run_together([self._call_one(method, part) for part in parts])
 
     async def _call_one(self, method: str, kwargs: dict[str, Any]) -> Any:
@@ -241,21 +236,16 @@ class ServerManager:
 
     async def _wait_for_any(self) -> None:
         """Return when a server is healthy, or after the longest `health_wait_s`."""
-        waits = [asyncio.create_task(server.healthy_again()) for server in self.servers]
         self._num_stuck += 1
         if self._num_stuck == 1:
             logger.warning("No inference server is ready; requests wait. %s", self._reasons())
         try:
-            await asyncio.wait(
-                waits,
-                timeout=max(server.config.health_wait_s for server in self.servers),
-                return_when=asyncio.FIRST_COMPLETED,
+            await wait_for_first(
+                [server.healthy_again() for server in self.servers],
+                timeout_s=max(server.config.health_wait_s for server in self.servers),
             )
         finally:
             self._num_stuck -= 1
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
 
     def _reasons(self) -> str:
         return "; ".join(
@@ -270,13 +260,7 @@ class ServerManager:
             async with server.sem if is_training else server.eval_sem:
                 pass
 
-        waits = [asyncio.create_task(wait_at(server)) for server in self.servers]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+        await wait_for_first([wait_at(server) for server in self.servers])
 
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[APIServer]:

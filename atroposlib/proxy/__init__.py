@@ -5,17 +5,4 @@ pure translations: request body -> `turn.AgentRequest`, `turn.AgentAnswer` -> re
 Only `sessions.Session` handles tokens and calls the managed server.
 """
 
-__all__ = [
-    "chat",
-    "command",
-    "completions",
-    "engines",
-    "errors",
-    "local",
-    "messages",
-    "responses",
-    "routes",
-    "sessions",
-    "sse",
-    "turn",
-]
+__all__ = ["command", "local", "sessions"]

@@ -24,11 +24,10 @@ class StreamOptions(AgentBody):
     include_usage: bool = False
 
 
-class Sampling(AgentBody):
-    """Sampling parameters, shared with text completions. None means not given."""
+class EngineSampling(AgentBody):
+    """Sampling parameters that the opener of a session and the agent may set, under the engine's names."""
 
     max_tokens: int | None = Field(default=None, ge=1)
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = None
@@ -41,6 +40,15 @@ class Sampling(AgentBody):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+
+
+ENGINE_NAMES = tuple(EngineSampling.model_fields)
+
+
+class Sampling(EngineSampling):
+    """What requests for chat and text completions share. None means not given."""
+
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     response_format: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -58,24 +66,6 @@ class Sampling(AgentBody):
     def shows_usage(self) -> bool:
         """Whether a stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
-
-
-ENGINE_NAMES = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "min_tokens",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-)
-"""Sampling parameters that the opener of a session and the agent may set."""
 
 
 DISTRIBUTION_KEPT = frozenset({"max_tokens", "stop", "stop_token_ids"})

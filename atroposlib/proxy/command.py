@@ -20,7 +20,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-import uvicorn
 from pydantic import ConfigDict, Field, SecretStr
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,14 +29,12 @@ from atroposlib.errors import ConfigError, cli_boundary
 from atroposlib.http_guard import is_loopback
 from atroposlib.inference.sessions.proxy_client import TOKEN_VARIABLE
 from atroposlib.proxy.engines import Engines
-from atroposlib.proxy.local import KEEP_ALIVE_S, LocalServer
+from atroposlib.proxy.local import LocalServer
 from atroposlib.proxy.routes import Routes, no_route
 from atroposlib.proxy.sessions import SessionLimits, Sessions
 from atroposlib.utils.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
-
-SHUTDOWN_GRACE_S = 2
 
 
 def create_app(
@@ -135,17 +132,7 @@ async def _serve(
         life_s=config.life_s,
     )
     app = create_app(manager, tokenizer, config.model_name, token=token, limits=limits)
-    server = LocalServer(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
-        )
-    )
+    server = LocalServer(app, shutdown_s=2)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)

@@ -74,6 +74,11 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
     return ProxyError(400, message, param=param, code=code)
 
 
+def unauthorized(message: str) -> ProxyError:
+    """Return a 401."""
+    return ProxyError(401, message, type="authentication_error", code="invalid_api_key")
+
+
 def too_long(message: str) -> ProxyError:
     """Return the 400 that makes agents shorten the conversation."""
     return invalid(message, param="messages", code="context_length_exceeded")

@@ -13,15 +13,24 @@ from starlette.types import ASGIApp
 
 KEEP_ALIVE_S = 120
 """Longer than clients keep idle connections, so that the server never closes one that a client is about to use."""
-_SHUTDOWN_S = 1
-"""How long requests in flight may take at shutdown."""
 
 
 class LocalServer(uvicorn.Server):
     """uvicorn without signal handlers; `ready` is set once it listens."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
+    def __init__(self, app: ASGIApp, *, shutdown_s: int) -> None:
+        """`shutdown_s` is how long requests in flight may take at shutdown."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=shutdown_s,
+            )
+        )
         self.ready = asyncio.Event()
 
     @contextlib.contextmanager
@@ -33,7 +42,7 @@ class LocalServer(uvicorn.Server):
         self.ready.set()
 
     def stop(self) -> None:
-        """Stop serving; requests in flight have until the graceful shutdown timeout."""
+        """Stop serving; requests in flight have `shutdown_s`."""
         self.should_exit = True
 
 
@@ -41,16 +50,7 @@ class LocalServer(uvicorn.Server):
 async def serve_locally(app: ASGIApp) -> AsyncIterator[str]:
     """Serve `app` on a free port of 127.0.0.1 and yield its URL, without a trailing slash."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    server = LocalServer(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_SHUTDOWN_S,
-        )
-    )
+    server = LocalServer(app, shutdown_s=1)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     ready = asyncio.create_task(server.ready.wait())
     try:

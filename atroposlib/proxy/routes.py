@@ -23,17 +23,12 @@ from starlette.routing import Route
 
 from atroposlib.http_bodies import decode_json, read_body
 from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
-from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.manager import DEFAULT_TOOL_PARSER, ServerManager
 from atroposlib.inference.sessions.proxy_client import OWNER_HEADER
 from atroposlib.proxy import chat, completions, messages, responses
 from atroposlib.proxy.engines import Engines
-from atroposlib.proxy.errors import ProxyError, error_for, invalid
-from atroposlib.proxy.sessions import (
-    DEFAULT_TOOL_PARSER,
-    Session,
-    SessionOptions,
-    Sessions,
-)
+from atroposlib.proxy.errors import ProxyError, error_for, invalid, unauthorized
+from atroposlib.proxy.sessions import Session, SessionOptions, Sessions
 from atroposlib.proxy.turn import AgentAnswer, AgentBody, AgentRequest
 from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
@@ -290,12 +285,7 @@ class Routes:
     def _control(self, handler: Handler) -> Handler:
         async def checked(request: Request) -> Response:
             if self._token is not None and not _same(_key(request), self._token):
-                raise ProxyError(
-                    401,
-                    "the proxy's token is required: Authorization: Bearer TOKEN",
-                    type="authentication_error",
-                    code="invalid_api_key",
-                )
+                raise unauthorized("the proxy's token is required: Authorization: Bearer TOKEN")
             return await handler(request)
 
         return checked
@@ -303,11 +293,8 @@ class Routes:
     async def _session(self, request: Request) -> Session:
         uuid = request.path_params.get("uuid") or _key(request)
         if uuid is None or (self._token is not None and _same(uuid, self._token)):
-            raise ProxyError(
-                401,
-                "the request names no session: use its URL, http://.../<uuid>/v1, or its uuid as the API key",
-                type="authentication_error",
-                code="invalid_api_key",
+            raise unauthorized(
+                "the request names no session: use its URL, http://.../<uuid>/v1, or its uuid as the API key"
             )
         return await self._sessions.get(uuid)
 

@@ -24,25 +24,20 @@ from pydantic import BaseModel
 
 from atroposlib.errors import EngineError
 from atroposlib.http_bodies import MAX_BODY_BYTES
+from atroposlib.inference.manager import DEFAULT_TOOL_PARSER
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.sessions.managed_server import ManagedServer, Prompt
 from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.inference.tools.parsers import style_named
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, ENGINE_NAMES
-from atroposlib.proxy.errors import (
-    ProxyError,
-    error_for,
-    invalid,
-    too_long,
-)
-from atroposlib.proxy.turn import AgentAnswer, AgentRequest, Choice, TokenLogprob
+from atroposlib.proxy.errors import ProxyError, error_for, invalid, too_long
+from atroposlib.proxy.turn import AgentAnswer, AgentRequest, Choice, TokenLogprob, tool_call
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEFAULT_TOOL_PARSER = "hermes"
 _NUM_REMEMBERED = 10_000
 """Expired sessions that are answered with 410; older ones are unknown (404)."""
 
@@ -362,12 +357,8 @@ class Session:
 
     def _logprobs(self, answer: TokenCompletions, index: int) -> list[TokenLogprob]:
         decode = self.managed.tokenizer.decode
-        return [
-            TokenLogprob(text=decode([token]), logprob=logprob)
-            for token, logprob in zip(
-                answer.output_tokens[index], answer.output_logprobs[index], strict=True
-            )
-        ]
+        pairs = zip(answer.output_tokens[index], answer.output_logprobs[index], strict=True)
+        return [TokenLogprob(decode([token]), logprob) for token, logprob in pairs]
 
 
 class Sessions:
@@ -421,9 +412,8 @@ class Sessions:
                 raise
             managed = _Plain(self.manager)
         else:
-            managed.tool_parser = (
-                options.tool_parser
-            )  # also None, which the manager replaces by its default
+            # The manager replaces None by its default.
+            managed.tool_parser = options.tool_parser
         session = Session(
             managed,
             uuid=str(uuid.uuid4()),
@@ -516,11 +506,7 @@ def _plain_call(call: Any) -> dict[str, Any]:
     """Return a tool call (an object of the openai package or a dict) as plain JSON."""
     plain = call.model_dump() if isinstance(call, BaseModel) else dict(call)
     function = plain["function"]
-    return {
-        "id": plain["id"],
-        "type": "function",
-        "function": {"name": function["name"], "arguments": function["arguments"]},
-    }
+    return tool_call(plain["id"], function["name"], function["arguments"])
 
 
 def _finish_reason(reason: Any) -> str:

@@ -265,7 +265,7 @@ async def test_evaluation_takes_its_slots_out_of_the_same_limit() -> None:
     ]
     await eventually(lambda: len(server.requests) == 100)
     assert server.concurrency is not None
-    server._apply_limit()
+    server._apply_limit(server.concurrency)
     assert (server.eval_sem.capacity, server.sem.capacity) == (64, 24)
     for ask in asks:
         ask.cancel()

@@ -208,7 +208,7 @@ class APIServer(ABC):
             self.concurrency = ConcurrencyController(
                 config.num_max_requests_at_once + config.num_requests_for_eval
             )
-            self._apply_limit()
+            self._apply_limit(self.concurrency)
         self.is_another_healthy: Callable[[], bool] = lambda: False
         """Whether another server is healthy; set by `ServerManager`."""
         self._num_calls = 0
@@ -222,7 +222,8 @@ class APIServer(ABC):
         self._healthy = asyncio.Event()
         self._healthy.set()
         self._asked = asyncio.Event()
-        self._health_reason = ""
+        self.health_reason = ""
+        """Why the server is not ready; empty if it is, or has no probe result yet."""
 
     # For callers.
 
@@ -346,15 +347,15 @@ class APIServer(ABC):
         """Probe until the server is healthy, then set `server_healthy`; stop early if no request waits for it."""
         while (fault := await self._find_fault()) is not None:
             self._asked.set()
-            if fault != self._health_reason:
+            if fault != self.health_reason:
                 logger.warning("Inference server %s is not ready: %s", self._label, fault)
-                self._health_reason = fault
+                self.health_reason = fault
             await asyncio.sleep(self.health_poll_s)
             if not self._num_waiting:
                 return
-        if self._health_reason:
+        if self.health_reason:
             logger.info("Inference server %s is ready", self._label)
-            self._health_reason = ""
+            self.health_reason = ""
         self.server_healthy = True
 
     # Health.
@@ -404,11 +405,6 @@ class APIServer(ABC):
             except TimeoutError:
                 self._asked.set()  # no answer counts as a result: not healthy
 
-    @property
-    def health_reason(self) -> str:
-        """Why the server is not ready; empty if it is, or has no probe result yet."""
-        return self._health_reason
-
     def look_again(self) -> None:
         """Probe a server that is down, at most every HEALTH_REMINDER_S; for servers without waiting requests."""
         if not self.server_healthy and (
@@ -450,7 +446,7 @@ class APIServer(ABC):
                     self._watch()
         raise EngineDown(
             f"inference server {self._label} is not ready after {self._patience_s:g} s:"
-            f" {self._health_reason or 'no answer'}. Start it, correct base_url, or raise health_wait_s"
+            f" {self.health_reason or 'no answer'}. Start it, correct base_url, or raise health_wait_s"
         )
 
     @property
@@ -523,63 +519,49 @@ class APIServer(ABC):
             limiter.release()  # the server went down while this request was queued
             again = True
         try:
-            controller = self.concurrency
-            if controller is None:
-                began = time.monotonic()
-                try:
-                    answer = await send(**kwargs)
-                except Exception as e:
-                    self._suspect(e)
-                    raise
-                return answer, time.monotonic() - began
-            if (pause_s := controller.paused_until - time.monotonic()) > 0:
-                await asyncio.sleep(pause_s)
-            return await self._send_measured(controller, send, kwargs)
+            if self.concurrency is not None:
+                return await self._send_adaptively(self.concurrency, send, kwargs)
+            began = time.monotonic()
+            return await send(**kwargs), time.monotonic() - began
+        except Exception as e:
+            # The error may mean that the server is down.
+            status = getattr(e, "status", None)
+            if gated and is_transient(e) and (status is None or status >= 500):
+                self._watch()
+            raise
         finally:
             limiter.release()
 
-    async def _send_measured(
+    async def _send_adaptively(
         self,
         controller: ConcurrencyController,
         send: Callable[..., Awaitable[T]],
         kwargs: dict[str, Any],
     ) -> tuple[T, float]:
+        if (pause_s := controller.paused_until - time.monotonic()) > 0:
+            await asyncio.sleep(pause_s)
         began = time.monotonic()
         controller.start(began)
         try:
             answer = await send(**kwargs)
-        except BaseException as e:
             now = time.monotonic()
+            controller.finish(now, started_at=began, num_tokens=longest_completion(answer))
+            return answer, now - began
+        except BaseException as e:
             if says_later(e) or timed_out(e):
-                controller.refuse(now, started_at=began)
+                controller.refuse(time.monotonic(), started_at=began)
             else:
-                controller.drop(now)
-            self._apply_limit()
-            self._suspect(e)
+                controller.drop(time.monotonic())
             raise
-        now = time.monotonic()
-        controller.finish(now, started_at=began, num_tokens=longest_completion(answer))
-        self._apply_limit()
-        return answer, now - began
+        finally:
+            self._apply_limit(controller)
 
-    def _suspect(self, error: BaseException) -> None:
-        """Start probing after an error that may mean that the server is down."""
-        status = error.status if isinstance(error, EngineUnavailable) else None
-        if is_transient(error) and self._checks_health and (status is None or status >= 500):
-            self._watch()
-
-    def _apply_limit(self) -> None:
+    def _apply_limit(self, controller: ConcurrencyController) -> None:
         """Apply the limit to both budgets; training gets what evaluation does not use."""
-        if self.concurrency is not None:
-            limit = self.concurrency.limit
-            self.eval_sem.update_limit(limit)
-            self.sem.update_limit(max(1, limit - self.eval_sem.in_use))
+        self.eval_sem.update_limit(controller.limit)
+        self.sem.update_limit(max(1, controller.limit - self.eval_sem.in_use))
 
     def _count(self, split: str, seconds: float, num_sent: int) -> None:
-        timings, attempts = (
-            (self.request_timings, self.attempts_list)
-            if split == "train"
-            else (self.eval_request_timings, self.eval_attempts_list)
-        )
-        timings.append(seconds)
-        attempts.append(num_sent)
+        is_training = split == "train"
+        (self.request_timings if is_training else self.eval_request_timings).append(seconds)
+        (self.attempts_list if is_training else self.eval_attempts_list).append(num_sent)

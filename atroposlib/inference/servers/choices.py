@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -43,6 +43,19 @@ async def run_together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def wait_for_first(
+    calls: Iterable[Coroutine[Any, Any, Any]], *, timeout_s: float | None = None
+) -> None:
+    """Run calls concurrently until the first ends; cancel the others."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def merge_bodies(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -25,23 +25,19 @@ class AsyncSemWithAdaptiveWeight:
         self.max_val = value
         self.weight = 1.0
         self._limit = value
-        self._in_use = 0
+        self.in_use = 0
+        """Slots that are taken."""
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     @property
     def _value(self) -> int:
         """Free slots, under the name that `asyncio.Semaphore` uses; environments read it."""
-        return self.max_val - self._in_use
+        return self.max_val - self.in_use
 
     @property
     def capacity(self) -> int:
         """Slots that may be used."""
         return max(1, int(min(self.max_val, self._limit) * self.weight + 1e-9))
-
-    @property
-    def in_use(self) -> int:
-        """Slots that are taken."""
-        return self._in_use
 
     def update_limit(self, limit: int) -> None:
         """Use at most `limit` slots, before weighting; `max_val` stays the cap."""
@@ -60,12 +56,12 @@ class AsyncSemWithAdaptiveWeight:
 
     def locked(self) -> bool:
         """Whether a new request would have to wait."""
-        return self._in_use >= self.capacity or bool(self._waiters)
+        return self.in_use >= self.capacity or bool(self._waiters)
 
     async def acquire(self, *, first: bool = False) -> bool:
         """Wait for a free slot and take it; `first` goes ahead of all waiters."""
-        if self._in_use < self.capacity and (first or not self._waiters):
-            self._in_use += 1
+        if self.in_use < self.capacity and (first or not self._waiters):
+            self.in_use += 1
             return True
         waiter = asyncio.get_running_loop().create_future()
         if first:
@@ -84,18 +80,18 @@ class AsyncSemWithAdaptiveWeight:
 
     def release(self) -> None:
         """Release a slot."""
-        assert self._in_use > 0, "released more often than acquired"
-        self._in_use -= 1
+        assert self.in_use > 0, "released more often than acquired"
+        self.in_use -= 1
         self._wake()
 
     def _wake(self) -> None:
         if not self._waiters:
             return
         capacity = self.capacity
-        while self._waiters and self._in_use < capacity:
+        while self._waiters and self.in_use < capacity:
             waiter = self._waiters.popleft()
             if not waiter.done():
-                self._in_use += 1
+                self.in_use += 1
                 waiter.set_result(None)
 
     async def __aenter__(self) -> Self:

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
-
-class _VersionSpan(Protocol):
-    @property
-    def weight_version(self) -> str: ...
+Spans = Sequence[tuple[str, int]]
+"""(weight version, number of consecutive sampled tokens) in sampling order."""
 
 
 class SamplingNotes:
@@ -27,25 +25,22 @@ class SamplingNotes:
         self._oldest: int | None = None
         self._is_known = True
 
-    def add(self, answers: Sequence[Sequence[_VersionSpan] | None]) -> None:
+    def add(self, answers: Sequence[Spans | None]) -> None:
         """Note the spans of several completions; None or a version that is not a number makes `oldest` None."""
         for spans in answers:
-            versions = [span.weight_version for span in spans or ()]
+            versions = [version for version, _ in spans or ()]
             if spans is None or not all(version.isdecimal() for version in versions):
                 self._is_known = False
                 return
-            self._oldest = min(
-                [*map(int, versions), *([] if self._oldest is None else [self._oldest])],
-                default=None,
-            )
+            known = [] if self._oldest is None else [self._oldest]
+            self._oldest = min([*map(int, versions), *known], default=None)
 
     @property
     def oldest(self) -> int | None:
         """The oldest version; None if one is unknown or nothing was sampled.
 
-        >>> from collections import namedtuple
-        >>> span, notes = namedtuple("span", "weight_version"), SamplingNotes()
-        >>> notes.add([[span("12")], [span("9"), span("10")]])
+        >>> notes = SamplingNotes()
+        >>> notes.add([[("12", 5)], [("9", 1), ("10", 4)]])
         >>> notes.oldest
         9
         >>> notes.add([None])
@@ -74,9 +69,7 @@ def noted() -> SamplingNotes | None:
     return _current.get()
 
 
-def note_sampling(
-    asked: Mapping[str, Any], versions: Sequence[Sequence[_VersionSpan] | None] = ()
-) -> None:
+def note_sampling(asked: Mapping[str, Any], versions: Sequence[Spans | None] = ()) -> None:
     """Note what a request with the keywords `asked` sampled; does nothing outside an item or in evaluation.
 
     `versions` is one list of spans per completion.

@@ -115,13 +115,8 @@ class TrlVllmServer(TokenServer):
         text = await asyncio.to_thread(self._render, request.body.pop("messages"), options)
         answers, usage = await self._complete(text, request)
         choices = [
-            {
-                "index": i,
-                "message": {"role": "assistant", "content": content},
-                "finish_reason": reason,
-                "logprobs": None,
-            }
-            for i, (content, reason) in enumerate(answers)
+            {"message": {"role": "assistant", "content": text}, "finish_reason": reason}
+            for text, reason in answers
         ]
         return chat_completion_from(self._envelope("chat.completion", choices, usage))
 
@@ -131,10 +126,7 @@ class TrlVllmServer(TokenServer):
         if not isinstance(prompt, str):
             raise ValueError(f"prompt is {type(prompt).__name__}, expected one text")
         answers, usage = await self._complete(prompt, request)
-        choices = [
-            {"index": i, "text": text, "finish_reason": reason, "logprobs": None}
-            for i, (text, reason) in enumerate(answers)
-        ]
+        choices = [{"text": text, "finish_reason": reason} for text, reason in answers]
         return completion_from(self._envelope("text_completion", choices, usage))
 
     def _render(self, messages: list[Any], options: dict[str, Any]) -> str:
@@ -195,7 +187,9 @@ class TrlVllmServer(TokenServer):
             "object": kind,
             "created": int(time.time()),
             "model": self.config.model_name,
-            "choices": choices,
+            "choices": [
+                {"index": i, "logprobs": None, **choice} for i, choice in enumerate(choices)
+            ],
             "usage": usage,
         }
 

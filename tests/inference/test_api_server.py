@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers_inference import FakeEngine
+from helpers_inference import FakeEngine, sample
 
 from atroposlib.errors import EngineRejected, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
@@ -185,6 +185,7 @@ async def test_a_server_that_is_down_says_why_once_and_is_shown_in_the_metrics(
             await eventually(lambda: engine.num_health > 2)
             metrics = await server.wandb_metrics({}, "server_0")
             await asyncio.gather(*asks)
+        assert engine.num_health == 9  # one probe for all five, and none once the server is up
         assert metrics["server/server_0_healthy"] == 0.0
         assert metrics["server/server_0_requests_waiting"] == 5.0
         metrics = await server.wandb_metrics({}, "server_0")
@@ -211,7 +212,53 @@ async def test_requests_in_line_wait_when_the_server_goes_down_meanwhile() -> No
     assert sorted(server.attempts_list) == [1, 1, 1, 2]
 
 
+async def test_a_missing_server_fails_after_the_bounded_wait_with_the_url() -> None:
+    server = FastVLLM(
+        APIServerConfig(base_url="http://127.0.0.1:1/v1", server_type="vllm", health_wait_s=0.05)
+    )
+    with pytest.raises(EngineUnavailable, match=r"127.0.0.1:1/v1 is not ready after 0.05 s: GET"):
+        await server.chat_completion(messages=HELLO)
+    await server.close()
+    assert server.num_assigned == {"train": 0, "eval": 0}
+
+
+async def test_an_engine_that_restarts_loses_no_request() -> None:
+    first = FakeEngine()
+    await first.server.start_server()
+    port = first.server.port
+    server = FastVLLM(first.config(health_wait_s=20.0))
+    release = asyncio.Event()
+    first.hold = release
+    calls = [
+        asyncio.create_task(server.tokens_and_logprobs_completion(input_ids=[i + 1], max_tokens=2))
+        for i in range(20)
+    ]
+    await eventually(lambda: len(first.requests) == 20)
+    for transport in [handler.transport for handler in first.server.handler.connections]:
+        transport.abort()  # as a killed process's sockets
+    await first.server.close()
+    release.set()
+    await eventually(lambda: not server.server_healthy)
+    second = FakeEngine()
+    second.server.port = port
+    await second.server.start_server()
+    answers = await asyncio.gather(*calls)
+    await server.close()
+    await second.server.close()
+    assert [answer.output_tokens[0] for answer in answers] == [
+        sample([i + 1], 0, 2)[0] for i in range(20)
+    ]
+
+
 # The limit.
+
+
+async def test_evaluation_is_not_held_back_by_training() -> None:
+    server = Fast(num_max_requests_at_once=1)
+    await server.sem.acquire()
+    async with asyncio.timeout(5):
+        await server.chat_completion(messages=HELLO, split="eval")
+    assert (len(server.request_timings), len(server.eval_request_timings)) == (0, 1)
 
 
 async def test_refusals_lower_the_limit_and_it_is_shown() -> None:

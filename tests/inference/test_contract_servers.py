@@ -253,42 +253,97 @@ async def test_keywords_for_the_client_stay_on_this_side(name: str) -> None:
 # The original's /generate, for servers that have nothing else.
 
 
-async def test_vllm_generate_is_asked_as_the_original_asks_it() -> None:
+def without_token_ids() -> Any:
+    [choice] = vllm_reply(1)["choices"]
+    return {"choices": [{**choice, "token_ids": None}]}
+
+
+@pytest.mark.parametrize("first", [Reply({"detail": "Not Found"}, 404), Reply(without_token_ids())])
+async def test_vllm_generate_is_asked_as_the_original_asks_it(first: Reply) -> None:
     reply = {
         "logprobs": [[[{"97": -0.1}], [{"2": -0.2}]], [[{"98": -0.3}]]],
         "finish_reasons": ["stop", "length"],
         "text": ["ignored"],
     }
     gets = {"/openapi.json": Reply({"paths": {"/generate": {}}})}
-    async with Peer(Reply({"detail": "Not Found"}, 404), reply, gets=gets) as peer:
+    async with Peer(first, reply, gets=gets) as peer:
         server = open_server("vllm", peer)
-        answer = await server.tokens_and_logprobs_completion(
-            input_ids=[1, 2, 3], n=2, max_tokens=16, temperature=1.0
-        )
+        for _ in range(2):
+            answer = await server.tokens_and_logprobs_completion(
+                input_ids=[1, 2, 3], n=2, max_tokens=16
+            )
         await server.close()
-    path, body = posted(peer)[-1]
-    assert path == "/generate"
-    assert {key: body[key] for key in ("prompt", "logprobs", "n", "max_tokens")} == {
-        "prompt": {"prompt_token_ids": [1, 2, 3]},
-        "logprobs": 0,
-        "n": 2,
-        "max_tokens": 16,
-    }
-    assert "model" not in body
+    body = {"prompt": {"prompt_token_ids": [1, 2, 3]}, "logprobs": 0, "n": 2, "max_tokens": 16}
+    assert posted(peer)[1:] == [("/generate", body)] * 2
     assert tuple(answer) == ([1, 2, 3], [A, B], [[-0.1, -0.2], [-0.3]], ["stop", "length"])
+
+
+async def test_a_vllm_server_without_token_ids_and_without_generate_is_named() -> None:
+    gets = {"/openapi.json": Reply({"paths": {"/v1/completions": {}}})}
+    async with Peer(without_token_ids(), gets=gets) as peer:
+        with pytest.raises(EngineProtocolError, match="must support return_token_ids"):
+            await attempt(open_server("vllm", peer), "tokens")
+
+
+# The URL and the health.
+
+
+@WITH_TOKENS
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+async def test_base_url_may_end_in_v1_or_not(name: str, suffix: str) -> None:
+    async with Peer(KINDS[name].chat(1)) as peer:
+        server = open_server(name, peer, base_url=peer.url + suffix)
+        await server.chat_completion(messages=HELLO)
+        await server.close()
+    assert peer.paths == [KINDS[name].chat_request[0]]
+
+
+HEALTH_PATHS = {
+    "openai": "/v1/models",
+    "vllm": "/health",
+    "sglang": "/health",
+    "trl": "/health/",
+}
+
+
+@EVERY
+@pytest.mark.parametrize("status", [200, 401, 404])
+async def test_health_is_asked_once_and_without_generating(name: str, status: int) -> None:
+    path = HEALTH_PATHS[name]
+    async with Peer(KINDS[name].chat(1), gets={path: Reply(b"no", status)}) as peer:
+        server = open_server(name, peer, health_check=True, health_wait_s=0.02)
+        if status == 200 or name in ("openai", "trl"):  # any answer shows that they are up
+            for _ in range(2):
+                await server.chat_completion(messages=HELLO)
+        else:
+            with pytest.raises(EngineUnavailable, match=f"{path} answered {status}: no"):
+                await server.chat_completion(messages=HELLO)
+        await server.close()
+    assert peer.gotten.count(path) == 1
+    assert len(peer.asked) == (2 if status == 200 or name in ("openai", "trl") else 0)
+
+
+@EVERY
+async def test_a_server_that_is_loading_is_not_up(name: str) -> None:
+    path = HEALTH_PATHS[name]
+    async with Peer(KINDS[name].chat(1), gets={path: Reply(b"loading", 503)}) as peer:
+        server = open_server(name, peer, health_check=True, health_wait_s=0.02)
+        with pytest.raises(EngineUnavailable, match=f"{path} answered 503: loading"):
+            await server.chat_completion(messages=HELLO)
+        await server.close()
+    assert peer.asked == []
 
 
 # Errors: one attempt each, so that what the retries do with them is another matter.
 
 
-async def attempt(name: str, peer: Peer, call: str) -> Any:
-    server = open_server(name, peer)
+async def attempt(server: Any, call: str, **options: Any) -> Any:
     try:
         if call == "chat":
-            return await server._chat_completion_wrapper(model="m", messages=HELLO)
+            return await server._chat_completion_wrapper(model="m", messages=HELLO, **options)
         if call == "text":
-            return await server._completion_wrapper(model="m", prompt="hi")
-        return await server._tokens_and_logprobs_completion_wrapper(model="m", input_ids=[1])
+            return await server._completion_wrapper(model="m", prompt="hi", **options)
+        return await server._tokens_and_logprobs_completion_wrapper(input_ids=[1], **options)
     finally:
         await server.close()
 
@@ -312,7 +367,7 @@ async def test_a_refusal_keeps_the_servers_words(name: str, call: str, status: i
         with pytest.raises(
             EngineRejected, match=rf"POST http.* answered {status}: .*the prompt is too long"
         ) as caught:
-            await attempt(name, peer, call)
+            await attempt(open_server(name, peer), call)
     assert caught.value.status == status  # type: ignore[attr-defined]
     assert len(peer.asked) == 1
 
@@ -322,7 +377,7 @@ async def test_a_refusal_keeps_the_servers_words(name: str, call: str, status: i
 async def test_busy_and_broken_servers_may_answer_later(name: str, call: str, status: int) -> None:
     async with Peer(Reply(b"overloaded", status, {"Retry-After": "7"})) as peer:
         with pytest.raises(EngineUnavailable, match=f"answered {status}: overloaded") as caught:
-            await attempt(name, peer, call)
+            await attempt(open_server(name, peer), call)
     assert caught.value.status == status
     assert caught.value.retry_after_s == 7.0
     assert len(peer.asked) == 1
@@ -333,7 +388,7 @@ async def test_busy_and_broken_servers_may_answer_later(name: str, call: str, st
 async def test_an_answer_that_is_no_json_is_an_error(name: str, call: str, body: bytes) -> None:
     async with Peer(Reply(body)) as peer:
         with pytest.raises(EngineProtocolError, match=r"POST http.* answered 200 with .*not JSON"):
-            await attempt(name, peer, call)
+            await attempt(open_server(name, peer), call)
     assert len(peer.asked) == 1
 
 
@@ -342,21 +397,15 @@ async def test_an_answer_that_is_no_json_is_an_error(name: str, call: str, body:
 async def test_json_that_is_no_answer_is_an_error(name: str, call: str, body: Any) -> None:
     async with Peer(body) as peer:
         with pytest.raises(EngineProtocolError):
-            await attempt(name, peer, call)
+            await attempt(open_server(name, peer), call)
 
 
 @CALLS
 async def test_a_server_that_cannot_be_reached_is_unavailable(name: str, call: str) -> None:
     async with Peer({}) as peer:
         server = open_server(name, peer)
-    method = {
-        "chat": lambda: server._chat_completion_wrapper(model="m", messages=HELLO),
-        "text": lambda: server._completion_wrapper(model="m", prompt="hi"),
-        "tokens": lambda: server._tokens_and_logprobs_completion_wrapper(input_ids=[1]),
-    }[call]
     with pytest.raises(EngineUnavailable, match="127.0.0.1"):
-        await method()
-    await server.close()
+        await attempt(server, call)
 
 
 @WITH_TOKENS
@@ -480,17 +529,9 @@ class Silent(Peer):
 @CALLS
 async def test_a_server_that_is_silent_for_too_long_is_unavailable(name: str, call: str) -> None:
     async with Silent({}) as peer:
-        server = open_server(name, peer)
-        server.tokenizer = Characters()
-        wrapper, prompt = {
-            "chat": (server._chat_completion_wrapper, {"messages": HELLO}),
-            "text": (server._completion_wrapper, {"prompt": "hi"}),
-            "tokens": (server._tokens_and_logprobs_completion_wrapper, {"input_ids": [1]}),
-        }[call]
         with pytest.raises(EngineUnavailable, match=r"POST http.*: no answer within 0\.02 s"):
-            await wrapper(model="m", timeout=0.02, **prompt)
+            await attempt(open_server(name, peer), call, timeout=0.02)
         peer.release.set()
-        await server.close()
 
 
 @EVERY

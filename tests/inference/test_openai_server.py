@@ -106,12 +106,13 @@ async def test_no_key_is_needed_where_none_is_asked_for() -> None:
     assert "Authorization" not in peer.asked[0].headers
 
 
-async def test_a_chat_reply_is_an_openai_object_with_every_field() -> None:
+@pytest.mark.parametrize("reason", ["tool_calls", "abort"])
+async def test_a_chat_reply_is_an_openai_object_with_every_field(reason: str) -> None:
     from openai.types.chat import ChatCompletion
 
     body = chat(None, tool_calls=[CALL], reasoning_content="because", reasoning="so")
     logprobs = {"content": [{"token": "hi", "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
-    body["choices"][0] |= {"finish_reason": "tool_calls", "logprobs": logprobs}
+    body["choices"][0] |= {"finish_reason": reason, "logprobs": logprobs}
     async with Peer(body) as peer:
         answer = await ask(peer, logprobs=True, top_logprobs=0)
     assert isinstance(answer, ChatCompletion)
@@ -119,7 +120,7 @@ async def test_a_chat_reply_is_an_openai_object_with_every_field() -> None:
     assert answer.usage is not None
     assert answer.usage.total_tokens == 5
     choice = answer.choices[0]
-    assert (choice.index, choice.finish_reason) == (0, "tool_calls")
+    assert (choice.index, choice.finish_reason) == (0, reason)
     message: Any = choice.message
     assert (message.role, message.content) == ("assistant", None)
     assert (message.reasoning_content, message.reasoning) == ("because", "so")
@@ -160,6 +161,15 @@ async def test_content_in_parts_becomes_text_and_thinking_is_kept_apart(
         message: Any = (await ask(peer)).choices[0].message
     assert message.content == expected
     assert getattr(message, "reasoning_content", None) == thinking
+
+
+async def test_a_reply_can_be_appended_to_the_messages_as_it_is() -> None:
+    async with Peer(chat("hi")) as peer:
+        first = await ask(peer)
+        server = make(peer)
+        await server.chat_completion(messages=[*HELLO, first.choices[0].message])
+        await server.close()
+    assert peer.bodies[1]["messages"][1] == {"role": "assistant", "content": "hi"}
 
 
 async def test_a_text_reply_is_an_openai_object_with_every_field() -> None:
@@ -227,14 +237,17 @@ async def test_a_single_request_that_gets_several_choices_is_an_error_as_well() 
             await ask(peer, n=2)
 
 
-async def test_n_requests_are_merged_in_order_and_their_tokens_added_up() -> None:
+@pytest.mark.parametrize("flagged", [False, True])
+async def test_n_requests_are_merged_in_order_and_their_tokens_added_up(flagged: bool) -> None:
     async with Peer(chat("a"), chat("b"), chat("c")) as peer:
-        answer = await ask(peer, n=3)
+        server = make(peer, n_kwarg_is_ignored=flagged)
+        answer = await server.chat_completion(messages=HELLO, n=3)
+        await server.close()
     assert [(c.index, c.message.content) for c in answer.choices][0] == (0, "a")
     assert sorted(c.message.content for c in answer.choices) == ["a", "b", "c"]
     assert [c.index for c in answer.choices] == [0, 1, 2]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 9)
-    assert [body["n"] for body in peer.bodies] == [3, 1, 1]
+    assert [body["n"] for body in peer.bodies] == [1 if flagged else 3, 1, 1]
 
 
 async def test_an_api_that_refuses_n_is_asked_n_times() -> None:
@@ -454,17 +467,6 @@ async def test_a_text_reply_without_text_is_refused() -> None:
 
 
 # Health.
-
-
-@pytest.mark.parametrize("status", [200, 401, 404])
-async def test_health_is_a_list_of_models_and_any_answer_shows_that_it_is_up(status: int) -> None:
-    async with Peer(chat("a"), gets={"/models": Reply({}, status)}) as peer:
-        server = make(peer, health_check=True)
-        for _ in range(2):
-            await server.chat_completion(messages=HELLO)
-        await server.close()
-    assert peer.gotten.count("/models") == 1
-    assert len(peer.asked) == 2
 
 
 async def test_nothing_is_asked_about_health_without_a_url_or_with_the_check_off() -> None:

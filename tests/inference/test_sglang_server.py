@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers_peer import Characters, Peer, Reply
 
-from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
+from atroposlib.errors import ConfigError, EngineProtocolError
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers import token_ids
 from atroposlib.inference.servers.sglang import SGLangServer
@@ -46,34 +46,6 @@ async def sample(peer: Peer, **kwargs: Any) -> Any:
 # The request.
 
 
-async def test_generate_is_asked_with_input_ids_and_sampling_params() -> None:
-    async with Peer([result((-0.1, 97)), result((-0.2, 98))]) as peer:
-        server = SGLangServer(peer.config(server_type="sglang", api_key="secret"))
-        await server.tokens_and_logprobs_completion(
-            input_ids=[1, 2, 3], prompt="ignored", n=2, max_tokens=16, temperature=0.5, timeout=9
-        )
-        await server.close()
-    assert peer.paths == ["/generate"]
-    assert peer.bodies[0] == {
-        "input_ids": [1, 2, 3],
-        "sampling_params": {**NEUTRAL, "n": 2, "max_new_tokens": 16, "temperature": 0.5},
-        "return_logprob": True,
-        "return_text_in_logprobs": False,
-    }
-    assert peer.asked[0].headers["Authorization"] == "Bearer secret"
-
-
-@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-async def test_base_url_may_end_in_v1_or_not(suffix: str) -> None:
-    async with Peer(result((-0.1, 97))) as peer:
-        server = SGLangServer(peer.config(base_url=peer.url + suffix, server_type="sglang"))
-        await server.tokens_and_logprobs_completion(input_ids=[1])
-        peer.replies = [Reply(chat_body("hi"))]
-        await server.chat_completion(messages=[{"role": "user", "content": "x"}])
-        await server.close()
-    assert peer.paths == ["/generate", "/v1/chat/completions"]
-
-
 async def test_names_of_other_engines_are_translated_and_top_k_0_means_every_token() -> None:
     async with Peer(result((-0.1, 97))) as peer:
         await sample(peer, max_completion_tokens=4, min_tokens=2, seed=5, top_k=0, stop=["\n"])
@@ -104,26 +76,6 @@ async def test_text_prompts_are_tokenised_with_one_bos(prompt: str, sent: list[i
     assert answer.prompt_tokens == sent
 
 
-async def test_a_wrapper_put_around_the_private_name_is_called_and_sees_the_model() -> None:
-    seen: dict[str, Any] = {}
-    original = SGLangServer._tokens_and_logprobs_completion_wrapper
-
-    class Patched(SGLangServer):
-        pass
-
-    async def with_start(self: Any, **kwargs: Any) -> Any:
-        seen.update(kwargs)
-        return await original(self, **kwargs, logprob_start_len=len(kwargs["input_ids"]) - 1)
-
-    Patched._tokens_and_logprobs_completion_wrapper = with_start  # type: ignore[method-assign]
-    async with Peer(result((-0.1, 97))) as peer:
-        server = Patched(peer.config(server_type="sglang"))
-        await server.tokens_and_logprobs_completion(input_ids=[1, 2, 3])
-        await server.close()
-    assert seen["model"] == "m"
-    assert peer.bodies[0]["logprob_start_len"] == 2
-
-
 # The answer.
 
 
@@ -139,14 +91,6 @@ async def test_an_object_is_one_completion_of_ids_and_floats() -> None:
     )
     assert [type(value) for value in logprobs[0]] == [float, float]
     assert answer.weight_versions == [None]
-
-
-async def test_a_list_is_one_completion_per_entry_with_reasons_as_string_or_dict() -> None:
-    async with Peer(
-        [result((-0.1, 97), reason={"type": "length", "length": 1}), result(reason="abort")]
-    ) as peer:
-        answer = await sample(peer, n=2)
-    assert answer[1:] == ([[97], []], [[-0.1], []], ["length", "abort"])
 
 
 async def test_weight_versions_become_spans() -> None:
@@ -351,31 +295,6 @@ async def test_prompt_logprobs_of_another_prompt_are_refused() -> None:
 
 
 # Chat, health, construction.
-
-
-def chat_body(content: str) -> dict[str, Any]:
-    message = {"role": "assistant", "content": content}
-    return {"id": "c", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
-
-
-async def test_health_is_asked_without_generating() -> None:
-    gets = {"/health": Reply({}, 200)}
-    async with Peer(chat_body("hi"), gets=gets) as peer:
-        server = SGLangServer(peer.config(server_type="sglang", health_check=True))
-        await server.chat_completion(messages=[{"role": "user", "content": "x"}])
-        await server.close()
-    assert peer.gotten.count("/health") == 1
-    assert len(peer.asked) == 1
-
-
-async def test_a_server_that_is_loading_is_not_up() -> None:
-    async with Peer(chat_body("hi"), gets={"/health": Reply(b"loading", 503)}) as peer:
-        config = peer.config(server_type="sglang", health_check=True, health_wait_s=0.02)
-        server = SGLangServer(config)
-        with pytest.raises(EngineUnavailable, match=r"/health answered 503: loading"):
-            await server.chat_completion(messages=[{"role": "user", "content": "x"}])
-        await server.close()
-    assert peer.asked == []
 
 
 def test_a_server_without_url_is_refused() -> None:

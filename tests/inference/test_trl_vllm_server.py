@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers_peer import Characters, Peer, Reply
 
-from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnavailable
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.trl import TrlVllmServer
 
@@ -258,13 +258,6 @@ async def test_what_cannot_be_trained_on_is_refused_with_its_place(
 # Errors, health, construction.
 
 
-async def test_a_refused_request_shows_the_servers_words() -> None:
-    async with Peer(Reply({"detail": "max_tokens must be positive"}, 400)) as peer:
-        with pytest.raises(EngineRejected, match="answered 400: .*max_tokens must be positive"):
-            await call(peer, "completion", prompt="x")
-    assert len(peer.asked) == 1
-
-
 async def test_a_token_request_that_fails_as_text_as_well_is_refused() -> None:
     async with Peer(NOT_TEXT) as peer:
         server = make(peer)
@@ -274,34 +267,6 @@ async def test_a_token_request_that_fails_as_text_as_well_is_refused() -> None:
         await server.tokens_and_logprobs_completion(input_ids=[1], n=2)
         await server.close()
     assert peer.bodies[-1]["prompts"] == [[1]]  # not taken for a server of text only
-
-
-@pytest.mark.parametrize("status", [200, 404])
-async def test_health_is_asked_without_generating(status: int) -> None:
-    async with Peer({"completion_ids": [[2]]}, gets={"/health/": Reply({}, status)}) as peer:
-        server = make(peer, health_check=True)
-        await server.completion(prompt="x")
-        await server.close()
-    assert peer.gotten.count("/health/") == 1
-    assert len(peer.asked) == 1
-
-
-async def test_a_server_that_is_loading_is_not_up() -> None:
-    async with Peer({"completion_ids": [[2]]}, gets={"/health/": Reply(b"no", 503)}) as peer:
-        server = make(peer, health_check=True, health_wait_s=0.02)
-        with pytest.raises(EngineUnavailable, match="/health/ answered 503: no"):
-            await server.completion(prompt="x")
-        await server.close()
-    assert peer.asked == []
-
-
-@pytest.mark.parametrize("suffix", ["", "/", "/v1"])
-async def test_base_url_is_the_root_and_v1_is_forgiven(suffix: str) -> None:
-    async with Peer({"completion_ids": [[2]]}) as peer:
-        server = make(peer, base_url=peer.url + suffix)
-        await server.completion(prompt="x")
-        await server.close()
-    assert peer.paths == ["/generate/"]
 
 
 async def test_a_call_that_this_server_cannot_make_is_refused() -> None:

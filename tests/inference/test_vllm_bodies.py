@@ -109,8 +109,10 @@ def test_the_tokens_route_is_not_asked_what_it_cannot_be_told(name: str) -> None
 
 
 def test_completions_are_read_field_by_field() -> None:
-    [sampled] = read_completions(completions(), prompt_tokens=PROMPT, label="x")
-    assert sampled == ([8, 9], [-0.5, -1.0], "stop", None)
+    spans = [{"weight_version": 7, "num_tokens": 2}]
+    answer = completions(weight_versions=spans)
+    [sampled] = read_completions(answer, prompt_tokens=PROMPT, label="x")
+    assert sampled == ([8, 9], [-0.5, -1.0], "stop", [("7", 2)])
     assert [type(value) for value in sampled.logprobs] == [float, float]
 
 

@@ -211,8 +211,8 @@ async def test_completions_of_large_answers_keep_their_order_over_several_reques
     assert sorted((body["seed"], body["n"]) for body in engine.bodies) == [(3, 2), (5, 2), (7, 1)]
 
 
-@pytest.mark.parametrize("answers", [["7", 500], [500, "7"], ["7", 503]])
-async def test_a_sample_is_kept_when_its_version_cannot_be_asked(answers: list[Any]) -> None:
+@pytest.mark.parametrize("answers", [["7", 500], [500, "7"], ["7", 503], ["7", "8"], ["7", 429]])
+async def test_a_sample_is_kept_when_its_version_is_unknown(answers: list[Any]) -> None:
     async with Engine() as engine:
         engine.weight_info = answers
         answer = await engine.client.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=1)
@@ -236,9 +236,9 @@ SOMETHING_ELSE = [
 """What gateways and other servers answer with status 200 at a path that they do not know."""
 
 
-@pytest.mark.parametrize("body", SOMETHING_ELSE)
+@pytest.mark.parametrize("body", [*SOMETHING_ELSE, 403, 404, 405])
 async def test_a_server_that_says_something_else_tells_no_version_and_is_asked_once(
-    body: bytes,
+    body: Any,
 ) -> None:
     async with Engine() as engine:
         engine.weight_info = [body]
@@ -253,12 +253,13 @@ async def test_a_server_that_says_something_else_tells_no_version_and_is_asked_o
 
 async def test_a_version_that_is_not_set_yet_is_asked_for_again() -> None:
     async with Engine() as engine:
-        engine.weight_info = [None, "7", "7"]
+        engine.weight_info = [None, "7", "7", "8", "8"]
         answers = [
             await engine.client.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=1)
-            for _ in range(2)
+            for _ in range(3)
         ]
-    assert [answer.weight_versions for answer in answers] == [[None], [[("7", 1)]]]
+    versions = [answer.weight_versions for answer in answers]
+    assert versions == [[None], [[("7", 1)]], [[("8", 1)]]]
 
 
 @pytest.mark.parametrize("body", SOMETHING_ELSE)

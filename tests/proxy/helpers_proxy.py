@@ -9,18 +9,14 @@ from typing import Any
 import httpx
 
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.harness import (
-    ByteTokenizer,
-    HarnessRequest,
-    ServerHarness,
-)
+from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.inference.manager import ServerManager
 from atroposlib.proxy.command import create_app
 from atroposlib.proxy.sessions import SessionLimits
 from atroposlib.scored_data import IGNORE_INDEX
 
 ENGINE_URL = "http://127.0.0.1:9/v1"
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -40,6 +36,10 @@ def weather_agent(request: HarnessRequest) -> str:
     """Call the tool, then answer with what it said."""
     turn = request.prompt.count("<assistant>")
     return f"Let me look.\n{call_text('Oslo')}" if turn == 1 else f"It is {turn} degrees."
+
+
+WEATHER_TALK = f"Let me look.\n{call_text('Oslo')}<eos>It is 2 degrees.<eos>"
+"""What is trained of `weather_agent` in two turns."""
 
 
 class Clock:

@@ -6,7 +6,15 @@ import json
 from typing import Any
 
 import pytest
-from helpers_proxy import Proxy, call_text, events_of, trained_text, weather_agent
+from helpers_proxy import (
+    WEATHER,
+    WEATHER_TALK,
+    Proxy,
+    call_text,
+    events_of,
+    trained_text,
+    weather_agent,
+)
 
 from atroposlib.errors import EngineUnavailable
 from atroposlib.proxy import chat, messages, responses
@@ -17,11 +25,9 @@ from atroposlib.proxy.turn import AgentAnswer, Choice, read_messages, tool_call
 CALL = tool_call("c1", "weather", {"city": "Oslo"})
 SAID = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}
 TOLD = {"role": "tool", "tool_call_id": "c1", "content": "2 C"}
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
-TOOL = {
-    "type": "function",
-    "function": {"name": "weather", "description": "Weather.", "parameters": SCHEMA},
-}
+FUNCTION = WEATHER["function"]
+SCHEMA = FUNCTION["parameters"]
+FLAT_TOOL = {"type": "function", **FUNCTION}
 
 
 def answer(*choices: Choice) -> AgentAnswer:
@@ -122,7 +128,7 @@ def test_responses_request_is_translated_whole() -> None:
     body = responses.ResponsesBody(
         input="hi",
         instructions="be kind",
-        tools=[{"type": "function", "strict": True, **TOOL["function"]}],  # type: ignore[dict-item]
+        tools=[{"strict": True, **FLAT_TOOL}],
         tool_choice={"type": "function", "name": "weather"},
         max_output_tokens=5,
         temperature=0.5,
@@ -131,7 +137,7 @@ def test_responses_request_is_translated_whole() -> None:
     ask, conversation = responses.read(body, {})
     assert ask.messages[0] == {"role": "system", "content": "be kind"}
     assert [m["role"] for m in conversation] == ["user"]
-    assert ask.tools == [TOOL]
+    assert ask.tools == [WEATHER]
     assert ask.tool_choice == {"type": "function", "function": {"name": "weather"}}
     assert ask.sampling == {
         "max_tokens": 5,
@@ -190,7 +196,7 @@ def test_blocks_become_messages_with_results_before_the_users_text() -> None:
         system=[{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}],
         max_tokens=9,
         stop_sequences=["x"],
-        tools=[{"name": "weather", "description": "Weather.", "input_schema": SCHEMA}],
+        tools=[{"name": "weather", "description": "Weather of a city.", "input_schema": SCHEMA}],
         messages=[
             {"role": "user", "content": "hi"},
             {
@@ -222,7 +228,7 @@ def test_blocks_become_messages_with_results_before_the_users_text() -> None:
         TOLD,
         {"role": "user", "content": "well?"},
     ]
-    assert ask.tools == [TOOL]
+    assert ask.tools == [WEATHER]
     assert ask.sampling == {"max_tokens": 9, "stop": ["x"]}
 
 
@@ -292,9 +298,7 @@ async def test_messages_with_tools_are_one_sequence_of_what_was_sampled() -> Non
         assert second["stop_reason"] == "end_turn"
         assert second["content"] == [{"type": "text", "text": "It is 2 degrees."}]
         (node,) = await proxy.nodes(uuid)
-        assert trained_text(node) == (
-            f"Let me look.\n{call_text('Oslo')}<eos>It is 2 degrees.<eos>"
-        )
+        assert trained_text(node) == WEATHER_TALK
 
 
 # The SDK.
@@ -307,7 +311,7 @@ async def test_openai_sdk_chats_streams_and_calls_tools() -> None:
         uuid = await proxy.open()
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=uuid) as client:
             said: list[Any] = [{"role": "user", "content": "Weather in Oslo?"}]
-            tools: Any = [TOOL]
+            tools: Any = [WEATHER]
             first = await client.chat.completions.create(model="x", messages=said, tools=tools)
             message = first.choices[0].message
             assert message.tool_calls is not None
@@ -324,9 +328,7 @@ async def test_openai_sdk_chats_streams_and_calls_tools() -> None:
             assert whole.usage.completion_tokens == len("It is 2 degrees.") + 1
             assert [model.id async for model in client.models.list()] == ["tiny"]
         (node,) = await proxy.nodes(uuid)
-        assert trained_text(node) == (
-            f"Let me look.\n{call_text('Oslo')}<eos>It is 2 degrees.<eos>"
-        )
+        assert trained_text(node) == WEATHER_TALK
 
 
 @pytest.mark.parametrize("chained", [True, False], ids=["previous_response_id", "whole_input"])
@@ -339,7 +341,7 @@ async def test_openai_sdk_responses_go_on_and_stream(chained: bool) -> None:
             common: dict[str, Any] = {
                 "model": "x",
                 "instructions": "be kind",
-                "tools": [{"type": "function", **TOOL["function"]}],  # type: ignore[dict-item]
+                "tools": [FLAT_TOOL],
             }
             first = await client.responses.create(input="Weather in Oslo?", **common)
             call = first.output[-1]
@@ -358,9 +360,7 @@ async def test_openai_sdk_responses_go_on_and_stream(chained: bool) -> None:
             assert "response.output_text.delta" in kinds
             assert whole.output_text == "It is 2 degrees."
         (node,) = await proxy.nodes(uuid)
-        assert trained_text(node) == (
-            f"Let me look.\n{call_text('Oslo')}<eos>It is 2 degrees.<eos>"
-        )
+        assert trained_text(node) == WEATHER_TALK
 
 
 HOSTILE = [
@@ -406,7 +406,7 @@ async def _asked(api: str, client: Any, proxy: Proxy, uuid: str, *, streams: boo
     """Ask one question through an API and return the text of its answer, as its SDK reads it."""
     chatted: dict[str, Any] = {"model": "x", "messages": [{"role": "user", "content": "Go."}]}
     if api == "chat":
-        chatted["tools"] = [TOOL]
+        chatted["tools"] = [WEATHER]
         if not streams:
             whole = await client.chat.completions.create(**chatted)
             return whole.choices[0].message.content or ""
@@ -416,7 +416,7 @@ async def _asked(api: str, client: Any, proxy: Proxy, uuid: str, *, streams: boo
         ]
         return "".join(parts)
     if api == "responses":
-        asked = {"model": "x", "input": "Go.", "tools": [{"type": "function", **TOOL["function"]}]}  # type: ignore[dict-item]
+        asked = {"model": "x", "input": "Go.", "tools": [FLAT_TOOL]}
         if not streams:
             return str((await client.responses.create(**asked)).output_text)
         events = [event async for event in await client.responses.create(**asked, stream=True)]

@@ -12,6 +12,7 @@ import pytest
 from helpers_proxy import (
     ENGINE_URL,
     WEATHER,
+    WEATHER_TALK,
     Proxy,
     call_text,
     events_of,
@@ -21,11 +22,7 @@ from helpers_proxy import (
 
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.harness import (
-    ByteTokenizer,
-    ServerHarness,
-    create_chat_completion,
-)
+from atroposlib.inference.harness import ByteTokenizer, ServerHarness, create_chat_completion
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai import OpenAIServer
@@ -252,19 +249,12 @@ async def test_tools_over_several_turns_train_exactly_what_was_sampled() -> None
         second = await proxy.post(chat_url(uuid), {"messages": messages, "tools": [WEATHER]})
         assert second["choices"][0]["message"]["content"] == "It is 2 degrees."
         (node,) = await proxy.nodes(uuid)
-        sampled = weather_agent_texts()
-        assert trained_text(node) == "".join(f"{text}<eos>" for text in sampled)
+        assert trained_text(node) == WEATHER_TALK
         sent = [request["input_ids"] for request in proxy.engine.requests]
         assert all(ids == node["tokens"][: len(ids)] for ids in sent)
         assert node["metadata"]["policy_version"] == 7
         masked = [label == IGNORE_INDEX for label in node["masked_tokens"]]
         assert [logprob == 1.0 for logprob in node["logprobs"]] == masked
-
-
-def weather_agent_texts() -> list[str]:
-    from helpers_proxy import call_text
-
-    return [f"Let me look.\n{call_text('Oslo')}", "It is 2 degrees."]
 
 
 async def test_tool_choice_none_leaves_the_text_alone() -> None:
@@ -489,15 +479,6 @@ async def test_an_answer_that_cannot_be_written_is_not_kept() -> None:
         assert (session.nodes(), session.last_messages) == ([], [])
         await session.run(session.ask(ask, chat.write))
         assert len(session.nodes()) == 1
-
-
-async def test_sdks_are_told_that_the_proxy_has_retried_already() -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open()
-        proxy.engine.fail(EngineUnavailable("away"), times=100)
-        answer = await proxy.client.post(chat_url(uuid), json=HELLO)
-        assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
-        assert len(proxy.engine.requests) == proxy.engine.max_attempts
 
 
 async def test_bodies_that_nest_too_deeply_are_400() -> None:

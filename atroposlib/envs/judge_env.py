@@ -222,7 +222,7 @@ class JudgeEnv(DatasetEnv):
         assert self._reward_model is not None
         self.counts["judge_calls"] += 1
         messages = [*self.conversation(row), {"role": "assistant", "content": answer}]
-        reply = await self._reward_model.post(
+        reply: Any = await self._reward_model.post(
             self.reward_path,
             {"model": self._reward_model_name, "messages": messages},
             timeout_s=self.config.reward_model_timeout_s,

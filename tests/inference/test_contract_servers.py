@@ -307,31 +307,29 @@ HEALTH_PATHS = {
 
 
 @EVERY
-@pytest.mark.parametrize("status", [200, 401, 404])
-async def test_health_is_asked_once_and_without_generating(name: str, status: int) -> None:
+async def test_health_is_asked_once_and_without_generating(name: str) -> None:
     path = HEALTH_PATHS[name]
-    async with Peer(KINDS[name].chat(1), gets={path: Reply(b"no", status)}) as peer:
-        server = open_server(name, peer, health_check=True, health_wait_s=0.02)
-        if status == 200 or name in ("openai", "trl"):  # any answer shows that they are up
-            for _ in range(2):
-                await server.chat_completion(messages=HELLO)
-        else:
-            with pytest.raises(EngineUnavailable, match=f"{path} answered {status}: no"):
-                await server.chat_completion(messages=HELLO)
+    async with Peer(KINDS[name].chat(1), gets={path: Reply({})}) as peer:
+        server = open_server(name, peer, health_check=True)
+        for _ in range(2):
+            await server.chat_completion(messages=HELLO)
         await server.close()
     assert peer.gotten.count(path) == 1
-    assert len(peer.asked) == (2 if status == 200 or name in ("openai", "trl") else 0)
+    assert len(peer.asked) == 2
 
 
 @EVERY
-async def test_a_server_that_is_loading_is_not_up(name: str) -> None:
+@pytest.mark.parametrize("status", [200, 401, 404, 503])
+async def test_a_server_that_is_loading_is_not_up(name: str, status: int) -> None:
     path = HEALTH_PATHS[name]
-    async with Peer(KINDS[name].chat(1), gets={path: Reply(b"loading", 503)}) as peer:
-        server = open_server(name, peer, health_check=True, health_wait_s=0.02)
-        with pytest.raises(EngineUnavailable, match=f"{path} answered 503: loading"):
-            await server.chat_completion(messages=HELLO)
+    async with Peer({}, gets={path: Reply(b"loading", status)}) as peer:
+        server = open_server(name, peer)
+        fault = await server._find_fault()
         await server.close()
-    assert peer.asked == []
+        down = f"GET {peer.url}{path} answered {status}: loading"
+    # An API may lack the list of models, and a TRL server with the original's routes its health route.
+    is_up = status == 200 or (status < 500 and name in ("openai", "trl"))
+    assert fault == (None if is_up else down)
 
 
 # Errors: one attempt each, so that what the retries do with them is another matter.

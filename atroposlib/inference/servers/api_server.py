@@ -39,8 +39,6 @@ T = TypeVar("T")
 
 MAX_ATTEMPTS = 3
 MAX_BACKOFF_S = 10.0
-HEALTH_POLL_S = 1.0
-"""Pause between two probes of a server that is down; a healthy server is not probed."""
 HEALTH_TIMEOUT_S = 5.0
 HEALTH_REMINDER_S = 5.0
 """Pause between two probes of a server that is down and has no waiting requests."""
@@ -64,16 +62,22 @@ class WeightSpan(NamedTuple):
     num_tokens: int
 
 
-class TokenCompletions(tuple[Any, ...]):
-    """The answer of `tokens_and_logprobs_completion`; unpacks as the original's four values.
+class _FourValues(NamedTuple):
+    prompt_tokens: list[int]
+    """[P]"""
+    output_tokens: list[list[int]]
+    """[n][T_i]"""
+    output_logprobs: list[list[float]]
+    """[n][T_i]"""
+    finish_reasons: list[Any]
+    """[n]"""
 
-    (prompt_tokens [P], output_tokens [n][T_i], output_logprobs [n][T_i], finish_reasons [n])
 
-    `weight_versions` has, per completion, the spans of policy versions in sampling order; None if the server does not
-    report them.
-    """
+class TokenCompletions(_FourValues):
+    """The answer of `tokens_and_logprobs_completion`; unpacks as the original's four values."""
 
     weight_versions: list[list[WeightSpan] | None]
+    """Per completion, the spans of policy versions in sampling order; None if the server does not report them."""
 
     def __new__(
         cls,
@@ -84,7 +88,7 @@ class TokenCompletions(tuple[Any, ...]):
         *,
         weight_versions: list[list[WeightSpan] | None] | None = None,
     ) -> TokenCompletions:
-        self = super().__new__(cls, (prompt_tokens, output_tokens, output_logprobs, finish_reasons))
+        self = super().__new__(cls, prompt_tokens, output_tokens, output_logprobs, finish_reasons)
         self.weight_versions = weight_versions or [None] * len(output_tokens)
         return self
 
@@ -94,22 +98,6 @@ class TokenCompletions(tuple[Any, ...]):
         if answer is None:
             raise EngineRejected("the server has no answer for this prompt")
         return answer if isinstance(answer, cls) else cls(*answer)
-
-    @property
-    def prompt_tokens(self) -> list[int]:
-        return self[0]  # type: ignore[no-any-return]
-
-    @property
-    def output_tokens(self) -> list[list[int]]:
-        return self[1]  # type: ignore[no-any-return]
-
-    @property
-    def output_logprobs(self) -> list[list[float]]:
-        return self[2]  # type: ignore[no-any-return]
-
-    @property
-    def finish_reasons(self) -> list[Any]:
-        return self[3]  # type: ignore[no-any-return]
 
 
 def is_transient(error: BaseException) -> bool:
@@ -183,7 +171,8 @@ class APIServer(ABC):
 
     max_attempts = MAX_ATTEMPTS
     max_backoff_s = MAX_BACKOFF_S
-    health_poll_s = HEALTH_POLL_S
+    health_poll_s = 1.0
+    """Pause between two probes of a server that is down; a healthy server is not probed."""
 
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None

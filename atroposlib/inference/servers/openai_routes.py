@@ -77,18 +77,14 @@ def read_request(kwargs: dict[str, Any], *, timeout_s: float) -> CallKeywords:
     body = {key: value for key, value in kwargs.items() if value is not None}
     if body.pop("stream", False):
         raise ValueError("stream=True is not supported: completions are returned whole")
-    extra_body = body.pop("extra_body", {})
-    own_timeout = body.pop("timeout", None)
-    headers = body.pop("extra_headers", {})
-    query = body.pop("extra_query", {})
-    skip_reasoning = bool(body.pop("skip_reasoning", False))
     body.pop("split", None)
+    extra_body = body.pop("extra_body", {})
     return CallKeywords(
-        body={**body, **extra_body},
-        timeout_s=float(own_timeout) if own_timeout is not None else timeout_s,
-        headers=headers,
-        query=query,
-        skip_reasoning=skip_reasoning,
+        timeout_s=float(body.pop("timeout", timeout_s)),
+        headers=body.pop("extra_headers", {}),
+        query=body.pop("extra_query", {}),
+        skip_reasoning=bool(body.pop("skip_reasoning", False)),
+        body={**body, **extra_body},  # the last: what the lines above took out is not sent
     )
 
 

@@ -152,10 +152,8 @@ class ServerManager:
         n = int(kwargs.get("n") or 1)
         if n <= self.max_n_completions:
             return [await self._call_one(method, kwargs)]
-        starts = range(0, n, self.max_n_completions)
-        sizes = split_n(n, at_most=self.max_n_completions)
-        parts = [part_of(kwargs, *part) for part in zip(sizes, starts, strict=True)]
-        return await run_together([self._call_one(method, part) for part in parts])
+        parts = split_n(n, at_most=self.max_n_completions)
+        return await run_together([self._call_one(method, part_of(kwargs, p)) for p in parts])
 
     async def _call_one(self, method: str, kwargs: dict[str, Any]) -> Any:
         """Make one call on the least loaded server, and on others if it fails there."""

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 
-def split_n(n: int, *, at_most: int) -> list[int]:
-    """Cut `n` completions into requests: `split_n(10, at_most=4) == [4, 4, 2]`."""
-    return [min(at_most, n - start) for start in range(0, n, at_most)]
+class Part(NamedTuple):
+    """Some of a call's completions, to be requested together."""
+
+    size: int
+    offset: int
 
 
-def with_seed(body: dict[str, Any], offset: int, *, name: str = "seed") -> dict[str, Any]:
-    """Return the body for the completion at `offset`: equal seeds would give equal completions.
+def split_n(n: int, *, at_most: int) -> list[Part]:
+    """Cut `n` completions into requests.
 
-    >>> with_seed({"seed": 5, "n": 1}, 2)
+    >>> [part.size for part in split_n(10, at_most=4)]
+    [4, 4, 2]
+    """
+    return [Part(min(at_most, n - offset), offset) for offset in range(0, n, at_most)]
+
+
+def part_of(body: dict[str, Any], part: Part, *, seed_name: str = "seed") -> dict[str, Any]:
+    """Return the body that asks for a part of the completions of `body`; equal seeds would give equal ones.
+
+    >>> part_of({"seed": 5, "n": 3}, Part(size=1, offset=2))
     {'seed': 7, 'n': 1}
     """
-    return body if body.get(name) is None else {**body, name: body[name] + offset}
-
-
-def part_of(body: dict[str, Any], size: int, offset: int) -> dict[str, Any]:
-    """Return the body that asks for the `size` completions from `offset` on, of those that `body` asks for.
-
-    >>> part_of({"seed": 5, "n": 3}, 1, 2)
-    {'seed': 7, 'n': 1}
-    """
-    part = body if size == body.get("n", 1) else {**body, "n": size}
-    return with_seed(part, offset)
+    changes: dict[str, Any] = {}
+    if part.size != body.get("n", 1):
+        changes["n"] = part.size
+    if body.get(seed_name) is not None:
+        changes[seed_name] = body[seed_name] + part.offset
+    return {**body, **changes}
 
 
 async def run_together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

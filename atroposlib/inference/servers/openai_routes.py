@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.api_server import HEALTH_TIMEOUT_S, APIServer
-from atroposlib.inference.servers.choices import merge_bodies, part_of, run_together, split_n
+from atroposlib.inference.servers.choices import Part, merge_bodies, part_of, run_together, split_n
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, HttpPeer, excerpt
 from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.servers.reasoning import ReasoningConfig
@@ -213,8 +213,8 @@ class OpenAIRoutesServer(HttpServer):
             self._check_number(whole, n * num_prompts, n=n)
             return whole
 
-        async def send(size: int, offset: int) -> dict[str, Any]:
-            return await self._post(path, part_of(body, size, offset), request)
+        async def send(part: Part) -> dict[str, Any]:
+            return await self._post(path, part_of(body, part), request)
 
         parts = await self._ask_for(n, send, count=lambda part: len(part["choices"]), at_most=n)
         answer = merge_bodies(parts)
@@ -224,39 +224,38 @@ class OpenAIRoutesServer(HttpServer):
     async def _ask_for(
         self,
         n: int,
-        send: Callable[[int, int], Coroutine[Any, Any, T]],
+        send: Callable[[Part], Coroutine[Any, Any, T]],
         *,
         count: Callable[[T], int],
         at_most: int,
     ) -> list[T]:
         """Return answers that hold `n` completions together, also from servers that ignore or refuse `n`.
 
-        `send(size, offset)` requests the `size` completions from `offset` on; `count` counts those of an answer.
-        A server that returns one completion per request is asked for one at a time from then on.
+        `count` counts the completions of an answer. A server that returns one completion per request is asked for one
+        at a time from then on.
         """
         is_ignored = self._n_is_ignored or self.config.n_kwarg_is_ignored
-        sizes = split_n(n, at_most=1 if is_ignored else at_most)
-        parts: list[T]
-        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        parts = split_n(n, at_most=1 if is_ignored else at_most)
+        singles = split_n(n, at_most=1)
+        answers: list[T] = []
         try:
-            parts = await run_together([send(*part) for part in zip(sizes, offsets, strict=True)])
+            answers = await run_together([send(part) for part in parts])
         except EngineHttpRejected as e:
-            if max(sizes) == 1 or not _refuses_n(e):
+            if parts == singles or not _refuses_n(e):
                 raise
-            parts = []
-            missing = list(range(n))
         else:
-            if max(sizes) == 1 or any(count(part) != 1 for part in parts):
-                return parts
-            missing = [offset for offset in range(n) if offset not in offsets]
+            if parts == singles or any(count(answer) != 1 for answer in answers):
+                return answers
+            offsets = [part.offset for part in parts]
+            singles = [single for single in singles if single.offset not in offsets]
         logger.warning(
             "%s returns one completion per request (asked for %d); sending n requests from now on."
             " Set n_kwarg_is_ignored to start that way",
             self._label,
-            max(sizes),
+            parts[0].size,
         )
         self._n_is_ignored = True
-        return parts + await run_together([send(1, offset) for offset in missing])
+        return answers + await run_together([send(single) for single in singles])
 
     def _check_number(self, answer: dict[str, Any], num_choices: int, *, n: int) -> None:
         if len(answer["choices"]) != num_choices:

@@ -15,7 +15,7 @@ import msgspec
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
-from atroposlib.inference.servers.choices import with_seed
+from atroposlib.inference.servers.choices import Part, part_of
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
     OpenAIRoutesServer,
@@ -172,11 +172,8 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
         n = int(sampling.get("n", 1))
         limit = int(sampling.get("max_new_tokens", DEFAULT_MAX_TOKENS))
 
-        async def send(size: int, offset: int) -> list[_Result]:
-            part = with_seed(sampling, offset, name="sampling_seed")
-            if size != sampling.get("n", 1):
-                part = {**part, "n": size}
-            asked = {**body, "sampling_params": part}
+        async def send(part: Part) -> list[_Result]:
+            asked = {**body, "sampling_params": part_of(sampling, part, seed_name="sampling_seed")}
             return await self._send("/generate", asked, request, read_results)
 
         at_most = max(1, MAX_TOKENS_PER_ANSWER // max(1, limit))

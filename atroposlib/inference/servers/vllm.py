@@ -169,7 +169,7 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
         n = int(body.get("n", 1))
         parts = await self._ask_for(
             n,
-            lambda size, offset: send(part_of(body, size, offset)),
+            lambda part: send(part_of(body, part)),
             count=len,
             at_most=completions_per_request(body),
         )

@@ -1,4 +1,4 @@
-"""A model that is away for the moment in which its adapter is swapped is waited for; one that never was is an error."""
+"""A model that is unknown while its adapter is swapped is retried; one that never answered is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANSWER = {"choices": [{"index": 0, "text": "yes", "finish_reason": "stop"}]}
 GONE = Reply({"error": {"message": "The model `policy` does not exist.", "code": 404}}, status=404)
 
 
-async def test_a_model_that_answered_before_may_be_away_for_a_moment() -> None:
+async def test_a_model_that_answered_before_may_be_missing_for_a_moment() -> None:
     async with Peer(ANSWER, GONE, GONE, GONE, GONE, ANSWER) as peer:
         server = OpenAIServer(
             APIServerConfig(base_url=peer.url, model_name="policy", health_check=False)

@@ -55,7 +55,7 @@ async def eventually(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_later_is_waiting_and_uses_up_no_attempt(
+async def test_later_means_waiting_and_uses_no_attempt(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ConcurrencyController, "PAUSE_S", 0.01)
@@ -65,7 +65,7 @@ async def test_later_is_waiting_and_uses_up_no_attempt(
     assert list(server.attempts_list) == [6]
 
 
-async def test_later_is_waited_for_no_longer_than_for_a_server_that_is_down() -> None:
+async def test_later_is_accepted_no_longer_than_a_server_may_be_down() -> None:
     server = Fast(health_wait_s=0.05)
     server.fail(EngineUnavailable("later", status=429, retry_after_s=0.0), times=10**4)
     began = time.monotonic()
@@ -91,7 +91,7 @@ def test_retry_after_is_honoured_up_to_a_minute() -> None:
     assert pauses == [pytest.approx(3.0, abs=0.02), pytest.approx(60.0, abs=0.02)]
 
 
-async def test_an_account_without_money_is_not_waited_for() -> None:
+async def test_an_account_without_money_fails_after_three_attempts() -> None:
     server = Fast()
     server.fail(EngineUnavailable('{"code": "insufficient_quota"}', status=429), times=100)
     with pytest.raises(EngineUnavailable, match="gave up after 3 attempts"):
@@ -113,7 +113,7 @@ async def test_failures_are_tried_three_times_in_all(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", [EngineRejected("bad request"), ValueError("x"), KeyError("x")])
-async def test_what_would_fail_again_is_raised_at_once(error: Exception) -> None:
+async def test_permanent_errors_are_raised_at_once(error: Exception) -> None:
     server = Fast()
     server.fail(error)
     with pytest.raises(type(error)) as caught:
@@ -122,7 +122,7 @@ async def test_what_would_fail_again_is_raised_at_once(error: Exception) -> None
     assert len(server.requests) == 1
 
 
-async def test_a_request_that_is_sent_again_goes_before_those_that_wait() -> None:
+async def test_a_retry_goes_before_the_requests_that_wait() -> None:
     server = Fast(num_max_requests_at_once=1)
     server.fail(ConnectionResetError("x"))
     server.delay_s = 0.01
@@ -197,7 +197,7 @@ async def test_a_server_that_is_down_says_why_once_and_is_shown_in_the_metrics(
     assert sum("is ready" in line for line in lines) == 1
 
 
-async def test_requests_in_line_wait_when_the_server_goes_down_meanwhile() -> None:
+async def test_queued_requests_wait_when_the_server_goes_down() -> None:
     async with FakeEngine() as engine:
         server = FastVLLM(engine.config(num_max_requests_at_once=1, health_wait_s=20.0))
         engine.hold = asyncio.Event()

@@ -56,7 +56,7 @@ def test_a_server_that_is_fine_loses_less_than_5_percent(overhead_tokens: float)
     assert rates[0] >= 0.95 * rates[1]
 
 
-def test_a_server_that_thrashes_is_kept_near_its_knee() -> None:
+def test_a_server_that_slows_down_is_kept_near_its_best_level() -> None:
     simulation = Simulation([client()], Server(runs_all=True, token_time=thrashing))
     simulation.run(60)
     assert rate_until(simulation, 360) >= 0.85 * 64 / TOKEN_TIME_S
@@ -77,7 +77,7 @@ def test_longer_answers_do_not_look_like_overload() -> None:
     assert rate_until(simulation, 240) >= 0.95 * CAP / TOKEN_TIME_S
 
 
-def test_requests_do_not_time_out_in_the_line_of_a_server_that_queues() -> None:
+def test_requests_do_not_time_out_in_the_queue_of_a_server() -> None:
     simulation = Simulation([client()], Server(timeout_s=10.0))
     simulation.run(60)
     assert rate_until(simulation, 360) >= 0.9 * 64 / TOKEN_TIME_S
@@ -156,7 +156,7 @@ def test_limit_stays_between_one_and_the_cap() -> None:
     assert controller.in_flight == 0
 
 
-def test_what_is_left_after_a_refusal_is_what_the_server_takes() -> None:
+def test_the_limit_follows_what_is_left_after_a_refusal() -> None:
     controller = ConcurrencyController(64)
     for _ in range(64):
         controller.start(0.0)

@@ -154,7 +154,7 @@ async def test_the_version_is_asked_for_where_the_server_tells_it(
 
 @WITH_TOKENS
 @pytest.mark.parametrize("kind", ["cut_json", "wrong_lengths"])
-async def test_half_answers_are_never_mended(name: str, kind: Any) -> None:
+async def test_half_answers_are_refused(name: str, kind: Any) -> None:
     async with ScriptedEngine(Script(faults=(Fault(kind=kind),))) as engine:
         server = open_server(name, engine)
         with pytest.raises(EngineProtocolError, match=r"not JSON|\d+ (logprobs|tokens)"):

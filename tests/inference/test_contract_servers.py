@@ -181,7 +181,7 @@ def posted(peer: Peer) -> list[tuple[str, Any]]:
 
 
 @EVERY
-async def test_a_chat_is_asked_for_with_this_body(name: str) -> None:
+async def test_a_chat_request_has_this_body(name: str) -> None:
     kind = KINDS[name]
     async with Peer(kind.chat(2)) as peer:
         server = open_server(name, peer)
@@ -195,7 +195,7 @@ async def test_a_chat_is_asked_for_with_this_body(name: str) -> None:
 
 
 @EVERY
-async def test_a_text_is_asked_for_with_this_body(name: str) -> None:
+async def test_a_text_request_has_this_body(name: str) -> None:
     kind = KINDS[name]
     async with Peer(kind.text(2)) as peer:
         server = open_server(name, peer)
@@ -208,7 +208,7 @@ async def test_a_text_is_asked_for_with_this_body(name: str) -> None:
 
 @WITH_TOKENS
 @pytest.mark.parametrize("prompt", [{"input_ids": [1, 104, 105]}, {"prompt": "hi"}])
-async def test_tokens_are_asked_for_with_this_body(name: str, prompt: dict[str, Any]) -> None:
+async def test_a_token_request_has_this_body(name: str, prompt: dict[str, Any]) -> None:
     kind = KINDS[name]
     assert kind.tokens is not None
     async with Peer(kind.tokens(2)) as peer:
@@ -230,7 +230,7 @@ async def test_tokens_are_asked_for_with_this_body(name: str, prompt: dict[str, 
 
 
 @EVERY
-async def test_keywords_for_the_client_stay_on_this_side(name: str) -> None:
+async def test_keywords_for_the_client_are_not_sent(name: str) -> None:
     async with Peer(KINDS[name].chat(1)) as peer:
         server = open_server(name, peer, api_key="secret")
         await server.chat_completion(
@@ -359,7 +359,7 @@ CALLS = pytest.mark.parametrize(
 
 @CALLS
 @pytest.mark.parametrize("status", [400, 401, 403, 413])
-async def test_a_refusal_keeps_the_servers_words(name: str, call: str, status: int) -> None:
+async def test_a_refusal_keeps_the_servers_message(name: str, call: str, status: int) -> None:
     body = {"error": {"message": "the prompt is too long", "code": status}}
     async with Peer(Reply(body, status)) as peer:
         with pytest.raises(
@@ -436,9 +436,7 @@ def spoil(name: str, value: Any) -> Any:
 
 @WITH_TOKENS
 @pytest.mark.parametrize("value", [[None], ["-0.3"], [], [-0.3, -0.4], None, "x"])
-async def test_logprobs_that_do_not_fit_their_tokens_are_never_mended(
-    name: str, value: Any
-) -> None:
+async def test_logprobs_that_do_not_fit_their_tokens_are_refused(name: str, value: Any) -> None:
     async with Peer(spoil(name, value)) as peer:
         server = open_server(name, peer)
         with pytest.raises(EngineProtocolError):

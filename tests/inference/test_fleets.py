@@ -92,7 +92,7 @@ class Calls:
 
 @pytest.mark.parametrize("num", [2, 4, 8])
 @pytest.mark.parametrize("kind", FAULTS)
-async def test_every_call_is_answered_in_spite_of_one_bad_member(kind: str, num: int) -> None:
+async def test_every_call_is_answered_despite_one_bad_member(kind: str, num: int) -> None:
     bad = Member(0, FAULTS[kind])
     manager = fleet(num, bad)
     calls = Calls(manager)
@@ -128,7 +128,7 @@ async def test_a_member_that_recovers_is_used_again(monkeypatch: pytest.MonkeyPa
     assert bad.is_avoided is False
 
 
-async def test_a_request_that_is_at_fault_is_refused_by_two_and_blames_nobody() -> None:
+async def test_a_bad_request_is_refused_by_two_servers_and_blames_neither() -> None:
     manager = fleet(4, Member(0))
     for server in manager.servers:
         assert isinstance(server, Member)
@@ -151,7 +151,7 @@ async def test_a_fleet_that_is_down_uses_up_the_attempts_of_one_call() -> None:
     assert sum(len(server.requests) for server in servers) == MAX_ATTEMPTS
 
 
-async def test_new_sessions_open_away_from_a_server_that_failed_lately() -> None:
+async def test_new_sessions_avoid_a_server_that_failed_recently() -> None:
     bad = Member(0, FAULTS["failing"])
     manager = fleet(2, bad)
     await manager.tokens_and_logprobs_completion(input_ids=[65])

@@ -32,7 +32,7 @@ async def test_never_more_holders_than_slots() -> None:
     assert limiter._value == 3
 
 
-async def test_waiters_are_served_in_order_and_nobody_overtakes() -> None:
+async def test_waiters_are_served_in_order() -> None:
     limiter = AsyncSemWithAdaptiveWeight(1)
     order: list[int] = []
 
@@ -90,7 +90,7 @@ def test_a_limiter_without_slots_is_refused() -> None:
         AsyncSemWithAdaptiveWeight(0)
 
 
-async def test_a_lower_limit_takes_nothing_away_and_a_higher_one_lets_in_at_once() -> None:
+async def test_a_lower_limit_takes_no_held_slot_and_a_higher_one_admits_at_once() -> None:
     limiter = AsyncSemWithAdaptiveWeight(8)
     for _ in range(6):
         await limiter.acquire()
@@ -115,7 +115,7 @@ def test_the_share_is_taken_of_the_limit_which_never_exceeds_the_cap() -> None:
     assert capacities == [5, 4, 1, 1]
 
 
-async def test_whoever_comes_again_goes_before_those_that_wait() -> None:
+async def test_a_retried_request_goes_before_those_that_wait() -> None:
     limiter = AsyncSemWithAdaptiveWeight(1)
     await limiter.acquire()
     order: list[str] = []

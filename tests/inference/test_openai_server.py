@@ -74,7 +74,7 @@ async def ask(peer: Peer, reasoning: ReasoningConfig | None = None, **kwargs: An
 # Chat, text, tools, logprobs.
 
 
-async def test_a_chat_goes_out_with_its_keywords_and_the_servers_model() -> None:
+async def test_a_chat_is_sent_with_its_keywords_and_the_servers_model() -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     async with Peer(chat("hi")) as peer:
         server = make(peer, api_key="secret")
@@ -100,7 +100,7 @@ async def test_a_chat_goes_out_with_its_keywords_and_the_servers_model() -> None
     assert asked.headers["Authorization"] == "Bearer secret"
 
 
-async def test_no_key_is_needed_where_none_is_asked_for() -> None:
+async def test_no_key_is_sent_if_none_is_configured() -> None:
     async with Peer(chat("hi")) as peer:
         await ask(peer)
     assert "Authorization" not in peer.asked[0].headers
@@ -261,7 +261,7 @@ async def test_an_api_that_refuses_n_is_asked_n_times() -> None:
     assert [body["n"] for body in peer.bodies] == [2, 1, 1, 1, 1]
 
 
-async def test_requests_for_one_choice_each_have_seeds_of_their_own() -> None:
+async def test_requests_for_one_choice_each_have_different_seeds() -> None:
     async with Peer(chat("a")) as peer:
         await ask(peer, n=3, seed=5)
     assert sorted((body["n"], body["seed"]) for body in peer.bodies) == [(1, 6), (1, 7), (3, 5)]
@@ -345,7 +345,7 @@ async def test_a_name_that_is_refused_as_well_is_not_kept() -> None:
 # Reasoning.
 
 
-async def test_reasoning_goes_into_chats_only_and_lies_over_extra_body() -> None:
+async def test_reasoning_is_sent_with_chats_only_and_overrides_extra_body() -> None:
     async with Peer(chat("a")) as peer:
         server = make(peer, ReasoningConfig(effort="low"))
         extra = {"reasoning": {"effort": "high"}, "provider": {"order": ["x"]}}

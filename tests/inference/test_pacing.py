@@ -1,4 +1,4 @@
-"""Turns: how many beginnings one round of the event loop does."""
+"""Start slots: how many requests start in one round of the event loop."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from atroposlib.inference.servers.pacing import PER_ROUND, StartSlots, start_slot
 
 
-def line(per_round: int) -> StartSlots:
+def slots_of(per_round: int) -> StartSlots:
     return StartSlots(asyncio.get_running_loop(), per_round=per_round)
 
 
 async def rounds_of(start: Callable[[], Awaitable[None]], num_tasks: int) -> list[int]:
-    """Let tasks go at once; return how many began in each round of the loop."""
+    """Start tasks at once; return how many began in each round of the loop."""
     began = 0
     counts: list[int] = []
 
@@ -32,18 +32,18 @@ async def rounds_of(start: Callable[[], Awaitable[None]], num_tasks: int) -> lis
     return counts
 
 
-async def test_a_crowd_is_spread_over_rounds_and_loses_nobody() -> None:
-    counts = await rounds_of(line(4).take, 30)
+async def test_many_requests_are_spread_over_rounds_and_all_start() -> None:
+    counts = await rounds_of(slots_of(4).take, 30)
     assert sum(counts) == 30
     assert max(counts) <= 4
 
 
-async def test_a_few_begin_at_once() -> None:
-    assert await rounds_of(line(4).take, 4) == [4]
+async def test_a_few_requests_start_at_once() -> None:
+    assert await rounds_of(slots_of(4).take, 4) == [4]
 
 
-async def test_they_begin_in_order_of_arrival() -> None:
-    slots, order = line(2), []
+async def test_requests_start_in_order_of_arrival() -> None:
+    slots, order = slots_of(2), []
 
     async def begin(i: int) -> None:
         await slots.take()
@@ -53,8 +53,8 @@ async def test_they_begin_in_order_of_arrival() -> None:
     assert order == list(range(9))
 
 
-async def test_a_cancelled_waiter_takes_no_turn() -> None:
-    slots = line(1)
+async def test_a_cancelled_waiter_takes_no_slot() -> None:
+    slots = slots_of(1)
     tasks = [asyncio.create_task(slots.take()) for _ in range(4)]
     await asyncio.sleep(0)
     tasks[1].cancel()
@@ -62,7 +62,7 @@ async def test_a_cancelled_waiter_takes_no_turn() -> None:
     assert [task.cancelled() for task in tasks] == [False, True, False, False]
 
 
-def test_every_event_loop_has_a_line_of_its_own() -> None:
+def test_every_event_loop_has_its_own_queue() -> None:
     async def leave_waiting() -> None:
         waiting = [asyncio.create_task(start_slot()) for _ in range(3 * PER_ROUND)]
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What each API is told about reasoning."""
+"""The request fields for reasoning of each API."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_efforts_and_their_token_numbers_are_the_originals() -> None:
         ),
     ],
 )
-def test_each_api_is_told_in_its_own_words(
+def test_each_api_gets_its_own_fields(
     options: dict[str, Any], url: str | None, use_max_tokens: bool, expected: Any
 ) -> None:
     config = ReasoningConfig(**options)

@@ -189,7 +189,7 @@ async def test_a_server_that_stays_down_is_asked_seldom(monkeypatch: pytest.Monk
     assert first.num_health == 1
 
 
-async def test_no_server_is_hit_while_none_is_ready_and_the_reasons_are_told(
+async def test_no_request_is_sent_while_no_server_is_ready_and_the_reasons_are_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with FakeEngine() as engine:
@@ -274,7 +274,7 @@ async def test_a_session_whose_engine_does_not_come_back_fails_rather_than_moves
         await manager.close()
 
 
-async def test_a_session_goes_on_when_its_engine_comes_back() -> None:
+async def test_a_session_resumes_when_its_engine_is_back() -> None:
     async with FakeEngine() as first, FakeEngine() as second:
         engines = [first, second]
         manager = ServerManager([e.config() for e in engines], server_class=FastVLLM)
@@ -340,7 +340,7 @@ async def test_managed_sessions_end_to_end_over_http_are_token_exact() -> None:
     assert [node.logprobs[i] for i in trained] == [*logprobs[0], *logprobs[1]]
 
 
-async def test_openai_servers_refuse_managed_sessions_unless_told_otherwise(
+async def test_openai_servers_refuse_managed_sessions_unless_the_variable_is_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", raising=False)

@@ -142,7 +142,7 @@ async def test_a_server_that_ignores_n_is_asked_n_times(flagged: bool) -> None:
     assert sent == ([1, 1, 1] if flagged else [3, 1, 1]) + [1, 1, 1]
 
 
-async def test_large_answers_are_asked_for_in_parts_with_seeds_of_their_own(
+async def test_large_answers_are_requested_in_parts_with_different_seeds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one = result((-0.1, 97))

@@ -84,7 +84,7 @@ def tokens_answer(**changes: Any) -> bytes:
         ),
     ],
 )
-def test_answers_that_would_be_too_large_are_asked_for_in_parts(
+def test_answers_that_would_be_too_large_are_requested_in_parts(
     body: dict[str, Any], parts: list[dict[str, Any]]
 ) -> None:
     split = split_n(body.get("n", 1), at_most=completions_per_request(body))
@@ -102,7 +102,7 @@ def test_the_tokens_route_gets_sampling_parameters_apart_and_the_same_default_le
 
 
 @pytest.mark.parametrize("name", ["echo", "suffix", "response_format", "unheard_of"])
-def test_the_tokens_route_is_not_asked_what_it_cannot_be_told(name: str) -> None:
+def test_the_tokens_route_is_not_used_for_keywords_it_does_not_support(name: str) -> None:
     assert tokens_request(PROMPT, {"max_tokens": 4, name: 1}) is None
 
 
@@ -133,7 +133,7 @@ def test_completions_that_cannot_be_trained_on_are_refused(
         read_completions(completions(**changes), prompt_tokens=PROMPT, label="x")
 
 
-def test_a_server_that_knows_no_token_ids_is_told_apart() -> None:
+def test_a_server_without_token_ids_raises_its_own_error() -> None:
     with pytest.raises(NoTokenIds, match="must support return_token_ids"):
         read_completions(completions(token_ids=None), prompt_tokens=PROMPT, label="x")
 

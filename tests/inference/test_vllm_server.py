@@ -168,7 +168,7 @@ async def test_a_bad_request_at_the_tokens_route_is_the_callers() -> None:
     assert engine.calls["/v1/completions"] == 0
 
 
-async def test_keywords_that_only_completions_know_go_there_and_only_they() -> None:
+async def test_only_keywords_that_completions_alone_support_are_sent_to_completions() -> None:
     async with Engine(TOKENS_ROUTE) as engine:
         sample = engine.client.tokens_and_logprobs_completion
         await sample(input_ids=PROMPT, max_tokens=1, extra_body={"response_format": {}})
@@ -237,7 +237,7 @@ SOMETHING_ELSE = [
 
 
 @pytest.mark.parametrize("body", [*SOMETHING_ELSE, 403, 404, 405])
-async def test_a_server_that_says_something_else_tells_no_version_and_is_asked_once(
+async def test_a_server_with_another_answer_has_no_version_and_is_asked_once(
     body: Any,
 ) -> None:
     async with Engine() as engine:
@@ -315,7 +315,7 @@ async def test_top_k_zero_asks_for_the_prompts_own_tokens_only(
 
 
 @pytest.mark.parametrize(("top_k", "asked", "ids"), [(0, 1, [6]), (1, 1, [9]), (2, 2, [9, 6])])
-async def test_the_originals_server_is_asked_for_one_at_least_since_it_takes_0_for_none(
+async def test_the_originals_server_is_asked_for_at_least_one_prompt_logprob(
     top_k: int, asked: int, ids: list[int]
 ) -> None:
     bodies: list[dict[str, Any]] = []

@@ -332,7 +332,7 @@ async def test_openai_sdk_chats_streams_and_calls_tools() -> None:
 
 
 @pytest.mark.parametrize("chained", [True, False], ids=["previous_response_id", "whole_input"])
-async def test_openai_sdk_responses_go_on_and_stream(chained: bool) -> None:
+async def test_openai_sdk_responses_continue_and_stream(chained: bool) -> None:
     import openai
 
     async with Proxy(weather_agent) as proxy, serve_locally(proxy.app) as url:

@@ -423,7 +423,7 @@ async def test_sequences_of_a_session_with_an_owner_are_not_the_agents_to_drop()
             assert answer.status_code == 200
 
 
-async def test_sampling_that_would_make_logprobs_lie_is_dropped_and_said_so() -> None:
+async def test_sampling_that_would_make_logprobs_wrong_is_dropped_and_reported() -> None:
     async with Proxy() as proxy:
         uuid = await proxy.open(keeps_distribution=True, sampling={"temperature": 0.7})
         lies = {

@@ -396,9 +396,7 @@ class APIServer(ABC):
 
     def look_again(self) -> None:
         """Probe a server that is down, at most every HEALTH_REMINDER_S; for servers without waiting requests."""
-        if not self.server_healthy and (
-            time.monotonic() - self._health_asked_at >= HEALTH_REMINDER_S
-        ):
+        if time.monotonic() - self._health_asked_at >= HEALTH_REMINDER_S:
             self._watch()
 
     async def healthy_again(self) -> None:

@@ -117,6 +117,10 @@ def _joined(parts: Any) -> str:
     return str(parts or "")
 
 
+def _num_choices(answer: dict[str, Any]) -> int:
+    return len(answer["choices"])
+
+
 def _refuses_n(refusal: EngineHttpRejected) -> bool:
     """Whether a request was refused because of its `n`; Groq, for example, accepts only 1."""
     return refusal.status in (400, 422) and re.search(r"""["'`]n["'`]""", str(refusal)) is not None
@@ -208,17 +212,20 @@ class OpenAIRoutesServer(HttpServer):
     ) -> dict[str, Any]:
         """Return a body with exactly `n` choices, also from servers that ignore `n`."""
         n, num_prompts = int(body.get("n", 1)), count_prompts(body.get("prompt"))
-        if num_prompts > 1:
-            whole = await self._post(path, body, request)
-            self._check_number(whole, n * num_prompts, n=n)
-            return whole
 
         async def send(part: Part) -> dict[str, Any]:
             return await self._post(path, part_of(body, part), request)
 
-        parts = await self._ask_for(n, send, count=lambda part: len(part["choices"]), at_most=n)
-        answer = merge_bodies(parts)
-        self._check_number(answer, n, n=n)
+        if num_prompts > 1:
+            answer = await self._post(path, body, request)
+        else:
+            parts = await self._ask_for(n, send, count=_num_choices, at_most=n)
+            answer = merge_bodies(parts)
+        found, expected = _num_choices(answer), n * num_prompts
+        if found != expected:
+            raise EngineProtocolError(
+                f"{self._label} answered {found} choices, expected {expected} (n = {n})"
+            )
         return answer
 
     async def _ask_for(
@@ -256,12 +263,6 @@ class OpenAIRoutesServer(HttpServer):
         )
         self._n_is_ignored = True
         return answers + await run_together([send(single) for single in singles])
-
-    def _check_number(self, answer: dict[str, Any], num_choices: int, *, n: int) -> None:
-        if len(answer["choices"]) != num_choices:
-            raise EngineProtocolError(
-                f"{self._label} answered {len(answer['choices'])} choices, expected {num_choices} (n = {n})"
-            )
 
     async def _post(self, path: str, body: dict[str, Any], request: CallKeywords) -> dict[str, Any]:
         answer: Any = await self._send(self.prefix + path, body, request)

@@ -57,13 +57,6 @@ class ServerHarness(APIServer):
         """Scripted chats by `conv_to_dictkey` of their messages, and completions by their prompt."""
         self.tokens_and_logprobs_map: dict[str, TokenCompletions] = {}
 
-    @classmethod
-    def answering_anything(
-        cls, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
-    ) -> ServerHarness:
-        """Return a harness that answers every prompt with a short text drawn from the prompt's hash."""
-        return cls(config, reasoning_config, respond=answer_from_hash)
-
     # Scripts.
 
     def conv_to_dictkey(self, input_message: Sequence[Mapping[str, Any]]) -> str:
@@ -236,6 +229,7 @@ __all__ = [
     "HarnessRequest",
     "Respond",
     "ServerHarness",
+    "answer_from_hash",
     "create_chat_completion",
     "create_completion",
     "made_up_logprobs",

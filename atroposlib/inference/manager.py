@@ -24,7 +24,7 @@ from atroposlib.inference.config import (
     ServerBaseline,
     ServerManagerConfig,
 )
-from atroposlib.inference.harness import ServerHarness
+from atroposlib.inference.harness import ServerHarness, answer_from_hash
 from atroposlib.inference.servers.api_server import (
     APIServer,
     EngineDown,
@@ -87,7 +87,8 @@ class ServerManager:
             raise ConfigError("use_proxy is set; give proxy_url or set ATROPOS_PROXY_URL as well")
         self.servers: list[APIServer]
         if testing:
-            self.servers = [ServerHarness.answering_anything(_first(configs), reasoning_config)]
+            config = _first(configs)
+            self.servers = [ServerHarness(config, reasoning_config, respond=answer_from_hash)]
             return
         entries = expand_configs(configs, slurm=slurm)
         if inspect.isabstract(server_class):

@@ -1,4 +1,4 @@
-"""An HTTP peer that records what it is asked and answers what it is told, and a tokenizer of single characters."""
+"""A scripted HTTP server that records its requests, and a tokenizer of single characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""APIServer: what is sent again and what is not, health, limits, figures, and what third parties build on."""
+"""APIServer: retries, health, limits, figures, and what third-party subclasses rely on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 class Fast(ServerHarness):
-    """Answers "yes"; waits for nothing between two attempts unless it is told to."""
+    """Answers "yes"; does not pause between two attempts."""
 
     max_backoff_s = 0.0
 
@@ -47,11 +47,11 @@ class FastVLLM(VLLMServer):
 
 async def eventually(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not holds():  # noqa: ASYNC110 - what is waited for is someone else's state
+        while not holds():  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.001)
 
 
-# Sending again.
+# Retries.
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -374,7 +374,7 @@ async def test_figures_look_back_on_a_bounded_number_of_requests() -> None:
     }
 
 
-# What others build on.
+# Third-party subclasses.
 
 
 class ThirdParty(APIServer):

@@ -320,7 +320,7 @@ async def test_health_is_asked_once_and_without_generating(name: str) -> None:
 
 @EVERY
 @pytest.mark.parametrize("status", [200, 401, 404, 503])
-async def test_a_server_that_is_loading_is_not_up(name: str, status: int) -> None:
+async def test_the_health_status_shows_whether_a_server_is_up(name: str, status: int) -> None:
     path = HEALTH_PATHS[name]
     async with Peer({}, gets={path: Reply(b"loading", status)}) as peer:
         server = open_server(name, peer)
@@ -332,7 +332,7 @@ async def test_a_server_that_is_loading_is_not_up(name: str, status: int) -> Non
     assert fault == (None if is_up else down)
 
 
-# Errors: one attempt each, so that what the retries do with them is another matter.
+# Errors of one attempt, without retries.
 
 
 async def attempt(server: Any, call: str, **options: Any) -> Any:
@@ -454,7 +454,7 @@ async def test_a_null_logprob_is_named_with_its_position(name: str) -> None:
         await server.close()
 
 
-# The surface that others build on.
+# What third parties rely on.
 
 
 @EVERY
@@ -509,7 +509,7 @@ async def test_connections_are_kept_and_closing_twice_is_harmless(name: str) -> 
 
 
 class Silent(Peer):
-    """Answers POSTs when it is told to."""
+    """Holds POSTs until `release` is set."""
 
     def __init__(self, *replies: Any) -> None:
         super().__init__(*replies)

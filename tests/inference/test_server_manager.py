@@ -1,4 +1,4 @@
-"""ServerManager: which server gets which call when servers come and go, and what a session may count on."""
+"""ServerManager: which servers there are, which of them gets a call, and sessions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FastVLLM(VLLMServer):
 
 
 class Harness(ServerHarness):
-    """Answers at once; is up or down as the test says, without being asked."""
+    """Answers at once; the test sets whether it is up."""
 
     def __init__(self, config: APIServerConfig, reasoning_config: Any = None) -> None:
         super().__init__(config, reasoning_config, respond=lambda request: "yes")

@@ -15,7 +15,7 @@ import pytest
 from atroposlib.api.run.hub import DEFAULT_RUN
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import EnvError
-from atroposlib.inference.harness import ServerHarness
+from atroposlib.inference.harness import ServerHarness, answer_from_hash
 from atroposlib.runtime.serve import serve
 from tests.runtime.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
 from tests.runtime.test_runtime_serve import FAST, produced, until
@@ -507,7 +507,7 @@ async def test_metrics_of_all_servers_are_logged_and_none_is_no_error() -> None:
     env = ScriptedEnv()
     env.wandb_run = SimpleNamespace(log=lambda metrics, step: logged.append(metrics))
     harness = env.server.servers[0]
-    env.server.servers = [harness, ServerHarness.answering_anything(harness.config)]
+    env.server.servers = [harness, ServerHarness(harness.config, respond=answer_from_hash)]
     for server in env.server.servers:
         for _ in range(2):
             await server.completion(prompt="p")

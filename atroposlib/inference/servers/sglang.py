@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from atroposlib.errors import EngineProtocolError
-from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
 from atroposlib.inference.servers.choices import Part, part_of
 from atroposlib.inference.servers.openai_routes import (
@@ -21,7 +20,6 @@ from atroposlib.inference.servers.openai_routes import (
     OpenAIRoutesServer,
     read_request,
 )
-from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.token_ids import (
     SampledCompletion,
     TokenServer,
@@ -136,13 +134,9 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
     version_paths = ("/model_info", "/get_weight_version")
     """Of newer and older servers."""
 
-    def __init__(
-        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
-    ) -> None:
-        super().__init__(config, reasoning_config)
-        self._warned_about_max_tokens = False
-        self._asks_version = True
-        """Whether to ask for the version before sampling: false after answers with spans or without a version."""
+    _warned_about_max_tokens = False
+    _asks_version = True
+    """Whether to ask for the version before sampling: false after answers with spans or without a version."""
 
     # Sampling.
 

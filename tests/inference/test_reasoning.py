@@ -69,6 +69,7 @@ def test_an_effort_or_a_number_of_tokens_enables_reasoning(effort: str) -> None:
     assert ReasoningConfig(effort=effort).enabled
     assert ReasoningConfig(max_tokens=1).enabled
     assert not ReasoningConfig().enabled
+    assert ReasoningConfig().apply({"max_tokens": 5}, base_url=OPENAI) == {"max_tokens": 5}
 
 
 def test_an_unknown_effort_is_refused_by_name_with_the_valid_ones() -> None:

@@ -60,7 +60,7 @@ async def test_calls_follow_the_free_slots() -> None:
     manager, servers = harnesses(2, num_max_requests_at_once=40)
     servers[0].sem.update_limit(10)
     for server in servers:
-        server.delay_s = 0.02
+        server.delay_s = 0.2  # all calls start before the first ends
     await asyncio.gather(*(manager.chat_completion(messages=HELLO) for _ in range(50)))
     assert num_requests(servers) == [10, 40]
 

@@ -38,6 +38,8 @@ class Engine:
         self.weight_info: list[Any] = []
         """Answers of /weight_info, used up; a status, a body or a version. Empty: 404."""
         self.num_weight_info = 0
+        self.spans: Any = None
+        """Weight versions of every completion of /v1/completions."""
         self.calls: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
         app = web.Application(client_max_size=2**24)
@@ -115,6 +117,7 @@ class Engine:
                 "prompt_token_ids": body["prompt"],
                 "logprobs": {"token_logprobs": [-0.25]},
                 "finish_reason": "length",
+                "weight_versions": self.spans,
             }
             for i in range(body.get("n", 1))
         ]
@@ -218,6 +221,17 @@ async def test_a_sample_is_kept_when_its_version_is_unknown(answers: list[Any]) 
         answer = await engine.client.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=1)
     assert answer.weight_versions == [None]
     assert engine.calls["/v1/completions"] == 1
+
+
+async def test_a_server_that_reports_versions_with_its_answers_is_asked_for_none() -> None:
+    async with Engine() as engine:
+        engine.weight_info, engine.spans = ["7"] * 9, [{"weight_version": "8", "num_tokens": 1}]
+        for _ in range(3):
+            answer = await engine.client.tokens_and_logprobs_completion(
+                input_ids=PROMPT, max_tokens=1
+            )
+            assert answer.weight_versions == [[("8", 1)]]
+    assert engine.num_weight_info == 1
 
 
 SOMETHING_ELSE = [

@@ -2,22 +2,15 @@
 
 `samples(batch)` gives a trainer one record of numpy arrays per sequence, with its advantages.
 
-Both send packed groups to our hub and JSON to an original server. The header `Atropos-Client` tells the hub that it
-may answer 429 and that the client supports leases. `HubClient` makes one attempt per call: the environment runtime
-retries. `TrainerClient` retries its control calls; `batch()` and `lease_batch()` are one attempt.
-
-    HubUnavailable     no answer, 408, 425, 429 or 5xx: the same call may succeed later
-    HubRejected        the hub refused: the same call will not succeed
-    |- UnknownEnvironment     register the environment again
-    |- AnotherExperiment      the groups were sampled for an experiment that is over
-    |- TrainerNotRegistered   register the trainer again
-    |- TrainerSuperseded      another trainer resumed the run: stop
-    `- LeaseExpired           another trainer may get, or have, the batch
+Both send packed groups to this project's hub and JSON to an original server. The header `Atropos-Client` tells the hub
+that it may answer 429 and that the client supports leases. Calls raise `HubUnavailable` (the same call may succeed
+later) or `HubRejected`, whose subclasses below say what to do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import logging
 import os
@@ -27,14 +20,14 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import aiohttp
 import httpx
 import msgspec
 import tenacity
-from pydantic import BaseModel, TypeAdapter, ValidationError
+import zstandard
+from pydantic import BaseModel, ValidationError
 
 from atroposlib import __version__
 from atroposlib.api.schemas import (
@@ -91,16 +84,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_check = functools.partial(check_group, strictness=Strictness.MEANING)
+_unpack = functools.partial(unpack_group, strictness=Strictness.MEANING)
+
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
-T_contra = TypeVar("T_contra", contravariant=True)
-
-
-class _ReadGroup(Protocol[T_contra]):
-    """`check_group` or `unpack_group`."""
-
-    def __call__(self, received: T_contra, /, *, strictness: Strictness) -> ScoredGroup: ...
-
 
 TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
 """Environment variable with the bearer token used if no `token` is given."""
@@ -114,7 +102,7 @@ _KEEP_ALIVE_S = 4.0
 
 
 class UnknownEnvironment(HubRejected):
-    """The hub does not know the environment id, for example after its restart."""
+    """The hub does not know the environment id, for example after its restart: register the environment again."""
 
 
 class AnotherExperiment(HubRejected):
@@ -122,7 +110,7 @@ class AnotherExperiment(HubRejected):
 
 
 class TrainerNotRegistered(HubRejected):
-    """The hub has no registered trainer, for example after its restart."""
+    """The hub has no registered trainer, for example after its restart: register again."""
 
 
 class TrainerSuperseded(HubRejected):
@@ -205,12 +193,7 @@ class HubClient:
         )
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -236,8 +219,7 @@ class HubClient:
     ) -> EnvRegistration | None:
         """Register; None while the trainer has not started (retry after a second).
 
-        `env_uid` is any string that is constant for this process: registering again with it
-        returns the same `env_id` and name.
+        `env_uid` is any string that is constant for this process: registering again with it returns the same id.
         """
         body: dict[str, Any] = {
             "max_token_length": max_token_length,
@@ -248,9 +230,10 @@ class HubClient:
         }
         if env_uid is not None:
             body["env_uid"] = env_uid
-        reply = await self._call("POST", "/register-env", json=body)
-        parsed = _parse_either(reply)
-        return parsed if isinstance(parsed, EnvRegistration) else None
+        answer = await self._call("POST", "/register-env", json=body)
+        if _json_object(answer, "POST /register-env").get("status") == WaitForTrainer().status:
+            return None
+        return _parse(EnvRegistration, answer)
 
     async def status_env(
         self,
@@ -264,23 +247,23 @@ class HubClient:
     ) -> EnvStatus:
         """Return the work ahead of the environment.
 
-        With `wait_s` the hub answers when its step is no longer `seen_step` (or its policy version
-        no longer `seen_policy`), or after `wait_s` seconds; an original server answers at once.
-        Raises `UnknownEnvironment` when the id is unknown, belongs to an environment that
-        registered with another `env_uid`, or the hub holds another experiment than `experiment`.
+        With `wait_s` the hub answers when its step is no longer `seen_step` (or its policy version no longer
+        `seen_policy`), or after `wait_s` seconds; an original server answers at once. Raises `UnknownEnvironment` if
+        the id is unknown or belongs to another `env_uid`, or if the hub holds another experiment than `experiment`.
         """
-        params: dict[str, str | int | float] = {"env_id": env_id}
-        asked = {"wait": wait_s or None, "seen_step": seen_step, "seen_policy": seen_policy}
-        params |= {name: value for name, value in asked.items() if value is not None}
-        if env_uid is not None:
-            params["env_uid"] = env_uid
-        if experiment is not None:
-            params["experiment"] = experiment
+        asked: dict[str, str | int | float | None] = {
+            "env_id": env_id,
+            "wait": wait_s or None,
+            "seen_step": seen_step,
+            "seen_policy": seen_policy,
+            "env_uid": env_uid,
+            "experiment": experiment,
+        }
         try:
             reply = await self._call(
                 "GET",
                 "/status-env",
-                params=params,
+                params={name: value for name, value in asked.items() if value is not None},
                 json={"env_id": env_id},  # an original server reads it here
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s + wait_s),
             )
@@ -291,10 +274,7 @@ class HubClient:
         return _parse(EnvStatus, reply)
 
     async def disconnect_env(self, env_id: int, *, env_uid: str | None = None) -> None:
-        """Disconnect: the environment no longer counts in weights and minimums.
-
-        With `env_uid`, raises `UnknownEnvironment` if the id now belongs to another process.
-        """
+        """Disconnect. Raises `UnknownEnvironment`, with `env_uid` also if another process has the id."""
         body = {"env_id": env_id} if env_uid is None else {"env_id": env_id, "env_uid": env_uid}
         answer = await self._call("POST", "/disconnect-env", json=body)
         reply = _json_object(answer, "POST /disconnect-env")
@@ -319,7 +299,8 @@ class HubClient:
             receipt = None
             is_worth_it = self._compresses and len(body) > _COMPRESS_FROM_BYTES
             if is_worth_it:
-                compressed = await asyncio.to_thread(_compressed, body)
+                compress = zstandard.ZstdCompressor(level=1).compress
+                compressed = await asyncio.to_thread(compress, body)
                 receipt = await self._send_native(path, compressed, experiment, coding="zstd")
             if receipt is None:
                 receipt = await self._send_native(path, body, experiment)
@@ -419,12 +400,7 @@ class TrainerClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -467,12 +443,11 @@ class TrainerClient:
         group = _json_object(self._control("GET", "/latest_example"), "GET /latest_example")
         if not group.get("tokens"):
             return None
-        return check_group(group, strictness=Strictness.MEANING)
+        return _check(group)
 
     def publish_policy(self, version: int) -> None:
         """Announce the policy version whose weights the engines now serve."""
-        body = {"version": version}
-        self._native("/policy", body if self._epoch is None else body | {"epoch": self._epoch})
+        self._native("/policy", {"version": version})
 
     def reset(self) -> None:
         """Erase the hub's run: queue, environments, step."""
@@ -499,7 +474,8 @@ class TrainerClient:
         deadline = time.monotonic() + wait_s
         left_s = wait_s
         while True:
-            batch, faults = self._lease_once(left_s, ttl_s)
+            delivery = self._ask_for_lease(left_s, ttl_s)
+            batch, faults = self._leased(delivery), delivery.faults
             if batch is None or not faults:
                 return batch
             position, fault = next(iter(faults.items()))
@@ -520,7 +496,7 @@ class TrainerClient:
             self._open_request = None
             left_s = max(0.0, deadline - time.monotonic())
 
-    def _lease_once(self, wait_s: float, ttl_s: float | None) -> _Leased:
+    def _ask_for_lease(self, wait_s: float, ttl_s: float | None) -> _Delivery:
         if self._open_request is None:
             self._open_request = uuid.uuid4().hex
         params: dict[str, str | float] = {"lease": 1, "request_id": self._open_request}
@@ -531,18 +507,17 @@ class TrainerClient:
         delivery = self._take(params, wait_s)
         if not delivery.faults:
             self._open_request = None
+        return delivery
+
+    def _leased(self, delivery: _Delivery) -> LeasedBatch | None:
         if delivery.groups is None:
-            return _Leased(None, {})
+            return None
         if delivery.meta.get("lease_id") is None:
             self._log_missing("GET /batch?lease=1")
-            return _Leased(LeasedBatch(groups=delivery.groups), delivery.faults)
-        try:
-            lease = _Lease.model_validate(delivery.meta)
-        except ValidationError as e:
-            raise HubError(f"GET /batch: this is no lease: {delivery.meta!r:.200}") from e
+            return LeasedBatch(groups=delivery.groups)
+        lease = _validated(_Lease, delivery.meta)
         self._epoch = lease.epoch
-        batch = LeasedBatch(groups=delivery.groups, **lease.model_dump())
-        return _Leased(batch, delivery.faults)
+        return LeasedBatch(groups=delivery.groups, **lease.model_dump())
 
     def heartbeat(self, batch: LeasedBatch) -> float | None:
         """Renew the lease; return how long it lasts now, in seconds. Raises `LeaseExpired`."""
@@ -552,8 +527,8 @@ class TrainerClient:
     def ack(self, batch: LeasedBatch, *, step: int | None = None) -> int | None:
         """Report that the batch was trained as `step` (None: the batch's own); return that step.
 
-        Safe to repeat. Raises `LeaseExpired` when the lease has ended: the batch may be trained twice.
-        Raises `HubRejected` with status 404 at a hub that lost its run.
+        Safe to repeat. Raises `LeaseExpired` when the lease has ended: the batch may be trained twice; `HubRejected`
+        with status 404 at a hub that lost its run.
         """
         more = {} if step is None else {"step": step}
         reply = self._control_lease("ack", batch, **more)
@@ -571,13 +546,8 @@ class TrainerClient:
         self._control_lease("release", batch)
 
     def checkpoint(self, step: int, path: str | os.PathLike[str] | None = None) -> int:
-        """Report that the trainer can restart from `step`: batches up to it are not needed again.
-
-        Returns the number of batches that the hub discarded. Raises `TrainerSuperseded`.
-        """
-        body: dict[str, Any] = {"step": step, "path": None if path is None else os.fspath(path)}
-        if self._epoch is not None:
-            body["epoch"] = self._epoch
+        """Report a checkpoint; return how many batches up to `step` the hub discarded. Raises `TrainerSuperseded`."""
+        body = {"step": step, "path": None if path is None else os.fspath(path)}
         reply = self._native("/checkpoints", body)
         return 0 if reply is None else _parse(CheckpointReply, reply).committed
 
@@ -632,7 +602,7 @@ class TrainerClient:
         )
         if CONTENT_TYPE_PACKED in response.headers.get("content-type", ""):
             envelope = split_packed(response.content)
-            return _through_the_gate(envelope.blobs, unpack_group, envelope.meta)
+            return _through_the_gate(envelope.blobs, _unpack, envelope.meta)
         delivery = _read_json_batch(response.content)
         if delivery.groups is None and (left := wait_s - (time.monotonic() - began)) > 0:
             # An original server ignores `wait` and answers at once.
@@ -660,7 +630,9 @@ class TrainerClient:
             raise
 
     def _native(self, path: str, body: dict[str, Any]) -> bytes | None:
-        """Post to a route that an original server lacks; None from such a server."""
+        """Post `body`, with the epoch, to a route that an original server lacks; None from such a server."""
+        if self._epoch is not None:
+            body = body | {"epoch": self._epoch}
         try:
             return self._control("POST", path, json=body)
         except HubRejected as e:
@@ -703,21 +675,14 @@ class _Delivery(NamedTuple):
     """Errors of the others, by position."""
 
 
-class _Leased(NamedTuple):
-    """A leased batch, and the errors of the groups missing from it, by position."""
-
-    batch: LeasedBatch | None
-    faults: dict[int, GroupError]
-
-
 def _through_the_gate(
-    received: Sequence[T], read: _ReadGroup[T], meta: dict[str, Any]
+    received: Sequence[T], read: Callable[[T], ScoredGroup], meta: dict[str, Any]
 ) -> _Delivery:
     groups: list[ScoredGroup] = []
     faults: dict[int, GroupError] = {}
     for position, each in enumerate(received):
         try:
-            groups.append(read(each, strictness=Strictness.MEANING))
+            groups.append(read(each))
         except GroupError as e:
             faults[position] = e
     return _Delivery(groups, meta, faults)
@@ -763,7 +728,7 @@ def _read_json_batch(body: bytes) -> _Delivery:
     groups = reply.pop("batch")
     if groups is None:
         return _Delivery(None, reply, {})
-    return _through_the_gate(groups, check_group, reply)
+    return _through_the_gate(groups, _check, reply)
 
 
 def _json_object(body: bytes, where: str) -> dict[str, Any]:
@@ -781,14 +746,8 @@ async def _encode(
     return encode(groups)
 
 
-def _compressed(body: bytes) -> bytes:
-    import zstandard
-
-    return zstandard.ZstdCompressor(level=1).compress(body)
-
-
 def _packed_body(groups: Sequence[ScoredGroup]) -> bytes:
-    return join_packed([pack_group(group) for group in groups], {})
+    return join_packed(map(pack_group, groups))
 
 
 def _json_body(groups: Sequence[ScoredGroup]) -> bytes:
@@ -843,15 +802,3 @@ def _validated(model: type[M], value: Any) -> M:
         return model.model_validate(value)
     except ValidationError as e:
         raise HubError(f"this is not a hub's {model.__name__}: {value!r:.200}") from e
-
-
-_registered_or_wait: TypeAdapter[EnvRegistration | WaitForTrainer] = TypeAdapter(
-    EnvRegistration | WaitForTrainer
-)
-
-
-def _parse_either(body: bytes) -> EnvRegistration | WaitForTrainer:
-    try:
-        return _registered_or_wait.validate_json(body)
-    except ValidationError as e:
-        raise HubError(f"POST /register-env: unexpected answer {body[:200]!r}") from e

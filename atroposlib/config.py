@@ -95,9 +95,8 @@ def parse_flags(
 ) -> M:
     """Build `model` from its defaults, then `--config FILE`, then flags.
 
-    `argv` None reads the process's arguments; `-h` prints every field and exits 0. `positional` is
-    a field whose value may also be given without its flag. Raises ConfigError for an unknown flag,
-    a missing or bad value, a bad file.
+    `argv` None reads the process's arguments; `-h` prints every field and exits 0. `positional` is a field whose value
+    may also be given without its flag. Raises ConfigError for an unknown flag, a missing or bad value, a bad file.
 
     >>> class Serve(BaseModel):
     ...     port: int = 8000
@@ -124,9 +123,8 @@ def parse_sections(
 ) -> SectionValues:
     """Read flags of several models at once; each key is a namespace, "" for flags without one.
 
-    A name without its namespace is accepted if exactly one section has it, or `flat_names` maps it
-    to a section. Nothing is validated here: the caller merges the values with its own defaults and
-    calls `build`.
+    A name without its namespace is accepted if exactly one section has it, or `flat_names` maps it to a section.
+    Nothing is validated here: the caller merges the values with its own defaults and calls `build`.
     """
     flags = [
         _Flag(section=section, name=name, info=info)
@@ -164,19 +162,17 @@ def parse_sections(
 
 
 def build(model: type[M], *layers: Mapping[str, Any], namespace: str = "") -> M:
-    """Merge `layers` (later wins, dicts recursively) into `model`.
+    """Merge `layers` (later wins, dicts recursively) into `model`; unknown keys are ignored with a warning.
 
-    Unknown keys are ignored with a warning; ConfigError names each bad field and its value.
+    Raises ConfigError naming each bad field and its value.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = merge(merged, layer)
     names = _accepted_names(model)
-    unknown = [key for key in merged if key not in names]
-    warn_unknown_keys(model, unknown)
-    by_name = bool(
-        model.model_config.get("populate_by_name") or model.model_config.get("validate_by_name")
-    )
+    warn_unknown_keys(model, merged)
+    settings = model.model_config
+    by_name = bool(settings.get("populate_by_name") or settings.get("validate_by_name"))
     values: dict[str, Any] = {}
     for key, value in merged.items():
         if key not in names:
@@ -210,10 +206,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML mapping; an empty file is {}.
-
-    Raises ConfigError when the file is missing, invalid or not a mapping.
-    """
+    """Read a YAML mapping; an empty file is {}. Raises ConfigError if it is missing, invalid or not a mapping."""
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -230,18 +223,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return {str(key): value for key, value in document.items()}
 
 
-def warn_unknown_keys(model: type[BaseModel], unknown: Iterable[str]) -> None:
-    """Log one line naming the keys that `model` ignores."""
+def warn_unknown_keys(model: type[BaseModel], keys: Iterable[str]) -> None:
+    """Log one line naming those of `keys` that are neither a field nor an alias of `model`."""
     names = _accepted_names(model)
-    hints = [f"{key!r}{_did_you_mean(key, names)}" for key in unknown]
+    hints = [f"{key!r}{_did_you_mean(key, names)}" for key in keys if key not in names]
     if hints:
         logger.warning("%s ignores unknown keys: %s", model.__name__, ", ".join(hints))
-
-
-def unknown_keys(model: type[BaseModel], keys: Iterable[str]) -> list[str]:
-    """Return those of `keys` that are neither a field nor an alias of `model`."""
-    names = _accepted_names(model)
-    return [key for key in keys if key not in names]
 
 
 def _accepted_names(model: type[BaseModel]) -> dict[str, str]:
@@ -282,11 +269,9 @@ def _refuse_flag(
     full = {flag.spelling[2:]: flag.spelling for flag in flags} | {"config": "--config"}
     near = difflib.get_close_matches(name, full, n=1, cutoff=0.5)
     if not near:
-        short = {key.rpartition(".")[2]: spelling for key, spelling in full.items()}
-        tail = difflib.get_close_matches(name.rpartition(".")[2], short, n=1, cutoff=0.5)
-        hint = f"; did you mean {short[tail[0]]}?" if tail else "; --help lists the flags"
-    else:
-        hint = f"; did you mean {full[near[0]]}?"
+        full = {key.rpartition(".")[2]: spelling for key, spelling in full.items()}
+        near = difflib.get_close_matches(name.rpartition(".")[2], full, n=1, cutoff=0.5)
+    hint = f"; did you mean {full[near[0]]}?" if near else "; --help lists the flags"
     raise ConfigError(f"unknown flag --{spelled}{hint}")
 
 
@@ -409,11 +394,7 @@ def _print_help(flags: Sequence[_Flag], *, prog: str, description: str, reads_ya
     for flag in flags:
         lines.append(f"  {flag.spelling} {_type_name(flag.info.annotation)}")
         default = "required" if flag.info.is_required() else f"default: {_default_text(flag.info)}"
-        lines.append(
-            f"      {' '.join((flag.info.description or '').split())} ({default})".replace(
-                "  (", " ("
-            )
-        )
+        lines.append("      " + " ".join([*(flag.info.description or "").split(), f"({default})"]))
     sys.stdout.write("\n".join(lines) + "\n")
 
 

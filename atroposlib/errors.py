@@ -114,8 +114,8 @@ def require(module: str, *, extra: str) -> ModuleType:
 def cli_boundary(main: Callable[[], int | None]) -> int:
     """Run a command and return its exit code.
 
-    2 for a wrong flag or file, 1 for any other error of this project (one line on stderr, no traceback),
-    130 after Ctrl-C. Bugs keep their traceback.
+    2 for a wrong flag or file, 1 for any other error of this project (one line on stderr, no traceback), 130 after
+    Ctrl-C. Bugs keep their traceback.
     """
     try:
         return main() or 0

@@ -22,13 +22,16 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class BodyRefused(Exception):
-    """A refused body; `status` is the HTTP status, the message gives the reason."""
+    """A refused body; the message gives the reason, `status` and `headers` are those of the response."""
 
-    def __init__(self, status: int, message: str, *, code: str) -> None:
+    def __init__(
+        self, status: int, message: str, *, code: str = "", headers: dict[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
+        self.headers = headers
 
 
 async def read_body(

@@ -34,28 +34,11 @@ MAX_GROUP_ID_CHARS: Final = 128
 LOGPROB_TOLERANCE: Final = 1e-4
 """Largest accepted sampled log-probability: float32 log-softmax of a near-certain token may round above 0."""
 
-WIRE_KEYS: Final = (
-    "tokens",
-    "masks",
-    "scores",
-    "advantages",
-    "ref_logprobs",
-    "messages",
-    "generation_params",
-    "inference_logprobs",
-    "overrides",
-    "group_overrides",
-    "images",
-    "env_id",
-    "distill_token_ids",
-    "distill_logprobs",
-)
-"""The fourteen keys of a group in JSON, in the hub's order."""
-
 PER_TOKEN_FIELDS: Final = ("advantages", "ref_logprobs", "inference_logprobs")
 LOGPROB_FIELDS: Final = ("ref_logprobs", "inference_logprobs")
 DISTILL_FIELDS: Final = ("distill_token_ids", "distill_logprobs")
-PER_SEQUENCE_FIELDS: Final = ("messages", "overrides")
+OPTIONAL_ROWS: Final = (*PER_TOKEN_FIELDS, *DISTILL_FIELDS, "messages", "overrides")
+"""Optional fields with one entry per sequence; `[]` is another way to leave one out."""
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float64]
@@ -108,6 +91,10 @@ class ScoredDataGroup(TypedDict, total=False):
     distill_logprobs: list[list[list[float]]] | None
     group_id: str
     policy_version: int | None
+
+
+WIRE_KEYS: Final = tuple(ScoredDataGroup.__annotations__)[:14]
+"""The keys of a group that the hub hands out as JSON, in this order; `group_id` and `policy_version` stay inside."""
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -211,17 +198,18 @@ class ScoredGroup:
 
     def sequence(self, index: int) -> SequenceView:
         """Return views (no copies) of one sequence."""
-        offsets = self.offsets
-        cut = slice(int(offsets[index]), int(offsets[index + 1]))
+        start, stop = self.offsets[index : index + 2].tolist()
+
+        def cut(flat: FloatArray | None) -> FloatArray | None:
+            return None if flat is None else flat[start:stop]
+
         return SequenceView(
-            tokens=self.tokens[cut],
-            masks=self.masks[cut],
+            tokens=self.tokens[start:stop],
+            masks=self.masks[start:stop],
             score=float(self.scores[index]),
-            inference_logprobs=None
-            if self.inference_logprobs is None
-            else self.inference_logprobs[cut],
-            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[cut],
-            advantages=None if self.advantages is None else self.advantages[cut],
+            inference_logprobs=cut(self.inference_logprobs),
+            ref_logprobs=cut(self.ref_logprobs),
+            advantages=cut(self.advantages),
         )
 
     def replace(self, **changes: Any) -> ScoredGroup:
@@ -282,44 +270,52 @@ def check_group(
     >>> check_group(group, strictness=Strictness.MEANING).num_trained
     1
     """
-    fail = _Failure(environment)
+    try:
+        checked = _check_shapes(group)
+        return read_meaning(checked) if strictness is Strictness.MEANING else checked
+    except GroupError as e:
+        if environment is None:
+            raise
+        raise GroupError(f"{e} (environment {environment!r})") from e
+
+
+def _check_shapes(group: Mapping[str, Any]) -> ScoredGroup:
+    """Check a group under `Strictness.WIRE`."""
     if not isinstance(group, Mapping):
-        raise fail("group", f"expected a dict, got {_short(group)}")
+        raise _fault("group", f"expected a dict, got {_short(group)}")
     for name in ("tokens", "masks", "scores"):
         if group.get(name) is None:
-            raise fail(name, "required, but missing or null")
+            raise _fault(name, "required, but missing or null")
 
-    tokens, lengths = _int_rows(group["tokens"], "tokens", fail)
+    tokens, lengths = _int_rows(group["tokens"], "tokens")
     num_sequences = len(lengths)
-    masks, mask_lengths = _int_rows(group["masks"], "masks", fail)
-    if len(mask_lengths) != num_sequences:
-        raise fail("masks", f"{len(mask_lengths)} entries for {num_sequences} sequences")
-    _same_lengths(mask_lengths, lengths, "masks", fail)
+    masks, mask_lengths = _int_rows(group["masks"], "masks")
+    _same_lengths(mask_lengths, lengths, "masks")
     flat = _first_outside(masks, -(2**31), MAX_TOKEN_ID)
     if flat is not None:
-        raise fail.at(lengths, flat, "masks", f"value {masks[flat]} does not fit 32 bits")
-    scores = _float_row(group["scores"], "scores", fail)
+        raise _fault_at(lengths, flat, "masks", f"value {masks[flat]} does not fit 32 bits")
+    scores = _float_row(group["scores"], "scores")
 
-    empty: set[str] = set()
-    sequence_advantages = _sequence_advantages(group, num_sequences, fail)
+    sequence_advantages = _sequence_advantages(group, num_sequences)
     if sequence_advantages is not None:
         repeated = Ragged(np.repeat(sequence_advantages, lengths), lengths)
         group = {**group, "advantages": repeated}
     per_token = {
         name: values
         for name in PER_TOKEN_FIELDS
-        if (values := _per_token_floats(group, name, lengths, empty, fail)) is not None
+        if (values := _per_token_floats(group, name, lengths)) is not None
     }
-    _check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token, fail=fail)
-    distill = _check_distillation(group, lengths, empty, fail)
-    messages = _check_messages(group, num_sequences, empty, fail)
-    overrides = _optional_rows(group, "overrides", num_sequences, empty, fail)
+    _check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token)
+    distill = _check_distillation(group, lengths)
+    messages = _check_messages(group, num_sequences)
+    overrides = _optional_rows(group, "overrides", num_sequences)
     if overrides is not None:
         for i, entry in enumerate(overrides):
             if not isinstance(entry, Mapping):
-                raise fail(f"sequences[{i}].overrides", f"expected a dict, got {_short(entry)}")
+                raise _fault(f"sequences[{i}].overrides", f"expected a dict, got {_short(entry)}")
 
-    checked = ScoredGroup(
+    empty = [name for name in OPTIONAL_ROWS if group.get(name) is not None and not len(group[name])]
+    return ScoredGroup(
         lengths=lengths.astype(np.int32),
         tokens=tokens.astype(np.int32),
         masks=masks.astype(np.int32),
@@ -332,13 +328,12 @@ def check_group(
         distill_logprobs=distill["distill_logprobs"],
         messages=messages,
         overrides=overrides,
-        generation_params=_optional_mapping(group, "generation_params", fail),
-        group_overrides=_optional_mapping(group, "group_overrides", fail),
+        generation_params=_optional_mapping(group, "generation_params"),
+        group_overrides=_optional_mapping(group, "group_overrides"),
         images=group.get("images"),
         empty_fields=frozenset(empty),
-        **_check_origin(group, fail)._asdict(),
+        **_check_origin(group)._asdict(),
     )
-    return read_meaning(checked, fail) if strictness is Strictness.MEANING else checked
 
 
 def check_arrays(
@@ -355,28 +350,22 @@ def check_arrays(
     `lengths` and `scores` are [S]; the caller has checked that the other arrays are [sum(lengths)]. Raises the
     `GroupError` of `check_group`.
     """
-    fail = _Failure()
-    _check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token, fail=fail)
-    checked = _check_origin(origin, fail)
-    _check_meaning(lengths=lengths, trained=trained, per_token=per_token, fail=fail)
+    _check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token)
+    checked = _check_origin(origin)
+    _check_meaning(lengths=lengths, trained=trained, per_token=per_token)
     return checked
 
 
-class _Failure:
-    """Builds `GroupError`s that end with the environment's name, if known."""
+def _fault(path: str, what: str) -> GroupError:
+    return GroupError(f"{path}: {what}")
 
-    def __init__(self, environment: str | None = None) -> None:
-        self._suffix = "" if environment is None else f" (environment {environment!r})"
 
-    def __call__(self, path: str, what: str) -> GroupError:
-        return GroupError(f"{path}: {what}{self._suffix}")
-
-    def at(self, lengths: NDArray[Any], flat: int | np.intp, name: str, what: str) -> GroupError:
-        """Name the sequence and position of a flat index."""
-        ends = np.cumsum(lengths)
-        row = int(np.searchsorted(ends, flat, side="right"))
-        position = int(flat) - (int(ends[row - 1]) if row else 0)
-        return self(f"sequences[{row}].{name}[{position}]", what)
+def _fault_at(lengths: NDArray[Any], flat: int | np.intp, name: str, what: str) -> GroupError:
+    """Name the sequence and position of a flat index."""
+    ends = np.cumsum(lengths)
+    row = int(np.searchsorted(ends, flat, side="right"))
+    position = int(flat) - (int(ends[row - 1]) if row else 0)
+    return _fault(f"sequences[{row}].{name}[{position}]", what)
 
 
 def _short(value: Any) -> str:
@@ -385,45 +374,45 @@ def _short(value: Any) -> str:
     return f"{kind} {text}" if len(text) <= 60 else f"{kind} {text[:57]}..."
 
 
-def _rows(value: Any, name: str, fail: _Failure) -> Sequence[Any]:
+def _rows(value: Any, name: str) -> Sequence[Any]:
     if isinstance(value, np.ndarray):
         return list(value)
     if not isinstance(value, list | tuple):
-        raise fail(name, f"expected one list per sequence, got {_short(value)}")
+        raise _fault(name, f"expected one list per sequence, got {_short(value)}")
     return value
 
 
-def _array(row: Any, path: str, fail: _Failure) -> NDArray[Any]:
+def _array(row: Any, path: str) -> NDArray[Any]:
     if not isinstance(row, list | tuple | np.ndarray):
-        raise fail(path, f"expected a list of numbers, got {_short(row)}")
+        raise _fault(path, f"expected a list of numbers, got {_short(row)}")
     try:
         array = np.asarray(row)
     except (ValueError, OverflowError) as e:
-        raise fail(path, f"expected a flat list of numbers, got {_short(row)} ({e})") from e
+        raise _fault(path, f"expected a flat list of numbers, got {_short(row)} ({e})") from e
     if array.ndim != 1:
-        raise fail(path, f"expected a flat list of numbers, got {_short(row)}")
+        raise _fault(path, f"expected a flat list of numbers, got {_short(row)}")
     return array
 
 
-def _int_rows(value: Any, name: str, fail: _Failure) -> Ragged:
+def _int_rows(value: Any, name: str) -> Ragged:
     """Return the rows of `value` concatenated, in an integer type that holds them."""
     if isinstance(value, Ragged):
         if value.values.size and value.values.dtype.kind not in "iu":
-            raise fail(name, f"expected integers, got {value.values.dtype} values")
+            raise _fault(name, f"expected integers, got {value.values.dtype} values")
         return value
-    rows = _rows(value, name, fail)
-    arrays = [_int_row(row, f"sequences[{i}].{name}", fail) for i, row in enumerate(rows)]
+    rows = _rows(value, name)
+    arrays = [_int_row(row, f"sequences[{i}].{name}") for i, row in enumerate(rows)]
     return _lay_out(arrays, np.int64)
 
 
-def _int_row(row: Any, path: str, fail: _Failure) -> NDArray[np.int64]:
-    array = _array(row, path, fail)
+def _int_row(row: Any, path: str) -> NDArray[np.int64]:
+    array = _array(row, path)
     if array.size and array.dtype.kind not in "iu":
         wrong = [v for v in row if isinstance(v, bool) or not isinstance(v, int)]
         what = f"expected integers, got {_short(wrong[0])}" if wrong else "not all fit 64 bits"
-        raise fail(path, what)
+        raise _fault(path, what)
     if array.size and array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
-        raise fail(path, f"value {array.max()} does not fit 64 bits")
+        raise _fault(path, f"value {array.max()} does not fit 64 bits")
     return array.astype(np.int64, copy=False)
 
 
@@ -448,193 +437,170 @@ def _not_finite(value: Any) -> str:
     return f"{value} is not finite; send a number or leave the group out"
 
 
-def _float_row(row: Any, path: str, fail: _Failure) -> FloatArray:
-    array = _array(row, path, fail)
+def _float_row(row: Any, path: str) -> FloatArray:
+    array = _array(row, path)
     if array.size and array.dtype.kind not in "iuf":
         wrong = next((v for v in row if isinstance(v, bool) or not isinstance(v, int | float)), row)
-        raise fail(path, f"expected numbers, got {_short(wrong)}")
+        raise _fault(path, f"expected numbers, got {_short(wrong)}")
     return array.astype(np.float64, copy=False)
 
 
 def _per_token_floats(
-    group: Mapping[str, Any],
-    name: str,
-    lengths: NDArray[Any],
-    empty: set[str],
-    fail: _Failure,
+    group: Mapping[str, Any], name: str, lengths: NDArray[Any]
 ) -> FloatArray | None:
-    """Return one number per token; None for null and for `[]` (noted in `empty`)."""
+    """Return one number per token; None for null and for `[]`."""
     rows = group.get(name)
     if not isinstance(rows, Ragged):
-        listed = _optional_rows(group, name, len(lengths), empty, fail)
+        listed = _optional_rows(group, name, len(lengths))
         if listed is None:
             return None
-        arrays = [_float_row(row, f"sequences[{i}].{name}", fail) for i, row in enumerate(listed)]
+        arrays = [_float_row(row, f"sequences[{i}].{name}") for i, row in enumerate(listed)]
         rows = _lay_out(arrays, np.float64)
-    elif len(rows.lengths) != len(lengths):
-        raise fail(name, f"{len(rows.lengths)} entries for {len(lengths)} sequences")
-    _same_lengths(rows.lengths, lengths, name, fail)
+    _same_lengths(rows.lengths, lengths, name)
     if rows.values.size and rows.values.dtype.kind not in "iuf":
-        raise fail(name, f"expected numbers, got {rows.values.dtype} values")
+        raise _fault(name, f"expected numbers, got {rows.values.dtype} values")
     return rows.values.astype(np.float64, copy=False)
 
 
-def _sequence_advantages(
-    group: Mapping[str, Any], num_sequences: int, fail: _Failure
-) -> FloatArray | None:
+def _sequence_advantages(group: Mapping[str, Any], num_sequences: int) -> FloatArray | None:
     """Return `advantages` if they are one number per sequence, else None."""
     rows = group.get("advantages")
     if not isinstance(rows, list | tuple | np.ndarray) or isinstance(rows, Ragged) or not len(rows):
         return None
     if isinstance(rows[0], list | tuple | np.ndarray):
         return None
-    values = _float_row(rows, "advantages", fail)
+    values = _float_row(rows, "advantages")
     if len(values) != num_sequences:
-        raise fail("advantages", f"{len(values)} entries for {num_sequences} sequences")
+        raise _fault("advantages", f"{len(values)} entries for {num_sequences} sequences")
     flat = _first_not_finite(values)
     if flat is not None:
-        raise fail(f"advantages[{flat}]", _not_finite(values[flat]))
+        raise _fault(f"advantages[{flat}]", _not_finite(values[flat]))
     return values
 
 
-def _same_lengths(found: NDArray[Any], lengths: NDArray[Any], name: str, fail: _Failure) -> None:
+def _same_lengths(
+    found: NDArray[Any], lengths: NDArray[Any], name: str, *, of: str = "values"
+) -> None:
     if found is lengths:
         return
+    if len(found) != len(lengths):
+        raise _fault(name, f"{len(found)} entries for {len(lengths)} sequences")
     wrong = np.flatnonzero(found != lengths)
     if wrong.size:
         i = int(wrong[0])
-        raise fail(f"sequences[{i}].{name}", f"{found[i]} values for {lengths[i]} tokens")
+        raise _fault(f"sequences[{i}].{name}", f"{found[i]} {of} for {lengths[i]} tokens")
 
 
-def _optional_rows(
-    group: Mapping[str, Any], name: str, num_sequences: int, empty: set[str], fail: _Failure
-) -> list[Any] | None:
-    """Return the per-sequence entries of an optional field; None for null and for `[]` (noted in `empty`)."""
+def _optional_rows(group: Mapping[str, Any], name: str, num_sequences: int) -> list[Any] | None:
+    """Return the per-sequence entries of an optional field; None for null and for `[]`."""
     value = group.get(name)
-    if value is None:
-        return None
-    rows = list(_rows(value, name, fail))
+    rows = [] if value is None else list(_rows(value, name))
     if not rows:
-        empty.add(name)
         return None
     if len(rows) != num_sequences:
-        raise fail(name, f"{len(rows)} entries for {num_sequences} sequences")
+        raise _fault(name, f"{len(rows)} entries for {num_sequences} sequences")
     return rows
 
 
-def _optional_mapping(group: Mapping[str, Any], name: str, fail: _Failure) -> dict[str, Any] | None:
+def _optional_mapping(group: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     value = group.get(name)
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise fail(name, f"expected a dict or null, got {_short(value)}")
+        raise _fault(name, f"expected a dict or null, got {_short(value)}")
     return dict(value)
 
 
-def _optional_int(group: Mapping[str, Any], name: str, fail: _Failure) -> int | None:
+def _optional_int(group: Mapping[str, Any], name: str) -> int | None:
     value = group.get(name)
     if value is None:
         return None
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_int or not -(2**63) <= int(value) < 2**63:
-        raise fail(name, f"expected a 64-bit integer or null, got {_short(value)}")
+        raise _fault(name, f"expected a 64-bit integer or null, got {_short(value)}")
     return int(value)
 
 
-def _check_origin(group: Mapping[str, Any], fail: _Failure) -> Origin:
+def _check_origin(group: Mapping[str, Any]) -> Origin:
     """Check and return the sender, id and policy version of a group."""
     group_id = group.get("group_id")
     if group_id is not None and not (
         isinstance(group_id, str) and 0 < len(group_id) <= MAX_GROUP_ID_CHARS
     ):
         what = f"expected 1 to {MAX_GROUP_ID_CHARS} characters or null, got {_short(group_id)}"
-        raise fail("group_id", what)
+        raise _fault("group_id", what)
     return Origin(
-        env_id=_optional_int(group, "env_id", fail),
+        env_id=_optional_int(group, "env_id"),
         group_id=group_id,
-        policy_version=_optional_int(group, "policy_version", fail),
+        policy_version=_optional_int(group, "policy_version"),
     )
 
 
-def _check_messages(
-    group: Mapping[str, Any], num_sequences: int, empty: set[str], fail: _Failure
-) -> list[list[Any]] | None:
-    rows = _optional_rows(group, "messages", num_sequences, empty, fail)
+def _check_messages(group: Mapping[str, Any], num_sequences: int) -> list[list[Any]] | None:
+    rows = _optional_rows(group, "messages", num_sequences)
     if rows is None:
         return None
     for i, conversation in enumerate(rows):
         if not isinstance(conversation, list | tuple):
-            raise fail(
-                f"sequences[{i}].messages",
-                f"expected a list of messages, got {_short(conversation)}",
-            )
+            what = f"expected a list of messages, got {_short(conversation)}"
+            raise _fault(f"sequences[{i}].messages", what)
         for j, message in enumerate(conversation):
             path = f"sequences[{i}].messages[{j}]"
             if not isinstance(message, Mapping):
-                raise fail(path, f"expected a dict, got {_short(message)}")
+                raise _fault(path, f"expected a dict, got {_short(message)}")
             for key in ("role", "content"):
                 if key not in message:
-                    raise fail(f"{path}.{key}", "required, but missing")
+                    raise _fault(f"{path}.{key}", "required, but missing")
             if not isinstance(message["role"], str):
-                raise fail(f"{path}.role", f"expected a string, got {_short(message['role'])}")
+                raise _fault(f"{path}.role", f"expected a string, got {_short(message['role'])}")
     return [list(conversation) for conversation in rows]
 
 
 def _check_distillation(
-    group: Mapping[str, Any], lengths: NDArray[Any], empty: set[str], fail: _Failure
+    group: Mapping[str, Any], lengths: NDArray[Any]
 ) -> dict[str, Ragged | None]:
     found: dict[str, Ragged | None] = {}
     for name in DISTILL_FIELDS:
         value = group.get(name)
         if not isinstance(value, RaggedPerToken):
-            rows = _optional_rows(group, name, len(lengths), empty, fail)
-            value = None if rows is None else _distill_rows(rows, name, lengths, fail)
-        elif len(value.lengths) != len(lengths):
-            raise fail(name, f"{len(value.lengths)} entries for {len(lengths)} sequences")
-        if value is None:
-            found[name] = None
-            continue
-        wrong = np.flatnonzero(value.lengths != lengths)
-        if wrong.size:
-            i = int(wrong[0])
-            what = f"{value.lengths[i]} positions for {lengths[i]} tokens"
-            raise fail(f"sequences[{i}].{name}", what)
-        found[name] = value.entries
+            rows = _optional_rows(group, name, len(lengths))
+            value = None if rows is None else _distill_rows(rows, name, lengths)
+        if value is not None:
+            _same_lengths(value.lengths, lengths, name, of="positions")
+        found[name] = None if value is None else value.entries
     ids, logprobs = found["distill_token_ids"], found["distill_logprobs"]
     if ids is not None and ids.values.size and ids.values.dtype.kind not in "iu":
-        raise fail("distill_token_ids", f"expected integers, got {ids.values.dtype} values")
+        raise _fault("distill_token_ids", f"expected integers, got {ids.values.dtype} values")
     if logprobs is not None:
-        found["distill_logprobs"] = logprobs = _finite_entries(logprobs, lengths, fail)
+        found["distill_logprobs"] = logprobs = _finite_entries(logprobs, lengths)
     if ids is not None and logprobs is not None:
         wrong = np.flatnonzero(ids.lengths != logprobs.lengths)
         if wrong.size:
             i = int(wrong[0])
             what = f"{logprobs.lengths[i]} values for {ids.lengths[i]} ids"
-            raise fail.at(lengths, i, "distill_logprobs", what)
+            raise _fault_at(lengths, i, "distill_logprobs", what)
     return found
 
 
-def _finite_entries(logprobs: Ragged, lengths: NDArray[Any], fail: _Failure) -> Ragged:
+def _finite_entries(logprobs: Ragged, lengths: NDArray[Any]) -> Ragged:
     values = logprobs.values
     if values.size and values.dtype.kind not in "iuf":
-        raise fail("distill_logprobs", f"expected numbers, got {values.dtype} values")
+        raise _fault("distill_logprobs", f"expected numbers, got {values.dtype} values")
     bad = _first_not_finite(values)
     if bad is not None:
         position = int(np.searchsorted(np.cumsum(logprobs.lengths), bad, side="right"))
-        raise fail.at(lengths, position, "distill_logprobs", _not_finite(values[bad]))
+        raise _fault_at(lengths, position, "distill_logprobs", _not_finite(values[bad]))
     return logprobs._replace(values=values.astype(np.float64, copy=False))
 
 
-def _distill_rows(
-    rows: Sequence[Any], name: str, lengths: NDArray[Any], fail: _Failure
-) -> RaggedPerToken:
+def _distill_rows(rows: Sequence[Any], name: str, lengths: NDArray[Any]) -> RaggedPerToken:
     """Lay out nested lists `[num_sequences][num_tokens][k]`."""
     for i, row in enumerate(rows):
         path = f"sequences[{i}].{name}"
         if not isinstance(row, list | tuple | np.ndarray):
-            raise fail(path, f"expected [num_tokens][k] numbers, got {_short(row)}")
+            raise _fault(path, f"expected [num_tokens][k] numbers, got {_short(row)}")
         if len(row) != lengths[i]:
-            raise fail(path, f"{len(row)} positions for {lengths[i]} tokens")
+            raise _fault(path, f"{len(row)} positions for {lengths[i]} tokens")
     is_ids = name == "distill_token_ids"
     entries = list(chain.from_iterable(rows))
     counts = np.zeros(len(entries), dtype=np.int64)
@@ -653,7 +619,7 @@ def _distill_rows(
     for i, row in enumerate(rows):
         for j, entry in enumerate(row):
             path = f"sequences[{i}].{name}[{j}]"
-            arrays.append((_int_row if is_ids else _float_row)(entry, path, fail))
+            arrays.append((_int_row if is_ids else _float_row)(entry, path))
     return RaggedPerToken(_lay_out(arrays, np.int64 if is_ids else np.float64), lengths)
 
 
@@ -663,7 +629,6 @@ def _check_numbers(
     tokens: NDArray[Any],
     scores: NDArray[Any],
     per_token: Mapping[str, NDArray[Any]],
-    fail: _Failure,
 ) -> None:
     """Check the values of arrays whose lengths agree, as every gate does.
 
@@ -672,16 +637,16 @@ def _check_numbers(
     flat = _first_outside(tokens, 0, MAX_TOKEN_ID)
     if flat is not None:
         what = f"token id {tokens[flat]} is not in 0..{MAX_TOKEN_ID}"
-        raise fail.at(lengths, flat, "tokens", what)
+        raise _fault_at(lengths, flat, "tokens", what)
     if len(scores) != len(lengths):
-        raise fail("scores", f"{len(scores)} entries for {len(lengths)} sequences")
+        raise _fault("scores", f"{len(scores)} entries for {len(lengths)} sequences")
     flat = _first_not_finite(scores)
     if flat is not None:
-        raise fail(f"scores[{flat}]", _not_finite(scores[flat]))
+        raise _fault(f"scores[{flat}]", _not_finite(scores[flat]))
     for name, values in per_token.items():
         flat = _first_not_finite(values)
         if flat is not None:
-            raise fail.at(lengths, flat, name, _not_finite(values[flat]))
+            raise _fault_at(lengths, flat, name, _not_finite(values[flat]))
 
 
 def _check_meaning(
@@ -689,11 +654,10 @@ def _check_meaning(
     lengths: NDArray[Any],
     trained: NDArray[np.bool_],
     per_token: Mapping[str, NDArray[Any]],
-    fail: _Failure,
 ) -> None:
     """Check what `Strictness.MEANING` requires besides masks; `trained` and each of `per_token` are [N]."""
     if not len(lengths):
-        raise fail("tokens", "the group has no sequences")
+        raise _fault("tokens", "the group has no sequences")
     for name in LOGPROB_FIELDS:
         if name not in per_token:
             continue
@@ -702,36 +666,30 @@ def _check_meaning(
             flat = np.flatnonzero(is_bad)[0]
             value = float(per_token[name][flat])
             what = f"{value} at a trained position; a log-probability is at most 0"
-            raise fail.at(lengths, flat, name, what)
+            raise _fault_at(lengths, flat, name, what)
 
 
-def read_meaning(group: ScoredGroup, fail: _Failure | None = None) -> ScoredGroup:
+def read_meaning(group: ScoredGroup) -> ScoredGroup:
     """Apply `Strictness.MEANING` to a group that passed `Strictness.WIRE`, or raise `GroupError`."""
-    fail = fail or _Failure()
-    labels, repairs = _read_labels(group, fail)
+    group = _with_labels(group)
     fields = {name: getattr(group, name) for name in LOGPROB_FIELDS}
     _check_meaning(
         lengths=group.lengths,
-        trained=labels != IGNORE_INDEX,
+        trained=group.masks != IGNORE_INDEX,
         per_token={name: values for name, values in fields.items() if values is not None},
-        fail=fail,
     )
-    return group.replace(masks=labels, repairs=repairs) if repairs else group
+    return group
 
 
-class _Labels(NamedTuple):
-    masks: IntArray
-    repairs: tuple[str, ...]
-
-
-def _read_labels(group: ScoredGroup, fail: _Failure) -> _Labels:
+def _with_labels(group: ScoredGroup) -> ScoredGroup:
+    """Return the group with masks of 0 and 1 turned into labels; raise `GroupError` for any others."""
     tokens, masks = group.tokens, group.masks
     is_label = (masks == IGNORE_INDEX) | (masks == tokens)
     if is_label.all():
-        return _Labels(masks, ())
+        return group
     if ((masks == 0) | (masks == 1)).all():
         labels = np.where(masks == 1, tokens, IGNORE_INDEX).astype(np.int32)
-        return _Labels(labels, ("binary_masks",))
+        return group.replace(masks=labels, repairs=("binary_masks",))
     flat = np.flatnonzero(~is_label)[0]
     what = f"{masks[flat]} is neither {IGNORE_INDEX} nor the token {tokens[flat]}; masks are labels"
-    raise fail.at(group.lengths, flat, "masks", what)
+    raise _fault_at(group.lengths, flat, "masks", what)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from atroposlib import wire
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import WIRE_KEYS, Strictness, check_group
+from atroposlib.scored_data import WIRE_KEYS, ScoredGroup, Strictness, check_group
 from atroposlib.wire import json_decoding, json_encoding
 from atroposlib.wire.packed import MAX_GROUPS, MAX_SEQUENCES
 
@@ -80,7 +80,7 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
 @given(groups())
 @settings(max_examples=60, deadline=None)
 def test_both_encodings_hand_back_what_was_sent(sent: dict[str, Any]) -> None:
-    [group] = wire.decode_json_groups(json.dumps(sent).encode(), many=False)
+    [group] = decoded(json.dumps(sent))
     assert json.loads(wire.encode_json(group)) == sent
     assert tuple(json.loads(wire.encode_json(group))) == WIRE_KEYS
     again = wire.unpack_group(wire.pack_group(group), strictness=Strictness.MEANING)
@@ -111,8 +111,8 @@ def test_rows_of_any_length_are_read_and_joined_exactly_by_every_parser(
         assert json_decoding._quick_fields(body) is not None
         with monkeypatch.context() as patch:
             patch.setattr(json_decoding, "_QUICK_BYTES", PARSERS[parser])
-            [group] = wire.decode_json_groups(body, many=False)
-            for each in (group, *wire.decode_json_groups(listed, many=True)):
+            [group] = decoded(body)
+            for each in (group, *decoded(listed, many=True)):
                 assert json.loads(wire.encode_json(each)) == sent
 
 
@@ -123,7 +123,7 @@ def test_every_float64_survives_both_encodings_to_the_bit(patterns: list[int]) -
     values = [v for v in floats if np.isfinite(v)] + [5e-324, -0.0, 1.7976931348623157e308]
     row = list(range(len(values)))
     sent = minimal(tokens=[row], masks=[row], ref_logprobs=[values], scores=[values[0]])
-    [group] = wire.decode_json_groups(json.dumps(sent).encode(), many=False)
+    [group] = decoded(json.dumps(sent))
     back = json.loads(wire.encode_json(group))["ref_logprobs"][0]
     assert np.array(back).tobytes() == np.array(values).tobytes()
 
@@ -151,7 +151,12 @@ def test_every_misalignment_is_refused_by_name(
     else:
         target.append([0] if name.startswith("distill") else 0)
     with pytest.raises(GroupError, match=name):
-        wire.decode_json_groups(json.dumps(sent).encode(), many=False)
+        decoded(json.dumps(sent))
+
+
+def decoded(body: str | bytes, *, many: bool = False) -> list[ScoredGroup]:
+    text = body.encode() if isinstance(body, str) else body
+    return list(wire.iter_json_groups(text, many=many))
 
 
 def minimal(**changes: Any) -> dict[str, Any]:
@@ -222,7 +227,7 @@ def test_advantages_may_be_one_number_per_sequence_and_are_handed_out_as_such(
     ):
         assert back["advantages"] == [first, second]
     in_json = json.dumps(sent | {"advantages": list(map(float, advantages))}).encode()
-    [read] = wire.decode_json_groups(in_json, many=False)
+    [read] = decoded(in_json)
     assert read.to_dict()["advantages"] == [first, second]
     assert wire.content_digest(read) == wire.content_digest(blob)
     per_token = sent | {"advantages": [[first] * 3, [second]]}
@@ -261,9 +266,9 @@ def test_numpy_arrays_are_accepted_and_sent() -> None:
 
 
 def test_a_nan_in_a_list_body_is_named_with_its_index() -> None:
-    body = json.dumps([minimal(), minimal(scores=[float("nan")])]).encode()
+    body = json.dumps([minimal(), minimal(scores=[float("nan")])])
     with pytest.raises(GroupError, match=r"\[1\].scores\[0\]: nan is not finite"):
-        wire.decode_json_groups(body, many=True)
+        decoded(body, many=True)
 
 
 BODY = json.dumps(minimal()).encode()
@@ -362,27 +367,27 @@ DEEP = 100_000
 )
 def test_a_body_that_is_no_group_is_a_group_error_with_its_place(body: bytes, message: str) -> None:
     with pytest.raises(GroupError, match=message):
-        wire.decode_json_groups(body, many=False)
+        decoded(body)
     in_a_list = b"[" + BODY + b"," + body + b"]"
     with pytest.raises(GroupError):
-        wire.decode_json_groups(in_a_list, many=True)
+        decoded(in_a_list, many=True)
 
 
 def test_a_fault_is_named_by_its_place_in_a_list_and_in_a_row() -> None:
     row = [*range(100), "x"]
     body = json.dumps([minimal(), minimal(tokens=[row], masks=[row])]).encode()
     with pytest.raises(GroupError, match=r"^\[1\].sequences\[0\].tokens\[100\]: .* got str"):
-        wire.decode_json_groups(body, many=True)
+        decoded(body, many=True)
 
 
 def test_of_a_repeated_key_the_last_one_counts_as_in_every_json_parser() -> None:
-    [group] = wire.decode_json_groups(with_field(b'"scores":[2.0]'), many=False)
+    [group] = decoded(with_field(b'"scores":[2.0]'))
     assert group.scores.tolist() == [2.0]
 
 
 def test_integers_too_large_for_64_bits_pass_where_floats_or_anything_may_be() -> None:
     sent = minimal(inference_logprobs=[[2**64, 1, -1]], generation_params={"seed": 2**70})
-    [group] = wire.decode_json_groups(json.dumps(sent).encode(), many=False)
+    [group] = decoded(json.dumps(sent))
     back = json.loads(wire.encode_json(group))
     assert back["inference_logprobs"] == [[2.0**64, 1.0, -1.0]]
     assert back["generation_params"] == {"seed": 2**70}
@@ -390,15 +395,15 @@ def test_integers_too_large_for_64_bits_pass_where_floats_or_anything_may_be() -
 
 def test_more_groups_or_sequences_than_a_request_may_hold_are_refused() -> None:
     one = b'{"tokens":[],"masks":[],"scores":[]}'
-    assert len(wire.decode_json_groups(b"[" + b",".join([one] * MAX_GROUPS) + b"]", many=True))
+    assert len(decoded(b"[" + b",".join([one] * MAX_GROUPS) + b"]", many=True))
     with pytest.raises(GroupError, match="body: expected array of length <= 1024"):
-        wire.decode_json_groups(b"[" + b",".join([one] * (MAX_GROUPS + 1)) + b"]", many=True)
+        decoded(b"[" + b",".join([one] * (MAX_GROUPS + 1)) + b"]", many=True)
     with pytest.raises(GroupError, match="not a packed message: .*length <= 1024"):
         wire.split_packed(wire.join_packed([b""] * (MAX_GROUPS + 1)))
     rows = b",".join([b"[]"] * (MAX_SEQUENCES + 1))
     body = b'{"tokens":[' + rows + b'],"masks":[],"scores":[]}'
     with pytest.raises(GroupError, match="tokens: expected array of length <= 65536"):
-        wire.decode_json_groups(body, many=False)
+        decoded(body)
 
 
 def rich() -> dict[str, Any]:
@@ -457,20 +462,20 @@ def test_a_damaged_json_group_never_crashes_the_decoder(data: st.DataObject) -> 
         width = data.draw(st.integers(0, 3))
         body[start : start + width] = data.draw(st.sampled_from(SNIPPETS) | st.binary(max_size=2))
     try:
-        [group] = wire.decode_json_groups(bytes(body), many=False)
+        [group] = decoded(bytes(body))
     except GroupError:
         with pytest.raises(GroupError):
-            wire.decode_json_groups(b"[" + bytes(body) + b"]", many=True)
+            decoded(b"[" + bytes(body) + b"]", many=True)
         return
     assert json.loads(wire.encode_json(group)) == group.to_dict()
-    [thorough] = wire.decode_json_groups(b"[" + bytes(body) + b"]", many=True)
+    [thorough] = decoded(b"[" + bytes(body) + b"]", many=True)
     assert thorough.to_dict() == group.to_dict()
 
 
 def outcome(body: bytes, *, many: bool) -> dict[str, Any] | str:
     """Return the one group in `body`, or what is wrong with it."""
     try:
-        [group] = wire.decode_json_groups(body, many=many)
+        [group] = decoded(body, many=many)
     except GroupError as e:
         return str(e)
     return group.to_dict()
@@ -586,8 +591,8 @@ def test_a_tail_in_one_piece_is_read_too() -> None:
 @settings(max_examples=50, deadline=None)
 def test_the_digest_is_that_of_the_content_in_either_encoding(sent: dict[str, Any]) -> None:
     reordered = json.dumps(sent, indent=1, sort_keys=True).encode()
-    [group] = wire.decode_json_groups(json.dumps(sent).encode(), many=False)
-    [again] = wire.decode_json_groups(reordered, many=False)
+    [group] = decoded(json.dumps(sent))
+    [again] = decoded(reordered)
     blob = wire.pack_group(group.replace(env_id=77, group_id="other", policy_version=3))
     digest = wire.content_digest(group)
     assert len(digest) == 16

@@ -242,7 +242,7 @@ class EnvStatus(BaseModel):
     policy_version: int | None = None
 
 
-class Policy(BaseModel):
+class PolicyUpdate(BaseModel):
     """The policy version whose weights the engines now serve."""
 
     version: int = Field(ge=0, lt=2**63)

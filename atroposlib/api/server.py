@@ -22,17 +22,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib import __version__
 from atroposlib.api.http import handlers
-from atroposlib.api.http.handlers import ROUTES, Services, is_ours
-from atroposlib.api.http.limits import ByteBudget, HubLimits, Ladder, RequestBodies
+from atroposlib.api.http.handlers import ROUTES, Services
+from atroposlib.api.http.limits import ByteBudget, HubLimits, Ladder, RequestBodies, is_native
 from atroposlib.api.http.metrics import HubMetrics, Observe
 from atroposlib.api.http.payloads import DecoderUnavailable, GroupCodec
 from atroposlib.api.http.routes import Route
 from atroposlib.api.http.security import Access, TokenSet
 from atroposlib.api.run.environments import MIN_ENV_WEIGHT as MIN_ENV_WEIGHT
-from atroposlib.api.run.environments import TooManyEnvironments, UnknownEnvironment
+from atroposlib.api.run.environments import EnvironmentNotFound, TooManyEnvironments
 from atroposlib.api.run.hub import DEFAULT_RUN, Hub, TooManyRuns
 from atroposlib.api.run.leases import LeaseLost, Superseded, UnknownBatch
-from atroposlib.api.run.types import AnotherExperiment, Overloaded, RunReset
+from atroposlib.api.run.types import ExperimentReplaced, Overloaded, RunReset
 from atroposlib.api.schemas import EnvIdentifier as EnvIdentifier
 from atroposlib.api.schemas import HubInfo, HubStatus
 from atroposlib.api.schemas import RegisterEnv as RegisterEnv
@@ -62,7 +62,7 @@ _REFUSALS: dict[type, _Refusal] = {
     LeaseLost: _Refusal(409, "lease_expired"),
     Superseded: _Refusal(409, "superseded"),
     RunReset: _Refusal(409, "run_reset"),
-    AnotherExperiment: _Refusal(409, "another_run"),
+    ExperimentReplaced: _Refusal(409, "another_run"),
     ConfigError: _Refusal(409, "not_a_run"),
     TooManyRuns: _Refusal(403, "too_many_runs", is_temporary=True),
     TooManyEnvironments: _Refusal(503, "too_many_environments", is_temporary=True),
@@ -203,11 +203,6 @@ class GZipRequestMiddleware(RequestBodies):
         super().__init__(app, same)
 
 
-def stop_waiting(app: FastAPI) -> None:
-    """Answer every waiting request now, for a quick shutdown."""
-    app.state.hub.stop_waiting()
-
-
 async def _let_time_pass(hub: Hub) -> None:
     """Expire leases, groups and environments even without requests."""
     while True:
@@ -246,8 +241,8 @@ def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
         detail = {"type": "group_error", "loc": ["body", path], "msg": what or path}
         return JSONResponse({"detail": [detail]}, status_code=422)
 
-    @app.exception_handler(UnknownEnvironment)
-    async def refuse_environment(_: Request, error: UnknownEnvironment) -> JSONResponse:
+    @app.exception_handler(EnvironmentNotFound)
+    async def refuse_environment(_: Request, error: EnvironmentNotFound) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status_code=404)
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:
@@ -255,7 +250,7 @@ def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
         detail = {"type": refusal.kind, "msg": str(error)}
         if not refusal.is_temporary:
             return JSONResponse({"detail": detail}, refusal.status)
-        status = refusal.status if is_ours(request) else 503
+        status = refusal.status if is_native(request.scope) else 503
         return JSONResponse({"detail": detail}, status, {"Retry-After": str(retry_after_s)})
 
     for kind in _REFUSALS:

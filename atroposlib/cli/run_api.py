@@ -27,17 +27,17 @@ from typing import Literal
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from atroposlib.api.http.allocator import keep_freed_memory
 from atroposlib.api.http.connections import (
     MAX_CONNECTIONS,
     RESERVED_CONNECTIONS,
     Connections,
     HubProtocol,
 )
+from atroposlib.api.http.decoding import keep_freed_memory
 from atroposlib.api.http.security import Scope, TokenSet, add_token
 from atroposlib.api.run.hub import Hub
 from atroposlib.api.run.types import RunPolicy
-from atroposlib.api.server import create_app, stop_waiting
+from atroposlib.api.server import create_app
 from atroposlib.api.stores.base import Durability, GroupStore, StoreBroken
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.runs import (
@@ -208,7 +208,7 @@ async def _serve(
         broken.append(error)
         if server is not None:
             server.should_exit = True
-            stop_waiting(app)
+            hub.stop_waiting()
 
     # uvicorn raises a signal again after its shutdown, which these handlers ignore; they also handle signals before
     # uvicorn does.
@@ -242,7 +242,7 @@ async def _serve(
             ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
         ),
         on_start=f"atropos hub listening on {scheme}://{shown}:{listener.getsockname()[1]}",
-        stop_waiting=lambda: stop_waiting(app),
+        stop_waiting=hub.stop_waiting,
     )
     # Not only in the application's startup, where uvicorn would log an error with a traceback.
     await hub.open()

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from atroposlib.config import unknown_keys, warn_unknown_keys
+from atroposlib.config import warn_unknown_keys
 
 
 class EvalHandlingEnum(enum.Enum):
@@ -98,7 +98,7 @@ class BaseEnvConfig(BaseModel):
     @classmethod
     def _name_unknown_keys(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            warn_unknown_keys(cls, unknown_keys(cls, map(str, data)))
+            warn_unknown_keys(cls, map(str, data))
         return data
 
 

@@ -11,14 +11,8 @@ for the hub, checks a blob by the rules of `scored_data` without making one.
 
 from __future__ import annotations
 
-from atroposlib.wire.json_decoding import (
-    decode_json_groups,
-    iter_json_groups,
-)
-from atroposlib.wire.json_encoding import (
-    encode_json,
-    json_pieces,
-)
+from atroposlib.wire.json_decoding import iter_json_groups
+from atroposlib.wire.json_encoding import encode_json, json_pieces
 from atroposlib.wire.packed import (
     CONTENT_TYPE_JSON,
     CONTENT_TYPE_PACKED,
@@ -44,7 +38,6 @@ __all__ = [
     "PackedEnvelope",
     "check_blob",
     "content_digest",
-    "decode_json_groups",
     "encode_json",
     "facts_of",
     "iter_json_groups",

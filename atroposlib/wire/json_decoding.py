@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import (
     DISTILL_FIELDS,
-    PER_SEQUENCE_FIELDS,
+    OPTIONAL_ROWS,
     PER_TOKEN_FIELDS,
     Ragged,
     RaggedPerToken,
@@ -42,7 +42,7 @@ _QUICK_BYTES: Final = 2**26
 _ODD: Final = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, GroupError)
 """What parsing raises for a body that is faulty or not of the usual form; `msgspec.DecodeError` is a `ValueError`."""
 _INT_FIELDS: Final = ("tokens", "masks", "distill_token_ids")
-_ROW_FIELDS: Final = ("tokens", "masks", *PER_TOKEN_FIELDS, *DISTILL_FIELDS, *PER_SEQUENCE_FIELDS)
+_ROW_FIELDS: Final = ("tokens", "masks", *OPTIONAL_ROWS)
 _SCALARS: Final = (("env_id", int), ("group_id", str), ("policy_version", int))
 _NOT_FINITE: Final = re.compile(rb"NaN|-?Infinity")
 
@@ -78,16 +78,11 @@ _many_decoder = msgspec.json.Decoder(Annotated[list[_Group], _Groups])
 _split_decoder = msgspec.json.Decoder(Annotated[list[msgspec.Raw], _Groups])
 
 
-def decode_json_groups(body: Blob, *, many: bool) -> list[ScoredGroup]:
+def iter_json_groups(body: Blob, *, many: bool) -> Iterator[ScoredGroup]:
     """Decode one JSON group, or a list of them (`many`), and check each at the hub's strictness.
 
     Raises `GroupError` naming the field; for a list the path starts with `[index]`.
     """
-    return list(iter_json_groups(body, many=many))
-
-
-def iter_json_groups(body: Blob, *, many: bool) -> Iterator[ScoredGroup]:
-    """Decode as `decode_json_groups` does, one group at a time."""
     if not many:
         yield _decode_group(body)
         return

@@ -19,7 +19,7 @@ from atroposlib.errors import GroupError
 from atroposlib.scored_data import (
     DISTILL_FIELDS,
     IGNORE_INDEX,
-    PER_SEQUENCE_FIELDS,
+    OPTIONAL_ROWS,
     PER_TOKEN_FIELDS,
     Origin,
     Ragged,
@@ -61,7 +61,6 @@ _MASKED_LABEL: Final = struct.pack("<i", IGNORE_INDEX)
 _NEITHER_BRACKET_NOR_QUOTE: Final = bytes(set(range(256)) - set(b'[]{}"'))
 _FEW: Final = msgspec.Meta(max_length=32)
 _TAIL_FIELDS: Final = (*OBJECT_FIELDS, *DISTILL_FIELDS)
-_EMPTY_FIELDS: Final = (*PER_TOKEN_FIELDS, *DISTILL_FIELDS, *PER_SEQUENCE_FIELDS)
 SEQUENCE_ADVANTAGES: Final = "sequence_advantages"
 """Array that replaces `advantages` if they are one number per sequence."""
 Blob = bytes | bytearray | memoryview
@@ -276,7 +275,7 @@ def _unpack(packed: PackedGroup, *, strictness: Strictness) -> ScoredGroup:
     _refuse_two_values(packed, tail)
     group: dict[str, Any] = {name: decode_member(text, name) for name, text in tail.items()}
     for name in packed.empty:
-        if name not in _EMPTY_FIELDS:
+        if name not in OPTIONAL_ROWS:
             raise GroupError(f"empty: unknown field {name[:60]!r}")
         group[name] = []
     for name, (width, buffer) in packed.arrays.items():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from atroposlib.api.run.coordinator import Coordinator
-from atroposlib.api.run.environments import TooManyEnvironments, UnknownEnvironment
+from atroposlib.api.run.environments import EnvironmentNotFound, TooManyEnvironments
 from atroposlib.api.run.leases import LeaseLost, LeaseRequest, Superseded, UnknownBatch
 from atroposlib.api.run.types import (
     Delivery,
@@ -27,11 +27,18 @@ from atroposlib.api.run.types import (
     Receipt,
     RunPolicy,
 )
-from atroposlib.api.schemas import Ledger, RegisterEnv, RegisterTrainer
+from atroposlib.api.schemas import (
+    EnvRegistration,
+    Ledger,
+    RegisterEnv,
+    RegisterTrainer,
+    RegistrationReply,
+)
 from atroposlib.api.stores.base import Appended, Change, CorruptGroups, NewGroup, StoreFull
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
+from atroposlib.wire import BlobFacts
 from tests.api.helpers_api import environment, registration
 
 T = TypeVar("T")
@@ -55,15 +62,15 @@ def incoming(
     tag: int = 0,
     version: int | None = None,
 ) -> IncomingGroup:
-    return IncomingGroup(
+    facts = BlobFacts(
         env_id=env_id,
         num_sequences=num_sequences,
         num_tokens=10 * num_sequences,
         policy_version=version,
         group_id=group_id,
         digest=b"" if group_id is None else str(tag).encode().rjust(16),
-        payload=str(tag).encode(),
     )
+    return IncomingGroup(facts, payload=str(tag).encode())
 
 
 async def started(
@@ -77,6 +84,26 @@ async def started(
     await coordinator.register(RegisterTrainer(**registration(batch_size=batch_size)))
     assert await coordinator.deliver() is None
     return coordinator
+
+
+async def resumed(coordinator: Coordinator, step: int, **changes: Any) -> RegistrationReply:
+    trainer = coordinator.state.trainer
+    assert trainer is not None
+    fields = registration(batch_size=trainer.batch_size) | {"resume_step": step} | changes
+    return await coordinator.register(RegisterTrainer(**fields))
+
+
+async def joined(coordinator: Coordinator, **changes: Any) -> EnvRegistration:
+    reply = await coordinator.register_env(RegisterEnv(**environment(**changes)))
+    assert reply is not None
+    return reply
+
+
+async def trained(coordinator: Coordinator) -> Delivery:
+    """Take a batch and acknowledge it."""
+    batch = await leased(coordinator)
+    await coordinator.ack(batch.batch_id, batch.lease_id)
+    return batch
 
 
 async def leased(coordinator: Coordinator, **changes: Any) -> Delivery:
@@ -111,8 +138,7 @@ async def test_group_that_fits_badly_is_not_passed_over_for_ever() -> None:
     for _ in range(12):
         await coordinator.accept([incoming(size, tag=size) for size in (2, 6, 1, 7)])
         for _ in range(2):
-            batch = await leased(coordinator)
-            await coordinator.ack(batch.batch_id, batch.lease_id)
+            batch = await trained(coordinator)
             if 5 in tags(batch):
                 assert 8 <= batch.step <= 12
                 return
@@ -138,46 +164,11 @@ async def test_queue_that_cannot_make_a_batch_is_reported_once(
     assert caplog.text.count("there is no batch although enough is queued") == 1
 
 
-async def test_repeated_id_is_a_duplicate_and_other_content_under_it_is_refused() -> None:
-    coordinator = await started()
-    assert await coordinator.accept([incoming(2, group_id="a", tag=1)]) == [Receipt()]
-    again = await coordinator.accept([incoming(2, group_id="a", tag=1)])
-    assert again == [Receipt(is_duplicate=True)]
-    with pytest.raises(GroupError, match=r"^group_id: 'a' was stored with other content"):
-        await coordinator.accept([incoming(2, group_id="a", tag=2)])
-    ledger = coordinator.ledger()
-    assert (ledger.queued, ledger.duplicates) == (1, 1)
-    assert ledger.rejected == {"group_id_reused": 1}
-
-
-async def test_id_stays_known_after_its_group_was_trained_on() -> None:
-    coordinator = await started(batch_size=2)
-    await coordinator.accept([incoming(2, group_id="a", tag=1)])
-    batch = await leased(coordinator)
-    await coordinator.ack(batch.batch_id, batch.lease_id)
-    await coordinator.checkpoint(1)
-    assert (await coordinator.accept([incoming(2, group_id="a", tag=1)]))[0].is_duplicate
-
-
-async def test_acknowledging_twice_is_answered_as_the_first_time() -> None:
-    coordinator = await started(batch_size=2)
-    await coordinator.accept([incoming(2)])
-    batch = await leased(coordinator)
-    assert await coordinator.ack(batch.batch_id, batch.lease_id) == 1
-    assert await coordinator.ack(batch.batch_id, batch.lease_id) == 1
-    await coordinator.checkpoint(1)
-    assert await coordinator.ack(batch.batch_id, batch.lease_id) == 1
-    assert coordinator.ledger().trained == 1
-
-
 async def test_repeated_acknowledgement_is_known_after_a_restart() -> None:
     store = MemoryStore()
-    coordinator = Coordinator(store, policy=RunPolicy(keep_trained_batches=0))
-    await coordinator.open()
-    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    coordinator = await started(2, policy=RunPolicy(keep_trained_batches=0), store=store)
     await coordinator.accept([incoming(2)])
-    batch = await leased(coordinator)
-    await coordinator.ack(batch.batch_id, batch.lease_id)
+    batch = await trained(coordinator)
     coordinator = await restarted(coordinator, store)
     assert await coordinator.ack(batch.batch_id, batch.lease_id) == 1
 
@@ -189,8 +180,7 @@ async def test_policy_version_stands_after_a_resume_until_another_is_published(
     coordinator = await started(batch_size=2, policy=RunPolicy(max_staleness=1))
     await coordinator.set_policy(version)
     await coordinator.accept([incoming(2, version=version, tag=tag) for tag in range(10)])
-    fields = registration(batch_size=2) | {"resume_step": 20}
-    await coordinator.register(RegisterTrainer(**fields))
+    await resumed(coordinator, 20)
     await coordinator.tick()
     ledger = coordinator.ledger()
     assert (coordinator.state.current_version, ledger.queued, ledger.expired) == (version, 10, 0)
@@ -205,12 +195,11 @@ async def test_full_registry_gives_away_the_place_that_was_silent_longest(
     monkeypatch.setattr("atroposlib.api.run.environments.MAX_ENVIRONMENTS", 2)
     coordinator = await started()
     for name in ("a", "b"):
-        await coordinator.register_env(RegisterEnv(**environment(desired_name=name)))
+        await joined(coordinator, desired_name=name)
     with pytest.raises(TooManyEnvironments):
-        await coordinator.register_env(RegisterEnv(**environment(desired_name="c")))
+        await joined(coordinator, desired_name="c")
     await coordinator.disconnect_env(0)
-    reply = await coordinator.register_env(RegisterEnv(**environment(desired_name="c")))
-    assert reply is not None
+    reply = await joined(coordinator, desired_name="c")
     assert (reply.env_id, reply.wandb_name) == (0, "c_0")
 
 
@@ -284,9 +273,7 @@ async def test_damaged_group_is_set_aside_and_the_others_are_delivered() -> None
                 raise CorruptGroups([0])
             return await super().read(numbers)
 
-    coordinator = Coordinator(Damaged())
-    await coordinator.open()
-    await coordinator.register(RegisterTrainer(**registration(batch_size=4)))
+    coordinator = await started(4, store=Damaged())
     await coordinator.accept([incoming(2, tag=tag) for tag in range(3)])
     assert tags(await leased(coordinator)) == [1, 2]
     assert [dead.reason for dead in coordinator.dead()] == ["damaged in the store"]
@@ -298,11 +285,9 @@ async def test_resumed_trainer_gets_what_came_after_its_checkpoint(mode: str) ->
     coordinator = await started(batch_size=2)
     await coordinator.accept([incoming(2, tag=tag) for tag in range(5)])
     for _ in range(3):
-        batch = await leased(coordinator)
-        await coordinator.ack(batch.batch_id, batch.lease_id)
+        await trained(coordinator)
     held = await leased(coordinator)
-    fields = registration(batch_size=2) | {"resume_step": 1, "resume": mode}
-    reply = await coordinator.register(RegisterTrainer(**fields))
+    reply = await resumed(coordinator, 1, resume=mode)
     assert (reply.epoch, reply.step) == (1, 1)
     counts = (reply.replayed, reply.requeued, reply.discarded)
     assert counts == {"replay": (3, 0, 0), "requeue": (0, 3, 0), "discard": (0, 0, 3)}[mode]
@@ -363,8 +348,7 @@ async def test_superseded_trainer_takes_and_lets_go_of_nothing() -> None:
     await coordinator.accept([incoming(2, tag=tag) for tag in range(3)])
     old = await leased(coordinator, epoch=0)
     await coordinator.ack(old.batch_id, old.lease_id)
-    fields = registration(batch_size=2) | {"resume_step": 1}
-    assert (await coordinator.register(RegisterTrainer(**fields))).epoch == 1
+    assert (await resumed(coordinator, 1)).epoch == 1
     assert coordinator.may_deliver(LeaseRequest(epoch=0))  # whoever waits is told at once
     with pytest.raises(Superseded, match="it has epoch 1, this one 0"):
         await coordinator.deliver(LeaseRequest(epoch=0))
@@ -380,26 +364,20 @@ async def test_resume_says_how_many_steps_are_no_longer_held() -> None:
     coordinator = await started(batch_size=2, policy=RunPolicy(keep_trained_batches=2))
     await coordinator.accept([incoming(2, tag=tag) for tag in range(5)])
     for _ in range(5):
-        batch = await leased(coordinator)
-        await coordinator.ack(batch.batch_id, batch.lease_id)
-    fields = registration(batch_size=2) | {"resume_step": 1}
-    reply = await coordinator.register(RegisterTrainer(**fields))
+        await trained(coordinator)
+    reply = await resumed(coordinator, 1)
     assert (reply.forgotten_steps, reply.replayed) == (2, 2)
 
 
 async def test_replayed_batches_keep_their_groups_and_order_over_a_restart() -> None:
     store = MemoryStore()
-    coordinator = Coordinator(store)
-    await coordinator.open()
-    await coordinator.register(RegisterTrainer(**registration(batch_size=4)))
+    coordinator = await started(4, store=store)
     await coordinator.accept([incoming(1, tag=tag) for tag in range(12)])
     batches = []
     for _ in range(3):
-        batch = await leased(coordinator)
-        await coordinator.ack(batch.batch_id, batch.lease_id)
+        batch = await trained(coordinator)
         batches.append(tags(batch))
-    fields = registration(batch_size=4) | {"resume_step": 0}
-    await coordinator.register(RegisterTrainer(**fields))
+    await resumed(coordinator, 0)
     again = [tags(await leased(coordinator))]
     coordinator = await restarted(coordinator, store)
     again += [tags(await leased(coordinator)) for _ in range(2)]
@@ -432,17 +410,11 @@ async def test_silent_environment_suspends_its_minimum_until_it_is_heard_of() ->
     coordinator = await started(batch_size=4, clock=clock, policy=RunPolicy(env_timeout_s=60))
     for name in ("a", "b"):
         share = 0.5 if name == "b" else None
-        fields = environment(desired_name=name, min_batch_allocation=share)
-        await coordinator.register_env(RegisterEnv(**fields))
+        await joined(coordinator, desired_name=name, min_batch_allocation=share)
     await coordinator.accept([incoming(2, env_id=0, tag=tag) for tag in (1, 2)])
     assert await coordinator.deliver() is None
-    explained = coordinator.explain()
-    assert (explained.blocker, explained.env_id, explained.have, explained.need) == (
-        "minimum",
-        1,
-        0,
-        2,
-    )
+    why = coordinator.explain()
+    assert (why.blocker, why.env_id, why.have, why.need) == ("minimum", 1, 0, 2)
     clock.now += 61
     coordinator.status_env(0)
     assert tags(await coordinator.deliver()) == [1, 2]
@@ -453,7 +425,7 @@ async def test_silent_environment_suspends_its_minimum_until_it_is_heard_of() ->
 
 async def test_odd_groups_of_an_environment_that_left_are_queued() -> None:
     coordinator = await started(batch_size=6)
-    await coordinator.register_env(RegisterEnv(**environment(group_size=4)))
+    await joined(coordinator, group_size=4)
     receipts = await coordinator.accept([incoming(3, env_id=0, tag=n) for n in (1, 2)])
     assert receipts == [Receipt(env_id=0, buffer_size=3), Receipt(env_id=0, buffer_size=6)]
     assert await coordinator.deliver() is None
@@ -463,20 +435,18 @@ async def test_odd_groups_of_an_environment_that_left_are_queued() -> None:
 
 async def test_same_uid_is_the_same_environment() -> None:
     coordinator = await started()
-    first = await coordinator.register_env(RegisterEnv(**environment(env_uid="u")))
-    other = await coordinator.register_env(RegisterEnv(**environment()))
-    again = await coordinator.register_env(RegisterEnv(**environment(env_uid="u", weight=3.0)))
-    assert first is not None
-    assert other is not None
+    first = await joined(coordinator, env_uid="u")
+    other = await joined(coordinator)
+    again = await joined(coordinator, env_uid="u", weight=3.0)
     assert again == first
     assert (first.env_id, other.env_id) == (0, 1)
 
 
 async def test_restarted_environment_takes_over_the_name_of_the_one_that_left() -> None:
     coordinator = await started()
-    first = await coordinator.register_env(RegisterEnv(**environment(env_uid="u")))
+    first = await joined(coordinator, env_uid="u")
     await coordinator.disconnect_env(0)
-    again = await coordinator.register_env(RegisterEnv(**environment(env_uid="v")))
+    again = await joined(coordinator, env_uid="v")
     assert again == first
 
 
@@ -495,8 +465,7 @@ async def test_queue_over_its_bound_refuses_only_while_a_batch_can_be_cut() -> N
 async def test_environment_beyond_its_share_does_not_take_the_room_of_others() -> None:
     coordinator = await started(batch_size=4, policy=RunPolicy(max_queued_sequences=4))
     for share in (None, 0.5):
-        fields = environment(min_batch_allocation=share)
-        await coordinator.register_env(RegisterEnv(**fields))
+        await joined(coordinator, min_batch_allocation=share)
     await coordinator.accept([incoming(2, env_id=0), incoming(2, env_id=0)])
     with pytest.raises(Overloaded, match="environment 0"):
         await coordinator.accept([incoming(2, env_id=0)])
@@ -506,11 +475,8 @@ async def test_environment_beyond_its_share_does_not_take_the_room_of_others() -
 
 async def test_restart_brings_back_trainer_environments_step_and_leases() -> None:
     store, clock = MemoryStore(), Clock()
-    coordinator = Coordinator(store, clock=clock)
-    await coordinator.open()
-    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
-    await coordinator.deliver()
-    await coordinator.register_env(RegisterEnv(**environment(group_size=2)))
+    coordinator = await started(2, store=store, clock=clock)
+    await joined(coordinator, group_size=2)
     await coordinator.set_policy(3)
     await coordinator.accept([incoming(2, env_id=0, tag=tag) for tag in (1, 2, 3)])
     await coordinator.accept([incoming(1, env_id=0, tag=4)])
@@ -565,7 +531,7 @@ async def test_a_change_writes_only_the_environment_that_it_is_about() -> None:
     document_bytes = len(store.last.document or b"")
     for n in range(100):
         name = f"{n:03}".ljust(128, "x")
-        await coordinator.register_env(RegisterEnv(**environment(desired_name=name)))
+        await joined(coordinator, desired_name=name)
         assert len(store.last.facts) == 1
         assert len(store.last.facts[f"environment {n:08}"]) < 600
         assert len(store.last.document or b"") == document_bytes
@@ -574,14 +540,12 @@ async def test_a_change_writes_only_the_environment_that_it_is_about() -> None:
     await coordinator.set_policy(1)
     assert store.last.facts == {}
     again = await restarted(coordinator, store)
-    reply = await again.register_env(RegisterEnv(**environment(desired_name="007".ljust(128, "x"))))
-    assert reply is not None
-    assert reply.env_id == 7
+    assert (await joined(again, desired_name="007".ljust(128, "x"))).env_id == 7
 
 
 async def test_environments_that_the_next_experiment_takes_over_survive_a_restart() -> None:
     earlier = await started()
-    await earlier.register_env(RegisterEnv(**environment(desired_name="living")))
+    await joined(earlier, desired_name="living")
     store = MemoryStore()
     following = Coordinator(store)
     await following.open()
@@ -608,9 +572,7 @@ async def test_refusals_are_counted_over_a_clean_stop() -> None:
 
 async def test_plain_delivery_that_was_under_way_at_a_crash_comes_again() -> None:
     store = MemoryStore()
-    coordinator = Coordinator(store)
-    await coordinator.open()
-    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    coordinator = await started(2, store=store)
     await coordinator.accept([incoming(2, tag=tag) for tag in (1, 2)])
     assert tags(await coordinator.deliver()) == [1]
     coordinator = await restarted(coordinator, store)
@@ -620,14 +582,6 @@ async def test_plain_delivery_that_was_under_way_at_a_crash_comes_again() -> Non
     assert first is not None
     assert await coordinator.confirm(first.batch_id)
     assert tags(await coordinator.deliver()) == [2]
-
-
-async def test_second_registration_changes_nothing() -> None:
-    coordinator = await started(batch_size=2)
-    await coordinator.accept([incoming(2)])
-    reply = await coordinator.register(RegisterTrainer(**registration(batch_size=64)))
-    assert reply.model_dump(exclude_none=True).keys() == {"uuid"}
-    assert coordinator.info().batch_size == 2
 
 
 async def test_rejected_groups_are_dead_with_their_reason_and_the_others_come_again() -> None:
@@ -654,11 +608,10 @@ async def test_rejected_groups_are_dead_with_their_reason_and_the_others_come_ag
 
 async def test_no_group_larger_than_the_batch_is_queued_wherever_it_comes_from() -> None:
     coordinator = await started(batch_size=8)
-    await coordinator.register_env(RegisterEnv(**environment(group_size=8)))
+    await joined(coordinator, group_size=8)
     await coordinator.accept([incoming(6, env_id=0, tag=1), incoming(6, tag=2)])
     assert (coordinator.ledger().buffered, coordinator.ledger().queued) == (1, 1)
-    smaller = registration(batch_size=4) | {"resume_step": 0}
-    await coordinator.register(RegisterTrainer(**smaller))
+    await resumed(coordinator, 0, batch_size=4)
     await coordinator.disconnect_env(0)  # what was buffered waits no longer
     ledger = coordinator.ledger()
     assert (ledger.buffered, ledger.queued, ledger.dead) == (0, 0, 2)
@@ -693,23 +646,11 @@ async def test_a_superseded_trainer_changes_nothing(call: Callable[[Coordinator]
     coordinator = await started(batch_size=2, policy=RunPolicy(max_staleness=1))
     await coordinator.set_policy(3)
     await coordinator.accept([incoming(2, version=3)])
-    resumed = registration(batch_size=2) | {"resume_step": 0}
-    await coordinator.register(RegisterTrainer(**resumed))
+    await resumed(coordinator, 0)
     with pytest.raises(Superseded):
         await call(coordinator)
     await coordinator.tick()
     assert (coordinator.state.current_version, coordinator.ledger().queued) == (3, 1)
-
-
-async def test_explain_names_the_missing_trainer_and_a_ready_batch() -> None:
-    coordinator = Coordinator(MemoryStore())
-    await coordinator.open()
-    assert coordinator.explain().blocker == "no_trainer"
-    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
-    assert coordinator.explain().blocker == "too_few"
-    await coordinator.accept([incoming(2)])
-    assert coordinator.explain().batch == "ready"
-    assert coordinator.ledger().queued == 1
 
 
 class RunMachine(RuleBasedStateMachine):
@@ -744,8 +685,7 @@ class RunMachine(RuleBasedStateMachine):
         self.run(self.coordinator.register(RegisterTrainer(**registration(batch_size=self.BATCH))))
         self.run(self.coordinator.deliver())
         for share in (None, 0.3):
-            fields = environment(group_size=3, min_batch_allocation=share)
-            self.run(self.coordinator.register_env(RegisterEnv(**fields)))
+            self.run(joined(self.coordinator, group_size=3, min_batch_allocation=share))
 
     @rule()
     def restart(self) -> None:
@@ -842,8 +782,7 @@ class RunMachine(RuleBasedStateMachine):
     @rule(back=st.integers(0, 3), mode=st.sampled_from(["replay", "requeue", "discard"]))
     def resume(self, back: int, mode: str) -> None:
         step = max(0, self.coordinator.status().current_step - back)
-        fields = registration(batch_size=self.BATCH) | {"resume_step": step, "resume": mode}
-        reply = self.run(self.coordinator.register(RegisterTrainer(**fields)))
+        reply = self.run(resumed(self.coordinator, step, resume=mode))
         assert reply.step == self.coordinator.status().current_step == step
         self.dead_leases += self.leases
         self.leases = []
@@ -911,8 +850,7 @@ async def test_full_run_lets_in_what_its_next_batch_waits_for(
 ) -> None:
     coordinator = await started(batch_size, policy=RunPolicy(max_queued_sequences=4))
     for index, share in enumerate(minimums):
-        fields = environment(desired_name=str(index), group_size=1, min_batch_allocation=share)
-        await coordinator.register_env(RegisterEnv(**fields))
+        await joined(coordinator, desired_name=str(index), group_size=1, min_batch_allocation=share)
     await coordinator.accept([incoming(size, env_id=env_id) for env_id, size in queued])
     assert coordinator.explain().batch == "none"
     assert coordinator.overload() is None
@@ -944,9 +882,7 @@ async def test_plain_delivery_that_fails_before_it_begins_is_not_held_for_ever(
 ) -> None:
     store = FailingReads()
     store.failure = failure
-    coordinator = Coordinator(store)
-    await coordinator.open()
-    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    coordinator = await started(2, store=store)
     await coordinator.accept([incoming(2, tag=5)])
     with pytest.raises(type(failure)):
         await coordinator.deliver()
@@ -960,7 +896,7 @@ async def test_plain_delivery_that_fails_before_it_begins_is_not_held_for_ever(
 async def test_waiting_trainer_is_woken_when_a_silent_minimum_is_suspended() -> None:
     clock = Clock()
     coordinator = await started(2, policy=RunPolicy(env_timeout_s=60), clock=clock)
-    await coordinator.register_env(RegisterEnv(**environment(min_batch_allocation=1.0)))
+    await joined(coordinator, min_batch_allocation=1.0)
     await coordinator.accept([incoming(2)])
     assert await coordinator.deliver() is None
     async with asyncio.timeout(5), asyncio.TaskGroup() as waiting:
@@ -994,8 +930,7 @@ async def test_name_of_an_environment_cannot_forge_a_line_of_the_log(
 ) -> None:
     coordinator = await started()
     with caplog.at_level(logging.INFO):
-        fields = environment(desired_name="a\n2026-01-01 INFO run default reset")
-        await coordinator.register_env(RegisterEnv(**fields))
+        await joined(coordinator, desired_name="a\n2026-01-01 INFO run default reset")
         await coordinator.disconnect_env(0)
     assert len(caplog.messages) == 2
     assert all("\n" not in message for message in caplog.messages)
@@ -1005,7 +940,7 @@ async def test_odd_groups_that_never_add_up_are_queued_in_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     coordinator = await started(batch_size=12)
-    await coordinator.register_env(RegisterEnv(**environment(group_size=4)))
+    await joined(coordinator, group_size=4)
     for tag in range(10):
         await coordinator.accept([incoming(3, env_id=0, tag=tag)])
     assert (coordinator.ledger().buffered, coordinator.explain().batch) == (10, "none")
@@ -1017,7 +952,7 @@ async def test_odd_groups_that_never_add_up_are_queued_in_the_end(
 
 async def test_group_size_beyond_the_batch_buffers_nothing() -> None:
     coordinator = await started(batch_size=4)
-    await coordinator.register_env(RegisterEnv(**environment(group_size=2**31 - 1)))
+    await joined(coordinator, group_size=2**31 - 1)
     assert await coordinator.accept([incoming(4, env_id=0)]) == [Receipt(env_id=0)]
     assert await coordinator.deliver() is not None
 
@@ -1073,9 +1008,7 @@ async def test_group_whose_sender_left_while_it_was_stored_is_queued() -> None:
 async def test_oldest_dead_groups_make_room_for_newer_ones() -> None:
     policy = RunPolicy(max_deliveries=1, keep_dead_bytes=4)
     store = MemoryStore()
-    coordinator = Coordinator(store, policy=policy)
-    await coordinator.open()
-    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    coordinator = await started(2, policy=policy, store=store)
     for tag in (11, 12):
         await coordinator.accept([incoming(2, tag=tag)])
         batch = await leased(coordinator)
@@ -1104,9 +1037,7 @@ async def test_group_that_grew_too_old_while_an_expiry_was_stored_is_not_deliver
 
     store, clock = Busy(), Clock()
     policy = RunPolicy(max_staleness=1, lease_ttl_s=10)
-    coordinator = Coordinator(store, policy=policy, clock=clock)
-    await coordinator.open()
-    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    coordinator = await started(2, policy=policy, store=store, clock=clock)
     await coordinator.accept([incoming(2, version=0)])
     await leased(coordinator)
     clock.now += 11
@@ -1118,11 +1049,11 @@ async def test_group_that_grew_too_old_while_an_expiry_was_stored_is_not_deliver
 async def test_process_that_lost_its_place_cannot_disconnect_its_successor() -> None:
     clock = Clock()
     coordinator = await started(policy=RunPolicy(env_timeout_s=60), clock=clock)
-    await coordinator.register_env(RegisterEnv(**environment(env_uid="old")))
+    await joined(coordinator, env_uid="old")
     clock.now += 61
     await coordinator.tick()
-    await coordinator.register_env(RegisterEnv(**environment(env_uid="new")))
-    with pytest.raises(UnknownEnvironment, match="registered by another process"):
+    await joined(coordinator, env_uid="new")
+    with pytest.raises(EnvironmentNotFound, match="registered by another process"):
         await coordinator.disconnect_env(0, env_uid="old")
     assert coordinator.explain().environments[0].state == "active"
     await coordinator.disconnect_env(0, env_uid="new")

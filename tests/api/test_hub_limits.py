@@ -24,7 +24,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atroposlib.api.http.handlers import ROUTES
 from atroposlib.api.http.limits import (
     IS_GONE_EXTENSION,
-    BodyRefused,
     ByteBudget,
     HubLimits,
     Ladder,
@@ -33,6 +32,7 @@ from atroposlib.api.http.limits import (
 )
 from atroposlib.api.http.security import Access
 from atroposlib.api.run.types import Overloaded
+from atroposlib.http_bodies import BodyRefused
 from tests.api.helpers_api import FullRun, registration, running_hub
 
 MIB = 2**20
@@ -272,16 +272,9 @@ async def test_oversized_bodies_are_413_announced_or_not() -> None:
 
 
 async def test_oversized_body_is_refused_before_it_is_read() -> None:
-    async def receive() -> Any:
-        raise AssertionError("the body was read")
-
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
+    sent = Answers()
     scope = scope_of("/scored_data", 2**40)
-    await RequestBodies(echo, HubLimits())(scope, receive, send)
+    await RequestBodies(echo, HubLimits())(scope, unexpected_receive, sent.send)
     assert sent[0]["status"] == 413
 
 
@@ -350,22 +343,37 @@ async def unexpected_send(message: Any) -> None:
     raise AssertionError(message)
 
 
+async def unexpected_receive() -> Any:
+    raise AssertionError("the body was read")
+
+
+def sending(body: bytes) -> Receive:
+    """Return the `receive` of a client that sends `body` at once."""
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+class Answers(list[Any]):
+    """The messages that an application sends."""
+
+    async def send(self, message: Any) -> None:
+        self.append(message)
+
+
 @dataclass
 class Sender:
     """A client that sends `piece` every `interval_s`, for ever, and keeps what it is answered."""
 
     piece: bytes
     interval_s: float
-    answers: list[Any] = field(default_factory=list)
-    num_sent: int = 0
+    answers: Answers = field(default_factory=Answers)
 
     async def receive(self) -> Any:
         await asyncio.sleep(self.interval_s)
-        self.num_sent += len(self.piece)
         return {"type": "http.request", "body": self.piece, "more_body": True}
-
-    async def send(self, message: Any) -> None:
-        self.answers.append(message)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +392,7 @@ async def test_slow_sender_is_408_and_its_connection_is_closed(
     sender.answers.clear()
     bodies = RequestBodies(echo, HubLimits(**limits))  # type: ignore[arg-type]
     async with asyncio.timeout(5):
-        await bodies(scope_of("/scored_data", announced), sender.receive, sender.send)
+        await bodies(scope_of("/scored_data", announced), sender.receive, sender.answers.send)
     assert sender.answers[0]["status"] == 408
     assert (b"connection", b"close") in sender.answers[0]["headers"]
     assert bodies._received.free_bytes == bodies._received.total_bytes
@@ -396,7 +404,7 @@ async def test_rate_is_what_gets_the_announced_body_here_in_time() -> None:
     sender = Sender(b"x" * 20, 0.01)
     async with asyncio.timeout(5):
         bodies = RequestBodies(echo, limits)
-        await bodies(scope_of("/scored_data", 100_000), sender.receive, sender.send)
+        await bodies(scope_of("/scored_data", 100_000), sender.receive, sender.answers.send)
     assert sender.answers[0]["status"] == 408
 
 
@@ -514,16 +522,9 @@ async def test_bodies_that_do_not_come_hold_no_memory_of_others(announced: int |
     dawdlers = [asyncio.create_task(dawdle()) for _ in range(16)]
     await settle()
     assert bodies._received.free_bytes == bodies._received.total_bytes
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": b" " * 40 * MIB, "more_body": False}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
+    sent = Answers()
     async with asyncio.timeout(5):
-        await bodies(scope_of("/scored_data", 40 * MIB), receive, send)
+        await bodies(scope_of("/scored_data", 40 * MIB), sending(b" " * 40 * MIB), sent.send)
     assert sent[0]["status"] == 200
     for each in dawdlers:
         each.cancel()
@@ -543,10 +544,8 @@ async def test_bodies_wait_while_others_are_handled_and_acks_do_not() -> None:
     bodies = RequestBodies(app, HubLimits(max_inflight_bytes=150_000))
 
     async def request(name: str, path: str, num_bytes: int) -> None:
-        async def receive() -> Any:
-            return {"type": "http.request", "body": b" " * num_bytes, "more_body": False}
-
-        await bodies(scope_of(path, num_bytes, name=name), receive, unexpected_send)
+        scope = scope_of(path, num_bytes, name=name)
+        await bodies(scope, sending(b" " * num_bytes), unexpected_send)
 
     async with asyncio.TaskGroup() as tasks:
         for name in "abc":
@@ -577,12 +576,9 @@ async def test_inflated_bodies_have_a_budget_too() -> None:
     body = gzip.compress(os.urandom(300_000) + b"0" * 1_300_000)
 
     async def request() -> None:
-        async def receive() -> Any:
-            return {"type": "http.request", "body": body, "more_body": False}
-
         scope = scope_of("/scored_data", len(body))
         scope["headers"].append((b"content-encoding", b"gzip"))
-        await bodies(scope, receive, unexpected_send)
+        await bodies(scope, sending(body), unexpected_send)
 
     await asyncio.gather(*[request() for _ in range(4)])
     assert most == 1
@@ -611,13 +607,9 @@ async def test_original_client_is_held_unread_until_there_is_room() -> None:
         num_read += 1
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
+    sent = Answers()
     scope = scope_of("/scored_data", 0, run="math")
-    held = asyncio.create_task(run.ladder(echo)(scope, receive, send))
+    held = asyncio.create_task(run.ladder(echo)(scope, receive, sent.send))
     await settle()
     assert (num_read, run.num_held(), sent) == (0, 1, [])
     run.reason = None
@@ -657,15 +649,7 @@ async def test_client_that_hangs_up_while_held_frees_its_place(
     is_gone = False
     extensions = {IS_GONE_EXTENSION: lambda: is_gone}
     scope = scope_of("/scored_data", 0, extensions=extensions)
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def receive() -> Any:
-        raise AssertionError("the body was read")
-
-    held = asyncio.create_task(run.ladder(echo)(scope, receive, send))
+    held = asyncio.create_task(run.ladder(echo)(scope, unexpected_receive, Answers().send))
     await settle()
     assert run.num_held() == 1
     is_gone = True

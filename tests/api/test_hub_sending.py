@@ -171,7 +171,7 @@ async def test_examples_that_are_not_read_are_not_made() -> None:
 )
 def test_an_example_takes_no_more_memory_than_its_share_of_the_budget(changes: Any) -> None:
     body = json.dumps(group(2) | changes).encode()
-    [checked] = wire.decode_json_groups(body, many=False)
+    [checked] = wire.iter_json_groups(body, many=False)
     blob = wire.pack_group(checked)
 
     def send() -> int:

@@ -1,7 +1,6 @@
 """The hub over HTTP: the table of routes, rights, limits, bodies and metrics."""
 
 __all__ = [
-    "allocator",
     "connections",
     "decoding",
     "handlers",

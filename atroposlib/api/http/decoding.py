@@ -7,6 +7,7 @@ coordinator, and keeps no state between requests.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -20,9 +21,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from atroposlib.api.http.allocator import keep_freed_memory
 from atroposlib.api.run.types import IncomingGroup
 from atroposlib.errors import GroupError
+from atroposlib.scored_data import ScoredGroup
 from atroposlib.wire import (
     BlobFacts,
     check_blob,
@@ -88,49 +89,41 @@ def _num_marks(text: Body, marks: str) -> int:
 
 def decode_body(body: Body, *, is_packed: bool, many: bool) -> list[IncomingGroup]:
     """Decode and check the body of `/scored_data` or, with `many`, `/scored_data_list`; raises `GroupError`."""
+    groups: list[IncomingGroup] = []
     try:
-        return _decode_packed(body, many=many) if is_packed else _decode_json(body, many=many)
+        split = _blobs if is_packed else iter_json_groups
+        for group in split(body, many=many):
+            try:
+                groups.append(_incoming(group))
+            except GroupError as e:
+                raise GroupError(f"[{len(groups)}].{e}" if many else str(e)) from e
     except MemoryError as e:
         raise GroupError(_TOO_MUCH) from e
-
-
-def _decode_json(body: Body, *, many: bool) -> list[IncomingGroup]:
-    groups: list[IncomingGroup] = []
-    for group in iter_json_groups(body, many=many):
-        try:
-            groups.append(IncomingGroup(*facts_of(group), payload=pack_group(group)))
-        except GroupError as e:
-            raise GroupError(f"[{len(groups)}].{e}" if many else str(e)) from e
     return groups
 
 
-def _decode_packed(body: Body, *, many: bool) -> list[IncomingGroup]:
+def _blobs(body: Body, *, many: bool) -> list[memoryview]:
     blobs = split_packed(body).blobs
     if not many and len(blobs) != 1:
         raise GroupError(f"groups: {len(blobs)} in the message, expected 1; use /scored_data_list")
-    groups: list[IncomingGroup] = []
-    for index, blob in enumerate(blobs):
-        try:
-            groups.append(IncomingGroup(*check_blob(blob), payload=bytes(blob)))
-        except GroupError as e:
-            raise GroupError(f"[{index}].{e}" if many else str(e)) from e
-    return groups
+    return blobs
+
+
+def _incoming(group: ScoredGroup | memoryview) -> IncomingGroup:
+    if isinstance(group, ScoredGroup):
+        return IncomingGroup(facts_of(group), pack_group(group))
+    return IncomingGroup(check_blob(group), bytes(group))
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return the next bytes, in one call that releases the GIL; raises `EOFError` if the peer closes first."""
-    data = connection.recv(num_bytes, socket.MSG_WAITALL) if num_bytes else b""
-    if len(data) == num_bytes:
-        return data
-    parts = [data]
-    missing = num_bytes - len(data)
-    while missing:  # a signal interrupted the call, or the peer closed
-        data = connection.recv(missing, socket.MSG_WAITALL)
-        if not data:
+    """Return the next bytes, in calls that release the GIL; raises `EOFError` if the peer closes first."""
+    parts: list[bytes] = []
+    while num_bytes:  # once, unless a signal interrupts the call
+        parts.append(connection.recv(num_bytes, socket.MSG_WAITALL))
+        if not parts[-1]:
             raise EOFError
-        parts.append(data)
-        missing -= len(data)
-    return b"".join(parts)
+        num_bytes -= len(parts[-1])
+    return b"".join(parts)  # of a single part no copy
 
 
 def _answer(body: bytes, *, is_packed: bool, many: bool) -> tuple[Reply, list[bytes]]:
@@ -141,7 +134,7 @@ def _answer(body: bytes, *, is_packed: bool, many: bool) -> tuple[Reply, list[by
     except Exception:  # noqa: BLE001 - the process boundary: the hub raises it again
         return Reply(bug=traceback.format_exc()), []
     payloads = [group.payload for group in groups]
-    facts = [BlobFacts(*group[:-1]) for group in groups]
+    facts = [group.facts for group in groups]
     return Reply(groups=facts, sizes=list(map(len, payloads))), payloads
 
 
@@ -161,6 +154,21 @@ def serve(connection: socket.socket) -> None:
         for payload in payloads:
             connection.sendall(payload)
         del payloads
+
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+"""Parameters of mallopt(3)."""
+
+
+def keep_freed_memory() -> None:
+    """Make glibc reuse the memory of earlier bodies: fresh pages cost a fifth of ingesting a token. Needs glibc."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    mallopt(_MMAP_THRESHOLD, 32 * 2**20)
+    mallopt(_TRIM_THRESHOLD, 128 * 2**20)
+    mallopt(_TOP_PAD, 16 * 2**20)
 
 
 def main() -> None:

@@ -22,13 +22,13 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ValidationError
 
 from atroposlib.api import schemas
-from atroposlib.api.http.limits import ByteBudget, HubLimits, Share
+from atroposlib.api.http.limits import ByteBudget, HubLimits, Share, is_native
 from atroposlib.api.http.metrics import HubMetrics
 from atroposlib.api.http.payloads import GroupCodec, choose_encoding, is_packed
 from atroposlib.api.http.routes import Body, Route, RouteTable, Scope
 from atroposlib.api.http.sending import BatchResponse, JsonPieces, PlainBatchResponse
 from atroposlib.api.run.coordinator import Coordinator
-from atroposlib.api.run.environments import UnknownEnvironment
+from atroposlib.api.run.environments import EnvironmentNotFound
 from atroposlib.api.run.hub import Hub
 from atroposlib.api.run.leases import LeaseRequest
 from atroposlib.api.run.types import Delivery, IncomingGroup, NotRegistered, Overloaded, Receipt
@@ -134,7 +134,7 @@ async def _take_in(run: Coordinator, request: Request, *, many: bool) -> list[Re
     except GroupError:
         run.reject("invalid")
         raise
-    if is_ours(request):
+    if is_native(request.scope):
         return await run.accept(groups, experiment=request.headers.get(schemas.EXPERIMENT_HEADER))
     held_s: float = request.scope.get("held_s", 0.0)
     return await _accept_patiently(run, groups, hold_s=services.limits.hold_s - held_s)
@@ -160,7 +160,7 @@ def _riding_status(
 ) -> dict[str, Any]:
     """Return the `env_status` of the reply, which saves native clients a request; empty for original ones."""
     env_ids = {receipt.env_id for receipt in receipts}
-    if not is_ours(request) or len(env_ids) != 1:
+    if not is_native(request.scope) or len(env_ids) != 1:
         return {}
     [env_id] = env_ids
     if env_id is None or run.state.environments.find(env_id) is None:
@@ -182,7 +182,7 @@ async def disconnect_env(
 ) -> schemas.Acknowledgement | schemas.Failure:
     try:
         await run.disconnect_env(environment.env_id, env_uid=environment.env_uid)
-    except UnknownEnvironment as e:
+    except EnvironmentNotFound as e:
         return schemas.Failure(error=str(e))
     return schemas.Acknowledgement()
 
@@ -340,7 +340,7 @@ async def register(
     return await _services(request).hub.register(_run_name(request), registration)
 
 
-async def set_policy(run: Run, policy: schemas.Policy) -> schemas.Acknowledgement:
+async def set_policy(run: Run, policy: schemas.PolicyUpdate) -> schemas.Acknowledgement:
     await run.set_policy(policy.version, epoch=policy.epoch)
     return schemas.Acknowledgement()
 
@@ -437,11 +437,6 @@ async def show_metrics(request: Request) -> Response:
 
 
 # Reading and answering without FastAPI
-
-
-def is_ours(request: Request) -> bool:
-    """Whether this is a native client, which retries after 429; original clients drop the group."""
-    return "atropos-client" in request.headers
 
 
 def _decoded(body: bytes) -> Any:

@@ -24,9 +24,8 @@ from atroposlib.api.http.metrics import HubMetrics
 from atroposlib.api.http.routes import Body, Route
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.hub import DEFAULT_RUN
+from atroposlib.http_bodies import BodyRefused
 
-CLIENT_HEADER = b"atropos-client"
-"""Sent by native clients with every request; they retry after 429."""
 IS_GONE_EXTENSION = "atropos.is_gone"
 """ASGI extension: a function that returns whether the client disconnected, without reading from it."""
 CROWDED_EXTENSION = "atropos.is_crowded"
@@ -84,13 +83,9 @@ class HubLimits:
     """`Retry-After` of refused requests."""
 
 
-class BodyRefused(Exception):
-    """The body breaks a limit or is not what its headers say."""
-
-    def __init__(self, status: int, message: str, *, headers: dict[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.headers = headers
+def is_native(scope: Scope) -> bool:
+    """Whether a native client sent the request: it retries after 429, where an original one drops the group."""
+    return any(name == b"atropos-client" for name, _ in scope["headers"])
 
 
 def content_encoding(headers: Headers) -> str | None:
@@ -260,10 +255,7 @@ class Share:
 
 
 class RequestBodies:
-    """ASGI middleware: reads every body within the limits and passes it on inflated.
-
-    A body counts against the budgets until its request is answered.
-    """
+    """ASGI middleware: passes every body on inflated, within the limits; budgets count it until the answer is sent."""
 
     def __init__(self, app: ASGIApp, limits: HubLimits) -> None:
         self._app = app
@@ -372,10 +364,8 @@ class RequestBodies:
                         f"Only {size} bytes of the request body arrived in {allowed_s:.1f} s",
                         headers={"Connection": "close"},
                     ) from None
-        if len(pieces) == 1:
-            return pieces[0]
-        if size <= _INLINE_JOIN_BYTES:
-            return b"".join(pieces)
+        if len(pieces) == 1 or size <= _INLINE_JOIN_BYTES:
+            return b"".join(pieces)  # of a single piece no copy
         return await asyncio.to_thread(b"".join, pieces)  # releases the GIL while it copies
 
     async def _inflate(self, body: bytes, expected: _Expected, share: Share) -> bytes:
@@ -477,7 +467,7 @@ class Ladder:
         reason = None if run is None else run.overload()
         if reason is None:
             return None
-        if any(name == CLIENT_HEADER for name, _ in scope["headers"]):
+        if is_native(scope):
             outcome = "refused"
         else:
             outcome = await self._hold(name, scope)

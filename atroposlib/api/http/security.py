@@ -14,7 +14,7 @@ import os
 import secrets
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import msgspec
@@ -172,15 +172,14 @@ def _digest(secret: bytes) -> str:
     return hashlib.sha256(secret).hexdigest()
 
 
-class _Refusal(NamedTuple):
-    status: int
-    detail: str
-
-
 _HEADERS_OF_REFUSALS = {
     401: {"WWW-Authenticate": "Bearer"},
     503: {"Retry-After": "2", "Connection": "close"},
 }
+
+
+def _refuse(status: int, detail: str) -> JSONResponse:
+    return JSONResponse({"detail": detail}, status, _HEADERS_OF_REFUSALS.get(status))
 
 
 class Access:
@@ -207,7 +206,7 @@ class Access:
         route = None if run is None else self._routes.find(scope["method"], path)
         scope["hub_route"] = route
         if run is None:
-            refusal: _Refusal | None = _Refusal(404, "not the name of a run")
+            refusal: JSONResponse | None = _refuse(404, "not the name of a run")
         else:
             # In place: the request log outside and the routes inside both read this.
             scope["run"] = run
@@ -217,47 +216,42 @@ class Access:
             refusal = self._refusal(scope, run, route)
             is_vital = route is not None and route.is_vital
             if scope.get("extensions", {}).get(CROWDED_EXTENSION) and not is_vital:
-                refusal = _Refusal(503, "all connections are in use; try again")
-        if refusal is None:
-            if route is not None and route.scopes:
-                scope["was_let_in"] = True
-            await self._app(scope, receive, send)
-            return
-        headers = _HEADERS_OF_REFUSALS.get(refusal.status)
-        answer = JSONResponse({"detail": refusal.detail}, refusal.status, headers)
-        await answer(scope, receive, send)
+                refusal = _refuse(503, "all connections are in use; try again")
+        if refusal is None and route is not None and route.scopes:
+            scope["was_let_in"] = True
+        await (refusal or self._app)(scope, receive, send)
 
-    def _refusal(self, scope: AsgiScope, run: str, route: Route | None) -> _Refusal | None:
+    def _refusal(self, scope: AsgiScope, run: str, route: Route | None) -> JSONResponse | None:
         if route is not None and not route.scopes:
             return None
         if self._tokens is None:
             return _refusal_without_tokens(scope, route)
         secrets_sent = _header(scope, b"authorization")
         if not secrets_sent:
-            return _Refusal(401, "this hub wants a token: Authorization: Bearer TOKEN")
+            return _refuse(401, "this hub wants a token: Authorization: Bearer TOKEN")
         scheme, _, secret = secrets_sent[0].partition(b" ")
         token = self._tokens.find(secret.strip())
         if token is None or scheme.lower() != b"bearer" or len(secrets_sent) > 1:
-            return _Refusal(401, "unknown token")
+            return _refuse(401, "unknown token")
         scope["token_name"] = token.name
         needed = route.scopes if route is not None else [Scope.ADMIN]
         if not token.allows(needed):
             names = " or ".join(sorted(needed))
-            return _Refusal(403, f"token {token.name!r} lacks the scope {names}")
+            return _refuse(403, f"token {token.name!r} lacks the scope {names}")
         if not token.covers(run):
-            return _Refusal(403, f"token {token.name!r} is not for the run {run!r}")
+            return _refuse(403, f"token {token.name!r} is not for the run {run!r}")
         if route is not None and route.is_hub_wide and token.runs is not None:
-            return _Refusal(403, f"{route.template} shows every run: it wants a token for all runs")
+            return _refuse(403, f"{route.template} shows every run: it wants a token for all runs")
         return None
 
 
-def _refusal_without_tokens(scope: AsgiScope, route: Route | None) -> _Refusal | None:
+def _refusal_without_tokens(scope: AsgiScope, route: Route | None) -> JSONResponse | None:
     headers = scope["headers"]
     if is_cross_site(headers):
-        return _Refusal(403, CROSS_SITE)
+        return _refuse(403, CROSS_SITE)
     address = (scope.get("server") or (None,))[0]
     if (foreign := foreign_host(headers, server=address)) is not None:
-        return _Refusal(
+        return _refuse(
             403,
             f"this hub has no tokens and serves its own machine, which {foreign!r} does not name; call it as localhost,"
             " or start it with --token",
@@ -266,7 +260,7 @@ def _refusal_without_tokens(scope: AsgiScope, route: Route | None) -> _Refusal |
         client = scope.get("client")
         is_forwarded = any(_header(scope, name) for name in _FORWARDING)
         if client is None or not is_loopback(client[0]) or is_forwarded:
-            return _Refusal(
+            return _refuse(
                 403,
                 f"{route.method} {route.template} is for clients on the hub's own machine while the"
                 " hub has no tokens; start it with --token or --tokens and send an admin token",

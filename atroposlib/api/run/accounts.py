@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from atroposlib.api.run.batching import NoBatch, sequence_floors
 from atroposlib.api.run.environments import Environment
-from atroposlib.api.run.leases import Batch
+from atroposlib.api.run.leases import HeldBatch
 from atroposlib.api.run.state import RunState
 from atroposlib.api.schemas import (
     DeadGroup,
@@ -65,7 +65,7 @@ def ledger(run: RunState) -> Ledger:
     )
 
 
-def _num_groups(batches: Iterable[Batch]) -> int:
+def _num_groups(batches: Iterable[HeldBatch]) -> int:
     return sum(len(batch.headers) for batch in batches)
 
 

@@ -47,9 +47,9 @@ def check(run: RunState, groups: Sequence[IncomingGroup]) -> None:
         raise Overloaded(f"{excess.reason}; the next batch waits for other groups than these")
     fair = run.queue.total_sequences / max(1, run.environments.num_active)
     for group in groups:
-        if run.queue.num_sequences(group.env_id) > fair:
+        if run.queue.num_sequences(group.facts.env_id) > fair:
             raise Overloaded(
-                f"{excess.reason}, more than its share by environment {group.env_id};"
+                f"{excess.reason}, more than its share by environment {group.facts.env_id};"
                 " wait until the trainer has taken batches"
             )
 
@@ -78,9 +78,9 @@ def _is_wanted(group: IncomingGroup, run: RunState) -> bool:
     if not isinstance(plan, NoBatch):
         return False
     if plan.blocker is Blocker.MINIMUM:
-        return group.env_id == plan.env_id
+        return group.facts.env_id == plan.env_id
     if plan.blocker is Blocker.SIZES:
         # No batch holds more groups of one size.
-        size = group.num_sequences
+        size = group.facts.num_sequences
         return run.queue.num_of_size(size) < run.batch_size // size
     return True

@@ -58,7 +58,7 @@ class Blocker(enum.StrEnum):
     MINIMUM = "minimum"
     """An environment has not queued what it must supply."""
     SIZES = "sizes"
-    """There are enough sequences, but no choice of whole groups sums to the batch size."""
+    """Enough sequences, but no choice of whole groups sums to the batch size: more of these sizes may never help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +73,6 @@ class NoBatch:
     """Sequences required."""
     env_id: int | None = None
     """The environment that must queue more; None unless the blocker is MINIMUM."""
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether more groups of the sizes already queued may never help."""
-        return self.blocker is Blocker.SIZES
 
 
 def sequence_floors(batch_size: int, minimums: Mapping[int, float]) -> dict[int, int]:

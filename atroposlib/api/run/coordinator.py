@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from atroposlib.api.run import accounts, admission, experiments
 from atroposlib.api.run.batching import Plan
-from atroposlib.api.run.environments import UnknownEnvironment
-from atroposlib.api.run.leases import Batch, LeaseRequest
+from atroposlib.api.run.environments import EnvironmentNotFound
+from atroposlib.api.run.leases import HeldBatch, LeaseRequest
 from atroposlib.api.run.saved import restore
 from atroposlib.api.run.state import RunState
 from atroposlib.api.run.types import (
-    AnotherExperiment,
     Delivery,
+    ExperimentReplaced,
     IncomingGroup,
     NotRegistered,
     Receipt,
@@ -190,10 +190,7 @@ class Coordinator:
         return reply
 
     async def set_policy(self, version: int, *, epoch: int | None = None) -> None:
-        """Set the policy version that the engines now serve; it may decrease after a rollback.
-
-        Raises `Superseded` if `epoch` is not that of the current trainer.
-        """
+        """Set the policy version that the engines now serve; it may decrease after a rollback. Raises `Superseded`."""
         if self.state.trainer is None and epoch is not None:
             return  # the run was reset; at its next batch the trainer registers again and publishes again
         self.state.leases.check_epoch(epoch)
@@ -202,10 +199,7 @@ class Coordinator:
         await self._save_and_wake()
 
     async def checkpoint(self, step: int, *, epoch: int | None = None) -> int:
-        """Free the batches trained at or before `step`, which are not needed again; return how many.
-
-        Raises `Superseded` if `epoch` is not that of the current trainer.
-        """
+        """Free the batches trained at or before `step`, not needed again; return how many. Raises `Superseded`."""
         if self.state.trainer is not None:
             self.state.leases.check_epoch(epoch)
         trained = self.state.leases.trained.values()
@@ -250,7 +244,7 @@ class Coordinator:
             if payloads is not None and self.state.leases.holds(batch):
                 return self._delivery(batch, payloads)
 
-    async def _read(self, batch: Batch, *, is_new: bool) -> list[bytes] | None:
+    async def _read(self, batch: HeldBatch, *, is_new: bool) -> list[bytes] | None:
         """Read a batch once its lease is stored; None if the lease ended meanwhile, or payloads are damaged."""
         try:
             # Also for a repeated request: the lease may not be on disk yet.
@@ -273,10 +267,9 @@ class Coordinator:
                 await self._return(batch, is_failure=False)
             raise
 
-    def _delivery(self, batch: Batch, payloads: list[bytes]) -> Delivery:
+    def _delivery(self, batch: HeldBatch, payloads: list[bytes]) -> Delivery:
         now_version = self.state.current_version
-        num_tokens = sum(header.num_tokens for header in batch.headers)
-        self.tokens_out += num_tokens
+        self.tokens_out += sum(header.num_tokens for header in batch.headers)
         return Delivery(
             batch_id=batch.row.number,
             lease_id=batch.row.lease_id,
@@ -285,7 +278,6 @@ class Coordinator:
             expires_in_s=batch.row.ttl_s,
             payloads=payloads,
             staleness=[max(0, now_version - version_of(header)) for header in batch.headers],
-            num_tokens=num_tokens,
         )
 
     def may_deliver(self, lease: LeaseRequest | None) -> bool:
@@ -299,7 +291,7 @@ class Coordinator:
             or leases.asked_before(lease, now=self._clock()) is not None
         )
 
-    def _held(self, batch_id: int, lease_id: str) -> Batch:
+    def _held(self, batch_id: int, lease_id: str) -> HeldBatch:
         """Return a leased batch. Raises `LeaseLost`, `UnknownBatch`."""
         batch = self.state.leases.held(batch_id, lease_id)
         self.state.trainer_seen = self._clock()
@@ -313,10 +305,7 @@ class Coordinator:
         return batch.row.ttl_s
 
     async def ack(self, batch_id: int, lease_id: str, step: int | None = None) -> int:
-        """Mark a batch as trained at `step` (None: its own); return the step. Idempotent.
-
-        Raises `LeaseLost`, `UnknownBatch`.
-        """
+        """Mark a batch as trained at `step` (None: its own); return the step. Idempotent. Raises as `heartbeat`."""
         await self.tick()
         known = self.state.leases.acknowledged_step(batch_id, lease_id)
         if known is not None:
@@ -364,15 +353,12 @@ class Coordinator:
         if batch is not None:
             await self._return(batch, is_failure=False)
 
-    async def _return(self, batch: Batch, *, is_failure: bool) -> None:
+    async def _return(self, batch: HeldBatch, *, is_failure: bool) -> None:
         self.state.take_back(batch, is_failure=is_failure)
         await self._save_and_wake()
 
     async def tick(self) -> bool:
-        """Expire leases, groups and environments. The server calls it regularly.
-
-        Returns False if nothing expired; then it has not awaited anything.
-        """
+        """Expire leases, groups and environments; return False, without having awaited, if nothing expired."""
         if not self.state.expire(now=self._clock()):
             return False
         await self._save_and_wake()
@@ -414,7 +400,7 @@ class Coordinator:
     async def disconnect_env(self, env_id: int, *, env_uid: str | None = None) -> None:
         """Mark an environment as disconnected: it no longer counts in weights and minimums.
 
-        Its groups stay, and buffered ones are queued. Raises `UnknownEnvironment`.
+        Its groups stay, and buffered ones are queued. Raises `EnvironmentNotFound`.
         """
         run = self.state
         environment = run.environments.get(env_id, env_uid=env_uid)
@@ -429,11 +415,11 @@ class Coordinator:
     ) -> EnvStatus:
         """Record that an environment is alive; return how much work is ahead of it.
 
-        Raises `UnknownEnvironment`, also if `experiment` is not the run's.
+        Raises `EnvironmentNotFound`, also if `experiment` is not the run's.
         """
         environment = self.state.environments.get(env_id, env_uid=env_uid)
         if experiment is not None and experiment != self.state.experiment:
-            raise UnknownEnvironment("another experiment has begun; register again")
+            raise EnvironmentNotFound("another experiment has begun; register again")
         self.state.hear_of(environment, now=self._clock())
         return accounts.env_status(self.state, environment)
 
@@ -445,12 +431,12 @@ class Coordinator:
         """Store checked groups; return one receipt per group. `experiment`: what they were sampled for, if known.
 
         Raises `GroupError` for a group that could never be part of a batch (nothing is stored) or reuses the id of
-        another (the rest of the call is stored), `AnotherExperiment`, `Overloaded`, `StoreFull`, `RunReset`.
+        another (the rest of the call is stored), `ExperimentReplaced`, `Overloaded`, `StoreFull`, `RunReset`.
         """
         if experiment is not None:
             self._check_experiment(experiment, num_groups=len(groups))
         for index, group in enumerate(groups):
-            self._check_size(group.num_sequences, _at(index, groups), num_groups=len(groups))
+            self._check_size(group.facts.num_sequences, _at(index, groups), num_groups=len(groups))
         admission.check(self.state, groups)
         # A cancelled caller must not leave groups in the store that memory does not know.
         return await asyncio.shield(asyncio.create_task(self._take_in(groups)))
@@ -462,7 +448,7 @@ class Coordinator:
             raise RunReset("no trainer has registered; register again and wait for it")
         if experiment != current:
             self.reject("another_run", num_groups=num_groups)
-            raise AnotherExperiment(
+            raise ExperimentReplaced(
                 f"sampled for experiment {experiment}, but run {self.name} now holds {current}"
             )
 
@@ -500,7 +486,7 @@ class Coordinator:
             self.reject("group_id_reused", num_groups=outcomes.count(Appended.CONFLICT))
             first = outcomes.index(Appended.CONFLICT)
             raise GroupError(
-                f"{_at(first, groups)}group_id: {groups[first].group_id!r} was stored with other content;"
+                f"{_at(first, groups)}group_id: {groups[first].facts.group_id!r} was stored with other content;"
                 " make a fresh id for each group"
             )
         return receipts

@@ -28,7 +28,7 @@ class TooManyEnvironments(AtroposError):
     """Every id is taken by an active environment."""
 
 
-class UnknownEnvironment(AtroposError):
+class EnvironmentNotFound(AtroposError):
     """The environment id is unknown in this run, or belongs to another process or experiment."""
 
 
@@ -99,15 +99,15 @@ class Environments:
         return self._all[env_id]
 
     def get(self, env_id: int, *, env_uid: str | None = None) -> Environment:
-        """Return an environment. Raises `UnknownEnvironment`, also if the id belongs to another process."""
+        """Return an environment. Raises `EnvironmentNotFound`, also if the id belongs to another process."""
         environment = self.find(env_id)
         if environment is None:
-            raise UnknownEnvironment(
+            raise EnvironmentNotFound(
                 f"environment {env_id} is not registered in this run"
                 f" ({len(self._all)} are); register it again with POST /register-env"
             )
         if env_uid is not None and environment.registration.env_uid != env_uid:
-            raise UnknownEnvironment(
+            raise EnvironmentNotFound(
                 f"environment {env_id} is {environment.name}, registered by another process;"
                 " register again with POST /register-env"
             )

@@ -241,6 +241,7 @@ class Hub:
             await run.tick()
 
     def stop_waiting(self) -> None:
+        """Answer every waiting request now, for a quick shutdown."""
         for run in self.runs.values():
             run.stop_waiting()
 

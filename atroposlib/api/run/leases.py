@@ -54,7 +54,7 @@ class LeaseRequest:
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
+class HeldBatch:
     """A batch whose groups are still held; each lease makes a new one."""
 
     row: StoredBatch
@@ -110,10 +110,10 @@ class Leases:
     """The batches of one run, by number. Others read them; only the methods change them."""
 
     def __init__(self, *, first_number: int = 0, epoch: int = 0) -> None:
-        self.leased: dict[int, Batch] = {}
-        self.trained: dict[int, Batch] = {}
+        self.leased: dict[int, HeldBatch] = {}
+        self.trained: dict[int, HeldBatch] = {}
         """In the order of their acknowledgement."""
-        self.to_replay: deque[Batch] = deque()
+        self.to_replay: deque[HeldBatch] = deque()
         """Batches to be delivered again, in this order."""
         self.steps = Steps()
         self.epoch = epoch
@@ -135,7 +135,7 @@ class Leases:
         self.freed_step = saved["freed_step"]
         self._closed = {number: _Closed(*closed) for number, *closed in saved["freed_leases"]}
 
-    def restore_batches(self, batches: Iterable[Batch], *, now: float) -> None:
+    def restore_batches(self, batches: Iterable[HeldBatch], *, now: float) -> None:
         """Restore batches; leases get their full time again, since no trainer could renew them."""
         for batch in sorted(batches, key=_step):
             if batch.row.state is BatchState.REPLAY:
@@ -168,7 +168,7 @@ class Leases:
         *,
         default_ttl_s: float,
         now: float,
-    ) -> Batch:
+    ) -> HeldBatch:
         """Lease `headers` (None: the next batch to replay); `request` None: a plain delivery."""
         if headers is None:
             replayed = self.to_replay.popleft()
@@ -188,7 +188,7 @@ class Leases:
             request_id=asked.request_id,
             is_plain=request is None,
         )
-        batch = Batch(row=row, headers=headers, leased_at=now, expires_at=now + ttl_s)
+        batch = HeldBatch(row=row, headers=headers, leased_at=now, expires_at=now + ttl_s)
         self.leased[number] = batch
         return batch
 
@@ -209,7 +209,7 @@ class Leases:
         _drop_oldest(self._newest, MAX_REQUESTS)
         return request.number < newest
 
-    def asked_before(self, request: LeaseRequest | None, *, now: float) -> Batch | None:
+    def asked_before(self, request: LeaseRequest | None, *, now: float) -> HeldBatch | None:
         """Return the leased batch that answered the same request, renewed; None if there is none."""
         if request is None or request.request_id is None:
             return None
@@ -219,11 +219,11 @@ class Leases:
                 return batch
         return None
 
-    def holds(self, batch: Batch) -> bool:
+    def holds(self, batch: HeldBatch) -> bool:
         """Whether the lease of `batch` has not ended."""
         return self.leased.get(batch.row.number) is batch
 
-    def held(self, number: int, lease_id: str) -> Batch:
+    def held(self, number: int, lease_id: str) -> HeldBatch:
         """Return the batch if `lease_id` is its current lease. Raises `LeaseLost`, `UnknownBatch`."""
         if not self._first_number <= number < self.next_number:
             raise UnknownBatch(f"batch {number} was not delivered in this run")
@@ -235,16 +235,16 @@ class Leases:
             )
         return batch
 
-    def held_plainly(self, number: int) -> Batch | None:
+    def held_plainly(self, number: int) -> HeldBatch | None:
         """Return the batch if it is a plain delivery in progress, else None."""
         batch = self.leased.get(number)
         return batch if batch is not None and batch.row.is_plain else None
 
-    def expired(self, *, now: float) -> list[Batch]:
+    def expired(self, *, now: float) -> list[HeldBatch]:
         leased = self.leased.values()
         return [each for each in leased if not each.row.is_plain and now >= each.expires_at]
 
-    def take_back(self, batch: Batch) -> None:
+    def take_back(self, batch: HeldBatch) -> None:
         """End a lease without an acknowledgement; the batch is dissolved."""
         del self.leased[batch.row.number]
         self.steps.give_back(batch.row.step)
@@ -257,20 +257,20 @@ class Leases:
         known = self._closed.get(number) if batch is None else batch.row
         return known.step if known is not None and _same(known.lease_id, lease_id) else None
 
-    def acknowledge(self, batch: Batch, step: int | None) -> None:
+    def acknowledge(self, batch: HeldBatch, step: int | None) -> None:
         step = batch.row.step if step is None else step
         batch.row = replace(batch.row, state=BatchState.TRAINED, step=step)
         del self.leased[batch.row.number]
         self._keep(batch)
 
-    def _keep(self, batch: Batch) -> None:
+    def _keep(self, batch: HeldBatch) -> None:
         self.trained[batch.row.number] = batch
         self._trained_bytes += batch.num_bytes
 
-    def surplus(self, policy: RunPolicy) -> list[Batch]:
+    def surplus(self, policy: RunPolicy) -> list[HeldBatch]:
         """Return the oldest trained batches beyond the limits for batches without a checkpoint."""
         num_batches, num_bytes = len(self.trained), self._trained_bytes
-        surplus: list[Batch] = []
+        surplus: list[HeldBatch] = []
         for batch in self.trained.values():
             if (
                 num_batches <= policy.keep_trained_batches
@@ -282,7 +282,7 @@ class Leases:
             surplus.append(batch)
         return surplus
 
-    def free(self, batch: Batch) -> None:
+    def free(self, batch: HeldBatch) -> None:
         """Remove a trained batch, or a completed plain delivery."""
         number, step = batch.row.number, batch.row.step
         if self.leased.pop(number, None) is None:
@@ -294,7 +294,7 @@ class Leases:
 
     # Resuming
 
-    def undo(self, step: int) -> list[Batch]:
+    def undo(self, step: int) -> list[HeldBatch]:
         """Void all leases; remove and return, by step, every batch not trained at or before `step`."""
         self.epoch += 1
         undone = [batch for batch in self.trained.values() if batch.row.step > step]
@@ -307,13 +307,13 @@ class Leases:
         self.steps = Steps(step)
         return sorted(undone, key=_step)
 
-    def replay(self, batch: Batch) -> None:
+    def replay(self, batch: HeldBatch) -> None:
         """Queue `batch` for replay, unchanged, after those already queued."""
         batch.row = replace(batch.row, state=BatchState.REPLAY)
         self.to_replay.append(batch)
 
 
-def _step(batch: Batch) -> tuple[int, int]:
+def _step(batch: HeldBatch) -> tuple[int, int]:
     return batch.row.step, batch.row.number
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from atroposlib.api.run.leases import Batch
+from atroposlib.api.run.leases import HeldBatch
 from atroposlib.api.run.state import ENVIRONMENT_FACT, TRAINER_FACT, RunState
 from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.schemas import MAX_ENV_NAME_CHARS, Registration
@@ -76,7 +76,7 @@ def _restore_groups(run: RunState, saved: SavedRun, *, now: float) -> None:
         else:
             run.queue.add(group.header)
             run.latest = number
-    batches = [Batch(row=row, headers=members[row.number]) for row in saved.batches]
+    batches = [HeldBatch(row=row, headers=members[row.number]) for row in saved.batches]
     run.leases.restore_batches(batches, now=now)
     for batch in list(run.leases.leased.values()):
         # A plain delivery's connection died with the process, before the body was confirmed.

@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from atroposlib.api.run.batching import NoBatch, Plan, oldest_subset, sequence_floors
+from atroposlib.api.run.batching import Blocker, NoBatch, Plan, oldest_subset, sequence_floors
 from atroposlib.api.run.dead_letters import DeadLetters
 from atroposlib.api.run.environments import Backlog, Environment, Environments
-from atroposlib.api.run.leases import Batch, LeaseRequest, Leases
+from atroposlib.api.run.leases import HeldBatch, LeaseRequest, Leases
 from atroposlib.api.run.queue import GroupQueue
 from atroposlib.api.run.types import GroupHeader, IncomingGroup, Receipt, RunPolicy, version_of
 from atroposlib.api.schemas import Registration
@@ -109,7 +109,7 @@ class RunState:
     def _note_nothing(self) -> None:
         self._moves: list[Move] = []
         self._ends: list[End] = []
-        self._batches: list[Batch] = []
+        self._batches: list[HeldBatch] = []
         self._closed_batches: list[int] = []
         self._facts: dict[str, bytes] = {}
 
@@ -122,12 +122,12 @@ class RunState:
         name = f"{ENVIRONMENT_FACT}{environment.env_id:08}"
         self._facts[name] = msgspec.json.encode(environment.saved())
 
-    def note_batch(self, batch: Batch, place: Place) -> None:
+    def note_batch(self, batch: HeldBatch, place: Place) -> None:
         """Record that the groups of a batch moved to `place`."""
         self._move(batch.headers, place, batch=batch.row.number)
         self._batches.append(batch)
 
-    def note_end(self, batch: Batch) -> None:
+    def note_end(self, batch: HeldBatch) -> None:
         self._closed_batches.append(batch.row.number)
 
     @property
@@ -231,7 +231,7 @@ class RunState:
             )
         return self._plan
 
-    def lease_next(self, request: LeaseRequest | None, *, now: float) -> Batch | None:
+    def lease_next(self, request: LeaseRequest | None, *, now: float) -> HeldBatch | None:
         """Lease the next batch, from those to replay or else from the queue; None if there is none."""
         headers = None
         if not self.leases.to_replay:
@@ -246,7 +246,8 @@ class RunState:
     def _cut(self) -> Sequence[GroupHeader] | None:
         """Remove the groups of the next batch from the queue and return them; None if there is no batch."""
         plan = self.look()
-        was_stuck, self._is_stuck = self._is_stuck, isinstance(plan, NoBatch) and plan.is_stuck
+        was_stuck = self._is_stuck
+        self._is_stuck = isinstance(plan, NoBatch) and plan.blocker is Blocker.SIZES
         if isinstance(plan, NoBatch):
             if self._is_stuck and not was_stuck:
                 self.log.warning("there is no batch although enough is queued: %s", plan.reason)
@@ -259,13 +260,13 @@ class RunState:
         self.queue.remove(plan.groups)
         return plan.groups
 
-    def take_back(self, batch: Batch, *, is_failure: bool) -> None:
+    def take_back(self, batch: HeldBatch, *, is_failure: bool) -> None:
         """End a lease without an acknowledgement; a failure counts against the groups."""
         self.leases.take_back(batch)
         self.note_end(batch)
         self.enqueue(self.count_failure(batch.headers) if is_failure else batch.headers)
 
-    def bury_members(self, batch: Batch, numbers: Iterable[int], reason: str) -> int:
+    def bury_members(self, batch: HeldBatch, numbers: Iterable[int], reason: str) -> int:
         """End a lease; set its groups `numbers` aside as dead, requeue the others and return how many those are."""
         bad = set(numbers)
         good = [header for header in batch.headers if header.number not in bad]
@@ -288,7 +289,7 @@ class RunState:
             self.bury(poison, f"leased {times} times without an acknowledgement")
         return alive
 
-    def acknowledge(self, batch: Batch, step: int | None) -> None:
+    def acknowledge(self, batch: HeldBatch, step: int | None) -> None:
         """Mark a batch as trained; free the oldest ones beyond the limits for batches without a checkpoint."""
         self.leases.acknowledge(batch, step)
         for header in batch.headers:
@@ -296,7 +297,7 @@ class RunState:
         self.note_batch(batch, Place.TRAINED)
         self.free(self.leases.surplus(self.policy))
 
-    def free(self, batches: Iterable[Batch]) -> None:
+    def free(self, batches: Iterable[HeldBatch]) -> None:
         """Remove trained batches and end their groups."""
         for batch in batches:
             self.leases.free(batch)
@@ -306,20 +307,21 @@ class RunState:
     # Incoming groups
 
     def numbered(self, group: IncomingGroup) -> NewGroup:
+        facts = group.facts
         header = GroupHeader(
             number=self.next_number,
-            env_id=group.env_id,
-            num_sequences=group.num_sequences,
-            policy_version=group.policy_version,
+            env_id=facts.env_id,
+            num_sequences=facts.num_sequences,
+            policy_version=facts.policy_version,
             arrival_step=self.current_version,
-            num_tokens=group.num_tokens,
+            num_tokens=facts.num_tokens,
             num_bytes=len(group.payload),
         )
         self.next_number += 1
         return NewGroup(
             header=header,
-            group_id=group.group_id or uuid.uuid4().hex,
-            digest=group.digest,
+            group_id=facts.group_id or uuid.uuid4().hex,
+            digest=facts.digest,
             payload=group.payload,
             place=Place.BUFFERED if self._is_odd(header) else Place.QUEUED,
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from atroposlib.errors import AtroposError
+from atroposlib.wire import BlobFacts
 
 
 class NotRegistered(AtroposError):
@@ -16,7 +17,7 @@ class RunReset(AtroposError):
     """The run was reset or closed while the request was in flight, or has no trainer yet."""
 
 
-class AnotherExperiment(AtroposError):
+class ExperimentReplaced(AtroposError):
     """The groups were sampled for an experiment that is no longer the run's."""
 
 
@@ -50,13 +51,7 @@ class RunPolicy:
 class IncomingGroup(NamedTuple):
     """A checked group, packed, and what the hub needs to know about it."""
 
-    env_id: int | None
-    num_sequences: int
-    num_tokens: int
-    policy_version: int | None
-    group_id: str | None
-    digest: bytes
-    """`wire.content_digest`; empty without a `group_id`."""
+    facts: BlobFacts
     payload: bytes
     """`wire.pack_group`."""
 
@@ -84,7 +79,6 @@ class Delivery:
     payloads: list[bytes]
     staleness: list[int]
     """Per group: policy versions between its sampling and now."""
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

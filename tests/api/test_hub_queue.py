@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pydantic import ValidationError
 
-from atroposlib.api.run import queue as queue_module
 from atroposlib.api.run.batching import Blocker, NoBatch, Plan
 from atroposlib.api.run.queue import GroupQueue
 from atroposlib.api.run.types import GroupHeader
@@ -26,18 +25,16 @@ def header(number: int, size: int = 4, env_id: int | None = 0, **fields: int) ->
     return GroupHeader(number=number, num_sequences=size, env_id=env_id, **fields)
 
 
-def filled(
-    num_groups: int, *, num_envs: int, size: Callable[[random.Random], int], seed: int = 0
-) -> GroupQueue:
-    rng = random.Random(seed)
+def filled(num_groups: int, *, num_envs: int, sizes: Sequence[int]) -> GroupQueue:
+    rng = random.Random(0)
     queue = GroupQueue()
     for number in range(num_groups):
-        queue.add(header(number, size(rng), rng.randrange(num_envs)))
+        queue.add(header(number, rng.choice(sizes), rng.randrange(num_envs)))
     return queue
 
 
 def planning_s(
-    queue: GroupQueue, batch_size: int, floors: dict[int, int], *, num_waived: int = 0
+    queue: GroupQueue, batch_size: int, floors: Mapping[int, int], *, num_waived: int = 0
 ) -> float:
     """Least CPU seconds of five plans."""
     took = []
@@ -243,44 +240,52 @@ def test_an_unknown_policy_version_is_that_of_the_arrival() -> None:
 # The limits leave a factor of ten and more for a busy machine; a walk over the queue would exceed them.
 
 
-def test_plans_from_a_long_queue_cost_as_little_as_from_a_short_one() -> None:
-    queue = filled(50_000, num_envs=4, size=lambda rng: 8)
-    assert planning_s(queue, 256, {}) < 0.002
-    assert planning_s(queue, 256, {0: 64, 1: 64, 2: 64, 3: 64}) < 0.006
+class Load(NamedTuple):
+    """A queue, a batch and its floors."""
+
+    num_groups: int
+    num_envs: int
+    sizes: Sequence[int]
+    batch_size: int
+    floors: Mapping[int, int]
 
 
-def test_plans_of_large_batches_of_mixed_sizes_stay_cheap() -> None:
-    queue = filled(20_000, num_envs=4, size=lambda rng: rng.randint(1, 16))
-    assert planning_s(queue, 4096, {}) < 0.03
-    assert planning_s(queue, 4096, {0: 1024, 1: 1024, 2: 1024, 3: 1024}) < 0.09
+EIGHT, FEW, MANY = (8,), range(4, 17), range(1, 17)
+QUARTER = MAX_BATCH_SIZE // 4
 
 
-def test_plans_for_hundreds_of_environments_with_floors_stay_cheap() -> None:
-    queue = filled(20_000, num_envs=300, size=lambda rng: 8)
-    assert planning_s(queue, 2400, dict.fromkeys(range(300), 8)) < 0.06
-
-
-@pytest.mark.parametrize("floor", [5, 8, 13])
-def test_hundreds_of_environments_with_floors_and_many_sizes_do_not_block(floor: int) -> None:
-    queue = filled(20_000, num_envs=300, size=lambda rng: rng.randint(4, 16))
-    assert planning_s(queue, 4096, dict.fromkeys(range(300), floor)) < 0.06
+@pytest.mark.parametrize(
+    ("load", "limit_s"),
+    [
+        # A long queue costs as little as a short one.
+        (Load(50_000, 4, EIGHT, 256, {}), 0.002),
+        (Load(50_000, 4, EIGHT, 256, dict.fromkeys(range(4), 64)), 0.006),
+        (Load(20_000, 4, MANY, 4096, {}), 0.03),
+        (Load(20_000, 4, MANY, 4096, dict.fromkeys(range(4), 1024)), 0.09),
+        (Load(20_000, 4, MANY, MAX_BATCH_SIZE, {}), 0.03),
+        (Load(20_000, 4, MANY, MAX_BATCH_SIZE, dict.fromkeys(range(4), QUARTER)), 0.06),
+        # Hundreds of environments with floors.
+        (Load(20_000, 300, EIGHT, 2400, dict.fromkeys(range(300), 8)), 0.06),
+        *[
+            (Load(20_000, 300, FEW, 4096, dict.fromkeys(range(300), floor)), 0.06)
+            for floor in (5, 8, 13)
+        ],
+        # Nearly every group is from another environment.
+        (Load(50_000, 50_000, EIGHT, 256, {}), 0.005),
+        (Load(50_000, 50_000, MANY, 256, {}), 0.005),
+    ],
+)
+def test_no_plan_blocks_the_event_loop(load: Load, limit_s: float) -> None:
+    queue = filled(load.num_groups, num_envs=load.num_envs, sizes=load.sizes)
+    assert planning_s(queue, load.batch_size, load.floors) < limit_s
 
 
 def test_floors_that_must_be_waived_among_hundreds_do_not_block() -> None:
-    queue = filled(20_000, num_envs=300, size=lambda rng: 4 * rng.randint(1, 4))
+    queue = filled(20_000, num_envs=300, sizes=range(4, 17, 4))
     for number in range(20_000, 20_020):
         queue.add(header(number, 12, 300))
     # 301 times 8 is the batch, and the last environment has groups of 12 alone.
     assert planning_s(queue, 2408, dict.fromkeys(range(301), 8), num_waived=1) < 0.06
-
-
-@pytest.mark.parametrize("sizes", [[8], range(1, 17)])
-def test_groups_of_as_many_unknown_environments_do_not_block(sizes: Sequence[int]) -> None:
-    queue = GroupQueue()
-    rng = random.Random(0)
-    for number in range(50_000):
-        queue.add(header(number, rng.choice(sizes), env_id=number))
-    assert planning_s(queue, 256, {}) < 0.005
 
 
 def test_a_batch_size_beyond_what_can_be_planned_is_refused_with_the_bound() -> None:
@@ -292,23 +297,10 @@ def test_a_batch_size_beyond_what_can_be_planned_is_refused_with_the_bound() -> 
         Registration.model_validate(fields | {"batch_size": MAX_BATCH_SIZE + 1})
 
 
-def test_batches_of_the_largest_size_allowed_do_not_block() -> None:
-    queue = filled(20_000, num_envs=4, size=lambda rng: rng.randint(1, 16))
-    assert planning_s(queue, MAX_BATCH_SIZE, {}) < 0.03
-    quarter = MAX_BATCH_SIZE // 4
-    assert planning_s(queue, MAX_BATCH_SIZE, dict.fromkeys(range(4), quarter)) < 0.06
-
-
 def test_a_long_queue_without_a_batch_is_found_out_cheaply() -> None:
-    queue = filled(20_000, num_envs=4, size=lambda rng: 2 * rng.randint(1, 8))
+    queue = filled(20_000, num_envs=4, sizes=range(2, 17, 2))
     began = time.process_time()
     plan = queue.plan(batch_size=4095, floors={0: 100, 1: 100})
     assert isinstance(plan, NoBatch)
     assert plan.blocker is Blocker.SIZES
     assert time.process_time() - began < 0.02
-
-
-def test_examples_in_docstrings_hold() -> None:
-    results = doctest.testmod(queue_module)
-    assert results.attempted > 0
-    assert results.failed == 0

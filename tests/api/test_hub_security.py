@@ -19,10 +19,10 @@ from starlette.types import Scope as AsgiScope
 from atroposlib.api.http.handlers import ROUTES
 from atroposlib.api.http.metrics import HubMetrics, Observe
 from atroposlib.api.http.routes import Route, split_run
-from atroposlib.api.http.security import Access, Scope, Token, TokenSet, add_token, is_loopback
+from atroposlib.api.http.security import Access, Scope, Token, TokenSet, add_token
 from atroposlib.api.server import create_app
 from atroposlib.errors import ConfigError
-from tests.api.helpers_api import registration
+from tests.api.helpers_api import registration, running_hub
 
 EVERY_SCOPE = list(Scope)
 
@@ -146,14 +146,18 @@ async def test_refusals_are_json_and_say_what_is_wanted() -> None:
 
 
 @pytest.mark.parametrize(
-    "authorization",
-    ["", "Bearer", "Bearer ", "secret-of-read", "Basic secret-of-read", "Bearer secret-of-rea"]
-    + ["Bearer secret-of-read x", "Bearer Bearer secret-of-read"],
+    ("authorization", "status"),
+    [
+        *[(each, 401) for each in ("", "Bearer", "Bearer ", "secret-of-read")],
+        *[(each, 401) for each in ("Basic secret-of-read", "Bearer secret-of-rea")],
+        *[(each, 401) for each in ("Bearer secret-of-read x", "Bearer Bearer secret-of-read")],
+        ("bEARER   secret-of-read ", 204),  # the scheme is read in any case
+    ],
 )
-async def test_malformed_authorization_is_401(authorization: str) -> None:
+async def test_malformed_authorization_is_401(authorization: str, status: int) -> None:
     headers = {"Authorization": authorization}
     response = await call("GET", "/ledger", tokens=ONE_PER_SCOPE, headers=headers)
-    assert response.status_code == 401
+    assert response.status_code == status
 
 
 async def test_two_authorization_headers_are_401() -> None:
@@ -161,12 +165,6 @@ async def test_two_authorization_headers_are_401() -> None:
     headers = [("Authorization", f"Bearer {secret_of(name)}") for name in ("read", "admin")]
     async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
         assert (await http.get("/ledger", headers=headers)).status_code == 401
-
-
-async def test_scheme_is_read_in_any_case() -> None:
-    headers = {"Authorization": "bEARER   secret-of-read "}
-    response = await call("GET", "/ledger", tokens=ONE_PER_SCOPE, headers=headers)
-    assert response.status_code == 204
 
 
 async def test_refusal_comes_before_the_body_is_read() -> None:
@@ -345,15 +343,6 @@ async def test_without_tokens_names_made_to_point_here_are_refused(host: str, st
     assert response.status_code == 204
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("::ffff:127.0.0.1", True)]
-    + [("0.0.0.0", False), ("a.b", False), ("", False), ("::", False), ("localhost.evil", False)],
-)
-def test_loopback_is_told_from_the_rest(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected
-
-
 # Token files
 
 
@@ -487,12 +476,8 @@ def test_table_of_rights_names_every_route_of_the_hub() -> None:
 
 
 async def test_nothing_succeeds_without_its_scope() -> None:
-    app = create_app(tokens=ONE_PER_SCOPE)
-    transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://hub") as http,
-    ):
+    async with running_hub(tokens=ONE_PER_SCOPE) as hub:
+        http = hub.http
         for route in ROUTES:
             for scope in [None, *EVERY_SCOPE]:
                 if not route.scopes or scope in {*route.scopes, Scope.ADMIN}:
@@ -503,28 +488,24 @@ async def test_nothing_succeeds_without_its_scope() -> None:
                     response = await http.request(route.method, path, headers=sent, json={})
                     assert response.status_code == (403 if scope else 401), path
         # None of these has opened the run it named.
-        assert list(app.state.hub.runs) == ["default"]
+        assert hub.runs == ["default"]
         sent = {"Authorization": f"Bearer {secret_of('admin')}"}
         begun = await http.post("/runs/math/register", headers=sent, json=registration())
         assert begun.status_code == 200
-        assert sorted(app.state.hub.runs) == ["default", "math"]
+        assert hub.runs == ["default", "math"]
         assert (await http.delete("/runs/math", headers=sent)).status_code == 200
-        assert list(app.state.hub.runs) == ["default"]
+        assert hub.runs == ["default"]
 
 
 async def test_a_path_through_one_run_deletes_no_other() -> None:
     tokens = TokenSet([token("a", Scope.ADMIN, runs=["a"]), token("all", Scope.ADMIN)])
-    app = create_app(tokens=tokens)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://hub") as http,
-    ):
+    async with running_hub(tokens=tokens) as hub:
+        http = hub.http
         everywhere = {"Authorization": f"Bearer {secret_of('all')}"}
         for run in ("a", "b"):
             path = f"/runs/{run}/register"
             begun = await http.post(path, headers=everywhere, json=registration())
             assert begun.status_code == 200
-        before = app.state.hub.runs["default"]
         only_a = {"Authorization": f"Bearer {secret_of('a')}"}
         for path in (
             "/runs/a/runs/b",
@@ -537,18 +518,13 @@ async def test_a_path_through_one_run_deletes_no_other() -> None:
         ):
             assert (await http.delete(path, headers=only_a)).status_code in (403, 404), path
             assert (await http.delete(path, headers=everywhere)).status_code == 404, path
-        assert sorted(app.state.hub.runs) == ["a", "b", "default"]
-        assert app.state.hub.runs["default"] is before
+        assert hub.runs == ["a", "b", "default"]
+        assert hub.app.state.hub.runs["default"] is hub.coordinator
         assert (await http.delete("/runs/b", headers=only_a)).status_code == 403
         assert (await http.delete("/runs/a", headers=only_a)).status_code == 200
-        assert sorted(app.state.hub.runs) == ["b", "default"]
+        assert hub.runs == ["b", "default"]
 
 
 async def test_trailing_slash_never_leads_to_another_run() -> None:
-    app = create_app()
-    transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://hub") as http,
-    ):
-        assert (await http.get("/runs/math/status/")).status_code == 404
+    async with running_hub() as hub:
+        assert (await hub.http.get("/runs/math/status/")).status_code == 404

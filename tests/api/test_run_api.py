@@ -31,6 +31,14 @@ from atroposlib.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "a-secret-for-this-test"
+TRAINER = TrainerRegistration(
+    batch_size=4,
+    max_token_len=9,
+    checkpoint_dir="ck",
+    save_checkpoint_interval=1,
+    starting_step=0,
+    num_steps=1,
+)
 
 
 def start(cwd: Path, *flags: str, **variables: str) -> subprocess.Popen[str]:
@@ -58,12 +66,14 @@ class Hub:
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
         self.url = url
+        self.output = ""
+        """What it printed after the line with its address."""
         self.errors = ""
 
     def end(self, sig: signal.Signals | None = signal.SIGTERM) -> int:
         if sig is not None:
             self.process.send_signal(sig)
-        _, self.errors = self.process.communicate(timeout=20)
+        self.output, self.errors = self.process.communicate(timeout=20)
         return self.process.returncode
 
     def post_group(self, **group: Any) -> httpx.Response:
@@ -133,17 +143,12 @@ def command(
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_hub_says_where_it_listens_and_stops_cleanly(tmp_path: Path, stop: signal.Signals) -> None:
-    with start(tmp_path, "--port", "0") as hub:
-        url = listening_url(hub)
-        try:
-            wait_until_answering(url)
-        finally:
-            hub.send_signal(stop)
-        output, errors = hub.communicate(timeout=20)
-    assert hub.returncode == 0
-    assert output == ""
-    assert "Traceback" not in errors
-    assert "warning" not in errors
+    with running(tmp_path) as hub:
+        wait_until_answering(hub.url)
+        assert hub.end(stop) == 0
+    assert hub.output == ""
+    assert "Traceback" not in hub.errors
+    assert "warning" not in hub.errors
 
 
 def wait_until_asked_for_a_batch(url: str) -> None:
@@ -158,47 +163,28 @@ def wait_until_asked_for_a_batch(url: str) -> None:
 
 
 def test_waiting_trainer_does_not_hold_up_the_stop(tmp_path: Path) -> None:
-    with start(tmp_path, "--port", "0") as hub:
-        url = listening_url(hub)
-        try:
-            with TrainerClient(url) as trainer, ThreadPoolExecutor(1) as pool:
-                trainer.register(
-                    TrainerRegistration(
-                        batch_size=4,
-                        max_token_len=9,
-                        checkpoint_dir="ck",
-                        save_checkpoint_interval=1,
-                        starting_step=0,
-                        num_steps=1,
-                    )
-                )
-                waiting = pool.submit(trainer.batch, 30.0)
-                wait_until_asked_for_a_batch(url)
-                hub.terminate()
-                assert waiting.result(timeout=20) is None
-        finally:
-            hub.terminate()
-        _, errors = hub.communicate(timeout=20)
-    assert hub.returncode == 0
-    assert "Traceback" not in errors
-    assert "exceeded" not in errors
+    with running(tmp_path) as hub:
+        with TrainerClient(hub.url) as trainer, ThreadPoolExecutor(1) as pool:
+            trainer.register(TRAINER)
+            waiting = pool.submit(trainer.batch, 30.0)
+            wait_until_asked_for_a_batch(hub.url)
+            hub.process.terminate()
+            assert waiting.result(timeout=20) is None
+        assert hub.end(None) == 0
+    assert "Traceback" not in hub.errors
+    assert "exceeded" not in hub.errors
 
 
 def test_files_written_beside_the_hub_do_not_restart_it(tmp_path: Path) -> None:
-    with start(tmp_path, "--port", "0") as hub:
-        url = listening_url(hub)
-        try:
-            wait_until_answering(url)
-            group = {"tokens": [[1]], "masks": [[1]], "scores": [1.0]}
-            httpx.post(f"{url}/scored_data", json=group).raise_for_status()
-            (tmp_path / "step_1").mkdir()
-            (tmp_path / "step_1" / "model.py").write_text("x = 1\n")
-            time.sleep(0.5)
-            assert httpx.get(f"{url}/status").json()["queue_size"] == 1
-        finally:
-            hub.terminate()
-        output, _ = hub.communicate(timeout=20)
-    assert (hub.returncode, output) == (0, "")
+    with running(tmp_path) as hub:
+        wait_until_answering(hub.url)
+        hub.post_group().raise_for_status()
+        (tmp_path / "step_1").mkdir()
+        (tmp_path / "step_1" / "model.py").write_text("x = 1\n")
+        time.sleep(0.5)
+        assert hub.get("/status")["queue_size"] == 1
+        assert hub.end() == 0
+    assert hub.output == ""
 
 
 def test_port_in_use_names_the_port_and_the_cure(tmp_path: Path) -> None:
@@ -332,17 +318,9 @@ def test_kept_runs_are_listed_and_forgotten_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running(tmp_path) as hub, TrainerClient(hub.url) as trainer:
-        fields = TrainerRegistration(
-            batch_size=1,
-            max_token_len=8,
-            checkpoint_dir="",
-            save_checkpoint_interval=1,
-            starting_step=0,
-            num_steps=1,
-        )
-        trainer.register(fields, experiment="first")
+        trainer.register(TRAINER, experiment="first")
         hub.post_group()
-        assert trainer.register(fields, experiment="second").set_aside == "default.1"
+        assert trainer.register(TRAINER, experiment="second").set_aside == "default.1"
         assert hub.end() == 0
         [line] = [line for line in hub.errors.splitlines() if "set aside" in line]
         assert "'default.1'" in line

@@ -28,6 +28,7 @@ from atroposlib.api.http.limits import (
     HubLimits,
     Ladder,
     RequestBodies,
+    Share,
     inflate,
 )
 from atroposlib.api.http.security import Access
@@ -423,7 +424,7 @@ async def test_budget_serves_strictly_in_order() -> None:
     release = {name: asyncio.Event() for name in "abcd"}
 
     async def hold(name: str, num_bytes: int) -> None:
-        with budget.share() as share:
+        with Share(budget) as share:
             await share.grow(num_bytes)
             order.append(name)
             await release[name].wait()
@@ -449,7 +450,7 @@ async def test_who_stops_waiting_for_the_budget_leaves_no_trace() -> None:
     budget = ByteBudget(10)
 
     async def hold(num_bytes: int, until: asyncio.Event) -> None:
-        with budget.share() as share:
+        with Share(budget) as share:
             await share.grow(num_bytes)
             await until.wait()
 
@@ -478,7 +479,7 @@ async def test_who_stops_waiting_for_the_budget_leaves_no_trace() -> None:
 
 async def test_whoever_came_first_may_exceed_the_budget() -> None:
     budget = ByteBudget(10)
-    with budget.share() as share:
+    with Share(budget) as share:
         await share.grow(11)
         assert (share.num_bytes, budget.free_bytes) == (11, -1)
         share.hold(3)
@@ -491,7 +492,7 @@ async def test_requests_that_each_hold_a_part_do_not_wait_for_each_other() -> No
     done: list[str] = []
 
     async def grow_in_steps(name: str) -> None:
-        with budget.share() as share:
+        with Share(budget) as share:
             for num_bytes in range(1, 9):
                 await share.grow(num_bytes)
                 await asyncio.sleep(0)

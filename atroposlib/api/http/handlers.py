@@ -229,7 +229,7 @@ async def batch(request: Request) -> Response:
     if query.lease:
         wanted = LeaseRequest(ttl_s=query.ttl, request_id=query.request_id, epoch=query.epoch)
     wait_s = min(query.wait, services.limits.max_wait_s)
-    share = services.batches.share()
+    share = Share(services.batches)
     reply: dict[str, Any] = {"batch": None}
     try:
         delivery = await _next_batch(run, request, wait_s, wanted, share)

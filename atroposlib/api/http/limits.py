@@ -11,7 +11,6 @@ import asyncio
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import zstandard
 from isal import isal_zlib
@@ -188,10 +187,6 @@ class ByteBudget:
         self.waiting: dict[Share, tuple[int, asyncio.Future[None]]] = {}
         """Bytes that each waiting share wants in all, in the order of service."""
 
-    def share(self) -> Share:
-        """Return an empty share; use it in a `with` block, whose end releases it."""
-        return Share(self)
-
     def serve(self) -> None:
         """Grant free bytes to waiting shares."""
         while self.waiting:
@@ -208,7 +203,7 @@ class ByteBudget:
 
 
 class Share:
-    """The bytes that one request holds of a budget."""
+    """The bytes that one request holds of a budget, until the end of a `with` block."""
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
@@ -267,7 +262,7 @@ class RequestBodies:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        with self._received.share() as received, self._inflated.share() as inflated:
+        with Share(self._received) as received, Share(self._inflated) as inflated:
             try:
                 body = await self._read(scope, receive, received, inflated)
             except BodyRefused as e:
@@ -281,23 +276,6 @@ class RequestBodies:
         self, scope: Scope, receive: Receive, received: Share, inflated: Share
     ) -> bytes | None:
         """Return the body, inflated; None if the client disconnected."""
-        expected = self._expected(scope)
-        body = await self._receive(receive, expected, received)
-        if body is None:
-            return None
-        received.hold(max(0, len(body) - _UNCOUNTED_BYTES))
-        if expected.encoding is not None:
-            if body:
-                body = await self._inflate(body, expected, inflated)
-                received.hold(0)
-            scope["headers"] = list(scope["headers"])
-            headers = MutableHeaders(scope=scope)
-            del headers["content-encoding"]
-            headers["content-length"] = str(len(body))
-        return body
-
-    def _expected(self, scope: Scope) -> _Expected:
-        """Return what the head announces about the body. Raises `BodyRefused`."""
         limits = self._limits
         headers = dict[bytes, bytes](scope["headers"])
         encoding = None
@@ -308,14 +286,24 @@ class RequestBodies:
         announced = _announced_bytes(scope, headers)
         if announced is not None and announced > limit:
             raise _too_large(limit)
-        return _Expected(
-            num_bytes=limit if announced is None else announced,
-            encoding=encoding,
-            limit=limit,
-            inflated_limit=limits.max_inflated_bytes if is_large else limit,
-        )
+        body = await self._receive(receive, received, announced=announced, limit=limit)
+        if body is None:
+            return None
+        received.hold(max(0, len(body) - _UNCOUNTED_BYTES))
+        if encoding is not None:
+            if body:
+                limit = limits.max_inflated_bytes if is_large else limit
+                body = await self._inflate(body, inflated, encoding=encoding, limit=limit)
+                received.hold(0)
+            scope["headers"] = list(scope["headers"])
+            changed = MutableHeaders(scope=scope)
+            del changed["content-encoding"]
+            changed["content-length"] = str(len(body))
+        return body
 
-    async def _receive(self, receive: Receive, expected: _Expected, share: Share) -> bytes | None:
+    async def _receive(
+        self, receive: Receive, share: Share, *, announced: int | None, limit: int
+    ) -> bytes | None:
         """Return the body as sent; None if the client disconnected.
 
         The budget is charged for the bytes received, not for the announced size, which may be false. While this waits
@@ -323,9 +311,8 @@ class RequestBodies:
         """
         limits = self._limits
         in_time = limits.receive_timeout_s - limits.receive_grace_s
-        rate = max(
-            limits.min_receive_bytes_per_s, expected.num_bytes / in_time if in_time > 0 else 0
-        )
+        num_expected = limit if announced is None else announced
+        rate = max(limits.min_receive_bytes_per_s, num_expected / in_time if in_time > 0 else 0)
         now = asyncio.get_running_loop().time
         start = now()
         allowed_s = min(limits.receive_timeout_s, limits.receive_grace_s)
@@ -352,8 +339,8 @@ class RequestBodies:
                             return None
                         piece = message.get("body", b"")
                         size += len(piece)
-                        if size > expected.limit:
-                            raise _too_large(expected.limit)
+                        if size > limit:
+                            raise _too_large(limit)
                         pieces.append(piece)
                         is_whole = not message.get("more_body", False)
             except TimeoutError:
@@ -368,33 +355,15 @@ class RequestBodies:
             return b"".join(pieces)  # of a single piece no copy
         return await asyncio.to_thread(b"".join, pieces)  # releases the GIL while it copies
 
-    async def _inflate(self, body: bytes, expected: _Expected, share: Share) -> bytes:
-        assert expected.encoding is not None
-        limits = self._limits
-        limit = expected.inflated_limit
+    async def _inflate(self, body: bytes, share: Share, *, encoding: str, limit: int) -> bytes:
+        ratio = self._limits.max_inflate_ratio
         # Reserved for the worst case, corrected below. No request waits for the other budget while it holds this one.
-        await share.grow(min(limit, max(_MIB, limits.max_inflate_ratio * len(body))))
-        work = functools.partial(
-            inflate,
-            body,
-            encoding=expected.encoding,
-            max_bytes=limit,
-            max_ratio=limits.max_inflate_ratio,
-        )
+        await share.grow(min(limit, max(_MIB, ratio * len(body))))
+        work = functools.partial(inflate, body, encoding=encoding, max_bytes=limit, max_ratio=ratio)
         is_small = len(body) <= _INLINE_INFLATE_BYTES
         data = work() if is_small else await asyncio.to_thread(work)
         share.hold(len(data))
         return data
-
-
-class _Expected(NamedTuple):
-    """What the head of a request announces about its body, and the limits for it."""
-
-    num_bytes: int
-    """Announced size; the limit if no size is announced."""
-    encoding: str | None
-    limit: int
-    inflated_limit: int
 
 
 def _body_class(scope: Scope) -> Body:

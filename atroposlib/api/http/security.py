@@ -61,9 +61,6 @@ class TokenSet:
     def __init__(self, tokens: Iterable[Token]) -> None:
         self._tokens = tuple(tokens)
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     @classmethod
     def load(cls, path: Path) -> TokenSet:
         """Read a JSON or YAML list of `{name, sha256, scopes, runs}`; without `runs` a token is for all runs.

@@ -77,7 +77,7 @@ class JsonPieces(_PiecewiseResponse):
             await send(message)
             await asyncio.sleep(0)  # other tasks run between two pieces
 
-        with self._budget.share() as share:
+        with Share(self._budget) as share:
             # One piece is encoded while the previous one waits for the client.
             await share.grow(2 * PIECE_BYTES)
             await self._send_pieces(even_pieces(self._texts, PIECE_BYTES), send_and_yield)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from atroposlib.api.run.queue import GroupQueue
@@ -142,16 +143,14 @@ class Environments:
         return environment
 
     def _returning(self, registration: RegisterEnv) -> Environment | None:
-        uid = registration.env_uid
-        if uid is not None:
-            for environment in self._all:
-                if environment.registration.env_uid == uid:
-                    return environment
-        for environment in self._all:
-            same_name = environment.registration.desired_name == registration.desired_name
-            if same_name and not environment.is_active:
-                return environment
-        return None
+        uid, name = registration.env_uid, registration.desired_name
+        same_uid = (each for each in self._all if each.registration.env_uid == uid)
+        same_name = (
+            each
+            for each in self._all
+            if each.registration.desired_name == name and not each.is_active
+        )
+        return next(same_name if uid is None else chain(same_uid, same_name), None)
 
     def _oldest_inactive(self) -> Environment:
         inactive = [each for each in self._all if not each.is_active]

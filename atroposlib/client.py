@@ -336,7 +336,7 @@ class HubClient:
         # As a file: aiohttp then writes a large body in chunks instead of at once.
         answer = await self._call("POST", path, data=io.BytesIO(body), headers=headers)
         reply = _json_object(answer, f"POST {path}")
-        if reply.get("status") not in _SENT:
+        if reply.get("status") not in ("received", "buffered", "duplicate"):
             raise HubError(f"POST {path}: unexpected answer {answer[:200]!r}")
         return _receipt(reply)
 
@@ -701,9 +701,6 @@ class _Lease(BaseModel):
 def _until_renewal(expires_in_s: float | None) -> float:
     """Return a third of the lease: two renewals may fail before it ends."""
     return max(0.05, (expires_in_s or 0.0) / 3)
-
-
-_SENT = ("received", "buffered", "duplicate")
 
 
 def _receipt(reply: dict[str, Any]) -> SendReceipt:

@@ -142,7 +142,7 @@ class _WholeRequest(Request):
 
 
 class HubApp(FastAPI):
-    """FastAPI behind the hub's middlewares; hot handlers are called directly, and FastAPI only documents them.
+    """FastAPI behind the hub's middlewares; it only documents the routes that are served directly (`Route.direct`).
 
     The middlewares are not registered with FastAPI: its work before the first one costs a quarter of the CPU time of a
     small request.

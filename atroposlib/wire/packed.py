@@ -34,7 +34,6 @@ from atroposlib.scored_data import (
 CONTENT_TYPE_JSON: Final = "application/json"
 CONTENT_TYPE_PACKED: Final = "application/vnd.atropos.groups+msgpack"
 PACKED_VERSION: Final = 1
-DIGEST_BYTES: Final = 16
 
 OBJECT_FIELDS: Final = (
     "messages",
@@ -417,7 +416,7 @@ def _digest(contents: Iterable[tuple[str, bytes | memoryview | NDArray[Any]]]) -
         # Framed by size, so that different lists of contents never give the same bytes.
         digest.update(b"%s %d\n" % (name.encode(), len(buffer)))
         digest.update(buffer)
-    return digest.digest()[:DIGEST_BYTES]
+    return digest.digest()
 
 
 class BlobFacts(NamedTuple):

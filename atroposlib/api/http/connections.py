@@ -17,8 +17,6 @@ from atroposlib.api.http.limits import ABORT_EXTENSION, CROWDED_EXTENSION, IS_GO
 MAX_CONNECTIONS = 4096
 _POLLRDHUP: int | None = getattr(select, "POLLRDHUP", None)
 """Linux only; elsewhere a disconnect is noticed only when the body is read."""
-
-
 RESERVED_CONNECTIONS = 16
 """Accepted beyond the limit, for vital routes: health checks, and trainers that hold a batch."""
 

@@ -42,7 +42,6 @@ REPLY: Final = struct.Struct("<Q")
 """Size of the `Reply` that follows; after it come the payloads."""
 
 MEMORY_LIMIT_VARIABLE: Final = "ATROPOS_DECODER_MEMORY"
-_TOO_MUCH: Final = "the body needs more memory than one request may take; send fewer groups at once"
 
 _LIGHT_JSON_BYTES: Final = 2**19
 _LIGHT_NODES: Final = 2000
@@ -98,7 +97,8 @@ def decode_body(body: Body, *, is_packed: bool, many: bool) -> list[IncomingGrou
             except GroupError as e:
                 raise GroupError(f"[{len(groups)}].{e}" if many else str(e)) from e
     except MemoryError as e:
-        raise GroupError(_TOO_MUCH) from e
+        what = "the body needs more memory than one request may take; send fewer groups at once"
+        raise GroupError(what) from e
     return groups
 
 

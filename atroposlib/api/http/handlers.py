@@ -1,8 +1,8 @@
 """The hub's handlers, and `ROUTES`, the table of all routes.
 
-Handlers translate between HTTP and a run's coordinator and keep no state; they share `app.state.services`. A hot
-handler takes the request and returns a response; FastAPI parses the bodies of the others. Routes that carry tokens use
-raw bytes; pydantic parses control bodies only. To add a route, write a handler and its row.
+Handlers translate between HTTP and a run's coordinator and keep no state; they share `app.state.services`. One that
+is called directly takes the request and returns a response; FastAPI parses the bodies of the others. Routes that carry
+tokens use raw bytes; pydantic parses control bodies only. To add a route, write a handler and its row.
 """
 
 from __future__ import annotations
@@ -540,9 +540,10 @@ PRODUCE = (Scope.PRODUCE,)
 CONSUME = (Scope.CONSUME,)
 READ = (Scope.READ,)
 ADMIN = (Scope.ADMIN,)
-GROUPS = Body.GROUPS
-_hot = functools.partial(Route, is_hot=True)
 _vital = functools.partial(Route, is_vital=True)
+_heartbeat = _of_batch(heartbeat, schemas.LeaseRef)
+_ack = _of_batch(ack, schemas.AckRequest)
+_groups = functools.partial(Route, scopes=PRODUCE, body=Body.GROUPS, api=_TAKES_GROUPS)
 
 ROUTES = RouteTable(
     [
@@ -556,21 +557,9 @@ ROUTES = RouteTable(
         Route("GET", "/redoc", None, READ),
         # Trainers
         Route("POST", "/register", register, CONSUME, api=_WITHOUT_NULL),
-        _hot("GET", "/batch", batch, CONSUME, api=_takes(query=schemas.BatchQuery)),
-        _vital(
-            "POST",
-            "/batches/{batch_id}/heartbeat",
-            heartbeat,
-            CONSUME,
-            direct=_of_batch(heartbeat, schemas.LeaseRef),
-        ),
-        _vital(
-            "POST",
-            "/batches/{batch_id}/ack",
-            ack,
-            CONSUME,
-            direct=_of_batch(ack, schemas.AckRequest),
-        ),
+        Route("GET", "/batch", batch, CONSUME, direct=batch, api=_takes(query=schemas.BatchQuery)),
+        _vital("POST", "/batches/{batch_id}/heartbeat", heartbeat, CONSUME, direct=_heartbeat),
+        _vital("POST", "/batches/{batch_id}/ack", ack, CONSUME, direct=_ack),
         Route("POST", "/batches/{batch_id}/release", release, CONSUME),
         Route("POST", "/batches/{batch_id}/reject", reject, CONSUME),
         _vital("POST", "/checkpoints", checkpoint, CONSUME),
@@ -578,10 +567,10 @@ ROUTES = RouteTable(
         # Environments
         Route("POST", "/register-env", register_env, PRODUCE, api=_WITHOUT_NULL),
         Route("POST", "/disconnect-env", disconnect_env, PRODUCE),
-        _hot("GET", "/status-env", status_env, PRODUCE, api=_TAKES_STATUS),
-        _hot("POST", "/status-env", status_env, PRODUCE, api=_TAKES_STATUS),
-        _hot("POST", "/scored_data", scored_data, PRODUCE, GROUPS, api=_TAKES_GROUPS),
-        _hot("POST", "/scored_data_list", scored_data_list, PRODUCE, GROUPS, api=_TAKES_GROUPS),
+        Route("GET", "/status-env", status_env, PRODUCE, direct=status_env, api=_TAKES_STATUS),
+        Route("POST", "/status-env", status_env, PRODUCE, direct=status_env, api=_TAKES_STATUS),
+        _groups("POST", "/scored_data", scored_data, direct=scored_data),
+        _groups("POST", "/scored_data_list", scored_data_list, direct=scored_data_list),
         # Every client
         Route("GET", "/info", info, ANY_CLIENT),
         Route("GET", "/wandb_info", wandb_info, ANY_CLIENT),

@@ -34,7 +34,6 @@ _LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _MAX_LOGGED_CHARS = 200
 
-
 _GAUGES: Final = {
     "atropos_queued_sequences": "Sequences queued",
     "atropos_queued_tokens": "Tokens queued",

@@ -50,14 +50,12 @@ class Route:
     template: str
     """Path, with `{name}` for one segment of any text."""
     handler: Callable[..., Any] | None
-    """FastAPI calls it, unless `direct` or `is_hot` says otherwise. None: FastAPI has its own."""
+    """FastAPI documents it, and calls it unless the row has `direct`. None: FastAPI has its own."""
     scopes: Collection[Scope]
     """Any one of them permits the request, and ADMIN always does; empty: no token is needed."""
     body: Body = Body.CONTROL
     direct: Callable[[Request], Awaitable[Response]] | None = field(default=None, kw_only=True)
-    """Called in place of FastAPI, which costs several times as much as the handler and then only documents it."""
-    is_hot: bool = field(default=False, kw_only=True)
-    """Whether `handler` itself is called directly: it maps a request to a response."""
+    """Called in place of FastAPI, which costs several times as much as the handler."""
     is_destructive: bool = field(default=False, kw_only=True)
     """Whether only clients on the same machine may call it while the hub has no tokens."""
     is_hub_wide: bool = field(default=False, kw_only=True)
@@ -66,10 +64,6 @@ class Route:
     """Whether it is served when all connections are in use: health checks, and trainers that hold a batch."""
     api: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     """FastAPI route options: OpenAPI details beyond the handler's signature."""
-
-    def __post_init__(self) -> None:
-        if self.is_hot:
-            object.__setattr__(self, "direct", self.handler)
 
 
 class RouteTable:

@@ -219,32 +219,26 @@ class GroupStore(Protocol):
 
     async def open(self) -> SavedRun:
         """Recover what is stored. Called once, before anything else. Raises `StoreBroken`, `UnreadableRun`."""
-        ...
 
     async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
         """Store the groups with unknown ids; return one outcome per group. Detects duplicates within the call.
 
         Numbers are unique. Raises `StoreFull`, with nothing stored, or `StoreBroken`.
         """
-        ...
 
     async def commit(self, change: Change) -> None:
         """Apply `change`, as durably as `change.is_durable` asks. Raises KeyError for unknown groups, `StoreBroken`."""
-        ...
 
     async def read(self, numbers: Sequence[int]) -> list[bytes]:
         """Return payloads in the order asked.
 
         Raises `CorruptGroups` naming all damaged ones, KeyError for unknown ones, `StoreFull` if no file can be opened.
         """
-        ...
 
     def usage(self) -> StoreUsage: ...
 
     async def clear(self) -> None:
         """Forget everything, ids included; durable."""
-        ...
 
     async def close(self) -> None:
         """Make everything durable and close the files."""
-        ...

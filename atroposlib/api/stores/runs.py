@@ -63,31 +63,24 @@ class RunStores(Protocol):
 
     def names(self) -> list[str]:
         """Names of the stored runs, including those set aside."""
-        ...
 
     def holds(self, name: str) -> bool:
         """Whether the run is stored."""
-        ...
 
     def kept(self) -> list[Kept]:
         """The experiments that were set aside, the latest first."""
-        ...
 
     def store(self, name: str) -> GroupStore:
         """Return the store of a run, not yet opened. Called once per run, and again after any method below."""
-        ...
 
     def set_aside(self, name: str, *, experiment: str, step: int, resumed: Kept | None) -> str:
         """Rename a closed run and return its new name. `resumed` is kept: it is brought back afterwards."""
-        ...
 
     def bring_back(self, kept: Kept) -> None:
         """Rename a closed run that was set aside back to its old name, which must be free."""
-        ...
 
     def forget(self, name: str) -> None:
         """Delete the data of a closed store."""
-        ...
 
 
 class MemoryRuns:

@@ -1,6 +1,6 @@
 """`check_env(MyEnv)`: conformance checks for environments; also `python my_env.py check`."""
 
-from atroposlib.checker.check import check_env, offline_class
+from atroposlib.checker.check import check_env
 from atroposlib.checker.report import RULES, Evidence, Finding, Report, Rule, Status
 
 __all__ = [
@@ -11,5 +11,4 @@ __all__ = [
     "Rule",
     "Status",
     "check_env",
-    "offline_class",
 ]

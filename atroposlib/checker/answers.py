@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -32,9 +32,6 @@ _WRAPPINGS = (
 _MAX_GUESS_CHARS = 2000
 _MAX_GUESSES = 24
 
-Judge = Callable[[str], str | None]
-"""Returns a verdict; None for a prompt that is not for a judge."""
-
 _ONE_ANSWER = re.compile(r"<request>\n(.*?)\n</request>\n<answer>\n(.*?)\n</answer>", re.DOTALL)
 _TWO_ANSWERS = re.compile(
     r"<request>\n(.*?)\n</request>\n<answer_a>\n(.*?)\n</answer_a>\n<answer_b>\n(.*?)\n</answer_b>",
@@ -43,22 +40,15 @@ _TWO_ANSWERS = re.compile(
 _BEST_SCORE = re.compile(r"\(worst\) to (\d+(?:\.\d+)?) \(best\)")
 
 
-@runtime_checkable
-class HasExampleAnswers(Protocol):
-    """An environment that gives the check right answers."""
-
-    def example_answers(self, item: Any) -> Sequence[str]:
-        """Return completions to try for `item`, a right one first; [] for the check's own guesses."""
-
-
 def guesses(env: object, item: Any) -> list[str]:
     """Return answers that may be right, the most likely first.
 
     >>> guesses(object(), {"question": "1 + 1?", "answer": 2})[:2]
     ['2', '<think>Let me see.</think> The answer is \\\\boxed{2}']
     """
-    if isinstance(env, HasExampleAnswers) and (examples := env.example_answers(item)):
-        return _distinct(map(str, examples))
+    example_answers = getattr(env, "example_answers", None)
+    if example_answers is not None and (examples := example_answers(item)):
+        return list(dict.fromkeys(map(str, examples)))
     gold_first = sorted(_leaves(item, ""), key=lambda leaf: (not _is_gold(leaf[0]), len(leaf[1])))
     wrapped = (
         wrapping.format(text)
@@ -66,7 +56,7 @@ def guesses(env: object, item: Any) -> list[str]:
         if 0 < len(text) <= _MAX_GUESS_CHARS
         for wrapping in _WRAPPINGS
     )
-    return _distinct(wrapped)[:_MAX_GUESSES]
+    return list(dict.fromkeys(wrapped))[:_MAX_GUESSES]
 
 
 def rounds(found: Sequence[str], group_size: int) -> list[list[Answer]]:
@@ -75,35 +65,16 @@ def rounds(found: Sequence[str], group_size: int) -> list[list[Answer]]:
     >>> [len(answers) for answers in rounds(["a", "b", "c", "d", "e"], 8)]
     [8, 8]
     """
-    fixed: list[Answer] = [EMPTY, question_of, *NONSENSE[: NUM_FIXED - 2]]
-    room = max(1, group_size - len(fixed))
-    dealt: list[list[Answer]] = []
-    for start in range(0, max(len(found), 1), room):
-        answers: list[Answer] = [*found[start : start + room], *fixed, *NONSENSE[NUM_FIXED - 2 :]]
-        answers = answers[:group_size]
-        while len(answers) < group_size:
-            answers.append(f"qx{len(answers)}")
-        dealt.append(answers)
-    return dealt
+    room = max(1, group_size - NUM_FIXED)
+    rest: list[Answer] = [EMPTY, question_of, *NONSENSE, *(f"qx{i}" for i in range(group_size))]
+    starts = range(0, max(len(found), 1), room)
+    return [[*found[start : start + room], *rest][:group_size] for start in starts]
 
 
 def is_useless(answer: str, request: str) -> bool:
     """Whether an answer is empty, nonsense, or part of the request."""
     words = answer.strip()
     return not words or words in request or words.startswith(NONSENSE[0]) or words in NONSENSE
-
-
-@runtime_checkable
-class HasExampleVerdicts(Protocol):
-    """An environment that gives the check its judge's verdicts."""
-
-    def example_verdict(self, prompt: str) -> str | None:
-        """Return a verdict; None for a prompt that is not for a judge."""
-
-
-def judge_of(env: object) -> Judge:
-    """Return the judge for an environment."""
-    return env.example_verdict if isinstance(env, HasExampleVerdicts) else verdict
 
 
 def verdict(prompt: str) -> str | None:
@@ -146,7 +117,3 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 def _is_gold(name: str) -> bool:
     return any(word in name.lower() for word in _GOLD_NAMES)
-
-
-def _distinct(texts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(texts))

@@ -1,7 +1,6 @@
 """Call the author's code, which may hang, spin, exit or leak resources, and observe what it does.
 
-Every call ends with a result or an Exception. `LoopWatch` finds blocked event loops and interrupts code that spins.
-Used by `check.py` only.
+Every call ends with a result or an Exception. Used by `check.py` only.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import ctypes
 import gc
 import multiprocessing
 import os
-import stat
 import subprocess
 import sys
 import threading
@@ -21,8 +19,6 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self, TypeVar
@@ -35,14 +31,10 @@ GRACE_S = 0.5
 """Time for a cancelled call to end."""
 BLOCKED_S = 0.1
 """Code that occupies the event loop for longer than this blocks it."""
-LEAKY_RUNS = 3
-"""Growth in this many consecutive runs is a leak."""
+ENOUGH_RUNS = 3
+"""A leak in this many consecutive runs is a fault, and so is a function that blocks the loop in this many runs."""
 
-_PING_S = 0.02
-_LOOK_S = 0.05
-_IDLE_SHARE = 0.02
-"""A thread that used a smaller share of an interval than this was waiting. A runnable one gets more, even on a machine
-with ten times more busy threads than cores."""
+_LOOK_S = 0.02
 _OTHER_TIME_S = 3 * 86_400 + 7 * 3_600 + 11 * 60 + 17.25
 """Shift of the wall clock when answers are scored again: another day, hour, minute and second."""
 
@@ -51,22 +43,24 @@ class Unfinished(Exception):
     """The author's code did not end in time, or exited in a way that is not allowed."""
 
 
-class LoopKilled(BaseException):
+class LoopBlocked(BaseException):
     """Raised inside code that blocked the event loop for the whole timeout."""
+
+    def __init__(self) -> None:
+        super().__init__("the event loop was blocked for the whole timeout")
 
 
 class LoopWatch:
-    """Pings the running event loop from a thread; while a ping is unanswered, it samples the loop's thread.
+    """Pings the running event loop from a thread, and adds up how long an author's function runs without an answer.
 
-    Blocked time is time in which the thread computed (by its CPU clock) or waited (almost no CPU during an interval
-    that was itself on time). Time when it was runnable without a CPU does not count, nor does `Thread.start`, which
-    waits until the other thread gets a CPU.
+    asyncio's debug mode reports slow callbacks, too, but names only their task. A look comes late if the process has
+    no CPU, which is no fault, or if C code keeps the GIL, which is one: CPU time tells which.
     """
 
     def __init__(self, author_files: Collection[str], *, patience_s: float) -> None:
-        """`patience_s`: time without an answer after which `LoopKilled` is raised in the loop's thread."""
+        """`patience_s`: time without an answer after which `LoopBlocked` is raised in the loop's thread."""
         self.run = 0
-        """Number of the author's call, set by the caller; 0 between calls."""
+        """Number of the author's call, set by the caller."""
         self.stalls: dict[str, dict[int, float]] = defaultdict(dict)
         """Longest blocked time in seconds, by function (file:line), then by run."""
         self._author_files = author_files
@@ -84,40 +78,32 @@ class LoopWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stop.wait(_PING_S):
-            answered = threading.Event()
-            self._loop.call_soon_threadsafe(answered.set)
-            self._wait(answered)
-
-    def _wait(self, answered: threading.Event) -> None:
-        """Wait for the answer to a ping, and record a stall."""
-        cpu_s = _cpu_clock(self._thread_id)
-        asked_at = looked_at = time.monotonic()
-        used_s, blocked_s, stall = cpu_s(), 0.0, None
-        while not answered.wait(_LOOK_S) and not self._stop.is_set():
-            look_s, look_used_s = time.monotonic() - looked_at, cpu_s() - used_s
-            looked_at, used_s = looked_at + look_s, used_s + look_used_s
-            where, run = self._author_function(), self.run
-            if where is not None and run:
-                if look_used_s >= _IDLE_SHARE * look_s:
-                    blocked_s += look_used_s
-                elif look_s < 2 * _LOOK_S:
-                    blocked_s += look_s
-                stall = where, run
-            if looked_at - asked_at > self._patience_s and not answered.is_set():
+        answered = threading.Event()
+        answered.set()
+        looked_at = asked_at = time.monotonic()
+        used_at, blocked_s = time.process_time(), 0.0
+        while not self._stop.wait(_LOOK_S):
+            late_s, used_s = time.monotonic() - looked_at, time.process_time() - used_at
+            looked_at, used_at = looked_at + late_s, used_at + used_s
+            if answered.is_set():
+                answered.clear()
+                self._loop.call_soon_threadsafe(answered.set)
+                asked_at, blocked_s = looked_at, 0.0
+            if where := self._author_function():
+                blocked_s += max(_LOOK_S, min(late_s, used_s))
+                if blocked_s > BLOCKED_S:
+                    longest_s = self.stalls[where].get(self.run, 0.0)
+                    self.stalls[where][self.run] = max(blocked_s, longest_s)
+            if looked_at - asked_at > self._patience_s:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread_id), ctypes.py_object(LoopKilled)
+                    ctypes.c_ulong(self._thread_id), ctypes.py_object(LoopBlocked)
                 )
                 answered.wait(GRACE_S)
-                return  # the error says where
-        if stall is not None and blocked_s > BLOCKED_S:
-            where, run = stall
-            self.stalls[where][run] = max(blocked_s, self.stalls[where].get(run, 0.0))
 
     def _author_function(self) -> str | None:
-        """Return the author's innermost running function; None if there is none or a thread is being started."""
+        """Return the author's innermost running function."""
         frame: FrameType | None = sys._current_frames().get(self._thread_id)
-        while frame is not None and frame.f_code is not threading.Thread.start.__code__:
+        while frame is not None:
             code = frame.f_code
             if code.co_filename in self._author_files:
                 return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
@@ -125,22 +111,11 @@ class LoopWatch:
         return None
 
 
-def _cpu_clock(thread_id: int) -> Callable[[], float]:
-    """Return a clock of a thread's CPU seconds; outside Linux, of the whole process's."""
-    if sys.platform == "linux":
-        return partial(time.clock_gettime, time.pthread_getcpuclockid(thread_id))
-    return time.process_time
-
-
 def author_files(cls: type) -> frozenset[str]:
     """Return the files that define `cls` and its bases outside the library's runtime."""
-    files = set()
-    for base in cls.__mro__:
-        module = sys.modules.get(base.__module__)
-        file = getattr(module, "__file__", None)  # builtin modules have none
-        if file and base.__module__ not in ("abc", "atroposlib.envs.base"):
-            files.add(file)
-    return frozenset(files)
+    modules = {base.__module__ for base in cls.__mro__} - {"abc", "atroposlib.envs.base"}
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in modules)
+    return frozenset(filter(None, files))  # builtin modules have none
 
 
 def open_handles() -> set[int]:
@@ -148,15 +123,6 @@ def open_handles() -> set[int]:
     lowest_free = os.open(os.devnull, os.O_RDONLY)
     os.close(lowest_free)
     return set(range(lowest_free))
-
-
-def kind_of_handle(handle: int) -> str:
-    """Return "socket", "pipe", "file", or "handle" for a closed descriptor."""
-    try:
-        mode = os.fstat(handle).st_mode
-    except OSError:  # closed meanwhile
-        return "handle"
-    return "socket" if stat.S_ISSOCK(mode) else "pipe" if stat.S_ISFIFO(mode) else "file"
 
 
 def child_processes() -> set[Any]:
@@ -183,7 +149,7 @@ def end_processes(processes: Collection[Any]) -> None:
     """Kill the processes that the environment left running."""
     for process in processes:
         process.kill()
-        process.join() if isinstance(process, BaseProcess) else process.wait()
+        process.wait() if isinstance(process, subprocess.Popen) else process.join()
 
 
 def leaked(stock: Sequence[set[Any]]) -> set[Any]:
@@ -192,8 +158,8 @@ def leaked(stock: Sequence[set[Any]]) -> set[Any]:
     >>> leaked([{1}, {1, 2}, {1, 2, 3}, {1, 2, 3, 4}])
     {2, 3, 4}
     """
-    recent = stock[-LEAKY_RUNS - 1 :]
-    if len(recent) <= LEAKY_RUNS:
+    recent = stock[-ENOUGH_RUNS - 1 :]
+    if len(recent) <= ENOUGH_RUNS:
         return set()
     stayed = [
         (later - earlier) & recent[-1] for earlier, later in zip(recent, recent[1:], strict=False)
@@ -239,16 +205,9 @@ async def within(
     error = task.exception()
     if error is None:
         return task.result()
-    killed = _find(error, LoopKilled)
-    if killed is not None:
-        where = traceback.extract_tb(killed.__traceback__)[-1]
-        raise Unfinished(
-            f"{what} kept the event loop for {timeout_s:g} s"
-            f" ({Path(where.filename).name}:{where.lineno} in {where.name})"
-        ) from error
-    if not isinstance(error, Exception):
-        raise Unfinished(f"{what} raised {cause_of(error)!r}") from error
-    raise error
+    if isinstance(error, Exception):
+        raise error
+    raise Unfinished(f"{what} raised {describe(cause_of(error))}") from error
 
 
 async def _without_exit(call: Awaitable[T]) -> T:
@@ -256,13 +215,6 @@ async def _without_exit(call: Awaitable[T]) -> T:
         return await call
     except SystemExit as error:
         raise Unfinished(f"sys.exit({error.code!r}) was called") from error
-
-
-def _find(error: BaseException, kind: type[BaseException]) -> BaseException | None:
-    """Return the first error of a kind in an error or exception group."""
-    if isinstance(error, BaseExceptionGroup):
-        return next((found for e in error.exceptions if (found := _find(e, kind))), None)
-    return error if isinstance(error, kind) else None
 
 
 def describe(error: BaseException) -> str:

@@ -13,22 +13,23 @@ import random
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from atroposlib.checker.answers import EMPTY, guesses, judge_of, rounds
+from atroposlib.checker.answers import EMPTY, guesses, rounds, verdict
 from atroposlib.checker.calls import (
+    ENOUGH_RUNS,
     GRACE_S,
-    LEAKY_RUNS,
     LoopWatch,
     author_files,
     child_processes,
     copy_of,
     describe,
     end_processes,
-    kind_of_handle,
     leaked,
     open_handles,
     other_time,
@@ -38,10 +39,9 @@ from atroposlib.checker.calls import (
 from atroposlib.checker.checkpoints import attach_checkpoints, is_same, restore_faults, save
 from atroposlib.checker.engine import Answer, PairTokenizer, ProbeEngine, question_of
 from atroposlib.checker.report import BY_NAME, RULES, Evidence, Finding, Report, Status
-from atroposlib.checker.runs import Run, Sink, difference, faults_of, text_of
+from atroposlib.checker.runs import Run, Sink, difference, fault_of, text_of
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close, collect
-from atroposlib.envs.rewards import RewardWorkers
 from atroposlib.errors import ConfigError, GroupError, cause_of
 from atroposlib.inference.manager import ServerManager
 from atroposlib.scored_data import Strictness, check_group
@@ -52,14 +52,8 @@ MIN_GROUP_SIZE = 8
 """Minimum answers per group: guesses, nonsense, an empty answer and an echo."""
 MAX_ROUNDS = 6
 """Maximum groups of guesses per item, tried until rewards differ."""
-_REWARD_RULES = (
-    "reward_repeatable",
-    "reward_ignores_order",
-    "reward_varies",
-    "empty_unrewarded",
-    "echo_unrewarded",
-)
-
+_USELESS_ANSWERS: dict[str, Answer] = {"empty_unrewarded": EMPTY, "echo_unrewarded": question_of}
+_REWARD_RULES = ("reward_repeatable", "reward_ignores_order", "reward_varies", *_USELESS_ANSWERS)
 _NEEDED = ("starts", "gives_items", "collects")
 
 MakeEnv = Callable[[type[BaseEnv]], BaseEnv]
@@ -94,15 +88,15 @@ def check_env(
             raise ConfigError(f"{name} cannot be skipped: without it nothing can be judged")
     if num_items < 1:
         raise ConfigError(f"num_items: got {num_items}; at least one item is needed")
-    offline = offline_class(env_cls, tokenizer)
+    offline = _offline_class(env_cls, tokenizer)
     check = _Check(
-        env_cls,
+        env_cls=env_cls,
         make=lambda: (make or _make_default)(offline),
         num_items=num_items,
         timeout_s=timeout_s,
         resume_items=resume_items,
-        skip=skip,
     )
+    check.skip("not judged, as asked for", *skip)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -113,7 +107,7 @@ def check_env(
         np.random.set_state(numpy_state)
 
 
-def offline_class(env_cls: type[BaseEnv], tokenizer: Any = None) -> type[BaseEnv]:
+def _offline_class(env_cls: type[BaseEnv], tokenizer: Any = None) -> type[BaseEnv]:
     """Return a subclass whose tokenizer needs no files; `env_cls` itself if it overrides `load_tokenizer`."""
     if tokenizer is None and env_cls.load_tokenizer is not BaseEnv.load_tokenizer:
         return env_cls
@@ -132,64 +126,57 @@ def _make_default(env_cls: type[BaseEnv]) -> BaseEnv:
     return env_cls(config.model_copy(update={"use_wandb": False}), servers, False, True)
 
 
+@dataclass(kw_only=True)
 class _Check:
-    def __init__(
-        self,
-        env_cls: type[BaseEnv],
-        *,
-        make: Callable[[], BaseEnv],
-        num_items: int,
-        timeout_s: float,
-        resume_items: bool,
-        skip: Sequence[str],
-    ) -> None:
-        self._env_cls = env_cls
-        self._make = make
-        self._num_items = num_items
-        self._timeout_s = timeout_s
-        self._resume_items = resume_items
-        self._findings = {rule.name: Finding(rule=rule) for rule in RULES}
-        for name in skip:
-            self._skip(name, "not judged, as asked for")
-        self._items: list[Any] = []
-        self._runs: list[Run] = []
-        self._barren: list[tuple[int, list[list[Answer]]]] = []
-        """Items without any scored answer, and the answers tried."""
-        self._engine = ProbeEngine(PairTokenizer())
-        self._sink = Sink()
-        self._group_size = MIN_GROUP_SIZE
-        self._watch = LoopWatch(author_files(env_cls), patience_s=timeout_s)
-        self._num_runs = 0
-        self._left: dict[str, list[set[Any]]] = {"tasks": [], "handles": [], "processes": []}
+    env_cls: type[BaseEnv]
+    make: Callable[[], BaseEnv]
+    num_items: int
+    timeout_s: float
+    resume_items: bool
+    findings: dict[str, Finding] = field(
+        default_factory=lambda: {rule.name: Finding(rule=rule) for rule in RULES}
+    )
+    items: list[Any] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    """The first run of each list of answers; repetitions are compared with it and not kept."""
+    engine: ProbeEngine = field(default_factory=lambda: ProbeEngine(PairTokenizer()))
+    sink: Sink = field(default_factory=Sink)
+    group_size: int = MIN_GROUP_SIZE
+    tasks: list[set[Any]] = field(default_factory=list)
+    """Unfinished tasks after each run; like the next two."""
+    handles: list[set[Any]] = field(default_factory=list)
+    processes: list[set[Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.watch = LoopWatch(author_files(self.env_cls), patience_s=self.timeout_s)
 
     async def run(self) -> Report:
         began = time.monotonic()
         processes_before = child_processes()
-        with tempfile.TemporaryDirectory() as folder, self._watch:
+        with tempfile.TemporaryDirectory() as folder, self.watch:
             await self._judge(Path(folder))
         end_processes(child_processes() - processes_before)
         return Report(
-            environment=self._env_cls.name or self._env_cls.__name__,
-            findings=list(self._findings.values()),
-            num_items=len(self._items),
-            num_groups=sum(len(run.groups) for run in self._runs),
+            environment=self.env_cls.name or self.env_cls.__name__,
+            findings=list(self.findings.values()),
+            num_items=len(self.items),
+            num_groups=sum(len(run.groups) for run in self.runs),
             duration_s=time.monotonic() - began,
         )
 
     async def _judge(self, folder: Path) -> None:
         env = await self._start(folder, "starts")
         if env is None:
-            self._skip_rest("the environment does not start")
+            self.skip("the environment does not start", *BY_NAME)
             return
-        self._engine = env.server.servers[0]  # type: ignore[assignment]  # _start put it there
         try:
             await self._get_items(env)
-            if not self._items:
-                self._skip_rest("there are no items")
+            if not self.items:
+                self.skip("there are no items", *BY_NAME.keys() - {"starts"})
                 return
-            for index, item in enumerate(self._items):
-                await self._try_item(env, index, item)
-            self._judge_barren()
+            for index in range(len(self.items)):
+                await self._try_item(env, index)
+            self._judge_answers()
             self._judge_rewards()
             await self._judge_leaks()
             self._judge_stalls()
@@ -204,29 +191,25 @@ class _Check:
     def _fail(
         self, name: str, what: str, *, item: int | None = None, sequence: int | None = None
     ) -> None:
-        finding = self._findings[name]
+        finding = self.findings[name]
         if finding.status is not Status.SKIPPED:
             finding.status = Status.FAIL
             finding.evidence.append(Evidence(what=what, item=item, sequence=sequence))
 
-    def _skip(self, name: str, reason: str) -> None:
-        finding = self._findings[name]
-        if finding.status is Status.PASS:
-            finding.status, finding.reason = Status.SKIPPED, reason
-
-    def _skip_rest(self, reason: str) -> None:
-        """Skip every rule after the last that failed."""
-        names = list(self._findings)
-        last = max(i for i, name in enumerate(names) if self._has_failed(name))
-        for name in names[last + 1 :]:
-            self._skip(name, reason)
+    def skip(self, reason: str, *names: str) -> None:
+        """Skip these rules, except those that failed or were skipped before."""
+        for name in names:
+            finding = self.findings[name]
+            if finding.status is Status.PASS:
+                finding.status, finding.reason = Status.SKIPPED, reason
 
     def _has_failed(self, name: str) -> bool:
-        return self._findings[name].status is Status.FAIL
+        return self.findings[name].status is Status.FAIL
 
     async def _within(self, call: Awaitable[T], what: str) -> T:
         """Await the author's code; on a timeout, release requests that the engine holds."""
-        return await within(call, what, timeout_s=self._timeout_s, give_up=self._engine.release)
+        self.watch.run += 1
+        return await within(call, what, timeout_s=self.timeout_s, give_up=self.engine.release)
 
     # Starting.
 
@@ -234,20 +217,20 @@ class _Check:
         """Return an environment after `setup`, with its own engine; None, with a finding, if that fails."""
         env: BaseEnv | None = None
         try:
-            env = self._make()
+            env = self.make()
             env.config.use_wandb = False
-            env.config.group_size = self._group_size = max(env.config.group_size, MIN_GROUP_SIZE)
-            env.config.worker_timeout = self._timeout_s
+            env.config.group_size = self.group_size = max(env.config.group_size, MIN_GROUP_SIZE)
+            env.config.worker_timeout = self.timeout_s
             env.config.data_dir_to_save_evals = str(folder / "evals")
-            engine = ProbeEngine(env.tokenizer)
             await env.server.close()
-            engine.judge = judge_of(env)
+            self.engine.tokenizer = env.tokenizer  # setup() may ask, and may replace it
+            self.engine.judge = getattr(env, "example_verdict", verdict)
             for manager in vars(env).values():  # a judge or a teacher has its own
                 if isinstance(manager, ServerManager):
-                    manager.servers = [engine]
-            env.group_sink = self._sink
+                    manager.servers = [self.engine]
+            env.group_sink = self.sink
             await self._within(env.setup(), "setup()")
-            engine.tokenizer = env.tokenizer
+            self.engine.tokenizer = env.tokenizer
             return env
         except Exception as error:
             if env is None and isinstance(error, ConfigError):
@@ -258,86 +241,57 @@ class _Check:
             return None
 
     async def _stop(self, env: BaseEnv) -> None:
-        """Close an environment, its servers and its reward workers."""
         try:
             await self._within(close(env), "close()")
         except Exception as error:  # noqa: BLE001 - boundary: the author's code
             self._fail("no_leaked_handles", f"close() failed: {describe(error)}")
-        for value in vars(env).values():
-            if isinstance(value, RewardWorkers):
-                await value.close()
 
     async def _get_items(self, env: BaseEnv) -> None:
-        for index in range(self._num_items):
-            self._begin_run()
+        for index in range(self.num_items):
             try:
                 item = await self._within(env.get_next_item(), "get_next_item()")
             except Exception as error:  # noqa: BLE001 - boundary: the author's code
                 self._fail("gives_items", describe(error), item=index)
                 return
-            finally:
-                self._watch.run = 0
             if item is None:
                 if index == 0:
                     self._fail("gives_items", "get_next_item() returned None", item=0)
                 return
-            self._items.append(item)
-
-    def _begin_run(self) -> None:
-        self._num_runs += 1
-        self._watch.run = self._num_runs
+            self.items.append(item)
 
     # Items.
 
-    async def _try_item(self, env: BaseEnv, index: int, item: Any) -> None:
+    async def _try_item(self, env: BaseEnv, index: int) -> None:
         """Try answers until rewards differ, then score the last ones again at another time and in another order."""
-        dealt = rounds(guesses(env, item), self._group_size)[:MAX_ROUNDS]
         telling: Run | None = None
-        for answers in dealt:
-            run = await self._collect(env, index, item, answers)
+        for answers in rounds(guesses(env, self.items[index]), self.group_size)[:MAX_ROUNDS]:
+            run = await self._collect(env, index, answers)
             if run is None:
                 return
-            self._runs.append(run)
-            scores = [score for earned in run.earned.values() for score in earned]
-            if scores and (telling is None or min(scores) < max(scores)):
+            self.runs.append(run)
+            if run.has_difference or (telling is None and run.scores):
                 telling = run
-            if scores and min(scores) < max(scores):
+            if run.has_difference:
                 break
         if telling is None:
-            self._barren.append((index, dealt))
             return
         with other_time():
-            again = await self._collect(env, index, item, telling.answers)
+            again = await self._collect(env, index, telling.answers)
         if again is not None and (other := difference(telling, again)):
             self._fail("reward_repeatable", f"{other} when scored again", item=index)
             return
-        reversed_ = await self._collect(env, index, item, telling.answers[::-1])
+        reversed_ = await self._collect(env, index, telling.answers[::-1])
         if reversed_ is None:
             return
         # Leaving answers out is judged by the rule group_size.
         if other := difference(telling, reversed_, may_leave_out=True):
             self._fail("reward_ignores_order", f"{other} in reversed order", item=index)
 
-    def _judge_barren(self) -> None:
-        """Fail if no item became a group; single items may give none."""
-        if any(run.groups for run in self._runs) or self._has_failed("aligned"):
-            return
-        for index, dealt in self._barren:
-            tried = ", ".join(repr(a) for answers in dealt for a in answers if isinstance(a, str))
-            self._fail(
-                "collects",
-                f"no group came of these answers: {tried:.300}; if none of them can be right, define"
-                " example_answers(self, item)",
-                item=index,
-            )
-
-    async def _collect(
-        self, env: BaseEnv, index: int, item: Any, answers: Sequence[Answer]
-    ) -> Run | None:
+    async def _collect(self, env: BaseEnv, index: int, answers: Sequence[Answer]) -> Run | None:
         """Run one item with scripted answers; None, with a finding, when it fails."""
-        self._engine.script(answers)
-        self._sink.groups = []
-        self._begin_run()
+        item = self.items[index]
+        self.engine.script(answers)
+        self.sink.groups = []
         try:
             groups, _ = await self._within(collect(env, copy_of(item)), "the item")
             if groups:
@@ -347,12 +301,14 @@ class _Check:
         except Exception as error:  # noqa: BLE001 - boundary: the author's code
             self._fail("collects", describe(cause_of(error)), item=index)
             return None
-        finally:
-            self._watch.run = 0
-        run = Run(item=index, answers=list(answers), samples=self._engine.samples)
-        for group in self._sink.groups:
+        run = Run(item=index, answers=list(answers), samples=self.engine.samples)
+        for group in self.sink.groups:
             self._judge_group(env, run, group)
-        await self._take_stock()
+        for _ in range(5):  # lets tasks that are about to end do so
+            await asyncio.sleep(0)
+        self.tasks.append(asyncio.all_tasks())
+        self.handles.append(open_handles())
+        self.processes.append(child_processes())
         return run
 
     def _judge_group(self, env: BaseEnv, run: Run, group: Any) -> None:
@@ -362,116 +318,104 @@ class _Check:
             self._fail("aligned", str(error), item=run.item)
             return
         run.groups.append(checked)
-        stated = (checked.group_overrides or {}).get("group_size", self._group_size)
-        if checked.num_sequences != stated:
-            self._fail(
-                "group_size",
-                f"{checked.num_sequences} sequences, expected {stated}",
-                item=run.item,
-            )
-        for sequence in range(checked.num_sequences):
+        num_sequences = checked.num_sequences
+        stated = (checked.group_overrides or {}).get("group_size", self.group_size)
+        if num_sequences != stated:
+            what = f"{num_sequences} sequences, expected {stated}"
+            self._fail("group_size", what, item=run.item)
+        has_tokens = any(sample.tokens for sample in run.samples)
+        for sequence in range(num_sequences):
             view = checked.sequence(sequence)
-            if self._engine.has_tokens:
-                faults = faults_of(view, run.samples, env.tokenizer)
-                for name, fault in (("token_exact", faults.drift), ("aligned", faults.alignment)):
-                    if fault is not None:
-                        self._fail(name, fault, item=run.item, sequence=sequence)
+            fault = fault_of(view, run.samples, env.tokenizer) if has_tokens else None
+            if fault is not None:
+                self._fail(fault.rule, fault.what, item=run.item, sequence=sequence)
             text = text_of(view, run.samples, env.tokenizer)
             if text is not None:
-                earned = run.earned.setdefault(text, [])
-                earned.append(view.score)
-                earned.sort()
+                run.earned[text] = sorted([*run.earned.get(text, ()), view.score])
+
+    def _judge_answers(self) -> None:
+        """Fail if no item became a group; single items may give none."""
+        if any(run.groups for run in self.runs) or self._has_failed("aligned"):
+            return
+        for index in sorted({run.item for run in self.runs}):
+            answers = [a for run in self.runs if run.item == index for a in run.answers]
+            tried = ", ".join(repr(answer) for answer in answers if isinstance(answer, str))
+            self._fail(
+                "collects",
+                f"no group came of these answers: {tried:.300}; if none of them can be right, define"
+                " example_answers(self, item)",
+                item=index,
+            )
 
     # Rewards.
 
     def _judge_rewards(self) -> None:
-        judged = [run for run in self._runs if run.earned]
-        samples = [sample for run in self._runs for sample in run.samples]
-        if not any(run.groups for run in self._runs):
-            for name in ("group_size", "aligned", "token_exact", *_REWARD_RULES):
-                self._skip(name, "no group could be judged")
+        judged = [run for run in self.runs if run.earned]
+        samples = [sample for run in self.runs for sample in run.samples]
+        if not any(run.groups for run in self.runs):
+            rules = ("group_size", "aligned", "token_exact", *_REWARD_RULES)
+            self.skip("no group could be judged", *rules)
         if not samples:
-            for name in ("token_exact", *_REWARD_RULES):
-                self._skip(name, "the environment asks nothing of the engine")
+            reason = "the environment asks nothing of the engine"
+            self.skip(reason, "token_exact", *_REWARD_RULES)
         if not any(sample.tokens for sample in samples):
-            self._skip(
-                "token_exact",
-                "the environment samples text only; managed_server() would keep the tokens",
-            )
+            reason = "the environment samples text only; managed_server() would keep the tokens"
+            self.skip(reason, "token_exact")
         if not judged:
-            for name in _REWARD_RULES:
-                self._skip(name, "no answer was found again in a group")
+            self.skip("no answer was found again in a group", *_REWARD_RULES)
             return
-        for cause, effects in (
-            ("reward_repeatable", _REWARD_RULES[1:]),
-            ("reward_ignores_order", ("empty_unrewarded", "echo_unrewarded")),
-        ):
-            if self._has_failed(cause):
-                for name in effects:
-                    self._skip(name, f"{cause} fails")
-        has_difference = False
-        for index in sorted({run.item for run in judged}):
-            has_difference |= self._judge_earnings(index, [r for r in judged if r.item == index])
-        if not has_difference:
+        if self._has_failed("reward_repeatable"):
+            self.skip("reward_repeatable fails", *_REWARD_RULES)
+        if self._has_failed("reward_ignores_order"):
+            self.skip("reward_ignores_order fails", *_USELESS_ANSWERS)
+        has_difference = [self._judge_earnings(i, judged) for i in range(len(self.items))]
+        if not any(has_difference):
             for run in judged:
-                answers, score = list(run.earned), next(iter(run.earned.values()))[0]
+                answers = ", ".join(map(repr, run.earned))
                 self._fail(
                     "reward_varies",
-                    f"{len(answers)} answers all earned {score:g}: {', '.join(map(repr, answers)):.200}",
+                    f"{len(run.earned)} answers all earned {run.scores[0]:g}: {answers:.200}",
                     item=run.item,
                 )
-            for name in ("empty_unrewarded", "echo_unrewarded"):
-                self._skip(name, "all rewards are equal")
+            self.skip("all rewards are equal", *_USELESS_ANSWERS)
 
-    def _judge_earnings(self, index: int, runs: Sequence[Run]) -> bool:
+    def _judge_earnings(self, index: int, judged: Sequence[Run]) -> bool:
         """Compare the rewards of useless answers to one item with the best; return whether rewards differ."""
-        scores = [score for run in runs for earned in run.earned.values() for score in earned]
-        worst, best = min(scores), max(scores)
-        if worst == best:
+        runs = [run for run in judged if run.item == index]
+        scores = [score for run in runs for score in run.scores]
+        if len(set(scores)) < 2:
             return False
-        for name, answer in (("empty_unrewarded", EMPTY), ("echo_unrewarded", question_of)):
-            earned = [run.most_for(answer) for run in runs]
-            most = max((score for score in earned if score is not None), default=worst)
+        worst, best = min(scores), max(scores)
+        for name, answer in _USELESS_ANSWERS.items():
+            most = max((x for run in runs for x in run.scores_for(answer)), default=worst)
             if most >= worst + (best - worst) / 2:
-                self._fail(
-                    name,
-                    f"earned {most:g}; all answers earned from {worst:g} to {best:g}",
-                    item=index,
-                )
+                what = f"earned {most:g}; all answers earned from {worst:g} to {best:g}"
+                self._fail(name, what, item=index)
         return True
 
     # What is left behind.
 
-    async def _take_stock(self) -> None:
-        """Record what is open after a run, after letting tasks that are about to end do so."""
-        for _ in range(5):
-            await asyncio.sleep(0)
-        self._left["tasks"].append({task for task in asyncio.all_tasks() if not task.done()})
-        self._left["handles"].append(open_handles())
-        self._left["processes"].append(child_processes())
-
     async def _judge_leaks(self) -> None:
-        tasks = leaked(self._left["tasks"])
+        if len(self.tasks) <= ENOUGH_RUNS:
+            rules = ("no_leaked_tasks", "no_leaked_handles", "no_leaked_processes")
+            self.skip("too few items ran", *rules)
+            return
+        tasks = leaked(self.tasks)
         if tasks:
-            await asyncio.wait(tasks, timeout=4 * GRACE_S)
-            tasks = {task for task in tasks if not task.done()}
-        if len(tasks) >= LEAKY_RUNS:
-            name = _name_of(next(iter(tasks)))
-            self._fail("no_leaked_tasks", f"every run left a task of {name} behind")
-        if processes := leaked(self._left["processes"]):
+            _, tasks = await asyncio.wait(tasks, timeout=4 * GRACE_S)
+        if len(tasks) >= ENOUGH_RUNS:
+            what = f"every run left a task of {_name_of(tasks.pop())} behind"
+            self._fail("no_leaked_tasks", what)
+        if processes := leaked(self.processes):
             self._fail("no_leaked_processes", f"every run left one behind, like {processes.pop()}")
-            self._skip("no_leaked_handles", "processes are left, and their pipes with them")
-        if leaked(self._left["handles"]):
-            kind = kind_of_handle(len(self._left["handles"][-2]))
-            self._fail("no_leaked_handles", f"every run left a handle open; the last is a {kind}")
-        if len(self._left["tasks"]) <= LEAKY_RUNS:
-            for name in ("no_leaked_tasks", "no_leaked_handles", "no_leaked_processes"):
-                self._skip(name, "too few items ran")
+            self.skip("processes are left, and their pipes with them", "no_leaked_handles")
+        if leaked(self.handles):
+            self._fail("no_leaked_handles", "every run left a file, socket or pipe open")
 
     def _judge_stalls(self) -> None:
-        """Fail if a function blocked the loop in two runs; a single time may be an import."""
-        for where, blocked_s in self._watch.stalls.items():
-            if len(blocked_s) >= 2:
+        """Fail if a function blocked the loop in several runs; a single time may be an import."""
+        for where, blocked_s in self.watch.stalls.items():
+            if len(blocked_s) >= ENOUGH_RUNS:
                 longest_ms = 1000 * max(blocked_s.values())
                 self._fail("loop_stays_free", f"{where} blocked it for up to {longest_ms:.0f} ms")
 
@@ -479,24 +423,24 @@ class _Check:
 
     async def _cancel(self, env: BaseEnv) -> None:
         if self._has_failed("collects"):
-            self._skip("cancellable", "items fail")
+            self.skip("items fail", "cancellable")
             return
         before = asyncio.all_tasks()
-        self._engine.script([EMPTY])
-        self._engine.hold()
-        task = asyncio.ensure_future(collect(env, copy_of(self._items[0])))
-        asked = asyncio.ensure_future(self._engine.asked.wait())
+        self.engine.script([EMPTY])
+        self.engine.hold()
+        task = asyncio.ensure_future(collect(env, copy_of(self.items[0])))
+        asked = asyncio.ensure_future(self.engine.asked.wait())
         try:
             await asyncio.wait(
-                {task, asked}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
+                {task, asked}, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
             if task.done() or not asked.done():
-                self._skip("cancellable", "the item does not wait for the engine")
+                self.skip("the item does not wait for the engine", "cancellable")
                 return
             task.cancel()
             await asyncio.wait({task}, timeout=GRACE_S)
             if not task.done():
-                self._fail("cancellable", "it went on after task.cancel()", item=0)
+                self._fail("cancellable", "it continued after task.cancel()", item=0)
             elif not task.cancelled():
                 error = task.exception()
                 ending = "returned" if error is None else f"raised {type(error).__name__}"
@@ -505,11 +449,10 @@ class _Check:
                 # The engine still holds requests, so tasks that end now were cancelled with the item.
                 _, pending = await asyncio.wait(left, timeout=4 * GRACE_S)
                 if pending:
-                    name = _name_of(next(iter(pending)))
-                    text = f"a cancelled item left a task of {name} behind"
-                    self._fail("no_leaked_tasks", text, item=0)
+                    what = f"a cancelled item left a task of {_name_of(pending.pop())} behind"
+                    self._fail("no_leaked_tasks", what, item=0)
         finally:
-            self._engine.release()
+            self.engine.release()
             asked.cancel()
             await asyncio.wait({task, asked}, timeout=GRACE_S)
             task.cancel()
@@ -517,10 +460,10 @@ class _Check:
     # Evaluating.
 
     async def _evaluate(self, env: BaseEnv, folder: Path) -> None:
-        self._engine.script(["qx"])
+        self.engine.script(["qx"])
         try:
             await self._within(env.evaluate(), "evaluate()")
-            written = [path for path in (folder / "evals").rglob("*") if path.is_file()]
+            written = any(path.is_file() for path in (folder / "evals").rglob("*"))
             if not written and not await self._logs_metrics(env):
                 self._fail("evaluates", "it wrote no file and logged no metric")
         except Exception as error:  # noqa: BLE001 - boundary: the author's code
@@ -529,13 +472,8 @@ class _Check:
     async def _logs_metrics(self, env: BaseEnv) -> bool:
         """Whether `wandb_log` would now log an evaluation metric."""
         logged: dict[str, Any] = {}
-
-        class Recorder:
-            def log(self, metrics: dict[str, Any], **options: Any) -> None:
-                logged.update(metrics)
-
         env.rollouts_for_wandb = []
-        env.wandb_run = Recorder()
+        env.wandb_run = SimpleNamespace(log=lambda metrics, **options: logged.update(metrics))
         try:
             await self._within(env.wandb_log(), "wandb_log()")
         finally:
@@ -545,20 +483,18 @@ class _Check:
     # Checkpoints.
 
     async def _checkpoints(self, env: BaseEnv, folder: Path) -> None:
-        names = ("checkpoint_is_json", "checkpoint_restores", "items_resume")
+        rules = ("checkpoint_is_json", "checkpoint_restores", "items_resume")
         try:
             data = save(env, folder)
         except Exception as error:  # noqa: BLE001 - boundary: the author's code
             self._fail("checkpoint_is_json", describe(error))
-            for name in names[1:]:
-                self._skip(name, "nothing is saved")
+            self.skip("nothing is saved", *rules)
             return
         if data is None:
-            for name in names:
-                self._skip(name, "save_checkpoint() saves nothing")
+            self.skip("save_checkpoint() saves nothing", *rules)
             return
-        if not self._resume_items:
-            self._skip("items_resume", "optional: ask for it with --resume-items")
+        if not self.resume_items:
+            self.skip("optional: ask for it with --resume-items", "items_resume")
         fresh = await self._start(folder, "checkpoint_restores")
         if fresh is None:
             return
@@ -568,8 +504,8 @@ class _Check:
             for fault in restore_faults(env, fresh, data, save(fresh, folder) or {}):
                 self._fail("checkpoint_restores", fault)
             if self._has_failed("checkpoint_restores"):
-                self._skip("items_resume", "checkpoints do not restore")
-            elif self._resume_items:
+                self.skip("checkpoints do not restore", "items_resume")
+            elif self.resume_items:
                 wanted = await self._within(env.get_next_item(), "get_next_item()")
                 got = await self._within(fresh.get_next_item(), "get_next_item()")
                 if not is_same(wanted, got):

@@ -12,26 +12,20 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from atroposlib.checker import RULES, check_env
 from atroposlib.envs.base import BaseEnv
 from atroposlib.utils.tokenizers import load_tokenizer
 
 
-class Build(Protocol):
-    """Constructs an environment from flags: `runtime.command.build_environment`."""
-
-    def __call__(
-        self, env_cls: type[BaseEnv], mode: str, argv: Sequence[str], *, prog: str
-    ) -> BaseEnv: ...
-
-
 def check_environment(
-    env_cls: type[BaseEnv], argv: Sequence[str], *, prog: str, build: Build
+    env_cls: type[BaseEnv], argv: Sequence[str], *, prog: str, build: Callable[..., BaseEnv]
 ) -> int:
-    """Check an environment with the options in `argv`; return the exit code."""
+    """Check an environment with the options in `argv`; return the exit code.
+
+    `build` constructs it from flags: `runtime.command.build_environment`.
+    """
     logging.basicConfig(level=logging.CRITICAL)  # what the author's code logs is in the report
     options, flags = _parser(prog).parse_known_args(argv)
 

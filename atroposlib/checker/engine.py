@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from atroposlib.inference.config import APIServerConfig
@@ -51,10 +51,6 @@ class PairTokenizer(ByteTokenizer):
                 at += 1
         return joined
 
-    def encode_apart(self, text: str) -> list[int]:
-        """Return one token per byte: they decode to `text` but differ from `encode`'s where it joins pairs."""
-        return super().encode(text, add_special_tokens=False)
-
     def decode(self, tokens: Any, skip_special_tokens: bool = False, **options: Any) -> str:
         single: list[int] = []
         for token in [tokens] if isinstance(tokens, int) else tokens:
@@ -78,7 +74,7 @@ class PairTokenizer(ByteTokenizer):
         return self.vocab_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ProbeSample:
     """One completion of the engine."""
 
@@ -86,11 +82,11 @@ class ProbeSample:
     """Index of the scripted answer; a conversation keeps it over all turns."""
     prompt_text: str
     text: str
-    prompt_tokens: list[int]
+    prompt_tokens: list[int] = field(default_factory=list)
     """[P]; empty if only text was requested."""
-    tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
     """[T]; empty if only text was requested."""
-    logprobs: list[float]
+    logprobs: list[float] = field(default_factory=list)
     """[T]"""
 
 
@@ -102,7 +98,7 @@ class ProbeEngine(ServerHarness):
             APIServerConfig(model_name="check"), tokenizer=tokenizer, respond=self._answer
         )
         self.samples: list[ProbeSample] = []
-        self.judge: Callable[[str], str | None] = _no_judge
+        self.judge: Callable[[str], str | None] = lambda prompt: None
         """Called first; a prompt that it answers is a judge's, and neither scripted nor recorded."""
         self.asked = asyncio.Event()
         """Set while a request waits because of `hold`."""
@@ -110,7 +106,6 @@ class ProbeEngine(ServerHarness):
         self._released.set()
         self._answers: Sequence[Answer] = ("",)
         self._given: Counter[str] = Counter()
-        self._persona = 0
 
     def script(self, answers: Sequence[Answer]) -> None:
         """Start a run: drop earlier samples and give these answers in order."""
@@ -127,11 +122,6 @@ class ProbeEngine(ServerHarness):
     def release(self) -> None:
         self._released.set()
 
-    @property
-    def has_tokens(self) -> bool:
-        """Whether any sample of this run has tokens."""
-        return any(sample.tokens for sample in self.samples)
-
     async def _begin(self, kwargs: dict[str, Any]) -> int:
         call = await super()._begin(kwargs)
         if not self._released.is_set():
@@ -141,78 +131,56 @@ class ProbeEngine(ServerHarness):
         return call
 
     def _answer(self, request: HarnessRequest) -> str:
-        """Answer with text only."""
         verdict = self.judge(request.prompt)
         if verdict is not None:
             return verdict
-        text = self._text_for(request.prompt)
-        self._remember(request.prompt, text, [], [], [])
+        persona = self._persona_of(request.prompt)
+        answer = self._answers[persona]
+        text = answer if isinstance(answer, str) else answer(request.prompt)
+        self.samples.append(ProbeSample(persona=persona, prompt_text=request.prompt, text=text))
         return text
-
-    def _text_for(self, prompt: str) -> str:
-        self._persona = self._persona_of(prompt)
-        answer = self._answers[self._persona]
-        return answer if isinstance(answer, str) else answer(prompt)
 
     def _persona_of(self, prompt: str) -> int:
         """Return the persona of the conversation that the prompt continues, else the next one for this prompt."""
-        best: ProbeSample | None = None
-        best_length = 0
-        for sample in self.samples:
-            length = len(sample.prompt_text) + len(sample.text)
-            if (
-                best_length < length < len(prompt)
-                and len(sample.prompt_text) < len(prompt)
-                and prompt.startswith(sample.prompt_text + sample.text)
-            ):
-                best, best_length = sample, length
+        begun = [
+            sample
+            for sample in self.samples
+            if len(said := sample.prompt_text + sample.text) < len(prompt)
+            and prompt.startswith(said)
+        ]
         index = self._given[prompt]
         self._given[prompt] += 1
-        if best is not None:
-            index += best.persona
+        if begun:
+            index += max(begun, key=lambda sample: len(sample.prompt_text + sample.text)).persona
         return index % len(self._answers)
 
     def _sample(
-        self, prompt_tokens: list[int], prompt: str, call: int, kwargs: Mapping[str, Any]
+        self, prompt_tokens: list[int], prompt: str, call: int, kwargs: dict[str, Any]
     ) -> TokenCompletions:
         limit = int(kwargs.get("max_tokens") or kwargs.get("max_completion_tokens") or 2**31)
-        all_tokens, all_logprobs, reasons = [], [], []
-        verdict = self.judge(prompt)
-        for _ in range(int(kwargs.get("n") or 1)):
-            text = self._text_for(prompt) if verdict is None else verdict
-            tokens = [*_apart(self.tokenizer, text), self.tokenizer.eos_token_id]
-            reasons.append("stop" if len(tokens) <= limit else "length")
-            tokens = tokens[:limit]
-            logprobs = made_up_logprobs(prompt_tokens, tokens)
-            if verdict is None:
-                text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-                self._remember(prompt, text, prompt_tokens, tokens, logprobs)
-            all_tokens.append(tokens)
-            all_logprobs.append(logprobs)
-        return TokenCompletions(prompt_tokens, all_tokens, all_logprobs, reasons)
-
-    def _remember(
-        self,
-        prompt: str,
-        text: str,
-        prompt_tokens: list[int],
-        tokens: list[int],
-        logprobs: list[float],
-    ) -> None:
-        self.samples.append(
-            ProbeSample(
-                persona=self._persona,
-                prompt_text=prompt,
-                text=text,
-                prompt_tokens=list(prompt_tokens),
-                tokens=list(tokens),
-                logprobs=list(logprobs),
-            )
-        )
+        eos = self.tokenizer.eos_token_id
+        num_earlier = len(self.samples)
+        texts = self._texts(prompt, call, kwargs)
+        tokens = [[*tokens_apart(self.tokenizer, text), eos][:limit] for text in texts]
+        logprobs = [made_up_logprobs(prompt_tokens, sampled) for sampled in tokens]
+        for i, sample in enumerate(self.samples[num_earlier:]):  # none for a judge's prompt
+            sample.prompt_tokens, sample.tokens = prompt_tokens, list(tokens[i])
+            sample.logprobs = list(logprobs[i])
+            sample.text = self.tokenizer.decode(tokens[i], skip_special_tokens=True)
+        reasons = ["stop" if sampled[-1] == eos else "length" for sampled in tokens]
+        return TokenCompletions(prompt_tokens, tokens, logprobs, reasons)
 
 
-def _no_judge(prompt: str) -> None:
-    return None
+def tokens_apart(tokenizer: Any, text: str) -> list[int]:
+    """Return tokens that decode to `text`, if possible other ones than the tokenizer's own."""
+    apart = [
+        int(token)
+        for character in text
+        for token in tokenizer.encode(character, add_special_tokens=False)
+    ]
+    if tokenizer.decode(apart, skip_special_tokens=True) == text:
+        return apart
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
 def question_of(prompt: str) -> str:
@@ -228,17 +196,3 @@ def question_of(prompt: str) -> str:
 def _is_alnum(token: int) -> bool:
     byte = token - 3
     return 48 <= byte <= 57 or 65 <= byte <= 90 or 97 <= byte <= 122
-
-
-def _apart(tokenizer: Any, text: str) -> list[int]:
-    """Return tokens that decode to `text`, if possible other ones than the tokenizer's own."""
-    if isinstance(tokenizer, PairTokenizer):
-        return tokenizer.encode_apart(text)
-    apart = [
-        int(token)
-        for character in text
-        for token in tokenizer.encode(character, add_special_tokens=False)
-    ]
-    if tokenizer.decode(apart, skip_special_tokens=True) == text:
-        return apart
-    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]

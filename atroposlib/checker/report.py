@@ -92,7 +92,8 @@ RULES = (
     Rule(
         name="no_leaked_handles",
         claim="no file, socket or pipe stays open after its item",
-        advice="open with `with` or `async with`; share one client that setup() makes",
+        advice="open with `with` or `async with`; share one client that setup() makes; `python -X dev`"
+        " names what is dropped unclosed",
     ),
     Rule(
         name="no_leaked_processes",
@@ -147,12 +148,9 @@ class Evidence:
     """Index in the group."""
 
     def __str__(self) -> str:
-        place = [
-            f"{name} {value}"
-            for name, value in (("item", self.item), ("sequence", self.sequence))
-            if value is not None
-        ]
-        return f"{', '.join(place)}: {self.what}" if place else self.what
+        places = {"item": self.item, "sequence": self.sequence}
+        known = [f"{name} {index}" for name, index in places.items() if index is not None]
+        return f"{', '.join(known)}: {self.what}" if known else self.what
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,16 +30,21 @@ class Run:
     earned: dict[str, list[float]] = field(default_factory=dict)
     """Scores by answer text, ascending."""
 
-    def most_for(self, answer: Answer) -> float | None:
-        """Return the best score of one scripted answer; None if no group has it."""
+    @property
+    def scores(self) -> list[float]:
+        """All scores earned."""
+        return [score for earned in self.earned.values() for score in earned]
+
+    @property
+    def has_difference(self) -> bool:
+        """Whether some answers earned more than others."""
+        return len(set(self.scores)) > 1
+
+    def scores_for(self, answer: Answer) -> list[float]:
+        """Return the scores of one scripted answer; [] if no group has it."""
         said = texts_said(self.samples)
-        found = [
-            score
-            for persona, given in enumerate(self.answers)
-            if given == answer and persona in said
-            for score in self.earned.get(said[persona], ())
-        ]
-        return max(found, default=None)
+        texts = {said.get(i) for i, given in enumerate(self.answers) if given == answer}
+        return [score for text in texts if text is not None for score in self.earned.get(text, ())]
 
 
 class Sink:
@@ -48,14 +53,7 @@ class Sink:
     def __init__(self) -> None:
         self.groups: list[Any] = []
 
-    async def accept(
-        self,
-        scored_data: Any,
-        item: Any = None,
-        *,
-        send: bool = True,
-        abort_on_max_length: bool = True,
-    ) -> int:
+    async def accept(self, scored_data: Any, item: Any = None, **options: Any) -> int:
         found = [scored_data] if isinstance(scored_data, Mapping) else list(scored_data or [])
         self.groups += [group for group in found if group is not None]
         return len(found)
@@ -83,35 +81,35 @@ def _listed(scores: Sequence[float]) -> str:
     return ", ".join(f"{score:.6g}" for score in scores)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Faults:
-    """The first fault of each kind; None if there is none."""
+class Fault(NamedTuple):
+    """What is wrong with a sequence."""
 
-    drift: str | None = None
-    """Trained tokens that differ from the sampled ones."""
-    alignment: str | None = None
-    """Masks that train prompt tokens, or logprobs of another token."""
+    rule: str
+    """token_exact: trained tokens differ from the sampled ones. aligned: masks or logprobs belong to other tokens."""
+    what: str
 
 
-def faults_of(view: SequenceView, samples: Sequence[ProbeSample], tokenizer: Any) -> Faults:
-    """Compare one sequence with all samples of its run."""
+def fault_of(view: SequenceView, samples: Sequence[ProbeSample], tokenizer: Any) -> Fault | None:
+    """Compare one sequence with all samples of its run; return the first fault."""
     tokens: list[int] = view.tokens.tolist()
     trained = np.flatnonzero(view.masks != IGNORE_INDEX).tolist()
     if not trained:
-        return Faults(alignment="masks: no position is trained")
+        return Fault("aligned", "masks: no position is trained")
     sampled = _sampled_logprobs(tokens, samples)
-    strange = next((position for position in trained if position not in sampled), None)
-    if strange is not None:
-        return _strange(tokens, strange, samples, tokenizer)
-    if view.inference_logprobs is not None:
-        for position in trained:
-            got = float(view.inference_logprobs[position])
-            if abs(got - sampled[position]) > LOGPROB_TOLERANCE:
-                return Faults(
-                    alignment=f"inference_logprobs[{position}] is {got:.5f}, but the engine"
-                    f" sampled token {tokens[position]} with {sampled[position]:.5f}"
-                )
-    return Faults()
+    for position in trained:
+        if position not in sampled:
+            return _unsampled(tokens, position, samples, tokenizer)
+    if view.inference_logprobs is None:
+        return None
+    for position in trained:
+        got = float(view.inference_logprobs[position])
+        if abs(got - sampled[position]) > LOGPROB_TOLERANCE:
+            return Fault(
+                "aligned",
+                f"inference_logprobs[{position}] is {got:.5f}, but the engine sampled token"
+                f" {tokens[position]} with {sampled[position]:.5f}",
+            )
+    return None
 
 
 def texts_said(samples: Sequence[ProbeSample]) -> dict[int, str]:
@@ -155,9 +153,9 @@ def _sampled_logprobs(tokens: Sequence[int], samples: Sequence[ProbeSample]) -> 
     return found
 
 
-def _strange(
+def _unsampled(
     tokens: list[int], position: int, samples: Sequence[ProbeSample], tokenizer: Any
-) -> Faults:
+) -> Fault:
     """Find why a trained position was not sampled: part of the prompt, or the sampled text in other tokens."""
     for sample in samples:
         start = len(sample.prompt_tokens)
@@ -166,29 +164,32 @@ def _strange(
         before = tokenizer.decode(tokens[start:position], skip_special_tokens=True)
         after = tokenizer.decode(tokens[start:], skip_special_tokens=True)
         if len(before) < len(sample.text) and after.startswith(sample.text):
-            wanted = (
-                sample.tokens[position - start] if position - start < len(sample.tokens) else None
-            )
-            return Faults(
-                drift=f"token {position} is {tokens[position]}, but {wanted} was sampled there:"
-                f" {sample.text!r:.60} was turned into tokens again"
+            wanted = next(iter(sample.tokens[position - start :]), None)
+            return Fault(
+                "token_exact",
+                f"token {position} is {tokens[position]}, but {wanted} was sampled there:"
+                f" {sample.text!r:.60} was turned into tokens again",
             )
     if any(tokens[: position + 1] == sample.prompt_tokens[: position + 1] for sample in samples):
-        return Faults(
-            alignment=f"masks[{position}]: token {tokens[position]} is trained, but it was given to"
-            " the model, not sampled"
+        return Fault(
+            "aligned",
+            f"masks[{position}]: token {tokens[position]} is trained, but it was given to the"
+            " model, not sampled",
         )
     text = tokenizer.decode(tokens, skip_special_tokens=False)
     for sample in samples:
         sent = sample.prompt_tokens
-        if sent and text.startswith(tokenizer.decode(sent, skip_special_tokens=False)):
-            other = next((i for i, t in enumerate(sent) if tokens[i : i + 1] != [t]), None)
-            if other is not None and other < position:
-                return Faults(
-                    drift=f"token {other} is {tokens[other]}, but {sent[other]} was sent to the engine"
-                    f" for token {position}: an earlier turn was turned into tokens again"
-                )
-    return Faults(
-        drift=f"token {position} ({tokens[position]}) is trained, but after these tokens the engine"
-        " sampled no such token"
+        if not sent or not text.startswith(tokenizer.decode(sent, skip_special_tokens=False)):
+            continue
+        other = next((i for i, t in enumerate(sent) if tokens[i : i + 1] != [t]), position)
+        if other < position:
+            return Fault(
+                "token_exact",
+                f"token {other} is {tokens[other]}, but {sent[other]} was sent to the engine for"
+                f" token {position}: an earlier turn was turned into tokens again",
+            )
+    return Fault(
+        "token_exact",
+        f"token {position} ({tokens[position]}) is trained, but after these tokens the engine"
+        " sampled no such token",
     )

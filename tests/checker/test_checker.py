@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atroposlib.checker import RULES, Report, check_env
-from atroposlib.checker.calls import LoopWatch
-from atroposlib.checker.engine import PairTokenizer
+from atroposlib.checker.engine import PairTokenizer, tokens_apart
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError
 from atroposlib.runtime.command import run_environment
@@ -134,7 +130,7 @@ def test_skipped_rules_are_named_and_misspelt_ones_refused() -> None:
 def test_a_sampled_text_has_other_tokens_when_it_is_tokenized_again() -> None:
     tokenizer = PairTokenizer()
     for text in ("42", "So the answer is \\boxed{12}.", "caf\u00e9 no. 7<eos>"):
-        apart = tokenizer.encode_apart(text)
+        apart = tokens_apart(tokenizer, text)
         again = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(apart) == tokenizer.decode(again) == text
         assert apart != again
@@ -186,46 +182,13 @@ def test_a_stall_names_the_function_that_blocks() -> None:
     ]
 
 
-async def keep_loop(watch: LoopWatch, work: Callable[[], None]) -> None:
-    """Do `work` in two runs."""
-    with watch:
-        for run in (1, 2):
-            await asyncio.sleep(0.05)
-            watch.run = run
-            work()
-
-
-def start_a_late_thread() -> None:
-    """Start a thread that gets a CPU only after 300 ms."""
-    thread = threading.Thread(target=lambda: None)
-    bootstrap = thread._bootstrap  # type: ignore[attr-defined]
-
-    def bootstrap_late() -> None:
-        time.sleep(0.3)
-        bootstrap()
-
-    thread._bootstrap = bootstrap_late  # type: ignore[attr-defined]
-    thread.start()
-
-
-@pytest.mark.parametrize(
-    ("work", "is_blamed"), [(lambda: time.sleep(0.3), True), (start_a_late_thread, False)]
-)
-def test_waiting_is_blocking_unless_it_is_for_a_thread_to_begin(
-    work: Callable[[], None], is_blamed: bool
-) -> None:
-    watch = LoopWatch({__file__}, patience_s=30.0)
-    asyncio.run(keep_loop(watch, work))
-    assert [sorted(stall) for stall in watch.stalls.values()] == ([[1, 2]] if is_blamed else [])
-
-
 STOPPED = """
 import asyncio, time
 from atroposlib.checker.calls import LoopWatch
 
 def compute():
     print("computing", flush=True)
-    until = time.thread_time() + 0.06
+    until = time.thread_time() + 0.03
     while time.thread_time() < until:
         pass
 

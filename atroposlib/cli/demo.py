@@ -240,7 +240,7 @@ def _claim(out: Path, display: Display) -> Iterator[RunFiles]:
             aside = _free_name(out)
             out.rename(aside)
             display.say(f"an earlier run was moved to {aside}")
-        files = RunFiles(root=out)
+        files = RunFiles(out)
         files.logs.mkdir(parents=True)
         yield files
 

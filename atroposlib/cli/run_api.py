@@ -170,7 +170,7 @@ def serve(argv: Sequence[str] | None) -> int:
         print(erase(config.data_dir, only=config.forget))
         return 0
     if config.reload:
-        print("warning: --reload does nothing; restart the hub to load new code", file=sys.stderr)
+        _warn("--reload does nothing; restart the hub to load new code")
     if config.scopes or config.runs:
         raise ConfigError("--scopes and --runs describe a token to make: they need --add-token")
     if config.memory and config.fresh:
@@ -184,12 +184,9 @@ def serve(argv: Sequence[str] | None) -> int:
     connections = Connections(max_connections(_raise_file_limit()))
     # Before anything is erased or recovered, so that a second hub on the port fails first.
     listener = listen(config.host, config.port)
-    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    loop_factory = uvicorn.Config(app="", log_config=None).get_loop_factory()
+    with listener, asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_serve(config, tokens, listener, connections))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    return uvicorn.Config(app="", log_config=None).get_loop_factory()
 
 
 async def _serve(
@@ -380,17 +377,13 @@ def _check_exposure(config: RunApiConfig, tokens: TokenSet | None) -> None:
             " --insecure starts it anyway"
         )
     if tokens is None:
-        print(
-            f"warning: --insecure: anyone who reaches {config.host} can read and add data",
-            file=sys.stderr,
-            flush=True,
-        )
+        _warn(f"--insecure: anyone who reaches {config.host} can read and add data")
     elif config.ssl_certfile is None:
-        print(
-            "warning: tokens and data are sent unencrypted; use --ssl-certfile or a proxy with TLS",
-            file=sys.stderr,
-            flush=True,
-        )
+        _warn("tokens and data are sent unencrypted; use --ssl-certfile or a proxy with TLS")
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _check_tls(config: RunApiConfig) -> None:

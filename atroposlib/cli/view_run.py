@@ -93,17 +93,13 @@ def build_page(gradio: Any, read: Callable[[], str], *, config: ViewConfig) -> A
 def read_page(hub: TrainerClient, config: ViewConfig, decode: Decode, *, images: bool) -> str:
     """Return the page's content, or a note with the error."""
     try:
-        groups = _take(hub, config) if config.consume else _look(hub)
+        found = _take(hub, config) if config.consume else [hub.latest_example()]
     except (HubError, GroupError) as e:
         return note(f"Cannot read from the hub: {e}")
+    groups = [group for group in found if group is not None]
     if not groups:
         return note("There is no group yet. Try again when the environments have sent some.")
     return page_of(groups, decode, images=images)
-
-
-def _look(hub: TrainerClient) -> list[ScoredGroup]:
-    group = hub.latest_example()
-    return [] if group is None else [group]
 
 
 def _take(hub: TrainerClient, config: ViewConfig) -> list[ScoredGroup]:

@@ -32,16 +32,20 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
     scores = [_number(score) for group in groups for score in group.get("scores") or []]
     numbers = [score for score in scores if score is not None]
     mean = f", mean score {sum(numbers) / len(numbers):.3f}" if numbers else ""
-    page = Template(Path(__file__).with_name("rollouts.html").read_text(encoding="utf-8"))
-    target.write_text(
-        page.substitute(
-            title=html.escape(source.stem),
-            about=f"{len(groups)} groups, {len(scores)} sequences{mean}",
-            groups="\n".join(create_html_for_group(g, i) for i, g in enumerate(groups)),
-        ),
-        encoding="utf-8",
+    write_page(
+        target,
+        title=source.stem,
+        about=f"{len(groups)} groups, {len(scores)} sequences{mean}",
+        body="\n".join(create_html_for_group(g, i) for i, g in enumerate(groups)),
     )
     return target
+
+
+def write_page(target: Path, *, title: str, about: str, body: str) -> None:
+    """Write a page; `body` is HTML, the other two are text."""
+    page = Template(Path(__file__).with_name("rollouts.html").read_text(encoding="utf-8"))
+    filled = page.substitute(title=html.escape(title), about=html.escape(about), body=body)
+    target.write_text(filled, encoding="utf-8")
 
 
 def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:

@@ -133,7 +133,8 @@ def test_a_short_run_shows_every_group_once(tmp_path: Path) -> None:
 def test_text_with_a_line_separator_is_one_line(tmp_path: Path) -> None:
     rollouts = tmp_path / "rollouts.jsonl"
     rollouts.write_text('{"text": "a\u2028b\x85c"}\n{"text": "d"}\n{"te', encoding="utf-8")
-    assert report.read_ends(rollouts, num_groups=6) == [{"text": "a\u2028b\x85c"}, {"text": "d"}]
+    groups = report.read_ends(rollouts, num_groups=6)
+    assert groups == {0: {"text": "a\u2028b\x85c"}, 1: {"text": "d"}}
 
 
 def claim(out: Path) -> None:

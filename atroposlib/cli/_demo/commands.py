@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -61,41 +60,19 @@ class DemoConfig(BaseModel):
     """Stop training after this time and evaluate; None: no limit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
     """The paths of one run's files."""
 
-    root: Path
-
-    @property
-    def logs(self) -> Path:
-        """One log file per part."""
-        return self.root / "logs"
-
-    @property
-    def model(self) -> Path:
-        """The model after the warm-up."""
-        return self.root / "model"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The trainer's checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def rollouts(self) -> Path:
-        """Every group the environment accepted, one JSON line each."""
-        return self.root / "rollouts.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """The trainer's metrics, one JSON line per step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def warm_up_progress(self) -> Path:
-        """Validation accuracy during the warm-up, one JSON line per check."""
-        return self.root / "warm_up.jsonl"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.logs = root / "logs"  # one per part
+        self.model = root / "model"  # after the warm-up
+        self.checkpoints = root / "checkpoints"  # of the trainer
+        self.rollouts = (
+            root / "rollouts.jsonl"
+        )  # a line for each group that the environment accepted
+        self.metrics = root / "metrics.jsonl"  # a line for each step of the trainer
+        self.warm_up_progress = root / "warm_up.jsonl"  # a line for each accuracy in the warm-up
 
 
 def python(module: str, **flags: object) -> list[str]:

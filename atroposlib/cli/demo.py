@@ -37,12 +37,13 @@ from atroposlib.cli._demo.commands import (
     warm_up_command,
 )
 from atroposlib.cli._demo.evaluation import Accuracy, measure
-from atroposlib.cli._demo.parts import Part, Parts, free_port, terminate_like_interrupt
+from atroposlib.cli._demo.parts import Parts, free_port, terminate_like_interrupt
 from atroposlib.cli._demo.progress import Display, JsonLines, StepMetrics
 from atroposlib.cli._demo.report import draw_learning_curve, write_rollouts_page
 from atroposlib.config import parse_flags
 from atroposlib.errors import AtroposError, ConfigError, MissingDependency, cli_boundary
 from atroposlib.utils.letter_reversal import Split, distinct_prompts
+from atroposlib.utils.owned_process import OwnedProcess
 
 NUM_HELDOUT_PROMPTS = 500
 _STARTUP_TIMEOUT_S = {"local": 180.0, "vllm": 600.0}
@@ -166,7 +167,7 @@ def _warm_up(parts: Parts, command: list[str], files: RunFiles, display: Display
 
 
 def _train(
-    config: DemoConfig, files: RunFiles, display: Display, parts: Parts, trainer: Part
+    config: DemoConfig, files: RunFiles, display: Display, parts: Parts, trainer: OwnedProcess
 ) -> tuple[list[StepMetrics], Literal["steps", "max_minutes"]]:
     """Follow the trainer until it ends or the time limit; return its metrics and which of the two came first."""
     lines = JsonLines(files.metrics)

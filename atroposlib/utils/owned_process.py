@@ -1,8 +1,8 @@
 """Start, watch and stop a program that this process owns.
 
 Invariant: only processes started here are signalled. The program runs in its own process group, and stopping it affects
-only that group. A program that dies is reported with the end of its log. Called by
-the trainer's `vllm_process.py` and `run.py`; it does not know what the program does.
+only that group. A program that dies is reported with the end of its log. Called by the trainer's `vllm_process.py` and
+`run.py` and by the demo; it does not know what the program does.
 """
 
 from __future__ import annotations

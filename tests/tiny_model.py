@@ -26,10 +26,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte (ids 0-255) and four special tokens (256-259)."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+def make_tiny_tokenizer(*merges: tuple[str, str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per byte (ids 0-255), per merged pair, and four special tokens."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(

@@ -194,5 +194,4 @@ def question_of(prompt: str) -> str:
 
 
 def _is_alnum(token: int) -> bool:
-    byte = token - 3
-    return 48 <= byte <= 57 or 65 <= byte <= 90 or 97 <= byte <= 122
+    return token >= 3 and bytes([token - 3]).isalnum()

@@ -97,19 +97,17 @@ def _image(uri: str) -> str:
     return f'<img src="{html.escape(uri)}" alt="image of the group">'
 
 
-def images_in(value: Any) -> Iterator[str]:
-    """Yield the JPEG and PNG images in a group's `images` (nested) as data URIs, each once, in order."""
-    seen: set[str] = set()
-    stack = [value]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, dict):
-            stack.extend(reversed(list(one.values())))
-        elif isinstance(one, list | tuple):
-            stack.extend(reversed(one))
-        elif isinstance(one, str) and (uri := _uri_of(one)) and uri not in seen:
-            seen.add(uri)
-            yield uri
+def images_in(value: Any) -> list[str]:
+    """Return the JPEG and PNG images in a group's `images` (nested) as data URIs, each once, in order."""
+    return list(dict.fromkeys(uri for text in _texts_in(value) if (uri := _uri_of(text))))
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(inner)
 
 
 def _uri_of(text: str) -> str | None:

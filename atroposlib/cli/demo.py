@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import itertools
 import json
 import resource
 import shutil
@@ -85,12 +86,14 @@ def run_demo(config: DemoConfig, files: RunFiles, display: Display) -> None:
     with Parts(log_dir=files.logs, env=environment_variables()) as parts:
         outcome = _warm_up_and_train(config, files, display, parts)
     # All parts have been reaped, so their CPU time is counted.
+    gaps = [step["logprob_gap_max"] for step in outcome.steps]
+    gap = max((measured for measured in gaps if measured is not None), default=None)
     summary = {
         "heldout_sampled_before": outcome.before.sampled,
         "heldout_sampled_after": outcome.after.sampled,
         "heldout_greedy_before": outcome.before.greedy,
         "heldout_greedy_after": outcome.after.greedy,
-        "max_logprob_gap": _largest_gap(outcome.steps),
+        "max_logprob_gap": gap,
         "steps": len(outcome.steps),
         "groups": sum(step["num_groups"] for step in outcome.steps),
         "cpu_seconds": round(_cpu_seconds(), 1),
@@ -107,7 +110,6 @@ def run_demo(config: DemoConfig, files: RunFiles, display: Display) -> None:
         after=outcome.after,
     )
     write_rollouts_page(files.root / "rollouts.html", files.rollouts)
-    gap = summary["max_logprob_gap"]
     display.say(
         f"held-out accuracy, sampled: {outcome.before.sampled:.3f} -> {outcome.after.sampled:.3f}, "
         f"greedy: {outcome.before.greedy:.3f} -> {outcome.after.greedy:.3f}\n"
@@ -238,19 +240,13 @@ def _claim(out: Path, display: Display) -> Iterator[RunFiles]:
         if out.exists():
             if not out.is_dir() or (any(out.iterdir()) and not (out / "config.yaml").is_file()):
                 raise ConfigError(f"--out {out} exists and is not a run of the demo; name another")
-            aside = _free_name(out)
+            names = (out.with_name(f"{out.name}-{number}") for number in itertools.count(1))
+            aside = next(name for name in names if not name.exists())
             out.rename(aside)
             display.say(f"an earlier run was moved to {aside}")
         files = RunFiles(out)
         files.logs.mkdir(parents=True)
         yield files
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (candidate := path.with_name(f"{path.name}-{number}")).exists():
-        number += 1
-    return candidate
 
 
 def _record_config(config: DemoConfig, commands: dict[str, list[str]], files: RunFiles) -> None:
@@ -265,11 +261,6 @@ def _answers(http: httpx.Client, url: str) -> bool:
         return http.get(url).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def _largest_gap(steps: Sequence[StepMetrics]) -> float | None:
-    gaps = [step["logprob_gap_max"] for step in steps if step["logprob_gap_max"] is not None]
-    return max(gaps, default=None)
 
 
 def _cpu_seconds() -> float:

@@ -84,9 +84,10 @@ async def watch(config: WatcherConfig, wandb: Any) -> None:
         known: list[str | None] = []
         try:
             while True:
-                faults = await find_faults(http, config.urls)
+                faults = await asyncio.gather(*(_fault_of(http, url) for url in config.urls))
                 if faults != known:
-                    _log_health(config.urls, faults)
+                    for url, fault in zip(config.urls, faults, strict=True):
+                        logger.info("%s: %s", url, fault or "healthy")
                     known = faults
                 health = {
                     f"server/server_health_{config.node_num}_{i}": int(fault is None)
@@ -118,12 +119,8 @@ async def _begin(hub: HubClient, wandb: Any, config: WatcherConfig) -> Any:
             await asyncio.sleep(config.interval_s)
 
 
-async def find_faults(http: aiohttp.ClientSession, urls: Sequence[str]) -> list[str | None]:
-    """Return each server's fault; None if it is healthy."""
-    return await asyncio.gather(*(_fault_of(http, url) for url in urls))
-
-
 async def _fault_of(http: aiohttp.ClientSession, url: str) -> str | None:
+    """Return a server's fault; None if it is healthy."""
     status = 0
     for path in HEALTH_PATHS:
         try:
@@ -134,11 +131,6 @@ async def _fault_of(http: aiohttp.ClientSession, url: str) -> str | None:
         if status != 404:
             break
     return None if status == 200 else f"status {status}"
-
-
-def _log_health(urls: Sequence[str], faults: Sequence[str | None]) -> None:
-    for url, fault in zip(urls, faults, strict=True):
-        logger.info("%s: %s", url, fault or "healthy")
 
 
 async def _wandb_info(hub: HubClient) -> WandbInfo:

@@ -42,6 +42,7 @@ from tests.checker.broken_environments import (
     tidied,
 )
 from tests.environments.helpers_environments import load
+from tests.tiny_model import make_tiny_tokenizer
 
 CASES = [(rule, env_cls) for rule, classes in BROKEN.items() for env_cls in classes]
 
@@ -136,27 +137,8 @@ def test_a_sampled_text_has_other_tokens_when_it_is_tokenized_again() -> None:
         assert apart != again
 
 
-def merging_tokenizer() -> Any:
-    """Byte-level BPE that joins the letters of a few words, with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    merges = [("a", "n"), ("s", "w"), ("e", "r"), ("t", "h"), ("i", "s"), ("k", "n")]
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
-    backend = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<end>",
-        chat_template="{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<end>{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}",
-        clean_up_tokenization_spaces=False,
-    )
-
-
 def test_a_tokenizer_of_files_can_be_used_instead() -> None:
-    tokenizer = merging_tokenizer()
+    tokenizer = make_tiny_tokenizer(("a", "n"), ("s", "w"), ("e", "r"), ("t", "h"), ("i", "s"))
     assert check(Sums, tokenizer=tokenizer).failed == []
     assert check(AnswerRetokenized, tokenizer=tokenizer).failed == ["token_exact"]
 

@@ -205,15 +205,8 @@ def original_hub(groups: list[Any]) -> FastAPI:
     """What the commands use of the original server: no leases, JSON, errors with status 200."""
     app = FastAPI()
     app.state.registered = None
-    keys = [
-        "advantages",
-        "ref_logprobs",
-        "messages",
-        "overrides",
-        "group_overrides",
-        "images",
-        "inference_logprobs",
-    ]
+    keys = ["advantages", "ref_logprobs", "messages", "overrides", "group_overrides"]
+    keys += ["images", "inference_logprobs"]
 
     @app.get("/info")
     async def info() -> Any:

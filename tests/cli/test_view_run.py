@@ -72,15 +72,16 @@ def test_images_are_shown_where_they_stand_and_from_their_field() -> None:
 def test_images_are_found_in_any_shape_once_and_in_order() -> None:
     jpeg = "/9j/4AAQSkZJRg=="
     value = [[URI, None], {"a": {"b": jpeg}}, PNG, "text", 3, f"{URI} and more"]
-    assert list(images_in(value)) == [URI, f"data:image/jpeg;base64,{jpeg}"]
-    assert list(images_in(None)) == []
+    assert images_in(value) == [URI, f"data:image/jpeg;base64,{jpeg}"]
+    assert images_in(None) == []
 
 
 # The hub.
 
 
-def test_looking_takes_nothing_from_the_trainer(hub: HubServer) -> None:
+def test_looking_registers_no_trainer_and_takes_nothing_from_one(hub: HubServer) -> None:
     assert "There is no group yet" in shown(hub)
+    assert hub.get("/info") == {"batch_size": -1, "max_token_len": -1}
     hub.register(batch_size=2)
     assert "There is no group yet" in shown(hub)
     hub.send(text_group("Q", ["first", "x"], [1, 2]), text_group("Q", ["last", "x"], [1, 2]))
@@ -89,11 +90,6 @@ def test_looking_takes_nothing_from_the_trainer(hub: HubServer) -> None:
     assert "<pre>last</pre>" in shown(hub)
     assert (hub.get("/ledger"), hub.get("/status")) == before
     assert before[0]["queued"] == 2
-
-
-def test_looking_registers_no_trainer(hub: HubServer) -> None:
-    shown(hub)
-    assert hub.get("/info") == {"batch_size": -1, "max_token_len": -1}
 
 
 def test_consuming_takes_batches_as_a_trainer_does(hub: HubServer) -> None:

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 from rich.console import Console
 
 from atroposlib.cli import demo
 from atroposlib.cli._demo import report
-from atroposlib.cli._demo.evaluation import Accuracy
+from atroposlib.cli._demo.evaluation import Accuracy, measure
 from atroposlib.cli._demo.progress import Display, JsonLines, sparkline
-from atroposlib.errors import ConfigError, MissingDependency
+from atroposlib.errors import ConfigError, EngineRejected, MissingDependency
+from tests.api.helpers_api import serving
 
 
 def metrics(reward: float) -> dict[str, object]:
@@ -80,6 +82,11 @@ def test_json_lines_leaves_a_line_that_is_still_being_written(tmp_path: Path) ->
         file.write('ep": 2}\n')
     assert lines.read() == [{"step": 2}]
     assert lines.read() == []
+
+
+def test_an_engine_that_refuses_a_prompt_is_one_error_with_its_answer() -> None:
+    with serving(FastAPI()) as url, pytest.raises(EngineRejected, match="answered 404"):
+        measure(url, "demo", ["abcde>", "edcba>"])
 
 
 def test_the_learning_curve_is_a_png(tmp_path: Path) -> None:

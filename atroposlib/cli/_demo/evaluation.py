@@ -34,26 +34,17 @@ async def _measure(url: str, model_name: str, prompts: Sequence[str]) -> Accurac
     connector = aiohttp.TCPConnector(limit=_MAX_CONCURRENT_REQUESTS)
     async with aiohttp.ClientSession(url, connector=connector, timeout=_TIMEOUT) as session:
 
-        async def num_correct(temperature: float) -> int:
-            body = {
-                "model": model_name,
-                "max_tokens": MAX_ANSWER_TOKENS,
-                "temperature": temperature,
-            }
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(_is_answered(session, prompt, {**body, "prompt": prompt}))
-                    for prompt in prompts
-                ]
-            return sum(task.result() for task in tasks)
+        async def accuracy(temperature: float) -> float:
+            body = {"model": model_name, "temperature": temperature}
+            # A failed request is raised as it is, and closing the session ends the others.
+            answered = await asyncio.gather(*(_is_answered(session, body, p) for p in prompts))
+            return sum(answered) / len(prompts)
 
-        return Accuracy(
-            sampled=await num_correct(1.0) / len(prompts),
-            greedy=await num_correct(0.0) / len(prompts),
-        )
+        return Accuracy(sampled=await accuracy(1.0), greedy=await accuracy(0.0))
 
 
-async def _is_answered(session: aiohttp.ClientSession, prompt: str, body: dict[str, Any]) -> bool:
+async def _is_answered(session: aiohttp.ClientSession, body: dict[str, Any], prompt: str) -> bool:
+    body = {**body, "max_tokens": MAX_ANSWER_TOKENS, "prompt": prompt}
     try:
         async with session.post("/v1/completions", json=body) as response:
             if response.status >= 400:

@@ -6,10 +6,10 @@ Every call ends with a result or an Exception. Used by `check.py` only.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import ctypes
 import gc
+import itertools
 import multiprocessing
 import os
 import subprocess
@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self, TypeVar
@@ -35,8 +35,6 @@ ENOUGH_RUNS = 3
 """A leak in this many consecutive runs is a fault, and so is a function that blocks the loop in this many runs."""
 
 _LOOK_S = 0.02
-_OTHER_TIME_S = 3 * 86_400 + 7 * 3_600 + 11 * 60 + 17.25
-"""Shift of the wall clock when answers are scored again: another day, hour, minute and second."""
 
 
 class Unfinished(Exception):
@@ -159,12 +157,8 @@ def leaked(stock: Sequence[set[Any]]) -> set[Any]:
     {2, 3, 4}
     """
     recent = stock[-ENOUGH_RUNS - 1 :]
-    if len(recent) <= ENOUGH_RUNS:
-        return set()
-    stayed = [
-        (later - earlier) & recent[-1] for earlier, later in zip(recent, recent[1:], strict=False)
-    ]
-    return set().union(*stayed) if all(stayed) else set()
+    stayed = [(later - earlier) & recent[-1] for earlier, later in itertools.pairwise(recent)]
+    return set().union(*stayed) if len(stayed) == ENOUGH_RUNS and all(stayed) else set()
 
 
 def run_in_own_loop(main: Coroutine[Any, Any, T]) -> T:
@@ -232,14 +226,3 @@ def copy_of(item: Any) -> Any:
         return copy.deepcopy(item)
     except Exception:  # noqa: BLE001 - copying arbitrary items may raise anything
         return item
-
-
-@contextlib.contextmanager
-def other_time() -> Iterator[None]:
-    """Shift `time.time`; `monotonic` and `perf_counter` are unchanged."""
-    real = time.time
-    time.time = lambda: real() + _OTHER_TIME_S
-    try:
-        yield
-    finally:
-        time.time = real

@@ -6,9 +6,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from atroposlib.errors import AtroposError
 from atroposlib.utils.owned_process import OwnedProcess
@@ -69,7 +69,8 @@ class Parts:
 
     def stop(self, *parts: OwnedProcess) -> None:
         """Stop the given parts (default: all, the last started first)."""
-        with _signals_ignored():
+        # Stopping is bounded in time, and a second Ctrl-C must not leave processes running.
+        with _signals_handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
             for part in parts or self._running[::-1]:
                 part.stop()
                 self._running.remove(part)
@@ -81,31 +82,19 @@ class Parts:
         self.stop()
 
 
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """Ignore signals while stopping, which is bounded in time: a second Ctrl-C must not leave processes running."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in previous:
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def terminate_like_interrupt() -> Iterator[None]:
+def terminate_like_interrupt() -> AbstractContextManager[None]:
     """Make SIGTERM raise KeyboardInterrupt, so that contexts stop what they started."""
+    return _signals_handled_by(signal.default_int_handler, signal.SIGTERM)
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+@contextmanager
+def _signals_handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
 
 
 def free_port() -> int:

@@ -26,18 +26,15 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         """The file need not exist yet."""
         self._path = path
-        self._offset = 0
+        self._num_read = 0
 
     def read(self) -> list[dict[str, Any]]:
         """Return the added lines; an incomplete line is left for the next call."""
         if not self._path.exists():
             return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            added = file.read()
-        complete = added[: added.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return [json.loads(line) for line in complete.splitlines()]
+        added = self._path.read_bytes().split(b"\n")[self._num_read : -1]
+        self._num_read += len(added)
+        return [json.loads(line) for line in added]
 
 
 class Display:

@@ -184,11 +184,7 @@ class Texts(NamedTuple):
 def decoder(tokenizer: str) -> Decode:
     """Load a tokenizer; the text keeps its special tokens."""
     loaded = load_tokenizer(tokenizer, flag="--tokenizer")
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(loaded.decode(list(map(int, tokens))))
-
-    return decode
+    return lambda tokens: str(loaded.decode(list(map(int, tokens))))
 
 
 def texts_of(group: ScoredGroup, decode: Decode) -> Texts:

@@ -11,6 +11,7 @@ import fcntl
 import importlib.util
 import itertools
 import json
+import math
 import resource
 import shutil
 import time
@@ -174,29 +175,21 @@ def _train(
     """Follow the trainer until it ends or the time limit; return its metrics and which of the two came first."""
     lines = JsonLines(files.metrics)
     steps: list[StepMetrics] = []
-    deadline = time.monotonic() + (config.max_minutes or float("inf")) * 60
+    deadline = time.monotonic() + (config.max_minutes or math.inf) * 60
 
     def show_steps() -> None:
         for metrics in lines.read():
             steps.append(metrics)
             display.show_step(metrics)
-        if time.monotonic() > deadline:
-            raise _OutOfTime
 
     with display:
-        try:
-            parts.wait(trainer, meanwhile=show_steps)
-        except _OutOfTime:
+        if not parts.wait(trainer, meanwhile=show_steps, deadline=deadline):
             parts.stop(trainer)
             display.say(f"stopped after {config.max_minutes:g} minutes")
             return steps, "max_minutes"
     if len(steps) != config.steps:
         raise AtroposError(f"the trainer reported {len(steps)} steps, not {config.steps}")
     return steps, "steps"
-
-
-class _OutOfTime(Exception):
-    """The time limit is reached."""
 
 
 def _check_prerequisites(config: DemoConfig) -> None:

@@ -160,17 +160,14 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "\n".join(
-            str(part["text"])
-            if isinstance(part, Mapping) and "text" in part
-            else f"[{_kind(part)}]"
-            for part in content
-        )
+        return "\n".join(map(_part, content))
     return "" if content is None else str(content)
 
 
-def _kind(part: Any) -> str:
-    return str(part.get("type", "part")) if isinstance(part, Mapping) else str(part)
+def _part(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return f"[{part}]"
+    return str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]"
 
 
 def _preview(conversation: Sequence[Any]) -> str:

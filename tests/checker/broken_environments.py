@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -21,6 +21,12 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Scored
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig
 from atroposlib.inference.manager import ServerManager
+
+
+def keep(group: Any, sequences: Iterable[int]) -> dict[str, Any]:
+    """Return a group with these of its sequences."""
+    places = list(sequences)
+    return {field: [values[i] for i in places] for field, values in group.items()}
 
 
 class Sums(BaseEnv):
@@ -120,11 +126,8 @@ class NormalizedRewards(Sums):
     def change(self, group: Any, nodes: Any) -> Any:
         mean = sum(group["scores"]) / len(group["scores"])
         group["scores"] = [score - mean for score in group["scores"]]
-        kept = [i for i, node in enumerate(nodes) if node.masked_tokens[-2] != -100]
-        for field in ("tokens", "masks", "inference_logprobs", "scores"):
-            group[field] = [group[field][i] for i in kept]
-        group["group_overrides"] = {"group_size": len(group["scores"])}
-        return group
+        group = keep(group, [i for i, n in enumerate(nodes) if n.masked_tokens[-2] != -100])
+        return {**group, "group_overrides": {"group_size": len(group["scores"])}}
 
 
 class ListOfGroups(Sums):
@@ -320,9 +323,7 @@ class NeverAGroup(Sums):
 
 class OneSequenceShort(Sums):
     def change(self, group: Any, nodes: Any) -> Any:
-        for field in ("tokens", "masks", "inference_logprobs", "scores"):
-            del group[field][-1]
-        return group
+        return keep(group, range(len(nodes) - 1))
 
 
 # Tokens.

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from atroposlib.cli import _rows, dpo, sft
 from atroposlib.cli.dpo import DpoConfig, pairs_of
+from atroposlib.config import parse_flags
 from atroposlib.scored_data import Strictness, check_group
 from tests.api.helpers_api import serving
 from tests.cli.helpers_cli import TOKENIZER, HubServer, rows_in, text_group
@@ -97,10 +98,7 @@ def test_exactly_the_wanted_number_of_rows_is_written(
     ],
 )
 def test_scores_decide_what_is_saved(flags: list[str], scores: list[float]) -> None:
-    config = sft.SftConfig(filepath=Path("x"))
-    for flag in flags:
-        name, _, value = flag.removeprefix("--").replace("-", "_").partition("=")
-        config = sft.SftConfig(**{**config.model_dump(), name: value or True})
+    config = parse_flags(sft.SftConfig, ["--filepath=x", *flags], prog="atropos-sft-gen")
     given = [1.0, -1.0, 3.0, 0.0]
     assert [given[i] for i in sft._best(given, config)] == scores
 

@@ -63,6 +63,12 @@ def test_waiting_calls_meanwhile_once_more_after_the_end(parts: Parts, tmp_path:
     parts.check()
 
 
+def test_a_wait_for_a_running_part_ends_at_the_deadline(parts: Parts) -> None:
+    trainer = parts.start("trainer", SLEEP)
+    assert not parts.wait(trainer, meanwhile=lambda: None, deadline=time.monotonic())
+    parts.check()
+
+
 def test_a_part_that_fails_ends_the_wait_for_it(parts: Parts) -> None:
     trainer = parts.start("trainer", python("raise SystemExit(1)"))
     with pytest.raises(EngineError, match="trainer exited with status 1"):

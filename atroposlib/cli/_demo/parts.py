@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import time
@@ -57,15 +58,23 @@ class Parts:
                 raise AtroposError(f"{what} did not happen in {timeout_s:g} s; see {self._log_dir}")
             time.sleep(POLL_INTERVAL_S)
 
-    def wait(self, part: OwnedProcess, *, meanwhile: Callable[[], None]) -> None:
-        """Wait until `part` ends with status 0, calling `meanwhile` at every poll; the others must keep running."""
+    def wait(
+        self, part: OwnedProcess, *, meanwhile: Callable[[], None], deadline: float = math.inf
+    ) -> bool:
+        """Wait until `part` ends with status 0, calling `meanwhile` at every poll; the others must keep running.
+
+        Returns False if it still runs when the monotonic clock reaches `deadline`.
+        """
         while part.poll() is None:
             self.check(may_end=part)
             meanwhile()
+            if time.monotonic() > deadline:
+                return False
             time.sleep(POLL_INTERVAL_S)
         self.check(may_end=part)
         meanwhile()
         self._running.remove(part)
+        return True
 
     def stop(self, *parts: OwnedProcess) -> None:
         """Stop the given parts (default: all, the last started first)."""

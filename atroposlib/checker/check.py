@@ -284,11 +284,9 @@ class _Check:
         if again is not None and (other := difference(telling, again)):
             self._fail("reward_repeatable", f"{other} when scored again", item=index)
             return
-        reversed_ = await self._collect(env, index, telling.answers[::-1])
-        if reversed_ is None:
-            return
+        again = await self._collect(env, index, telling.answers[::-1])
         # Leaving answers out is judged by the rule group_size.
-        if other := difference(telling, reversed_, may_leave_out=True):
+        if again is not None and (other := difference(telling, again, may_leave_out=True)):
             self._fail("reward_ignores_order", f"{other} in reversed order", item=index)
 
     async def _collect(self, env: BaseEnv, index: int, answers: Sequence[Answer]) -> Run | None:

@@ -41,14 +41,11 @@ class PairTokenizer(ByteTokenizer):
         """
         single = super().encode(text, add_special_tokens)
         joined: list[int] = []
-        at = 0
-        while at < len(single):
-            if at + 1 < len(single) and _is_alnum(single[at]) and _is_alnum(single[at + 1]):
-                joined.append(_FIRST_PAIR + ((single[at] - 3) << 8) + single[at + 1] - 3)
-                at += 2
+        for token in single:
+            if joined and _is_alnum(joined[-1]) and _is_alnum(token):
+                joined[-1] = _FIRST_PAIR + ((joined[-1] - 3) << 8) + token - 3
             else:
-                joined.append(single[at])
-                at += 1
+                joined.append(token)
         return joined
 
     def decode(self, tokens: Any, skip_special_tokens: bool = False, **options: Any) -> str:
@@ -194,4 +191,4 @@ def question_of(prompt: str) -> str:
 
 
 def _is_alnum(token: int) -> bool:
-    return token >= 3 and bytes([token - 3]).isalnum()
+    return 3 <= token < _FIRST_PAIR and bytes([token - 3]).isalnum()

@@ -45,8 +45,7 @@ RULES = (
     Rule(
         name="group_size",
         claim="a group has config.group_size sequences, or says otherwise in group_overrides",
-        advice="sample config.group_size completions; a smaller group states"
-        " group_overrides={'group_size': n}",
+        advice="sample config.group_size completions, or state group_overrides={'group_size': n}",
     ),
     Rule(
         name="aligned",
@@ -92,8 +91,7 @@ RULES = (
     Rule(
         name="no_leaked_handles",
         claim="no file, socket or pipe stays open after its item",
-        advice="open with `with` or `async with`; share one client that setup() makes; `python -X dev`"
-        " names what is dropped unclosed",
+        advice="open in `with`, or once in setup(); `python -X dev` names what is dropped unclosed",
     ),
     Rule(
         name="no_leaked_processes",
@@ -103,8 +101,7 @@ RULES = (
     Rule(
         name="loop_stays_free",
         claim="no item blocks the event loop for more than 100 ms",
-        advice="move the work into asyncio.to_thread or envs.rewards.RewardWorkers; await, never"
-        " time.sleep",
+        advice="use asyncio.to_thread or envs.rewards.RewardWorkers; await, never time.sleep",
     ),
     Rule(
         name="cancellable",

@@ -133,7 +133,9 @@ def _warm_up_and_train(
         "trainer": trainer_command(config, files, hub_url=hub_url, engine_url=engine_url),
         "environment": environment_command(config, files, hub_url=hub_url, engine_url=engine_url),
     }
-    _record_config(config, commands, files)
+    record = {"demo": config.model_dump(mode="json"), "commands": commands}
+    text = yaml.safe_dump(record, sort_keys=False, width=1000)
+    (files.root / "config.yaml").write_text(text, encoding="utf-8")
 
     hub = parts.start("hub", commands["hub"])
     display.say("warming up: supervised steps until a quarter of the sampled answers are correct")
@@ -240,13 +242,6 @@ def _claim(out: Path, display: Display) -> Iterator[RunFiles]:
         files = RunFiles(out)
         files.logs.mkdir(parents=True)
         yield files
-
-
-def _record_config(config: DemoConfig, commands: dict[str, list[str]], files: RunFiles) -> None:
-    record = {"demo": config.model_dump(mode="json"), "commands": commands}
-    (files.root / "config.yaml").write_text(
-        yaml.safe_dump(record, sort_keys=False, width=1000), encoding="utf-8"
-    )
 
 
 def _answers(http: httpx.Client, url: str) -> bool:

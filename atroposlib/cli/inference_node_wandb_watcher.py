@@ -135,7 +135,7 @@ async def _fault_of(http: aiohttp.ClientSession, url: str) -> str | None:
 
 async def _wandb_info(hub: HubClient) -> WandbInfo:
     """Wait for a trainer that uses wandb."""
-    has_logged = False
+    level = logging.INFO
     while True:
         reason = "the hub has no trainer yet, or one without wandb"
         try:
@@ -144,9 +144,8 @@ async def _wandb_info(hub: HubClient) -> WandbInfo:
                 return info
         except HubError as e:
             reason = str(e)
-        if not has_logged:
-            has_logged = True
-            logger.info("waiting: %s", reason)
+        logger.log(level, "waiting: %s", reason)
+        level = logging.DEBUG
         await asyncio.sleep(HUB_POLL_S)
 
 

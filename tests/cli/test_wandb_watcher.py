@@ -118,28 +118,22 @@ async def test_nothing_is_logged_while_the_step_stays(peers: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("health", "expected"),
+    ("health", "changes", "expected"),
     [
-        ({"/health_generate": 200, "/health": 500}, 1),
-        ({"/health_generate": 503, "/health": 200}, 0),
-        ({"/health_generate": 404, "/health": 200}, 1),
-        ({"/health_generate": 404, "/health": 404}, 0),
+        ({"/health_generate": 200, "/health": 500}, {}, 1),
+        ({"/health_generate": 503, "/health": 200}, {}, 0),
+        ({"/health_generate": 404, "/health": 200}, {}, 1),
+        ({"/health_generate": 404, "/health": 404}, {}, 0),
+        ({}, {"first_port": 1}, 0),
     ],
 )
 async def test_servers_are_asked_to_generate_and_else_whether_they_are_up(
-    peers: Any, health: dict[str, int], expected: int
+    peers: Any, health: dict[str, int], changes: dict[str, int], expected: int
 ) -> None:
     peers.health, peers.step = health, 1
     wandb = Wandb()
-    await watch_until(lambda: bool(wandb.logged), config_for(peers), wandb)
+    await watch_until(lambda: bool(wandb.logged), config_for(peers, **changes), wandb)
     assert wandb.logged[0] == (1, {"server/server_health_3_0": expected})
-
-
-async def test_a_server_that_is_not_there_is_unhealthy(peers: Any) -> None:
-    peers.step = 1
-    wandb = Wandb()
-    await watch_until(lambda: bool(wandb.logged), config_for(peers, tp=8, first_port=1), wandb)
-    assert wandb.logged[0] == (1, {"server/server_health_3_0": 0})
 
 
 async def test_health_is_told_when_it_changes(peers: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -110,5 +110,4 @@ def free_port() -> int:
     """Return a loopback port that is currently free."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+        return int(listener.getsockname()[1])

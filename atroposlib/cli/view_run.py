@@ -61,11 +61,9 @@ def run(argv: Sequence[str] | None, model: type[ViewConfig], *, prog: str, image
     gradio = require("gradio", extra="view")
     decode = decoder(config.tokenizer)
     with TrainerClient(config.api_url, retry_for_s=RETRY_FOR_S) as hub:
-
-        def show() -> str:
-            return read_page(hub, config, decode, images=images)
-
-        page = build_page(gradio, show, config=config)
+        page = build_page(
+            gradio, lambda: read_page(hub, config, decode, images=images), config=config
+        )
         try:
             page.launch(
                 server_name=config.host, server_port=config.port or None, share=config.share

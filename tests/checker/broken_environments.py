@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -667,7 +667,6 @@ def tidied() -> Iterator[None]:
             if isinstance(thing, subprocess.Popen):
                 thing.kill()
                 thing.communicate()
-            close: Callable[[], None] | None = getattr(thing, "close", None)
-            if close is not None:
-                close()
+            elif not isinstance(thing, asyncio.Task):
+                thing.close()
         Sums.held.clear()

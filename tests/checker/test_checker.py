@@ -97,6 +97,7 @@ def test_what_cannot_be_judged_is_skipped_and_not_passed() -> None:
         (EarlyBird, "item 0: '3' earned 1, but 0.93 in reversed order"),
         (HistoryRetokenized, "an earlier turn was turned into tokens again"),
         (WrongField, "answers all earned 0: "),
+        (SleepsInScoring, "- SleepsInScoring.change (broken_environments.py:"),
     ],
 )
 def test_evidence_names_item_place_and_values(env_cls: type[Sums], evidence: str) -> None:
@@ -155,13 +156,6 @@ def test_an_environment_that_ends_the_process_is_no_pass(
 ) -> None:
     assert run_environment(ExitsInATask, ["check"]) == 1
     assert "the environment called sys.exit(0) in a task" in capsys.readouterr().err
-
-
-def test_a_stall_names_the_function_that_blocks() -> None:
-    evidence = check(SleepsInScoring).finding("loop_stays_free").evidence
-    assert [what.what.partition(" blocked")[0].partition(" (")[0] for what in evidence] == [
-        "SleepsInScoring.change"
-    ]
 
 
 STOPPED = """

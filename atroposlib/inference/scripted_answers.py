@@ -52,11 +52,9 @@ class ByteTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         tokens = [self.bos_token_id] if add_special_tokens else []
-        pieces = text.split(self.eos_token)
-        for i, piece in enumerate(pieces):
+        for i, piece in enumerate(text.split(self.eos_token)):
+            tokens += [self.eos_token_id] if i else []
             tokens += [byte + 3 for byte in piece.encode()]
-            if i < len(pieces) - 1:
-                tokens.append(self.eos_token_id)
         return tokens
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -64,7 +62,7 @@ class ByteTokenizer:
         parts: list[bytes] = []
         for token in tokens:
             if token >= 3:
-                parts.append(_BYTES[token - 3])
+                parts.append(bytes([token - 3]))
             elif not skip_special_tokens:
                 parts.append(names[token].encode())
         return b"".join(parts).decode("utf-8", "replace")
@@ -82,9 +80,6 @@ class ByteTokenizer:
         if add_generation_prompt:
             text += "<assistant>"
         return self.encode(text, add_special_tokens=False) if tokenize else text
-
-
-_BYTES = [bytes([value]) for value in range(256)]
 
 
 class ScriptedAnswer(NamedTuple):
@@ -120,8 +115,7 @@ def made_up_logprobs(
         return []
     states = _prefix_states(prompt_tokens, tokens)
     if spans is not None:
-        keys = [np.full(num_tokens, _key(version), np.uint64) for version, num_tokens in spans]
-        states = states ^ np.concatenate(keys)
+        states = states ^ _repeated_hashes(spans)
     scattered = _scatter(states) >> np.uint64(48)
     logprobs: list[float] = (-(scattered.astype(np.float64) + 1.0) / 65536.0).tolist()
     return logprobs
@@ -141,13 +135,9 @@ def made_up_tokens(
     >>> made_up_tokens([5], seed=0, choice=0, spans=[("1", 2), ("2", 2)], alphabet=range(3, 259))[:2] == tokens[:2]
     True
     """
-    start = _prefix_states((), prompt_tokens)[-1:] if len(prompt_tokens) else _ZERO
-    num_tokens = sum(length for _, length in spans)
-    places = np.arange(1, num_tokens + 1, dtype=np.uint64) * _MULTIPLIER
-    keys = [
-        np.full(length, _key(f"{version}|{seed}|{choice}"), np.uint64) for version, length in spans
-    ]
-    scattered = _scatter(places ^ start ^ (np.concatenate(keys) if keys else _ZERO[:0]))
+    hashes = _repeated_hashes([(f"{version}|{seed}|{choice}", num) for version, num in spans])
+    places = np.arange(1, len(hashes) + 1, dtype=np.uint64) * _MULTIPLIER
+    scattered = _scatter(places ^ _state_of(prompt_tokens) ^ hashes)
     picked = (scattered >> np.uint64(16)) % np.uint64(len(alphabet))
     found: list[int] = np.asarray(alphabet, dtype=np.int64)[picked.astype(np.int64)].tolist()
     return found
@@ -155,25 +145,32 @@ def made_up_tokens(
 
 def made_up_number(prompt_tokens: Sequence[int], *, seed: int, choice: int, below: int) -> int:
     """Return a number in [0, below) that depends on the prompt, the seed and the choice."""
-    start = _prefix_states((), prompt_tokens)[-1:] if len(prompt_tokens) else _ZERO
-    mixed = _scatter(start ^ np.full(1, _key(f"number|{seed}|{choice}"), np.uint64))
+    mixed = _scatter(
+        _state_of(prompt_tokens) ^ _repeated_hashes([(f"number|{seed}|{choice}", 1)])
+    )
     return int(mixed[0]) % below
-
-
-_ZERO = np.zeros(1, np.uint64)
-_powers: _U64 = np.ones(1, np.uint64)
 
 
 def _prefix_states(prompt_tokens: Sequence[int], tokens: Sequence[int]) -> _U64:
     """[T] a polynomial hash of everything up to and including each of `tokens`, modulo 2**64."""
-    global _powers
-    ids = np.fromiter((*prompt_tokens, *tokens), np.int64, len(prompt_tokens) + len(tokens))
-    while len(_powers) < len(ids):
-        # powers[i] is the multiplier to the power of i; the table doubles as needed.
-        _powers = np.concatenate([_powers, _powers * (_powers[-1:] * _MULTIPLIER)])
-    return np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * _powers[: len(ids)], dtype=np.uint64)[
-        len(prompt_tokens) :
+    ids = np.array([*prompt_tokens, *tokens], np.int64).astype(np.uint64)
+    powers = np.power(_MULTIPLIER, np.arange(len(ids), dtype=np.uint64))
+    states: _U64 = np.cumsum((ids + np.uint64(1)) * powers, dtype=np.uint64)
+    return states[len(prompt_tokens) :]
+
+
+def _state_of(tokens: Sequence[int]) -> _U64:
+    """[1] the hash of all tokens."""
+    return _prefix_states((), tokens)[-1:] if len(tokens) else np.zeros(1, np.uint64)
+
+
+def _repeated_hashes(texts: Spans) -> _U64:
+    """[T] the hash of each text, as often as the number beside it says."""
+    hashes = [
+        int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        for text, _ in texts
     ]
+    return np.repeat(np.array(hashes, np.uint64), [num for _, num in texts])
 
 
 def _scatter(values: _U64) -> _U64:
@@ -181,7 +178,3 @@ def _scatter(values: _U64) -> _U64:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
-
-
-def _key(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

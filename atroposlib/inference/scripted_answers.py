@@ -145,9 +145,7 @@ def made_up_tokens(
 
 def made_up_number(prompt_tokens: Sequence[int], *, seed: int, choice: int, below: int) -> int:
     """Return a number in [0, below) that depends on the prompt, the seed and the choice."""
-    mixed = _scatter(
-        _state_of(prompt_tokens) ^ _repeated_hashes([(f"number|{seed}|{choice}", 1)])
-    )
+    mixed = _scatter(_state_of(prompt_tokens) ^ _repeated_hashes([(f"number|{seed}|{choice}", 1)]))
     return int(mixed[0]) % below
 
 

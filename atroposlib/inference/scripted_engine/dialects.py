@@ -408,13 +408,8 @@ def _id_of(body: Body, index: int) -> str:
     return hashlib.blake2b(repr((body, index)).encode(), digest_size=8).hexdigest()
 
 
-_PIECES = ["<pad>", "<bos>", "<eos>", *(chr(i) if i < 128 else "" for i in range(256))]
-
-
 def _piece(token: int, model: Model) -> str:
     """Return the text of a token; as in vLLM, "" for incomplete UTF-8."""
-    if token < len(_PIECES) and model.vocab_size == len(_PIECES):
-        return _PIECES[token]
     text: str = model.tokenizer.decode([token])
     return "" if "\ufffd" in text else text
 
@@ -436,18 +431,11 @@ def _text_logprobs(sample: Generated, model: Model) -> Body:
 
 
 def _chat_logprobs(sample: Generated, model: Model) -> list[Body]:
-    content = []
-    for token, logprob in zip(sample.tokens, sample.logprobs, strict=False):
-        piece = _piece(token, model)
-        content.append(
-            {
-                "token": piece,
-                "logprob": logprob,
-                "bytes": list(piece.encode()),
-                "top_logprobs": [],
-            }
-        )
-    return content
+    pieces = [_piece(token, model) for token in sample.tokens]
+    return [
+        {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+        for piece, logprob in zip(pieces, sample.logprobs, strict=False)
+    ]
 
 
 def _likelier(token: int, logprob: float, num_top: int, model: Model) -> list[tuple[int, float]]:
@@ -458,16 +446,23 @@ def _likelier(token: int, logprob: float, num_top: int, model: Model) -> list[tu
     ]
 
 
+def _prompt_values(ask: GenerationRequest, model: Model) -> list[float | None]:
+    """[P] the logprobs of the prompt's own tokens; None at the first."""
+    first, rest = ask.prompt_tokens[:1], ask.prompt_tokens[1:]
+    return [None, *made_up_logprobs(first, rest, spans=[(model.weight_version, len(rest))])]
+
+
 def _prompt_logprobs(
     ask: GenerationRequest, num_top: Any, model: Model
 ) -> list[Body | None] | None:
     """Return the `num_top` likeliest ids and the prompt's own at each position; None at the first."""
     if num_top is None:
         return None
-    tokens = ask.prompt_tokens
-    positions: list[Body | None] = [None]
-    own = made_up_logprobs(tokens[:1], tokens[1:], spans=[(model.weight_version, len(tokens) - 1)])
-    for token, logprob in zip(tokens[1:], own, strict=True):
+    positions: list[Body | None] = []
+    for token, logprob in zip(ask.prompt_tokens, _prompt_values(ask, model), strict=True):
+        if logprob is None:
+            positions.append(None)
+            continue
         ranked = [*_likelier(token, logprob, int(num_top), model), (token, logprob)]
         positions.append(
             {
@@ -495,8 +490,7 @@ def _sglang_logprobs(
         return [logprob, token, _piece(token, model) if wants_text else None]
 
     prompt = ask.prompt_tokens
-    own: list[float | None] = [None]
-    own += made_up_logprobs(prompt[:1], prompt[1:], spans=[(model.weight_version, len(prompt) - 1)])
+    own = _prompt_values(ask, model)
     meta: Body = {
         "input_token_logprobs": [
             triple(value, token) for value, token in zip(own[start:], prompt[start:], strict=True)

@@ -125,17 +125,6 @@ class Generator:
         self._rng = random.Random(script.seed)
         self._admit()
 
-    @property
-    def is_answer_fixed(self) -> bool:
-        """Whether a repeated request would get the same answer, at once, under the same weights."""
-        latency = self._script.latency
-        return (
-            self.respond is None
-            and not self._is_closed
-            and self._script.num_slots == 0
-            and not (latency.first_token_s or latency.per_token_s)
-        )
-
     def set_weight_version(self, version: str) -> None:
         """Switch the weights, also in the middle of generations."""
         now_s = self._now_s()
@@ -169,7 +158,7 @@ class Generator:
             self._wake_flights()
         if mode == "wait":
             while self._flights and self._is_closed:
-                await self._next_change()
+                await self._changed.wait()
         if self._is_closed and self._paused_since_s is None:
             self._paused_since_s = asyncio.get_running_loop().time()
         return num_flights
@@ -187,9 +176,6 @@ class Generator:
         for flight in self._flights:
             if flight.wake is not None and not flight.wake.done():
                 flight.wake.set_result(None)
-
-    async def _next_change(self) -> None:
-        await self._changed.wait()
 
     def _notify(self) -> None:
         self._changed.set()
@@ -213,7 +199,7 @@ class Generator:
         if self._is_closed and self._script.while_paused == "refuse":
             raise Paused
         while self._is_closed:
-            await self._next_change()
+            await self._changed.wait()
         plans = [self._plan(ask, choice, call) for choice in range(ask.n)]
         await self._enter(ask.n)
         longest = max(len(tokens) if tokens is not None else num for tokens, num, _ in plans)
@@ -268,11 +254,7 @@ class Generator:
 
     def _begin(self) -> _Flight:
         latency = self._script.latency
-        factor = 1.0
-        if self._script.num_slots:
-            factor += self._script.thrash * self.num_waiting / self._script.num_slots
-        if latency.sigma:
-            factor *= self._rng.lognormvariate(0.0, latency.sigma)
+        factor = self._rng.lognormvariate(0.0, latency.sigma) if latency.sigma else 1.0
         flight = _Flight(
             began_s=self._now_s(),
             first_token_s=latency.first_token_s * factor,

@@ -69,9 +69,6 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     latency: Latency = Latency()
     num_slots: int = 0
     """Completions generated at the same time, the others are queued; 0: no limit."""
-    thrash: float = 0.0
-    """A completion takes `1 + thrash * num_waiting / num_slots` times as long as alone, so that throughput falls
-    beyond the best concurrency."""
     max_waiting: int | None = None
     """If more completions than this would be queued, requests are answered 429; None: never."""
     retry_after_s: float | None = 1.0

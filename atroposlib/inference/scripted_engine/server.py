@@ -1,16 +1,16 @@
 """A scripted engine as an HTTP server: vLLM's, SGLang's, TRL's and the original's routes, and faults on the wire.
 
-One process answers thousands of requests at a time: answers that cannot change are cached as bytes. Tests start it in
-their own event loop, `python -m atroposlib.inference.scripted_engine` in its own process. It checks no API keys and is
-for loopback only.
+Tests start it in their own event loop, `python -m atroposlib.inference.scripted_engine` in its own process. It checks
+no API keys and is for loopback only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -36,7 +36,6 @@ from atroposlib.inference.scripted_engine.script import (
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: a client opens thousands at once."""
-NUM_KEPT_ANSWERS = 8192
 NUM_KEPT_REQUESTS = 10_000
 _ROUNDS_TO_ACCEPT = 4
 """asyncio needs three rounds of its loop to accept a connection."""
@@ -62,31 +61,31 @@ class _Dialect(NamedTuple):
     write: Callable[[dict[str, Any], Sequence[Generations], Model], Any]
 
 
-_COMPLETIONS = _Dialect(dialects.read_completions, dialects.write_completions)
-_CHAT = _Dialect(dialects.read_chat, dialects.write_chat)
 _ORIGINAL = _Dialect(dialects.read_original, dialects.write_original)
-_SCALE_OUT = _Dialect(dialects.read_scale_out, dialects.write_scale_out)
 _SGLANG = _Dialect(dialects.read_sglang, dialects.write_sglang)
 _TRL = _Dialect(dialects.read_trl, dialects.write_trl)
+_DIALECTS = {
+    "/v1/completions": _Dialect(dialects.read_completions, dialects.write_completions),
+    "/v1/chat/completions": _Dialect(dialects.read_chat, dialects.write_chat),
+    "/inference/v1/generate": _Dialect(dialects.read_scale_out, dialects.write_scale_out),
+    "/generate/": _TRL,
+}
+GENERATION_PATHS = frozenset({*_DIALECTS, "/generate"})
 
-GENERATION_PATHS = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/generate",
-    "/generate/",
-    "/inference/v1/generate",
-)
+
+def _dialect_of(path: str, body: dict[str, Any]) -> _Dialect:
+    if path in _DIALECTS:
+        return _DIALECTS[path]
+    # Three projects use the path /generate; their prompt keys differ.
+    if "prompts" in body:
+        return _TRL
+    return _ORIGINAL if "prompt" in body else _SGLANG
 
 
 class _Reply(NamedTuple):
     status: int
     body: bytes
     headers: Mapping[str, str]
-
-
-class _Kept(NamedTuple):
-    request: dict[str, Any]
-    answer: bytes
 
 
 class ScriptedEngine:
@@ -101,7 +100,6 @@ class ScriptedEngine:
         respond: Respond | None = None,
         weight_version: str = "default",
         max_model_len: int = 32768,
-        vocab_size: int | None = None,
         missing_paths: Sequence[str] = (),
         host: str = "127.0.0.1",
         port: int = 0,
@@ -109,7 +107,7 @@ class ScriptedEngine:
         self.tokenizer = tokenizer or ByteTokenizer()
         self.model_name = model_name
         self.max_model_len = max_model_len
-        self.vocab_size = vocab_size or len_of(self.tokenizer)
+        self.vocab_size = int(getattr(self.tokenizer, "vocab_size", 0)) or len(tokenizer)
         self.host = host
         self.port = port
         """The actual port once started; a restart reuses it."""
@@ -124,13 +122,12 @@ class ScriptedEngine:
             weight_version=weight_version,
         )
         self._schedule = Schedule(self._generator.script, now_s=time.monotonic())
-        self._answers: OrderedDict[tuple[str, bytes], _Kept] = OrderedDict()
         self._web: web.Server | None = None
         self._listener: asyncio.Server | None = None
         gets, posts = self._control_routes()
         self._gets = {p: h for p, h in gets.items() if p not in missing_paths}
         self._posts = {p: h for p, h in posts.items() if p not in missing_paths}
-        self._generation_paths = frozenset(GENERATION_PATHS) - set(missing_paths)
+        self._generation_paths = GENERATION_PATHS - set(missing_paths)
 
     # Start and stop.
 
@@ -182,7 +179,6 @@ class ScriptedEngine:
         """Replace the script; running generations keep their pace."""
         self._generator.script = script
         self._schedule = Schedule(script, now_s=time.monotonic())
-        self._answers.clear()
 
     @property
     def weight_version(self) -> str:
@@ -191,7 +187,6 @@ class ScriptedEngine:
     @weight_version.setter
     def weight_version(self, version: str) -> None:
         self._generator.set_weight_version(version)
-        self._answers.clear()
 
     @property
     def num_running(self) -> int:
@@ -219,7 +214,11 @@ class ScriptedEngine:
                 if fault.kind == "drop_before":
                     return _dropped(request)
                 if fault.kind == "status":
-                    raise _failure(fault)
+                    raise Refused(
+                        f"scripted failure {fault.status}",
+                        status=fault.status,
+                        retry_after_s=fault.retry_after_s,
+                    )
             if generates:
                 reply = await self._generate(path, payload, fault)
             else:
@@ -233,14 +232,7 @@ class ScriptedEngine:
             )
             fault = None
         self.counts[f"status {reply.status}"] += 1
-        if fault is not None:
-            return await _misdeliver(request, reply, fault)
-        return web.Response(
-            status=reply.status,
-            body=reply.body,
-            content_type="application/json",
-            headers=reply.headers,
-        )
+        return await _deliver(request, reply, fault)
 
     def _fault_for(self, request: web.BaseRequest, *, generates: bool) -> Fault | None:
         own = request.headers.get(FAULT_HEADER)
@@ -252,62 +244,32 @@ class ScriptedEngine:
         return self._schedule.next(request.path, generates=generates, now_s=time.monotonic())
 
     async def _generate(self, path: str, payload: bytes, fault: Fault | None) -> _Reply:
-        kept = self._answers.get((path, payload)) if fault is None else None
-        if kept is not None and self._generator.is_answer_fixed:
-            self.served.append(ServedRequest(path, kept.request, None, True))
-            return _Reply(200, kept.answer, {})
         body = _object(payload)
-        dialect = self._dialect(path, body)
+        dialect = _dialect_of(path, body)
         asks = dialect.read(body, self._model())
         served = ServedRequest(path, body, None if fault is None else fault.kind)
         self.served.append(served)
-        version, is_fixed = self.weight_version, self._generator.is_answer_fixed
         samples = await self._sample(asks, swaps_weights=served.fault == "swap_weights")
         served.was_generated = True
         if served.fault == "wrong_lengths":
             samples[0][0].logprobs.pop()
         results = [Generations(ask, each) for ask, each in zip(asks, samples, strict=True)]
-        answer = msgspec.json.encode(dialect.write(body, results, self._model()))
-        if fault is None and is_fixed and version == self.weight_version:
-            self._answers[path, payload] = _Kept(body, answer)
-            if len(self._answers) > NUM_KEPT_ANSWERS:
-                self._answers.popitem(last=False)
-        return _Reply(200, answer, {})
+        return _Reply(200, msgspec.json.encode(dialect.write(body, results, self._model())), {})
 
     async def _sample(
         self, asks: Sequence[GenerationRequest], *, swaps_weights: bool
     ) -> list[list[Generated]]:
         generate = self._generator.generate
         try:
-            if len(asks) == 1:
-                samples = [await generate(asks[0], swaps_weights=swaps_weights)]
-            else:
-                samples = await asyncio.gather(
-                    *(generate(ask, swaps_weights=swaps_weights) for ask in asks)
-                )
+            return await asyncio.gather(
+                *(generate(ask, swaps_weights=swaps_weights) for ask in asks)
+            )
         except QueueFull:
             raise Refused(
                 "too many requests wait", status=429, retry_after_s=self.script.retry_after_s
             ) from None
         except Paused:
             raise Refused("generation is paused", status=503) from None
-        if swaps_weights:
-            self._answers.clear()
-        return samples
-
-    def _dialect(self, path: str, body: dict[str, Any]) -> _Dialect:
-        if path == "/v1/completions":
-            return _COMPLETIONS
-        if path == "/v1/chat/completions":
-            return _CHAT
-        if path == "/inference/v1/generate":
-            return _SCALE_OUT
-        # Three projects use the path /generate; their prompt keys differ.
-        if "prompts" in body or path == "/generate/":
-            return _TRL
-        if "prompt" in body:
-            return _ORIGINAL
-        return _SGLANG
 
     def _model(self) -> Model:
         return Model(
@@ -329,45 +291,36 @@ class ScriptedEngine:
             detail = "Method Not Allowed" if known else "Not Found"
             return _Reply(405 if known else 404, msgspec.json.encode({"detail": detail}), {})
         body = _object(payload) if payload else {}
-        answer = await found({**body, **request.query})
-        if isinstance(answer, bytes):
-            return _Reply(200, answer, {})
-        return _Reply(200, msgspec.json.encode(answer), {})
+        answer = found({**body, **request.query})
+        if inspect.isawaitable(answer):
+            answer = await answer
+        return _Reply(200, answer if isinstance(answer, bytes) else msgspec.json.encode(answer), {})
 
     def _control_routes(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        def answering(value: Callable[[], Any]) -> Callable[[dict[str, Any]], Awaitable[Any]]:
-            async def answer(body: dict[str, Any]) -> Any:
-                return value()
-
-            return answer
-
-        version = answering(lambda: {"weight_version": self.weight_version})
+        """Return the GET and the POST routes: functions of the body and the query."""
         gets = {
-            "/health": answering(lambda: b""),
-            "/ping": answering(lambda: b""),
-            "/health/": answering(lambda: {"status": "ok"}),
-            "/version": answering(lambda: {"version": "scripted"}),
-            "/v1/models": answering(self._models),
-            "/openapi.json": answering(self._openapi),
-            "/is_paused": answering(lambda: {"is_paused": self._generator.is_paused}),
-            "/weight_info": version,
-            "/weight_version": version,
-            "/get_weight_version": version,
-            "/model_info": answering(self._model_info),
-            "/get_model_info": answering(self._model_info),
-            "/load": answering(lambda: {"server_load": self.num_running + self.num_waiting}),
-            "/metrics": answering(self._metrics),
-            "/script": answering(self._show),
+            "/health": lambda body: b"",
+            "/health/": lambda body: {"status": "ok"},
+            "/version": lambda body: {"version": "scripted"},
+            "/v1/models": self._models,
+            "/openapi.json": self._openapi,
+            "/is_paused": lambda body: {"is_paused": self._generator.is_paused},
+            "/weight_info": self._version,
+            "/weight_version": self._version,
+            "/get_weight_version": self._version,
+            "/model_info": self._model_info,
+            "/get_model_info": self._model_info,
+            "/metrics": self._metrics,
+            "/script": self._show,
         }
         posts = {
             "/tokenize": self._tokenize,
-            "/detokenize": self._detokenize,
             "/pause": self._pause,
             "/resume": self._resume,
             "/collective_rpc": self._collective_rpc,
             "/update_weight_version": self._update_weight_version,
-            "/reset_prefix_cache": answering(lambda: {"success": True}),
-            "/flush_cache": answering(lambda: b"Cache flushed.\n"),
+            "/reset_prefix_cache": lambda body: {"success": True},
+            "/flush_cache": lambda body: b"Cache flushed.\n",
             "/pause_generation": self._pause_generation,
             "/continue_generation": self._continue_generation,
             "/update_weights_from_disk": self._update_weights_from_disk,
@@ -375,7 +328,10 @@ class ScriptedEngine:
         }
         return gets, posts
 
-    def _models(self) -> dict[str, Any]:
+    def _version(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"weight_version": self.weight_version}
+
+    def _models(self, body: dict[str, Any]) -> dict[str, Any]:
         card = {
             "id": self.model_name,
             "object": "model",
@@ -387,10 +343,10 @@ class ScriptedEngine:
         }
         return {"object": "list", "data": [card]}
 
-    def _openapi(self) -> dict[str, Any]:
+    def _openapi(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"paths": dict.fromkeys([*self._gets, *self._posts, *self._generation_paths], {})}
 
-    def _model_info(self) -> dict[str, Any]:
+    def _model_info(self, body: dict[str, Any]) -> dict[str, Any]:
         return {
             "model_path": self.model_name,
             "tokenizer_path": self.model_name,
@@ -398,7 +354,7 @@ class ScriptedEngine:
             "weight_version": self.weight_version,
         }
 
-    def _metrics(self) -> bytes:
+    def _metrics(self, body: dict[str, Any]) -> bytes:
         labels = f'{{engine="0",model_name="{self.model_name}"}}'
         values = {
             "vllm:num_requests_running": ("gauge", self.num_running),
@@ -412,17 +368,17 @@ class ScriptedEngine:
         ]
         return "".join(lines).encode()
 
-    def _show(self) -> dict[str, Any]:
+    def _show(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"script": msgspec.to_builtins(self.script), "counts": dict(self.counts)}
 
-    async def _take_script(self, body: dict[str, Any]) -> Any:
+    def _take_script(self, body: dict[str, Any]) -> Any:
         try:
             self.set_script(msgspec.convert(body, Script))
         except msgspec.ValidationError as e:
             raise Refused(f"script: {e}") from e
-        return self._show()
+        return self._show(body)
 
-    async def _tokenize(self, body: dict[str, Any]) -> Any:
+    def _tokenize(self, body: dict[str, Any]) -> Any:
         if body.get("messages") is not None:
             tokens = dialects.read_chat({**body, "max_tokens": 1}, self._model())[0].prompt_tokens
         else:
@@ -435,9 +391,6 @@ class ScriptedEngine:
             "token_strs": None,
         }
 
-    async def _detokenize(self, body: dict[str, Any]) -> Any:
-        return {"prompt": self.tokenizer.decode(body.get("tokens", []))}
-
     async def _pause(self, body: dict[str, Any]) -> Any:
         mode = body.get("mode", "abort")
         if mode not in ("abort", "wait", "keep"):
@@ -447,11 +400,11 @@ class ScriptedEngine:
         await self._generator.pause(mode)
         return {"status": "paused"}
 
-    async def _resume(self, body: dict[str, Any]) -> Any:
+    def _resume(self, body: dict[str, Any]) -> Any:
         self._generator.resume()
         return {"status": "resumed"}
 
-    async def _collective_rpc(self, body: dict[str, Any]) -> Any:
+    def _collective_rpc(self, body: dict[str, Any]) -> Any:
         method = body.get("method")
         if method is None:
             raise Refused("Missing 'method' in request body")
@@ -460,23 +413,23 @@ class ScriptedEngine:
         self.weight_version = self._generator.next_version()
         return {"results": [None]}
 
-    async def _update_weight_version(self, body: dict[str, Any]) -> Any:
+    def _update_weight_version(self, body: dict[str, Any]) -> Any:
         version = body.get("new_version")
         if version is None:
             raise Refused("1 validation error: Field required", param="body.new_version")
         self.weight_version = str(version)
-        return {"weight_version": self.weight_version}
+        return self._version(body)
 
     async def _pause_generation(self, body: dict[str, Any]) -> Any:
         # Of SGLang's modes, retract and in_place both resume later.
         await self._generator.pause("abort" if body.get("mode", "abort") == "abort" else "keep")
         return {"message": "Generation paused successfully.", "status": "ok"}
 
-    async def _continue_generation(self, body: dict[str, Any]) -> Any:
+    def _continue_generation(self, body: dict[str, Any]) -> Any:
         self._generator.resume()
         return {"message": "Generation continued successfully.", "status": "ok"}
 
-    async def _update_weights_from_disk(self, body: dict[str, Any]) -> Any:
+    def _update_weights_from_disk(self, body: dict[str, Any]) -> Any:
         if body.get("model_path") is None:
             raise Refused("model_path: Field required", status=422, param="model_path")
         version = body.get("weight_version")
@@ -486,11 +439,6 @@ class ScriptedEngine:
             "message": "Succeeded to update model weights.",
             "num_paused_requests": self.num_running if self._generator.is_paused else 0,
         }
-
-
-def len_of(tokenizer: Any) -> int:
-    """Return the vocabulary size of a tokenizer."""
-    return int(getattr(tokenizer, "vocab_size", 0) or len(tokenizer))
 
 
 def _object(payload: bytes) -> dict[str, Any]:
@@ -503,14 +451,6 @@ def _object(payload: bytes) -> dict[str, Any]:
     return body
 
 
-def _failure(fault: Fault) -> Refused:
-    return Refused(
-        f"scripted failure {fault.status}",
-        status=fault.status,
-        retry_after_s=fault.retry_after_s,
-    )
-
-
 def _dropped(request: web.BaseRequest) -> web.Response:
     """Break the connection; the returned response is never sent."""
     if request.transport is not None:
@@ -518,14 +458,17 @@ def _dropped(request: web.BaseRequest) -> web.Response:
     return web.Response()
 
 
-async def _misdeliver(request: web.BaseRequest, reply: _Reply, fault: Fault) -> web.StreamResponse:
+async def _deliver(
+    request: web.BaseRequest, reply: _Reply, fault: Fault | None
+) -> web.StreamResponse:
     """Send an answer with its fault; faults that are already in the body need nothing here."""
     body = reply.body
-    if fault.kind == "drop_after":
+    kind = None if fault is None else fault.kind
+    if kind == "drop_after":
         return _dropped(request)
-    if fault.kind == "slow_first_byte":
+    if fault is not None and kind == "slow_first_byte":
         await asyncio.sleep(fault.delay_s)
-    if fault.kind == "drop_in_body":
+    if kind == "drop_in_body":
         response = web.StreamResponse(
             status=reply.status,
             headers={"Content-Type": "application/json", "Content-Length": str(len(body))},
@@ -535,7 +478,7 @@ async def _misdeliver(request: web.BaseRequest, reply: _Reply, fault: Fault) -> 
         if request.transport is not None:
             request.transport.close()  # `abort` would discard what was written
         return response
-    if fault.kind == "cut_json":
+    if kind == "cut_json":
         body = body[: len(body) // 2]
     return web.Response(
         status=reply.status, body=body, content_type="application/json", headers=reply.headers

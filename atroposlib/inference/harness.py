@@ -18,6 +18,7 @@ from atroposlib.inference.scripted_answers import (
     ByteTokenizer,
     HarnessRequest,
     Respond,
+    ScriptedAnswer,
     answer_from_hash,
     answer_tokens,
     made_up_logprobs,
@@ -160,11 +161,9 @@ class ServerHarness(APIServer):
     def _sample(
         self, prompt_tokens: list[int], prompt: str, call: int, kwargs: dict[str, Any]
     ) -> TokenCompletions:
-        limit = int(kwargs.get("max_tokens") or kwargs.get("max_completion_tokens") or 2**31)
         all_tokens, all_logprobs, reasons = [], [], []
         all_spans: list[list[WeightSpan] | None] = []
-        for text in self._texts(prompt, call, kwargs):
-            tokens, reason = answer_tokens(self.tokenizer, text, limit=limit)
+        for tokens, reason in self._completions(prompt, call, kwargs):
             version = self.weight_version
             spans = None if version is None else [WeightSpan(version, len(tokens))]
             all_tokens.append(tokens)
@@ -174,6 +173,12 @@ class ServerHarness(APIServer):
         return TokenCompletions(
             prompt_tokens, all_tokens, all_logprobs, reasons, weight_versions=all_spans
         )
+
+    def _completions(self, prompt: str, call: int, kwargs: dict[str, Any]) -> list[ScriptedAnswer]:
+        """Return the completions of a prompt."""
+        limit = int(kwargs.get("max_tokens") or kwargs.get("max_completion_tokens") or 2**31)
+        texts = self._texts(prompt, call, kwargs)
+        return [answer_tokens(self.tokenizer, text, limit=limit) for text in texts]
 
     def _texts(self, prompt: str, call: int, kwargs: dict[str, Any]) -> list[str]:
         assert self.respond is not None

@@ -195,8 +195,7 @@ class Session:
 
     @property
     def num_nodes(self) -> int:
-        managed = self.managed
-        return managed.num_nodes if isinstance(managed, ManagedServer) else len(self.nodes())
+        return len(self.nodes())
 
     async def ask(self, ask: AgentRequest, write: Callable[[AgentAnswer], T]) -> T:
         """Sample the next message(s) and return `write(answer)`; if `write` raises, the turn is not stored."""

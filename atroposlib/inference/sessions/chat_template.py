@@ -42,7 +42,7 @@ class TemplateOptions(NamedTuple):
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return messages as dicts with string content; text parts are joined.
+    """Return messages as dicts with string content and calls as dicts; text parts are joined.
 
     Raises ValueError for images and other non-text parts.
     """
@@ -54,6 +54,8 @@ def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
         if not isinstance(message.get("role"), str):
             raise ValueError(f"messages[{i}] has no role")
         message["content"] = _text_of(message.get("content"), where=f"messages[{i}].content")
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [_plain(call) for call in calls]
         found.append(message)
     return found
 
@@ -92,21 +94,15 @@ def identity(message: Message) -> str:
     return f"{len(head)} {head}{content}"
 
 
-def _call_identity(call: Any) -> tuple[str, str]:
-    function = _field(call, "function") or {}
-    arguments = _field(function, "arguments")
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments)
-    return str(_field(function, "name")), json.dumps(arguments, sort_keys=True, default=repr)
+def _call_identity(call: Mapping[str, Any]) -> tuple[str, str]:
+    function = _with_parsed(call)["function"]
+    arguments = json.dumps(function.get("arguments"), sort_keys=True, default=repr)
+    return str(function.get("name")), arguments
 
 
 def call_ids(message: Message) -> tuple[str, ...]:
     """Return the ids of a message's tool calls."""
-    return tuple(str(_field(call, "id")) for call in message.get("tool_calls") or ())
-
-
-def _field(value: Any, key: str) -> Any:
-    return value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+    return tuple(str(call.get("id")) for call in message.get("tool_calls") or ())
 
 
 def _parsed(arguments: str) -> Any:
@@ -316,11 +312,10 @@ class ChatTemplate:
             return message
         message = dict(message)
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [_plain(call) for call in calls]
             if self._write_calls is not None and not self._mentions("tool_calls"):
                 message = self._write_calls(message)
             else:
-                message["tool_calls"] = [_with_parsed(call) for call in message["tool_calls"]]
+                message["tool_calls"] = [_with_parsed(call) for call in calls]
         for tag in _THINK_TAGS:
             message["content"] = message["content"].replace(tag, marks.tag(tag))
         if not message["content"] and message.get("tool_calls"):
@@ -467,7 +462,7 @@ class _Marks:
         """Return a message with the mark as its content, or (`named`) as the name of its first call."""
         if not named or not message.get("tool_calls"):
             return {"role": message["role"], "content": mark}
-        calls = [_with_parsed(_plain(call)) for call in message["tool_calls"]]
+        calls = [_with_parsed(call) for call in message["tool_calls"]]
         calls[0] = {**calls[0], "function": {**calls[0]["function"], "name": mark}}
         return {"role": message["role"], "content": None, "tool_calls": calls}
 
@@ -555,7 +550,7 @@ def _unless_refused(
 
 def _first_name(message: Message) -> str:
     calls = message.get("tool_calls")
-    return str(_field(_field(calls[0], "function"), "name")) if calls else ""
+    return str(calls[0]["function"].get("name")) if calls else ""
 
 
 def _plain(call: Any) -> dict[str, Any]:
@@ -563,7 +558,7 @@ def _plain(call: Any) -> dict[str, Any]:
     return {**call, "function": as_dict(call.get("function") or {})}
 
 
-def _with_parsed(call: dict[str, Any]) -> dict[str, Any]:
+def _with_parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     """Parse JSON arguments: templates expect an object."""
     function = call["function"]
     if isinstance(function.get("arguments"), str):

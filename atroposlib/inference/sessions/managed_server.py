@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.errors import ConfigError, EngineProtocolError
@@ -40,6 +41,7 @@ from atroposlib.inference.sessions.sequences import (
     SampledTurn,
     SequenceNode,
     SequenceStore,
+    state_of,
 )
 from atroposlib.inference.tools.tool_messages import (
     OpenAIToolCall,
@@ -157,7 +159,7 @@ class ManagedServer:
         turn = self._prepare_chat(messages, options)
         if turn.is_broken:
             self._count_broken(len(messages))
-        continued = messages[-1]["content"] if is_opened(messages) else ""
+        continued = _opening(messages)
         tools = options.tools if self.tool_parser is not None else None
         completions, replies = [], []
         with self._store.continuing(turn):
@@ -243,20 +245,9 @@ class ManagedServer:
         labelled; `sequences.train_once` keeps every sampled token in one of them."""
         return self._store.nodes
 
-    @property
-    def num_nodes(self) -> int:
-        return self._store.num_nodes
-
     def get_state(self) -> dict[str, Any]:
-        """Return `{"nodes": [SequenceNode]}`; with `track_tree`, `{"sequences": ..., "tree": ...}` by full text.
-
-        Of two samples with the same text, the tree holds the later one; `nodes` holds both.
-        """
-        nodes = self._store.nodes
-        if self.track_tree:
-            by_text = {node.full_text: node for node in nodes}
-            return {"sequences": by_text, "tree": dict(by_text)}
-        return {"nodes": nodes}
+        """Return the sequences as `sequences.state_of` does."""
+        return state_of(self.nodes, track_tree=self.track_tree)
 
     def reset(self) -> None:
         """Clear all sequences; lists obtained earlier stay valid."""
@@ -452,7 +443,7 @@ class ManagedServer:
         self, sampled: SampledTurn, continued: str, tools: list[Any] | None, tool_choice: Any
     ) -> tuple[dict[str, Any], str | None]:
         """Return the message for the caller and its finish reason."""
-        reply = {"role": "assistant", "content": sampled.visible_text}
+        reply: dict[str, Any] = {"role": "assistant", "content": sampled.visible_text}
         if not tools or tool_choice == "none":
             return reply, sampled.finish_reason
         raw_text = continued + sampled.full_text.removesuffix(sampled.end).removesuffix(sampled.cut)
@@ -462,14 +453,10 @@ class ManagedServer:
             read = await off_loop(self._translator.read, raw_text, tools)
         if not read.parsed.calls:
             return reply, sampled.finish_reason
-        text, calls = self._translator.remember(read)
-        content = text.removeprefix(continued) or None
-        reason = "length" if sampled.finish_reason == "length" else "tool_calls"
-        return {
-            **reply,
-            "content": content,
-            "tool_calls": list(map(OpenAIToolCall.of, calls)),
-        }, reason
+        text, calls, _ = self._translator.remember(read)
+        reply["content"] = (text or "").removeprefix(continued) or None
+        reply["tool_calls"] = list(map(OpenAIToolCall.of, calls or ()))
+        return reply, "length" if sampled.finish_reason == "length" else "tool_calls"
 
     def _envelope(
         self, turn: PendingTurn, completions: Sequence[SampledTurn], kind: str
@@ -584,10 +571,7 @@ class DummyManagedServer:
         raise NotImplementedError("an API without token ids has no prompt logprobs")
 
     def get_state(self) -> dict[str, Any]:
-        if self.track_tree:
-            by_text = {node.full_text: node for node in self._nodes}
-            return {"sequences": by_text, "tree": dict(by_text)}
-        return {"nodes": list(self._nodes)}
+        return state_of(self._nodes, track_tree=self.track_tree)
 
     def reset(self) -> None:
         self._nodes.clear()
@@ -623,18 +607,13 @@ class _Creator:
         return await self._create(**given)
 
 
-class _Chat:
-    def __init__(self, create: Any) -> None:
-        self.completions = _Creator(create)
-
-
 class ManagedServerAdapter:
     """A managed server with the surface of `openai.AsyncOpenAI`, for libraries that expect a client."""
 
     def __init__(self, managed_server: Any, base_url: str = "") -> None:
         self.managed = managed_server
         self.base_url = base_url
-        self.chat = _Chat(managed_server.chat_completion)
+        self.chat = SimpleNamespace(completions=_Creator(managed_server.chat_completion))
         self.completions = _Creator(managed_server.completion)
 
     def with_options(self, **options: Any) -> ManagedServerAdapter:

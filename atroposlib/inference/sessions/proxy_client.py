@@ -7,7 +7,7 @@ The token sequences are fetched after each call, so that `get_state()` needs no 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Self
 
 import msgspec
@@ -20,7 +20,7 @@ from atroposlib.inference.servers.openai_routes import (
     read_request,
 )
 from atroposlib.inference.servers.sampling_notes import note_sampling
-from atroposlib.inference.sessions.sequences import SequenceNode
+from atroposlib.inference.sessions.sequences import SequenceNode, state_of
 from atroposlib.inference.tools.tool_messages import (
     OpenAIToolCall,
     as_dict,
@@ -86,18 +86,18 @@ class ProxyManagedServer:
 
     def get_state(self) -> dict[str, Any]:
         """Return the sequences after the latest call, in the form of `ManagedServer.get_state`."""
-        if self.track_tree:
-            by_text = {node.full_text: node for node in self._nodes}
-            return {"sequences": by_text, "tree": dict(by_text)}
-        return {"nodes": list(self._nodes)}
+        return state_of(self._nodes, track_tree=self.track_tree)
 
     async def fetch_state(self) -> dict[str, Any]:
         """Fetch and return the sequences, including those of calls that an agent sent to the proxy itself."""
         await self._send_reset()
         self._num_fetches += 1
         number = self._num_fetches
-        body = await self._get("nodes")
-        nodes = [SequenceNode(**node) for node in body["nodes"]]
+        answer = await self._ask_nodes(self._peer.get)
+        try:
+            nodes = [SequenceNode(**node) for node in msgspec.json.decode(answer)["nodes"]]
+        except msgspec.DecodeError as e:
+            raise EngineProtocolError(f"{self.get_url()}: the nodes are not JSON: {e}") from e
         if number > self._last_fetch:  # of concurrent fetches, the one sent last wins
             self._last_fetch, self._nodes = number, nodes
         return self.get_state()
@@ -146,26 +146,17 @@ class ProxyManagedServer:
     async def _send_reset(self) -> None:
         if self._has_pending_reset:
             self._has_pending_reset = False
-            path = f"/{self.session_uuid}/nodes"
-            status, body = await self._peer.delete(path, timeout_s=CONTROL_TIMEOUT_S)
-            self._check(status, body, f"DELETE {path}")
+            await self._ask_nodes(self._peer.delete)
 
-    async def _get(self, what: str) -> Any:
-        path = f"/{self.session_uuid}/{what}"
-        status, body = await self._peer.get(path, timeout_s=CONTROL_TIMEOUT_S)
-        self._check(status, body, f"GET {path}")
-        try:
-            return msgspec.json.decode(body)
-        except msgspec.DecodeError as e:
-            raise EngineProtocolError(f"{self.proxy_url}{path} is not JSON: {e}") from e
-
-    def _check(self, status: int, body: bytes, what: str) -> None:
+    async def _ask_nodes(self, send: Callable[..., Awaitable[tuple[int, bytes]]]) -> bytes:
+        """Send a request about the session's sequences and return the body of the answer."""
+        url = f"{self.proxy_url}/{self.session_uuid}/nodes"
+        status, body = await send(f"/{self.session_uuid}/nodes", timeout_s=CONTROL_TIMEOUT_S)
         if status >= 500:
-            raise EngineUnavailable(f"{what} at {self.proxy_url} answered {status}", status=status)
+            raise EngineUnavailable(f"{url} answered {status}: {excerpt(body)}", status=status)
         if status >= 400:
-            raise EngineHttpRejected(
-                f"{what} at {self.proxy_url} answered {status}: {excerpt(body)}", status=status
-            )
+            raise EngineHttpRejected(f"{url} answered {status}: {excerpt(body)}", status=status)
+        return body
 
 
 async def create_proxy_session(

@@ -58,7 +58,7 @@ class SampledMessage:
     call_ids: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stage:
     """A point of a node that a later turn may continue: the end of a sampled turn."""
 
@@ -175,10 +175,6 @@ class SequenceStore:
     def nodes(self) -> list[SequenceNode]:
         return [tracked.node for tracked in self._tracked]
 
-    @property
-    def num_nodes(self) -> int:
-        return len(self._tracked)
-
     def next_order(self) -> int:
         """Return the number of this call among the calls of the session."""
         self._num_calls += 1
@@ -187,16 +183,13 @@ class SequenceStore:
     @contextmanager
     def continuing(self, turn: PendingTurn) -> Iterator[None]:
         """Make turns prepared inside the block prefer another node with the same messages."""
-        if turn.parent is None:
-            yield
-            return
-        stage = turn.parent.stage
-        self._continued.append(stage)
+        stages = [] if turn.parent is None else [turn.parent.stage]
+        self._continued += stages
         try:
             yield
         finally:
-            at = next(i for i, continued in enumerate(self._continued) if continued is stage)
-            del self._continued[at]
+            for stage in stages:
+                self._continued.remove(stage)
 
     def find_messages(
         self, messages: Sequence[str], call_ids: Sequence[tuple[str, ...]] = ()
@@ -286,8 +279,7 @@ class SequenceStore:
 
     def _can_grow(self, match: NodeMatch) -> bool:
         # Of equally long prefixes the end of a node is preferred: continuing there grows it instead of branching.
-        is_last = match.stage is match.tracked.stages[-1]
-        return is_last and not any(stage is match.stage for stage in self._continued)
+        return match.stage is match.tracked.stages[-1] and match.stage not in self._continued
 
     def _grow(self, turn: PendingTurn, choice: int, sampled: SampledTurn) -> _Tracked:
         if len(sampled.tokens) != len(sampled.logprobs):
@@ -339,6 +331,17 @@ class SequenceStore:
 def _begins(prompt: str, text: str) -> bool:
     # The end first: conversations of a session have the same beginning.
     return prompt.startswith(text[-32:], max(0, len(text) - 32)) and prompt.startswith(text)
+
+
+def state_of(nodes: Sequence[SequenceNode], *, track_tree: bool) -> dict[str, Any]:
+    """Return `{"nodes": [SequenceNode]}`; with `track_tree`, `{"sequences": ..., "tree": ...}` by full text.
+
+    Of two samples with the same text, the tree holds the later one; `nodes` holds both.
+    """
+    if not track_tree:
+        return {"nodes": list(nodes)}
+    by_text = {node.full_text: node for node in nodes}
+    return {"sequences": by_text, "tree": dict(by_text)}
 
 
 def train_once(nodes: Sequence[SequenceNode]) -> list[SequenceNode]:
@@ -408,23 +411,18 @@ class _Run:
 
 def _first_difference(node: SequenceNode, other: SequenceNode, start: int, end: int) -> int:
     """Return the first position in [start, end) at which two sequences differ; `end` if there is none."""
-    pairs = (
-        (node.tokens, other.tokens),
-        (node.masked_tokens, other.masked_tokens),
-        (node.logprobs, other.logprobs),
-    )
-    for first in range(start, end, _COMPARED):
-        last = min(first + _COMPARED, end)
-        for mine, others in pairs:
-            if mine[first:last] != others[first:last]:
-                last = next(i for i in range(first, last) if mine[i] != others[i])
-        if last < min(first + _COMPARED, end):
-            return last
-    return end
-
-
-_COMPARED = 512
-"""Positions compared at once, as slices, before one by one."""
+    while start < end:  # slices, because they are compared in C
+        middle = (start + end + 1) // 2
+        part = slice(start, middle)
+        if (
+            node.tokens[part] == other.tokens[part]
+            and node.masked_tokens[part] == other.masked_tokens[part]
+            and node.logprobs[part] == other.logprobs[part]
+        ):
+            start = middle
+        else:
+            end = middle - 1
+    return start
 
 
 def _spans_before(spans: list[dict[str, Any]] | None, *, end: int) -> list[dict[str, Any]] | None:

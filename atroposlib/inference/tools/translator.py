@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.inference.tools.parsers import STYLES, Call, Parsed, Style, style_named
@@ -43,13 +43,6 @@ class Read(NamedTuple):
     parsed: Parsed
 
 
-class Remembered(NamedTuple):
-    """The content of an answer, and its calls with their ids."""
-
-    content: str
-    tool_calls: list[ChatCompletionMessageToolCall]
-
-
 class ToolCallTranslator:
     """Translates any number of conversations: call ids are unique. Raises ConfigError for an unknown `parser_name`."""
 
@@ -57,7 +50,7 @@ class ToolCallTranslator:
         self.tokenizer = tokenizer
         self.parser_name = parser_name
         self.style: Style = style_named(parser_name, tokenizer=tokenizer)
-        if self.style is STYLES["mistral"] and "[ARGS]" in _vocabulary(tokenizer):
+        if self.style is STYLES["mistral"] and "[ARGS]" in getattr(tokenizer, "get_vocab", dict)():
             self.style = STYLES["mistral_v11"]
         self.call_id_to_raw_text: OrderedDict[str, str] = OrderedDict()
         """Call id -> the whole answer that contained it, without the end of turn; the last `MAX_REMEMBERED_CALLS`."""
@@ -78,20 +71,17 @@ class ToolCallTranslator:
         if tool_choice == "none" or not tools:
             return ModelOutput(raw_text, None, "stop")
         read = self.read(raw_text, tools)
-        if not read.parsed.calls:
-            return ModelOutput(raw_text, None, "stop")
-        content, calls = self.remember(read)
-        return ModelOutput(content or None, calls, "tool_calls")
+        return self.remember(read) if read.parsed.calls else ModelOutput(raw_text, None, "stop")
 
     def read(self, raw_text: str, tools: Sequence[Any]) -> Read:
         """Find the calls in an answer. Changes no state, so it may run in a thread."""
         text = self._without_end_of_turn(raw_text)
         return Read(text, self.style.parse(text, [as_dict(tool) for tool in tools]))
 
-    def remember(self, read: Read) -> Remembered:
-        """Return content and calls in the OpenAI form, and store the text that they were parsed from."""
-        calls = [self._remember(call, read.text, read.parsed) for call in read.parsed.calls]
-        return Remembered(read.parsed.content, calls)
+    def remember(self, read: Read) -> ModelOutput:
+        """Return an answer with calls in the OpenAI form, and store the text that they were parsed from."""
+        calls = [self._remember(call, read) for call in read.parsed.calls]
+        return ModelOutput(read.parsed.content or None, calls, "tool_calls")
 
     def decode_with_tool_awareness(self, token_ids: Sequence[int], has_tools: bool = False) -> str:
         """Decode an answer; with tools, special tokens are kept, because they may delimit calls."""
@@ -141,7 +131,7 @@ class ToolCallTranslator:
 
     # Memory.
 
-    def _remember(self, call: Call, text: str, parsed: Parsed) -> ChatCompletionMessageToolCall:
+    def _remember(self, call: Call, read: Read) -> ChatCompletionMessageToolCall:
         # Light imports: openai takes half a second.
         from openai.types.chat.chat_completion_message_function_tool_call import (
             ChatCompletionMessageFunctionToolCall,
@@ -151,8 +141,8 @@ class ToolCallTranslator:
         call_id = call.id
         if call_id is None or call_id in self.call_id_to_raw_text:
             call_id = self.style.new_id()
-        self.call_id_to_raw_text[call_id] = text
-        self._parsed[call_id] = parsed
+        self.call_id_to_raw_text[call_id] = read.text
+        self._parsed[call_id] = read.parsed
         while len(self.call_id_to_raw_text) > MAX_REMEMBERED_CALLS:
             forgotten, _ = self.call_id_to_raw_text.popitem(last=False)
             self._parsed.pop(forgotten, None)
@@ -186,11 +176,6 @@ class ToolCallTranslator:
         special.update(map(str, getattr(tokenizer, "all_special_tokens", None) or ()))
         special.add(eos_token)
         return tuple(sorted(special - {"", *self.style.markers, *THINKING_ENDS}))
-
-
-def _vocabulary(tokenizer: Any) -> Mapping[str, int]:
-    get_vocab = getattr(tokenizer, "get_vocab", None)
-    return get_vocab() if get_vocab is not None else {}
 
 
 def _text_of(content: Any) -> str:

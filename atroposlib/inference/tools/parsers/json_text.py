@@ -65,10 +65,14 @@ class Reader:
         """Return the object that begins at `start`; if there is none, the position where reading failed."""
         if self._left <= 0:
             return len(self._text)
-        read = _read_or_pass(self._text, start)
-        if isinstance(read, int):
-            self._left -= read - start
-        return read
+        try:
+            return _read_object(self._text, start)
+        except json.JSONDecodeError as error:
+            failed = max(error.pos, start + 1)
+        except RecursionError:
+            failed = len(self._text)
+        self._left -= failed - start
+        return failed
 
     def read_object(self, start: int) -> Object | None:
         """Read the object that begins at `start`; None if there is none."""
@@ -90,15 +94,6 @@ def skip_space(text: str, at: int) -> int:
 def read_object(text: str, start: int) -> Object | None:
     """Read the JSON object that begins at `start`; None if there is none."""
     return Reader(text).read_object(start)
-
-
-def _read_or_pass(text: str, start: int) -> Object | int:
-    try:
-        return _read_object(text, start)
-    except json.JSONDecodeError as error:
-        return max(error.pos, start + 1)
-    except RecursionError:
-        return len(text)
 
 
 def _read_object(text: str, start: int) -> Object:

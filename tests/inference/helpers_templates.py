@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
+from atroposlib.inference.harness import ServerHarness
+from atroposlib.inference.scripted_answers import ScriptedAnswer, answer_from_hash
 
 CORPUS = [
     "the answer is the sum of the other answers, and then there is nothing else to think about",
@@ -302,44 +302,30 @@ TEMPLATES = [
 ]
 
 
-class ToldEngine:
-    """Samples the token ids it is told to, with logprobs that differ at every position of every call."""
+class ToldEngine(ServerHarness):
+    """A harness that samples the token ids it is told to."""
 
     def __init__(self, tokenizer: Any) -> None:
+        super().__init__(respond=answer_from_hash)
         self.tokenizer = tokenizer
-        self.config = SimpleNamespace(model_name="told", base_url=None)
         self.answers: list[tuple[list[int], str]] = []
         """(ids, finish reason) of the next completions, used up in order."""
-        self.sent: list[list[int]] = []
-        """[num_calls][P] the prompts."""
-        self.requests: list[dict[str, Any]] = []
-        self.weight_version: str | None = None
 
-    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokenCompletions:
-        prompt = list(kwargs["input_ids"])
-        self.sent.append(prompt)
-        self.requests.append(kwargs)
-        await asyncio.sleep(0)
+    @property
+    def sent(self) -> list[list[int]]:
+        """[num_calls][P] the prompts."""
+        return [request["input_ids"] for request in self.requests]
+
+    async def _begin(self, kwargs: dict[str, Any]) -> int:
+        await asyncio.sleep(0)  # concurrent calls overlap
+        return await super()._begin(kwargs)
+
+    def _completions(self, prompt: str, call: int, kwargs: dict[str, Any]) -> list[ScriptedAnswer]:
         answers = [self.answers.pop(0) for _ in range(kwargs.get("n") or 1)]
-        spans: list[list[WeightSpan] | None] | None = None
-        if self.weight_version is not None:
-            spans = [[WeightSpan(self.weight_version, len(ids))] for ids, _ in answers]
-        return TokenCompletions(
-            prompt,
-            [list(ids) for ids, _ in answers],
-            [logprobs_after(prompt, ids) for ids, _ in answers],
-            [reason for _, reason in answers],
-            weight_versions=spans,
-        )
+        return [ScriptedAnswer(list(ids), reason) for ids, reason in answers]
 
     def tell(self, *texts: str, end: str = "<|im_end|>") -> None:
         """Answer these texts, each ended by `end`."""
         for text in texts:
             ids = self.tokenizer.encode(text + end, add_special_tokens=False)
             self.answers.append((ids, "stop" if end else "length"))
-
-
-def logprobs_after(prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
-    """Return numbers that depend on the prompt's length and sum and on the position."""
-    seed = 31 * len(prompt) + sum(prompt)
-    return [-((seed + 7 * i + token) % 9973 + 1) / 1000 for i, token in enumerate(ids)]

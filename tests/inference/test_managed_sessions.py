@@ -260,7 +260,8 @@ async def test_the_adapter_drops_what_the_openai_package_writes_for_not_given() 
         model="any", messages=[user("a")], tools=NOT_GIVEN, stop=omit, max_tokens=5
     )
     assert reply.choices[0].message.content == "one"
-    assert set(engine.requests[0]) == {"input_ids", "prompt", "max_tokens"}
+    assert set(engine.requests[0]) == {"input_ids", "prompt", "max_tokens", "model"}
+    assert engine.requests[0]["model"] == engine.config.model_name
     for method in (client.post, client.copy):
         with pytest.raises(NotImplementedError):
             method()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from atroposlib.errors import ConfigError
+from atroposlib.inference.harness import made_up_logprobs
 from atroposlib.inference.sessions.managed_server import ManagedServer
 from tests.inference.helpers_templates import (
     CALLS_BEFORE_RESULTS,
@@ -21,7 +22,6 @@ from tests.inference.helpers_templates import (
     TEXT_OR_CALLS,
     TOOLS,
     ToldEngine,
-    logprobs_after,
     make_tokenizer,
 )
 
@@ -138,7 +138,7 @@ async def test_a_call_that_comes_back_in_any_form_is_the_sampled_turn(form: str)
     assert engine.sent[1] == expected
     [node] = managed.get_state()["nodes"]
     assert node.masked_tokens[start : start + len(sampled)] == sampled
-    assert node.logprobs[start : start + len(sampled)] == logprobs_after(engine.sent[0], sampled)
+    assert node.logprobs[start : start + len(sampled)] == made_up_logprobs(engine.sent[0], sampled)
     assert managed.num_broken_prefixes == 0
 
 

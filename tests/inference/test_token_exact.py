@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from atroposlib.errors import ConfigError
+from atroposlib.inference.harness import made_up_logprobs
 from atroposlib.inference.sessions.managed_server import ManagedServer, SequenceNode
 from tests.inference.helpers_templates import (
     CHATML,
@@ -21,7 +22,6 @@ from tests.inference.helpers_templates import (
     TEMPLATES,
     Template,
     ToldEngine,
-    logprobs_after,
     make_tokenizer,
 )
 
@@ -78,7 +78,7 @@ def assert_trained(node: SequenceNode, sampled: Sequence[tuple[int, list[int]]])
     for start, ids in sampled:
         assert node.tokens[start : start + len(ids)] == ids
         labels[start : start + len(ids)] = ids
-        logprobs[start : start + len(ids)] = logprobs_after(node.tokens[:start], ids)
+        logprobs[start : start + len(ids)] = made_up_logprobs(node.tokens[:start], ids)
     assert node.masked_tokens == labels
     assert node.logprobs == logprobs
 

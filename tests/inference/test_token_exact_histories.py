@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atroposlib.inference.harness import made_up_logprobs
 from atroposlib.inference.sessions.managed_server import ManagedServer, SequenceNode
 from tests.inference.helpers_templates import (
     CALLS_BEFORE_RESULTS,
@@ -20,7 +21,6 @@ from tests.inference.helpers_templates import (
     TEMPLATES,
     Template,
     ToldEngine,
-    logprobs_after,
 )
 
 REWRITES = Template(
@@ -135,7 +135,7 @@ def assert_explained(node: SequenceNode, calls: Calls) -> None:
         if node.tokens[:start] != prompt:
             continue
         for i, (token, logprob) in enumerate(
-            zip(sampled, logprobs_after(prompt, sampled), strict=True)
+            zip(sampled, made_up_logprobs(prompt, sampled), strict=True)
         ):
             if start + i >= length or node.tokens[start + i] != token:
                 break

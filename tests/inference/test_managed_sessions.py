@@ -14,11 +14,7 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.harness import (
-    ByteTokenizer,
-    ServerHarness,
-    create_chat_completion,
-)
+from atroposlib.inference.harness import ByteTokenizer, ServerHarness, create_chat_completion
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.api_server import WeightSpan
 from atroposlib.inference.sessions.managed_server import (

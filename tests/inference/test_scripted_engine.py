@@ -265,18 +265,6 @@ async def test_vllms_scale_out_route_tells_versions_as_ranges() -> None:
         ]
 
 
-async def test_the_originals_generate_route() -> None:
-    body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 0, "n": 2, "max_tokens": 3}
-    async with running() as client:
-        _, answer = await client.post("/generate", body)
-        _, scored = await client.post("/generate", {**body, "prompt_logprobs": 1})
-    for i, sequence in enumerate(answer["logprobs"]):
-        tokens, logprobs = expected(("default", 3), choice=i)
-        assert sequence == [[{str(t): v}] for t, v in zip(tokens, logprobs, strict=True)]
-    assert answer["finish_reasons"] == ["length", "length"]
-    assert scored["prompt_logprobs"][1]["11"] < 0
-
-
 async def test_sglangs_generate_route() -> None:
     body = {
         "input_ids": PROMPT,

@@ -1,7 +1,7 @@
 """The bodies of the scripted engine's protocols: requests into `GenerationRequest`s, samples into answers.
 
-Shapes are those of vLLM 0.32 (OpenAI routes, `/inference/v1/generate`), SGLang's `/generate`, `trl vllm-serve` and the
-original's `/generate`. Pure. Bad requests are refused with the status and message of the real servers; no streaming.
+Shapes are those of vLLM 0.32 (OpenAI routes, `/inference/v1/generate`), SGLang's `/generate` and `trl vllm-serve`.
+Pure. Bad requests are refused with the status and message of the real servers; no streaming.
 Samples may have fewer logprobs than tokens: one of the faults.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from atroposlib.inference.scripted_answers import made_up_logprobs
@@ -101,13 +102,6 @@ def read_chat(body: Body, model: Model) -> list[GenerationRequest]:
     return [_read_vllm({**body, "max_tokens": limit, "logprobs": logprobs}, list(tokens), model)]
 
 
-def read_original(body: Body, model: Model) -> list[GenerationRequest]:
-    """The original's `/generate`: `{"prompt": {"prompt_token_ids": [...]}}` or text."""
-    prompt = body["prompt"]
-    tokens = prompt["prompt_token_ids"] if isinstance(prompt, dict) else _to_tokens(prompt, model)
-    return [_read_vllm({**body, "model": None}, tokens, model)]
-
-
 def read_scale_out(body: Body, model: Model) -> list[GenerationRequest]:
     """vLLM's `/inference/v1/generate`."""
     tokens = body.get("token_ids")
@@ -189,7 +183,7 @@ def _read_vllm(body: Body, tokens: list[int], model: Model) -> GenerationRequest
     limit = VLLM_DEFAULT_MAX_TOKENS if limit is None else int(limit)
     if limit < 1:
         raise Refused(f"max_tokens must be at least 1, got {limit}.", param="max_tokens")
-    return _ask(body, tokens, min(limit, model.max_len - len(tokens)), n=n)
+    return _ask(body, tokens, min(limit, model.max_len - len(tokens)))
 
 
 def _check_prompt(tokens: list[int], model: Model) -> None:
@@ -205,14 +199,12 @@ def _check_prompt(tokens: list[int], model: Model) -> None:
         raise Refused(f"Token id {wrong} is out of vocabulary")
 
 
-def _ask(
-    params: Mapping[str, Any], tokens: list[int], limit: int, n: int | None = None
-) -> GenerationRequest:
+def _ask(params: Mapping[str, Any], tokens: list[int], limit: int) -> GenerationRequest:
     stop = params.get("stop") or ()
     seed = params.get("seed")
     return GenerationRequest(
         prompt_tokens=tokens,
-        n=int(params.get("n") or 1) if n is None else n,
+        n=int(params.get("n") or 1),
         max_tokens=limit,
         seed=None if seed is None else int(seed),
         greedy=params.get("temperature") == 0,
@@ -275,41 +267,17 @@ def write_chat(body: Body, results: Sequence[Generations], model: Model) -> Body
     }
 
 
-def write_original(body: Body, results: Sequence[Generations], model: Model) -> Body:
-    """Per sequence, per token, a list with one `{"<id>": logprob}`."""
-    ((ask, samples),) = results
-    answer: Body = {
-        "text": [sample.text for sample in samples],
-        "prompt": model.tokenizer.decode(ask.prompt_tokens),
-        "token_ids": [sample.tokens for sample in samples],
-        "logprobs": [
-            [
-                [{str(token): logprob}]
-                for token, logprob in zip(sample.tokens, sample.logprobs, strict=False)
-            ]
-            for sample in samples
-        ],
-        "finish_reasons": [sample.finish_reason for sample in samples],
-    }
-    if body.get("prompt_logprobs") is not None:
-        positions = _prompt_logprobs(ask, body["prompt_logprobs"], model) or []
-        answer["prompt_logprobs"] = [
-            None if entries is None else {key: entry["logprob"] for key, entry in entries.items()}
-            for entries in positions
-        ]
-    return answer
-
-
 def write_scale_out(body: Body, results: Sequence[Generations], model: Model) -> Body:
     """Ids and logprobs only, and the weight versions as `[start, end)`."""
     ((ask, samples),) = results
     params = body.get("sampling_params") or {}
     choices = []
     for i, sample in enumerate(samples):
-        spans, start = [], 0
-        for version, num in sample.spans:
-            spans.append({"version": version, "start": start, "end": start + num})
-            start += num
+        ends = accumulate(num for _, num in sample.spans)
+        spans = [
+            {"version": version, "start": end - num, "end": end}
+            for (version, num), end in zip(sample.spans, ends, strict=True)
+        ]
         content = [
             {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
             for token, logprob in zip(sample.tokens, sample.logprobs, strict=False)
@@ -416,12 +384,8 @@ def _piece(token: int, model: Model) -> str:
 
 def _text_logprobs(sample: Generated, model: Model) -> Body:
     pieces = [_piece(token, model) for token in sample.tokens]
-    offsets, at = [], 0
-    for piece in pieces:
-        offsets.append(at)
-        at += len(piece)
     return {
-        "text_offset": offsets,
+        "text_offset": [0, *accumulate(map(len, pieces))][:-1],
         "token_logprobs": sample.logprobs,
         "tokens": pieces,
         "top_logprobs": [

@@ -102,26 +102,21 @@ class Generator:
         """Completions in the queue."""
         self.num_generated_tokens = 0
         self.num_prompt_tokens = 0
-        self._script = script
+        self.script = script
         self._rng = random.Random(script.seed)
         self._calls = 0
         self._flights: set[_Flight] = set()
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._paused_since_s: float | None = None
         self._frozen_s = 0.0
-        self._is_closed = False
+        self.is_paused = False
         """Paused or about to be: no new generation starts."""
         self._changed = asyncio.Event()
 
     # The script and the weights.
 
-    @property
-    def script(self) -> Script:
-        return self._script
-
-    @script.setter
-    def script(self, script: Script) -> None:
-        self._script = script
+    def set_script(self, script: Script) -> None:
+        self.script = script
         self._rng = random.Random(script.seed)
         self._admit()
 
@@ -141,30 +136,24 @@ class Generator:
 
     # Pausing.
 
-    @property
-    def is_paused(self) -> bool:
-        return self._is_closed
-
-    async def pause(self, mode: PauseMode) -> int:
-        """Stop generating; return the number of generations in flight.
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating.
 
         `abort` ends them with their tokens so far, `wait` lets them finish first, `keep` freezes them until `resume`.
         """
-        num_flights = len(self._flights)
-        self._is_closed = True
+        self.is_paused = True
         if mode == "abort":
             for flight in self._flights:
                 flight.is_aborted = True
             self._wake_flights()
         if mode == "wait":
-            while self._flights and self._is_closed:
+            while self._flights and self.is_paused:
                 await self._changed.wait()
-        if self._is_closed and self._paused_since_s is None:
+        if self.is_paused and self._paused_since_s is None:
             self._paused_since_s = asyncio.get_running_loop().time()
-        return num_flights
 
     def resume(self) -> None:
-        self._is_closed = False
+        self.is_paused = False
         if self._paused_since_s is not None:
             self._frozen_s += asyncio.get_running_loop().time() - self._paused_since_s
             self._paused_since_s = None
@@ -174,8 +163,8 @@ class Generator:
 
     def _wake_flights(self) -> None:
         for flight in self._flights:
-            if flight.wake is not None and not flight.wake.done():
-                flight.wake.set_result(None)
+            if flight.wake is not None:
+                _set(flight.wake)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -196,9 +185,9 @@ class Generator:
         `swaps_weights`: the weights change after half of the longest completion.
         """
         call, self._calls = self._calls, self._calls + 1
-        if self._is_closed and self._script.while_paused == "refuse":
+        if self.is_paused and self.script.while_paused == "refuse":
             raise Paused
-        while self._is_closed:
+        while self.is_paused:
             await self._changed.wait()
         plans = [self._plan(ask, choice, call) for choice in range(ask.n)]
         await self._enter(ask.n)
@@ -229,7 +218,7 @@ class Generator:
         self, ask: GenerationRequest, choice: int, call: int
     ) -> tuple[list[int] | None, int, str]:
         """Return (scripted tokens or None, number of tokens, finish reason)."""
-        script, limit = self._script, ask.max_tokens
+        script, limit = self.script, ask.max_tokens
         text: str | None = None
         if self.respond is not None:
             prompt = self.tokenizer.decode(ask.prompt_tokens)
@@ -250,10 +239,10 @@ class Generator:
     def _seed(self, ask: GenerationRequest) -> int:
         if ask.greedy:
             return -1
-        return self._script.seed if ask.seed is None else ask.seed
+        return self.script.seed if ask.seed is None else ask.seed
 
     def _begin(self) -> _Flight:
-        latency = self._script.latency
+        latency = self.script.latency
         factor = self._rng.lognormvariate(0.0, latency.sigma) if latency.sigma else 1.0
         flight = _Flight(
             began_s=self._now_s(),
@@ -302,7 +291,7 @@ class Generator:
                 seed=self._seed(ask),
                 choice=0 if ask.greedy else choice,
                 spans=spans,
-                alphabet=PRINTABLE if self._script.alphabet == "text" else ANY_BYTE,
+                alphabet=PRINTABLE if self.script.alphabet == "text" else ANY_BYTE,
             )
             if reason == "stop":
                 tokens[-1] = self.tokenizer.eos_token_id
@@ -351,7 +340,7 @@ class Generator:
         if not self._queue and self._has_room(n):
             self.num_running += n
             return
-        most = self._script.max_waiting
+        most = self.script.max_waiting
         if most is not None and self.num_waiting + n > most:
             raise QueueFull
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -369,7 +358,7 @@ class Generator:
 
     def _has_room(self, n: int) -> bool:
         # A request for more choices than slots starts when nothing else runs.
-        slots = self._script.num_slots
+        slots = self.script.num_slots
         return slots == 0 or self.num_running + n <= max(slots, n)
 
     def _leave(self, n: int) -> None:
@@ -378,7 +367,7 @@ class Generator:
         self._notify()
 
     def _admit(self) -> None:
-        while self._queue and not self._is_closed and self._has_room(self._queue[0][0]):
+        while self._queue and not self.is_paused and self._has_room(self._queue[0][0]):
             n, turn = self._queue.popleft()
             if turn.cancelled():
                 continue  # `_enter` adjusts the count

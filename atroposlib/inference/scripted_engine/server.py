@@ -1,4 +1,4 @@
-"""A scripted engine as an HTTP server: vLLM's, SGLang's, TRL's and the original's routes, and faults on the wire.
+"""A scripted engine as an HTTP server: vLLM's, SGLang's and TRL's routes, and faults on the wire.
 
 Tests start it in their own event loop, `python -m atroposlib.inference.scripted_engine` in its own process. It checks
 no API keys and is for loopback only.
@@ -27,12 +27,7 @@ from atroposlib.inference.scripted_engine.generation import (
     Paused,
     QueueFull,
 )
-from atroposlib.inference.scripted_engine.script import (
-    FAULT_HEADER,
-    Fault,
-    Schedule,
-    Script,
-)
+from atroposlib.inference.scripted_engine.script import FAULT_HEADER, Fault, Schedule, Script
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: a client opens thousands at once."""
@@ -61,7 +56,6 @@ class _Dialect(NamedTuple):
     write: Callable[[dict[str, Any], Sequence[Generations], Model], Any]
 
 
-_ORIGINAL = _Dialect(dialects.read_original, dialects.write_original)
 _SGLANG = _Dialect(dialects.read_sglang, dialects.write_sglang)
 _TRL = _Dialect(dialects.read_trl, dialects.write_trl)
 _DIALECTS = {
@@ -76,10 +70,8 @@ GENERATION_PATHS = frozenset({*_DIALECTS, "/generate"})
 def _dialect_of(path: str, body: dict[str, Any]) -> _Dialect:
     if path in _DIALECTS:
         return _DIALECTS[path]
-    # Three projects use the path /generate; their prompt keys differ.
-    if "prompts" in body:
-        return _TRL
-    return _ORIGINAL if "prompt" in body else _SGLANG
+    # Two projects use the path /generate; their prompt keys differ.
+    return _TRL if "prompts" in body else _SGLANG
 
 
 class _Reply(NamedTuple):
@@ -177,7 +169,7 @@ class ScriptedEngine:
 
     def set_script(self, script: Script) -> None:
         """Replace the script; running generations keep their pace."""
-        self._generator.script = script
+        self._generator.set_script(script)
         self._schedule = Schedule(script, now_s=time.monotonic())
 
     @property

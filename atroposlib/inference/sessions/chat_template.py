@@ -124,7 +124,6 @@ class _Facts:
     """The chat template for which rendering tool calls as plain answers was found to be exact."""
     takes_arrays: bool = False
     """Whether `decode` is that of transformers, which takes arrays."""
-    texts: dict[int, str] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
 
@@ -404,10 +403,7 @@ class ChatTemplate:
 
     def text_of(self, token: int) -> str:
         """Return the text of one special token."""
-        texts = self._facts.texts
-        if token not in texts:
-            texts[token] = self.decode([token], skip_special_tokens=False)
-        return texts[token]
+        return self.decode([token], skip_special_tokens=False)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         # transformers checks each element of a list in Python (0.2 s per million tokens), but not of an array.

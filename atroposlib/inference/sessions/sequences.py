@@ -222,32 +222,34 @@ class SequenceStore:
         point: _Point | None = self._chats
         for message in before:
             point = point and point.next.get(message)
-        best: NodeMatch | None = None
-        best_rank = (-1, False)
+        found = []
         for following in point.next.values() if point else ():
             for match in following.matches:
-                message_ = match.stage.message
-                assert message_ is not None
-                if message_.call_ids:
+                sampled = match.stage.message
+                if sampled is None or sampled.call_ids or not content.startswith(sampled.content):
                     continue
-                is_begun = message_.content != "" and content.startswith(message_.content)
-                if is_begun or message_.content == content:
-                    rank = (len(message_.content), self._can_grow(match))
-                    if rank > best_rank:
-                        best, best_rank = match, rank
-        return None if best is None else (best, content[best_rank[0] :])
+                if sampled.content or not content:  # text cannot follow tokens without text
+                    found.append((len(sampled.content), match))
+        return self._longest(found, content)
 
     def find_text(self, prompt: str) -> tuple[NodeMatch, str] | None:
         """Return the longest stage whose text is a prefix of `prompt`, and the rest of the prompt."""
-        best: NodeMatch | None = None
-        best_rank = (-1, False)
-        for match in self._matches:
-            for text in (match.stage.full_text, match.stage.visible_text):
-                if len(text) >= best_rank[0] and _begins(prompt, text):
-                    rank = (len(text), self._can_grow(match))
-                    if rank > best_rank:
-                        best, best_rank = match, rank
-        return None if best is None else (best, prompt[best_rank[0] :])
+        found = [
+            (len(text), match)
+            for match in self._matches
+            for text in (match.stage.full_text, match.stage.visible_text)
+            if _begins(prompt, text)
+        ]
+        return self._longest(found, prompt)
+
+    def _longest(
+        self, found: list[tuple[int, NodeMatch]], text: str
+    ) -> tuple[NodeMatch, str] | None:
+        """Return the match with the longest prefix of `text`, and the rest of the text."""
+        if not found:
+            return None
+        length, match = max(found, key=lambda each: (each[0], self._can_grow(each[1])))
+        return match, text[length:]
 
     def commit(self, turn: PendingTurn, completions: Sequence[SampledTurn]) -> None:
         """Add a sampled turn: the first completion grows the node that was continued, the others become nodes.

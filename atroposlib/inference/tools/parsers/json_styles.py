@@ -18,13 +18,7 @@ from atroposlib.inference.tools.parsers.json_text import (
     skip_space,
     write_call,
 )
-from atroposlib.inference.tools.parsers.style import (
-    Call,
-    Found,
-    Style,
-    Tools,
-    by_places,
-)
+from atroposlib.inference.tools.parsers.style import Call, Found, Style, Tools, by_places
 
 _NAME = re.compile(r"[^\s`<>{}\[\]\"]+")
 """A name outside JSON."""
@@ -89,16 +83,12 @@ def _find_llama(text: str, tools: Tools) -> list[Found]:
             before = text[at:brace].rstrip()
             is_tagged = before.endswith(_PYTHON_TAG)
             start = at + len(before) - len(_PYTHON_TAG) if is_tagged else brace
-            at = _after_semicolon(text, read.end)
+            separator = skip_space(text, read.end)
+            at = separator + 1 if text.startswith(";", separator) else read.end
             found.append(Found(start, at, (call,)))
         else:
             at = read.end
     return found
-
-
-def _after_semicolon(text: str, at: int) -> int:
-    separator = skip_space(text, at)
-    return separator + 1 if text.startswith(";", separator) else at
 
 
 def _render_llama(calls: Sequence[Call]) -> str:

@@ -91,9 +91,10 @@ def skip_space(text: str, at: int) -> int:
     return match.end() if match else at
 
 
-def read_object(text: str, start: int) -> Object | None:
-    """Read the JSON object that begins at `start`; None if there is none."""
-    return Reader(text).read_object(start)
+def _whole_object(text: str) -> Object | None:
+    """Read a text that is a JSON object; None if it is anything else."""
+    read = Reader(text).read_object(skip_space(text, 0))
+    return read if read is not None and skip_space(text, read.end) == len(text) else None
 
 
 def _read_object(text: str, start: int) -> Object:
@@ -147,8 +148,8 @@ def arguments_of(member: Member) -> str | None:
     value, text = member
     if isinstance(value, str):
         text = value.strip()
-        inner = read_object(text, 0)
-        if inner is None or inner.end != len(text):
+        inner = _whole_object(text)
+        if inner is None:
             return None
         value = {key: one.value for key, one in inner.members.items()}
     if not isinstance(value, dict):
@@ -164,16 +165,9 @@ def arguments_of(member: Member) -> str | None:
     return text
 
 
-def is_object(text: str) -> bool:
-    """Whether a text is a JSON object and nothing else."""
-    start = skip_space(text, 0)
-    read = read_object(text, start)
-    return read is not None and skip_space(text, read.end) == len(text)
-
-
 def write_call(call: Call, *, key: str = "arguments") -> str:
     """Write a call as JSON with its arguments verbatim, or as a string if they are not a JSON object."""
-    arguments = call.arguments if is_object(call.arguments) else json.dumps(call.arguments)
+    arguments = call.arguments if _whole_object(call.arguments) else json.dumps(call.arguments)
     own_id = f', "id": {json.dumps(call.id)}' if call.id else ""
     name = json.dumps(call.name, ensure_ascii=False)
     return f'{{"name": {name}, "{key}": {arguments}{own_id}}}'

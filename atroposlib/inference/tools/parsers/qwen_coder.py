@@ -11,13 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.inference.tools.parsers.style import (
-    Call,
-    Found,
-    Style,
-    Tools,
-    by_places,
-)
+from atroposlib.inference.tools.parsers.style import Call, Found, Style, Tools, by_places
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]+)>")
@@ -51,16 +45,12 @@ def _find(text: str, tools: Tools) -> list[Found]:
         at = tail.end()
         schemas = _schemas(tools, head[1])
         arguments = {
-            name: _typed(_unwrapped(text[start:end]), schemas.get(name))
+            name: _typed(text[start:end].removeprefix("\n").removesuffix("\n"), schemas.get(name))
             for name, start, end in values
         }
         call = Call(head[1], json.dumps(arguments, ensure_ascii=False))
         found.append(Found(head.start(), at, (call,)))
     return found
-
-
-def _unwrapped(value: str) -> str:
-    return value.removeprefix("\n").removesuffix("\n")
 
 
 def _schemas(tools: Tools, name: str) -> Mapping[str, Any]:
@@ -121,9 +111,7 @@ def _render_call(call: Call) -> str:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
         arguments = None
-    if not isinstance(
-        arguments, dict
-    ):  # written by an agent, not a model; the format cannot express it
+    if not isinstance(arguments, dict):  # written by an agent; the format cannot express it
         arguments = {"arguments": call.arguments}
     lines = [_OPEN, f"<function={call.name}>"]
     for key, value in arguments.items():

@@ -302,6 +302,10 @@ TEMPLATES = [
 ]
 
 
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
 class ToldEngine(ServerHarness):
     """A harness that samples the token ids it is told to."""
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from atroposlib.errors import ConfigError, EngineProtocolError
 from atroposlib.inference.harness import (
@@ -23,36 +19,11 @@ from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.sessions.managed_server import (
     DummyManagedServer,
     ManagedServer,
-    ManagedServerAdapter,
     SequenceNode,
 )
+from tests.inference.helpers_templates import user
 
 TOKENIZER = ByteTokenizer()
-
-
-class TrimmingTokenizer(ByteTokenizer):
-    """A template that strips `<think>` blocks and white space from the assistant's past, as many real ones do."""
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
-        trimmed = [
-            {**m, "content": m["content"].split("</think>")[-1].strip()}
-            if m["role"] == "assistant"
-            else m
-            for m in messages
-        ]
-        return super().apply_chat_template(trimmed, **options)
-
-
-class RewritingTokenizer(ByteTokenizer):
-    """A template whose first line depends on the whole conversation: no prefix is stable."""
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
-        head = [{"role": "system", "content": f"{len(messages)} messages"}]
-        return super().apply_chat_template([*head, *messages], **options)
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def echo(request: HarnessRequest) -> str:
@@ -83,65 +54,6 @@ def num_trained(node: SequenceNode) -> int:
     return sum(label != -100 for label in node.masked_tokens)
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), TrimmingTokenizer()])
-async def test_a_conversation_is_one_sequence_whatever_the_template_does_to_the_past(
-    tokenizer: ByteTokenizer,
-) -> None:
-    harness = ServerHarness(tokenizer=tokenizer, respond=echo)
-    managed = ManagedServer(harness)
-    messages: list[Any] = [{"role": "system", "content": "be brief"}, user("one")]
-    sampled = 0
-    for text in ("two", "three", "four"):
-        reply = await managed.chat_completion(messages=messages)
-        sampled += reply.usage.completion_tokens
-        messages += [reply.choices[0].message, user(text)]
-    [node] = managed.get_state()["nodes"]
-    assert_aligned(node)
-    assert num_trained(node) == sampled
-    assert node.full_text == (
-        "<system>be brief<eos><user>one<eos>"
-        "<assistant><think>c0</think> reply 0.0 <eos><user>two<eos>"
-        "<assistant><think>c0</think> reply 1.0 <eos><user>three<eos>"
-        "<assistant><think>c0</think> reply 2.0 <eos>"
-    )
-    assert managed.num_broken_prefixes == 0
-
-
-async def test_each_turn_sends_the_earlier_tokens_verbatim() -> None:
-    harness = ServerHarness(respond=echo)
-    managed = ManagedServer(harness)
-    first = await managed.chat_completion(messages=[user("one")])
-    before = list(managed.get_state()["nodes"][0].tokens)
-    await managed.chat_completion(messages=[user("one"), first.choices[0].message, user("two")])
-    assert harness.requests[1]["input_ids"][: len(before)] == before
-
-
-async def test_a_template_that_rewrites_the_past_begins_a_new_sequence_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    managed = ManagedServer(ServerHarness(tokenizer=RewritingTokenizer(), respond=echo))
-    messages: list[Any] = [user("one")]
-    for text in ("two", "three"):
-        reply = await managed.chat_completion(messages=messages)
-        messages += [reply.choices[0].message, user(text)]
-    nodes = managed.get_state()["nodes"]
-    assert len(nodes) == 2
-    for node in nodes:
-        assert_aligned(node)
-    assert managed.num_broken_prefixes == 1
-    assert "rewrites earlier turns" in caplog.text
-
-
-async def test_choices_line_up_with_nodes() -> None:
-    managed = ManagedServer(ServerHarness(respond=echo))
-    reply = await managed.chat_completion(messages=[user("one")], n=4)
-    nodes = managed.get_state()["nodes"]
-    assert len(nodes) == 4
-    for choice, node in zip(reply.choices, nodes, strict=True):
-        assert node.full_text == f"<user>one<eos><assistant>{choice.message.content}<eos>"
-        assert node.metadata["finish_reason"] == choice.finish_reason == "stop"
-
-
 async def test_calls_made_at_the_same_time_have_their_nodes_in_call_order() -> None:
     class Reversed(ServerHarness):
         async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> Any:
@@ -170,19 +82,6 @@ async def test_a_turn_grows_the_sibling_whose_answer_it_repeats() -> None:
         assert_aligned(node)
 
 
-async def test_going_back_to_an_earlier_turn_branches_off_with_the_same_tokens() -> None:
-    managed = ManagedServer(ServerHarness(respond=echo))
-    first = await managed.chat_completion(messages=[user("one")])
-    start = list(managed.get_state()["nodes"][0].tokens)
-    history = [user("one"), first.choices[0].message]
-    await managed.chat_completion(messages=[*history, user("two")])
-    await managed.chat_completion(messages=[*history, user("other")])
-    nodes = managed.get_state()["nodes"]
-    assert [node.tokens[: len(start)] for node in nodes] == [start, start]
-    assert "two" in nodes[0].full_text
-    assert "other" in nodes[1].full_text
-
-
 async def test_an_edited_answer_is_not_taken_for_the_sampled_one() -> None:
     managed = ManagedServer(ServerHarness(respond=echo))
     await managed.chat_completion(messages=[user("one")])
@@ -192,19 +91,6 @@ async def test_an_edited_answer_is_not_taken_for_the_sampled_one() -> None:
     assert "something else" in second.full_text
     assert first.full_text != second.full_text
     assert_aligned(second)
-
-
-async def test_an_answer_cut_by_max_tokens_is_closed_by_the_template_once() -> None:
-    managed = ManagedServer(ServerHarness(respond=lambda request: "a long answer"))
-    reply = await managed.chat_completion(messages=[user("one")], max_tokens=6)
-    assert reply.choices[0].finish_reason == "length"
-    await managed.chat_completion(messages=[user("one"), reply.choices[0].message, user("two")])
-    [node] = managed.get_state()["nodes"]
-    assert node.full_text == (
-        "<user>one<eos><assistant>a long<eos><user>two<eos><assistant>a long answer<eos>"
-    )
-    assert_aligned(node)
-    assert num_trained(node) == 6 + len("a long answer") + 1  # the given EOS is not trained
 
 
 async def test_a_cut_answer_can_be_continued_in_place() -> None:
@@ -252,13 +138,6 @@ async def test_an_end_token_spelled_out_by_the_caller_is_not_doubled() -> None:
     assert text == "<bos><user>one<eos><assistant>yes<eos><user>two<eos><assistant>yes<eos>"
 
 
-async def test_the_same_prompt_again_adds_nodes() -> None:
-    managed = ManagedServer(ServerHarness(respond=echo))
-    await managed.chat_completion(messages=[user("one")], n=3)
-    await managed.chat_completion(messages=[user("one")], n=2)
-    assert len(managed.get_state()["nodes"]) == 5
-
-
 async def test_the_oldest_policy_version_is_remembered_over_turns() -> None:
     harness = ServerHarness(respond=lambda request: "abc", weight_version="12")
     managed = ManagedServer(harness)
@@ -272,12 +151,6 @@ async def test_the_oldest_policy_version_is_remembered_over_turns() -> None:
     for span in metadata["weight_versions"]:
         labels = node.masked_tokens[span["start"] : span["start"] + span["num_tokens"]]
         assert -100 not in labels
-
-
-async def test_an_engine_that_does_not_tell_its_version_gives_none() -> None:
-    managed = ManagedServer(ServerHarness(respond=echo))
-    await managed.chat_completion(messages=[user("one")])
-    assert managed.get_state()["nodes"][0].metadata["policy_version"] is None
 
 
 async def test_misaligned_answers_raise_and_leave_no_node() -> None:
@@ -324,22 +197,6 @@ async def test_reset_forgets_but_copies_stay_valid() -> None:
     assert len(nodes) == 1
 
 
-async def test_a_tree_keeps_every_turn() -> None:
-    managed = ManagedServer(ServerHarness(respond=echo), track_tree=True)
-    reply = await managed.chat_completion(messages=[user("one")])
-    await managed.chat_completion(messages=[user("one"), reply.choices[0].message, user("two")])
-    sequences = managed.get_state()["sequences"]
-    assert [text.count("<assistant>") for text in sequences] == [1, 2]
-
-
-async def test_the_adapter_has_an_openai_clients_surface() -> None:
-    managed = ManagedServer(ServerHarness(respond=echo))
-    client = ManagedServerAdapter(managed, "http://h/v1")
-    await client.chat.completions.create(messages=[user("one")])
-    await client.completions.create(prompt="two")
-    assert len(managed.get_state()["nodes"]) == 2
-
-
 async def test_dummy_sessions_keep_the_text_and_say_that_their_tokens_are_made_up() -> None:
     harness = ServerHarness()
     harness.set_desired_response([user("one")], create_chat_completion("yes", n=2))
@@ -362,37 +219,3 @@ async def test_a_tokenizer_without_template_is_a_configuration_error() -> None:
     managed = ManagedServer(ServerHarness(tokenizer=Bare(), respond=echo))
     with pytest.raises(ConfigError, match="no chat template"):
         await managed.chat_completion(messages=[user("one")])
-
-
-# Properties.
-
-TEXTS = st.sampled_from(
-    ["", " ", "hi", "a b\n", "<think>x</think>y", "\n\n z ", "é€", "<eos>", "ATROPOSTURN1END"]
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10**6), texts=st.lists(TEXTS, min_size=4, max_size=12))
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), TrimmingTokenizer(), RewritingTokenizer()])
-async def test_random_conversations_never_misalign(
-    tokenizer: ByteTokenizer, seed: int, texts: list[str]
-) -> None:
-    rng = random.Random(seed)
-    harness = ServerHarness(
-        tokenizer=tokenizer, respond=lambda request: texts[(request.call + request.choice) % 4]
-    )
-    managed = ManagedServer(harness)
-    histories: list[list[Any]] = [[user(rng.choice(texts))]]
-    for text in texts:
-        history = rng.choice(histories)
-        n = rng.choice([1, 1, 2])
-        limit = rng.choice([None, 1, 3])
-        num_nodes = len(managed.get_state()["nodes"])
-        reply = await managed.chat_completion(messages=history, n=n, max_tokens=limit)
-        nodes = managed.get_state()["nodes"]
-        assert num_nodes + n - 1 <= len(nodes) <= num_nodes + n
-        for node in nodes:
-            assert_aligned(node)
-        sent = harness.requests[-1]["input_ids"]
-        assert sum(node.tokens[: len(sent)] == sent for node in nodes) >= n
-        histories += [[*history, choice.message, user(text)] for choice in reply.choices]

@@ -31,13 +31,9 @@ from atroposlib.inference.sessions.sequences import (
     SequenceStore,
     train_once,
 )
-from tests.inference.helpers_templates import CHATML, ToldEngine, make_tokenizer
+from tests.inference.helpers_templates import CHATML, ToldEngine, make_tokenizer, user
 
 TOKENIZER = make_tokenizer(CHATML, eos="<|im_end|>")
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def session(*answers: str, **options: Any) -> tuple[ToldEngine, ManagedServer]:
@@ -247,10 +243,10 @@ async def test_prompts_are_logged_when_asked(
     assert "what is it?" in caplog.text
 
 
-async def test_the_adapter_drops_what_the_openai_package_writes_for_not_given() -> None:
+async def test_the_adapter_is_an_openai_client_that_leaves_out_what_is_not_given() -> None:
     from openai import NOT_GIVEN, omit
 
-    engine, managed = session("one")
+    engine, managed = session("one", "two")
     client = ManagedServerAdapter(managed, "http://h/v1").with_options(timeout=3)
     reply = await client.chat.completions.create(
         model="any", messages=[user("a")], tools=NOT_GIVEN, stop=omit, max_tokens=5
@@ -258,6 +254,9 @@ async def test_the_adapter_drops_what_the_openai_package_writes_for_not_given() 
     assert reply.choices[0].message.content == "one"
     assert set(engine.requests[0]) == {"input_ids", "prompt", "max_tokens", "model"}
     assert engine.requests[0]["model"] == engine.config.model_name
+    text = await client.completions.create(prompt="b")
+    assert text.choices[0].text == "two"
+    assert len(managed.nodes) == 2
     for method in (client.post, client.copy):
         with pytest.raises(NotImplementedError):
             method()

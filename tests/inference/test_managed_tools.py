@@ -23,6 +23,7 @@ from tests.inference.helpers_templates import (
     TOOLS,
     ToldEngine,
     make_tokenizer,
+    user,
 )
 
 ADD = {
@@ -51,10 +52,6 @@ def session(
         )
     )
     return engine, ManagedServer(engine, tool_parser=tool_parser)
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def result_of(call: Any, text: str) -> dict[str, str]:
@@ -198,22 +195,16 @@ async def test_an_answer_cut_within_or_after_a_call_keeps_length() -> None:
     assert cut_within.finish_reason == "length"
 
 
-async def test_tool_choice_none_shows_the_tools_and_reads_no_calls() -> None:
-    engine, managed = session()
+@pytest.mark.parametrize(("tool_parser", "choice"), [("hermes", "none"), (None, "auto")])
+async def test_tools_are_shown_and_calls_stay_text_without_a_parser_or_with_tool_choice_none(
+    tool_parser: str | None, choice: str
+) -> None:
+    engine, managed = session(tool_parser=tool_parser)
     engine.tell(CALL)
-    choice = await ask(managed, [user("x")], tool_choice="none")
-    assert choice.message.content == CALL
-    assert choice.finish_reason == "stop"
-    assert choice.message.tool_calls is None
-    assert "Add numbers." in engine.tokenizer.decode(engine.sent[0])
-
-
-async def test_without_a_parser_tools_are_shown_and_calls_stay_text() -> None:
-    engine, managed = session(tool_parser=None)
-    engine.tell(CALL)
-    choice = await ask(managed, [user("x")])
-    assert choice.message.content == CALL
-    assert choice.message.tool_calls is None
+    answer = await ask(managed, [user("x")], tool_choice=choice)
+    assert answer.message.content == CALL
+    assert answer.finish_reason == "stop"
+    assert answer.message.tool_calls is None
     assert "Add numbers." in engine.tokenizer.decode(engine.sent[0])
 
 

@@ -62,30 +62,19 @@ async def test_scripts_are_kept_by_keywords_and_keys_of_the_original() -> None:
     assert await harness.completion(prompt="prompt") is text
 
 
-def test_each_choice_of_a_scripted_answer_has_its_own_finish_reason() -> None:
+def test_scripted_answers_repeat_one_text_or_keep_several_with_their_finish_reasons() -> None:
     reasons = ["stop", "length", "tool_calls"]
-    chats = [
-        create_chat_completion("yes", n=3, finish_reason=reasons),
-        create_chat_completion(["a", "b", "c"], n=3, finish_reason=reasons),
-    ]
-    texts = [
-        create_completion("yes", n=2, finish_reason=["length", "stop"]),
-        create_completion(["a", "b"], finish_reason=["length", "stop"]),
-    ]
-    for chat in chats:
+    for resp, contents in [("yes", ["yes"] * 3), (["a", "b", "c"], ["a", "b", "c"])]:
+        chat = create_chat_completion(resp, n=3, finish_reason=reasons)
+        assert [choice.message.content for choice in chat.choices] == contents
         assert [choice.finish_reason for choice in chat.choices] == reasons
-    for text in texts:
-        assert [choice.finish_reason for choice in text.choices] == ["length", "stop"]
+        text = create_completion(resp, n=3, finish_reason=reasons)
+        assert [choice.text for choice in text.choices] == contents
+        assert [choice.finish_reason for choice in text.choices] == reasons
+    assert create_completion(["a"], finish_reason="length").choices[0].finish_reason == "length"
+    assert (chat.id, chat.model) == ("test_id", "test_model")
     with pytest.raises(ValueError, match="zip"):
         create_chat_completion("yes", n=3, finish_reason=["stop"])
-
-
-def test_helpers_repeat_one_text_and_keep_several() -> None:
-    chat = create_chat_completion("yes", n=2, finish_reason="length")
-    assert [choice.message.content for choice in chat.choices] == ["yes", "yes"]
-    assert [choice.finish_reason for choice in chat.choices] == ["length", "length"]
-    assert (chat.id, chat.model) == ("test_id", "test_model")
-    assert [choice.text for choice in create_completion(["a", "b"]).choices] == ["a", "b"]
 
 
 async def test_faults_take_the_path_of_a_real_servers() -> None:

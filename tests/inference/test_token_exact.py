@@ -23,6 +23,7 @@ from tests.inference.helpers_templates import (
     Template,
     ToldEngine,
     make_tokenizer,
+    user,
 )
 
 VOCABULARY = len(TEMPLATES[0].tokenizer)
@@ -52,10 +53,6 @@ TURNS = st.lists(
     min_size=1,
     max_size=4,
 )
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def ids_of(template: Template, answer: str | list[int], ending: str) -> list[int]:
@@ -113,8 +110,10 @@ async def test_conversations_are_one_sequence_of_sampled_ids_and_new_text(
         if through_json:
             message = json.loads(json.dumps({"role": "assistant", "content": message.content}))
         messages += [message, user(text)]
+        assert reply.usage.completion_tokens == len(ids)
     [node] = managed.get_state()["nodes"]
     assert_trained(node, sampled)
+    assert node.full_text == tokenizer.decode(node.tokens)
     assert managed.num_broken_prefixes == 0
 
 

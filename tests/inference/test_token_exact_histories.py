@@ -86,6 +86,7 @@ class Conversations:
 
     async def step(self) -> None:
         n = self.rng.choice([1, 1, 2])
+        num_nodes = len(self.managed.nodes)
         answers = [self._answer() for _ in range(n)]
         self.engine.answers = list(answers)
         if self.rng.random() < 0.25:
@@ -98,6 +99,7 @@ class Conversations:
             reply = await self.managed.chat_completion(messages=history, n=n)
             for choice in reply.choices:
                 self._remember(history, choice.message.content)
+        assert num_nodes + n - 1 <= len(self.managed.nodes) <= num_nodes + n
         self.calls += [(self.engine.sent[-1], ids) for ids, _ in answers]
 
     def _answer(self) -> tuple[list[int], str]:

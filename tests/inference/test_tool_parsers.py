@@ -337,23 +337,6 @@ def test_no_text_raises_and_every_call_is_whole(style: Style, parts: list[str]) 
         assert isinstance(json.loads(call.arguments), dict)
 
 
-@every_style
-@pytest.mark.parametrize(
-    "unit",
-    [
-        '{"a":',
-        '<tool_call>{"',
-        "<function=f><parameter=x></parameter>",
-        "[TOOL_CALLS][{",
-        "</think>",
-    ],
-)
-def test_long_nonsense_takes_no_long(style: Style, unit: str) -> None:
-    """Quadratic work on 100 kB would be felt; nesting too deep for JSON is text."""
-    text = unit * (100_000 // len(unit))
-    assert style.parse(text, TOOLS) == (text, ())
-
-
 # What a model writes to keep its reader busy
 
 
@@ -369,6 +352,9 @@ def _floods(size: int) -> dict[str, str]:
         "hermes": '<tool_call>{"name": "f", "arguments": {"a": "',
         "hermes lists": '<tool_call>{"a": [',
         "mistral": '[TOOL_CALLS][{"name": "f"},',
+        "mistral lists": "[TOOL_CALLS][{",
+        "parameters": "<function=f><parameter=x></parameter>",
+        "ends of thinking": "</think>",
         "deepseek": begin,
         "heads": "<function=a>",
         "ends of turn": "<eos>",
@@ -390,8 +376,10 @@ def test_reading_takes_time_in_proportion_to_the_text(style: Style) -> None:
     budget_s = 1.5  # of a busy machine; it was 2 s for 80,000 characters and grew with their square
     for name, text in _floods(400_000).items():
         began = time.thread_time()
-        style.parse(text, TOOLS)
+        parsed = style.parse(text, TOOLS)
         assert time.thread_time() - began < budget_s, name
+        # Qwen3-Coder's arguments may contain its tags.
+        assert parsed == (text, ()) or name == "one long value", name
 
 
 @every_style

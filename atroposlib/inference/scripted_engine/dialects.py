@@ -309,7 +309,6 @@ def write_scale_out(body: Body, results: Sequence[Generations], model: Model) ->
 
 def write_sglang(body: Body, results: Sequence[Generations], model: Model) -> Body | list[Body]:
     """One object for one completion, a list for several."""
-    wants_text = bool(body.get("return_text_in_logprobs"))
     answers: list[Body] = []
     for ask, samples in results:
         for sample in samples:
@@ -329,15 +328,7 @@ def write_sglang(body: Body, results: Sequence[Generations], model: Model) -> Bo
                 "e2e_latency": 0.0,
             }
             if body.get("return_logprob"):
-                start = body.get("logprob_start_len")
-                meta |= _sglang_logprobs(
-                    ask,
-                    sample,
-                    model,
-                    start=len(ask.prompt_tokens) if start is None or start < 0 else start,
-                    num_top=int(body.get("top_logprobs_num") or 0),
-                    wants_text=wants_text,
-                )
+                meta |= _sglang_logprobs(body, ask, sample, model)
             answers.append({"text": sample.text, "output_ids": sample.tokens, "meta_info": meta})
     return answers[0] if len(answers) == 1 else answers
 
@@ -441,39 +432,30 @@ def _prompt_logprobs(
     return positions
 
 
-def _sglang_logprobs(
-    ask: GenerationRequest,
-    sample: Generated,
-    model: Model,
-    *,
-    start: int,
-    num_top: int,
-    wants_text: bool,
-) -> Body:
+def _sglang_logprobs(body: Body, ask: GenerationRequest, sample: Generated, model: Model) -> Body:
+    num_top = int(body.get("top_logprobs_num") or 0)
+    start = body.get("logprob_start_len")
+    if start is None or start < 0:
+        start = len(ask.prompt_tokens)
+    prompt, own = ask.prompt_tokens[start:], _prompt_values(ask, model)[start:]
+
     def triple(logprob: float | None, token: int) -> list[Any]:
+        wants_text = body.get("return_text_in_logprobs")
         return [logprob, token, _piece(token, model) if wants_text else None]
 
-    prompt = ask.prompt_tokens
-    own = _prompt_values(ask, model)
+    def top(values: Sequence[float | None], tokens: Sequence[int]) -> list[Any]:
+        return [
+            None
+            if value is None
+            else [triple(v, t) for t, v in _likelier(token, value, num_top, model)]
+            for value, token in zip(values, tokens, strict=True)
+        ]
+
     meta: Body = {
-        "input_token_logprobs": [
-            triple(value, token) for value, token in zip(own[start:], prompt[start:], strict=True)
-        ],
-        "output_token_logprobs": [
-            triple(value, token)
-            for value, token in zip(sample.logprobs, sample.tokens, strict=False)
-        ],
+        "input_token_logprobs": list(map(triple, own, prompt)),
+        "output_token_logprobs": list(map(triple, sample.logprobs, sample.tokens)),
     }
     if num_top:
-
-        def top(values: Sequence[float | None], tokens: Sequence[int]) -> list[Any]:
-            return [
-                None
-                if value is None
-                else [triple(v, t) for t, v in _likelier(token, value, num_top, model)]
-                for value, token in zip(values, tokens, strict=True)
-            ]
-
-        meta["input_top_logprobs"] = top(own[start:], prompt[start:])
+        meta["input_top_logprobs"] = top(own, prompt)
         meta["output_top_logprobs"] = top(sample.logprobs, sample.tokens)
     return meta

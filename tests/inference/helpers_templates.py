@@ -1,4 +1,4 @@
-"""Real transformers tokenizers with the chat templates that models have, and an engine that samples what it is told.
+"""Real transformers tokenizers with the chat templates that models have, and a harness that samples given ids.
 
 The templates are short ones of our own that do what those of the named families do to the past of a conversation.
 `Template.between` says by hand what stands between two turns of the assistant: the oracle of the tests.
@@ -307,7 +307,7 @@ def user(text: str) -> dict[str, str]:
 
 
 class ToldEngine(ServerHarness):
-    """A harness that samples the token ids it is told to."""
+    """A harness that samples the token ids of `answers`."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(respond=answer_from_hash)

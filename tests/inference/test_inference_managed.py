@@ -46,7 +46,7 @@ def assert_aligned(node: SequenceNode) -> None:
         assert node.masked_tokens[position:end] == sampled
         assert node.logprobs[position:end] == made_up_logprobs(node.tokens[:position], sampled)
         position = end
-    # A BOS that tokenising a text prompt adds is a token, but nobody wrote it.
+    # Tokenising a text prompt adds a BOS that its text does not have.
     assert node.full_text == TOKENIZER.decode(node.tokens).removeprefix("<bos>")
 
 
@@ -82,7 +82,7 @@ async def test_a_turn_grows_the_sibling_whose_answer_it_repeats() -> None:
         assert_aligned(node)
 
 
-async def test_an_edited_answer_is_not_taken_for_the_sampled_one() -> None:
+async def test_an_edited_answer_is_not_the_sampled_one() -> None:
     managed = ManagedServer(ServerHarness(respond=echo))
     await managed.chat_completion(messages=[user("one")])
     edited = {"role": "assistant", "content": "something else"}
@@ -138,7 +138,7 @@ async def test_an_end_token_spelled_out_by_the_caller_is_not_doubled() -> None:
     assert text == "<bos><user>one<eos><assistant>yes<eos><user>two<eos><assistant>yes<eos>"
 
 
-async def test_the_oldest_policy_version_is_remembered_over_turns() -> None:
+async def test_the_oldest_policy_version_of_all_turns_is_kept() -> None:
     harness = ServerHarness(respond=lambda request: "abc", weight_version="12")
     managed = ManagedServer(harness)
     reply = await managed.chat_completion(messages=[user("one")])
@@ -188,7 +188,7 @@ async def test_sampling_keywords_reach_the_engine_and_the_rest_does_not() -> Non
     assert sent == {"temperature": 0.3, "stop": ["x"], "model": "test_model"}
 
 
-async def test_reset_forgets_but_copies_stay_valid() -> None:
+async def test_reset_clears_the_session_but_not_lists_obtained_before() -> None:
     managed = ManagedServer(ServerHarness(respond=echo))
     await managed.chat_completion(messages=[user("one")])
     nodes = managed.get_state()["nodes"]

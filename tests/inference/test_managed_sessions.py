@@ -80,7 +80,7 @@ async def test_choices_of_a_continued_conversation_line_up_with_nodes() -> None:
     ]
 
 
-async def test_a_question_asked_again_adds_nodes_behind_the_others() -> None:
+async def test_a_repeated_question_adds_nodes_after_the_others() -> None:
     _, managed = session("one", "two", "three", "four")
     first = await managed.chat_completion(messages=[user("a")])
     await managed.chat_completion(messages=[user("a")])
@@ -222,7 +222,7 @@ async def test_a_session_without_any_tokenizer_is_refused_with_the_cure(tmp_path
         await ManagedServer(engine).chat_completion(messages=[user("a")])
 
 
-async def test_a_tokenizer_that_cannot_be_hashed_will_do() -> None:
+async def test_a_tokenizer_that_cannot_be_hashed_is_accepted() -> None:
     class Own(ByteTokenizer):
         __hash__ = None  # type: ignore[assignment]
 
@@ -341,7 +341,7 @@ async def test_a_stop_string_is_cut_from_the_text_and_stays_in_the_tokens() -> N
     assert trained_text(node) == "Thought: look\nObservation:done<|im_end|>"
 
 
-async def test_text_that_goes_on_behind_a_stop_string_does_not_repeat_it() -> None:
+async def test_text_after_a_stop_string_does_not_repeat_the_stop_string() -> None:
     engine, managed = session()
     engine.tell("Act\nObservation:", end="")
     engine.answers = [(ids, "stop") for ids, _ in engine.answers]
@@ -353,7 +353,7 @@ async def test_text_that_goes_on_behind_a_stop_string_does_not_repeat_it() -> No
     assert len(managed.nodes) == 1
 
 
-async def test_an_answer_in_a_react_turn_is_continued_behind_its_stop_string() -> None:
+async def test_an_answer_in_a_react_turn_is_continued_after_its_stop_string() -> None:
     engine, managed = session()
     engine.tell("Act\nObservation:", end="")
     engine.answers = [(ids, "stop") for ids, _ in engine.answers]
@@ -505,7 +505,7 @@ def test_training_once_takes_time_in_proportion_to_the_tokens() -> None:
     assert cost_s(1600) < 25 * cost_s(200)  # comparing all pairs costs 64 times as much
 
 
-async def test_finding_what_a_turn_continues_does_not_look_at_the_other_conversations() -> None:
+async def test_finding_the_continued_turn_does_not_depend_on_other_conversations() -> None:
     def build(num: int) -> SequenceStore:
         store = SequenceStore()
         for i in range(num):

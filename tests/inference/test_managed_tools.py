@@ -151,7 +151,7 @@ async def test_a_call_in_an_opened_answer_has_only_the_sampled_text_as_content()
     assert f"Let me see.\n{CALL}<|im_end|>" in node.full_text
 
 
-async def test_an_opened_answer_does_not_go_on_behind_a_call() -> None:
+async def test_an_opened_answer_does_not_continue_after_a_call() -> None:
     engine, managed = session()
     engine.tell("Let me see." + CALL, " no calls")
     await ask(managed, [user("x")])
@@ -174,7 +174,7 @@ async def test_another_calls_arguments_are_another_turn() -> None:
     assert managed.num_broken_prefixes == 0
 
 
-async def test_turns_with_the_same_calls_are_told_apart_by_their_ids() -> None:
+async def test_turns_with_the_same_calls_are_distinguished_by_their_ids() -> None:
     engine, managed = session()
     engine.tell(CALL, CALL.replace("  ", " "), "b")
     reply = await managed.chat_completion(messages=[user("x")], tools=[ADD], n=2)
@@ -280,7 +280,7 @@ async def run_a_call(
     return messages
 
 
-async def test_results_that_a_template_writes_only_behind_calls_are_not_lost() -> None:
+async def test_results_that_a_template_writes_only_after_calls_are_kept() -> None:
     engine, managed = session(RESULTS_BELONG_TO_CALLS)
     await run_a_call(engine, managed, end="[TOOL_RESULTS]")
     assert engine.tokenizer.decode(engine.sent[2]) == (
@@ -291,7 +291,7 @@ async def test_results_that_a_template_writes_only_behind_calls_are_not_lost() -
     assert managed.num_broken_prefixes == 0
 
 
-async def test_where_a_call_ends_unknown_the_conversation_forks_and_keeps_the_result() -> None:
+async def test_a_call_without_a_known_end_forks_the_conversation_and_keeps_the_result() -> None:
     engine, managed = session(RESULTS_BELONG_TO_CALLS)
     await run_a_call(engine, managed, end="")
     text = engine.tokenizer.decode(engine.sent[1])
@@ -300,7 +300,7 @@ async def test_where_a_call_ends_unknown_the_conversation_forks_and_keeps_the_re
     assert managed.num_broken_prefixes >= 1
 
 
-async def test_results_that_a_template_writes_into_the_turn_that_called_are_not_lost() -> None:
+async def test_results_that_a_template_writes_into_the_calling_turn_are_kept() -> None:
     engine, managed = session(RESULTS_IN_CALLS)
     engine.tell(CALL, "It is 42.")
     first = await ask(managed, [user("6 * 7?")])
@@ -345,7 +345,7 @@ async def test_an_answer_stopped_by_text_is_ended_by_the_template() -> None:
     assert managed.num_broken_prefixes == 0
 
 
-async def test_results_that_no_template_writes_are_named_once(
+async def test_results_that_the_template_leaves_out_are_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine, managed = session(NO_RESULTS)
@@ -369,7 +369,7 @@ async def test_calls_of_a_given_history_are_written_as_text_where_the_template_k
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in text
 
 
-async def test_a_template_without_a_place_for_tools_is_named_once(
+async def test_a_template_without_a_place_for_tools_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine, managed = session(CHATML)

@@ -28,7 +28,7 @@ from tests.proxy.helpers_proxy import (
 HELLO = [{"role": "user", "content": "hi"}]
 
 
-async def test_state_is_there_after_a_call_without_fetching() -> None:
+async def test_state_is_known_after_a_call_without_another_request() -> None:
     async with Proxy() as proxy, serve_locally(proxy.app) as url:
         managed = await create_proxy_session(url)
         completion = await managed.chat_completion(messages=HELLO, n=2, max_tokens=3)
@@ -85,7 +85,7 @@ async def test_temperature_of_training_calls_is_noted_for_the_item() -> None:
             assert notes.temperatures == {1.0}
 
 
-async def test_calls_that_an_agent_made_beside_it_are_fetched() -> None:
+async def test_calls_that_an_agent_sent_to_the_proxy_are_fetched() -> None:
     async with Proxy() as proxy, serve_locally(proxy.app) as url:
         managed = await create_proxy_session(url, track_tree=True)
         await proxy.post(f"/{managed.session_uuid}/v1/chat/completions", {"messages": HELLO})
@@ -104,7 +104,7 @@ async def test_leaving_a_with_block_closes_the_session() -> None:
         await managed.cleanup()  # closes the connection of the question above
 
 
-async def test_reset_forgets_here_and_at_the_proxy() -> None:
+async def test_reset_clears_the_client_and_the_proxy() -> None:
     async with Proxy() as proxy, serve_locally(proxy.app) as url:
         managed = await create_proxy_session(url)
         await managed.chat_completion(messages=HELLO)

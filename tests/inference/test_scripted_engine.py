@@ -129,9 +129,7 @@ async def test_the_same_request_has_the_same_answer_to_the_last_byte() -> None:
     assert first["choices"][0]["token_ids"] == expected(("default", 4), seed=3)[0]
 
 
-async def test_the_scripts_seed_counts_where_the_request_has_none_and_none_counts_when_greedy() -> (
-    None
-):
+async def test_the_scripts_seed_is_the_default_and_greedy_requests_ignore_seeds() -> None:
     async with running(Script(seed=5)) as client:
         sampled = await client.ask()
         greedy, again = await client.ask(temperature=0), await client.ask(temperature=0, seed=9)
@@ -250,7 +248,7 @@ async def test_bad_requests_are_refused_as_vllm_does(
     assert answer["error"]["code"] == status
 
 
-async def test_vllms_scale_out_route_tells_versions_as_ranges() -> None:
+async def test_vllms_scale_out_route_reports_versions_as_ranges() -> None:
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "logprobs": 0, "n": 2}}
     async with running(Script(faults=(Fault(kind="swap_weights"),))) as client:
         _, answer = await client.post("/inference/v1/generate", body)
@@ -328,7 +326,7 @@ async def test_routes_that_a_server_lacks_are_404_and_not_in_its_description() -
 # Weights and pauses.
 
 
-async def test_weight_versions_are_told_and_set_as_by_vllm_and_sglang() -> None:
+async def test_weight_versions_are_reported_and_set_as_by_vllm_and_sglang() -> None:
     async with running(weight_version="7") as client:
         assert await client.get("/weight_info") == (200, {"weight_version": "7"})
         await client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {}})
@@ -422,7 +420,7 @@ async def test_a_script_may_refuse_while_paused() -> None:
 # Speed and capacity.
 
 
-async def test_completions_beyond_the_slots_wait_in_line() -> None:
+async def test_completions_beyond_the_slots_are_queued() -> None:
     script = Script(num_slots=2, latency=Latency(first_token_s=0.05))
     async with running(script) as client:
         began = time.monotonic()
@@ -436,7 +434,7 @@ async def test_completions_beyond_the_slots_wait_in_line() -> None:
         assert (client.engine.num_running, client.engine.num_waiting) == (0, 0)
 
 
-async def test_a_long_line_is_answered_429_with_the_time_to_wait() -> None:
+async def test_a_full_queue_is_answered_429_with_retry_after() -> None:
     script = Script(
         num_slots=1, max_waiting=1, retry_after_s=2.5, latency=Latency(first_token_s=0.1)
     )
@@ -448,7 +446,7 @@ async def test_a_long_line_is_answered_429_with_the_time_to_wait() -> None:
         await asyncio.gather(*asked)
 
 
-async def test_a_client_that_goes_away_frees_its_slot() -> None:
+async def test_a_client_that_disconnects_frees_its_slot() -> None:
     script = Script(num_slots=1, latency=Latency(first_token_s=30))
     async with running(script) as client:
         asked = [asyncio.create_task(client.ask(seed=i)) for i in range(2)]
@@ -581,7 +579,7 @@ async def test_a_script_is_set_over_http_and_unknown_fields_are_refused() -> Non
         assert (await client.get("/script"))[1]["counts"]["status 429"] == 1
 
 
-async def test_a_killed_engine_breaks_what_runs_and_comes_back_at_its_address() -> None:
+async def test_a_killed_engine_breaks_its_connections_and_restarts_at_its_address() -> None:
     async with running(Script(latency=Latency(first_token_s=30))) as client:
         asked = asyncio.create_task(client.ask())
         await _until(lambda: client.engine.num_running == 1)
@@ -648,5 +646,5 @@ def test_the_command_says_its_address_and_ends_at_a_signal() -> None:
 
 async def _until(condition: Any) -> None:
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - the engine tells nobody
+        while not condition():  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0.001)

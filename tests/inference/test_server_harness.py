@@ -77,7 +77,7 @@ def test_scripted_answers_repeat_one_text_or_keep_several_with_their_finish_reas
         create_chat_completion("yes", n=3, finish_reason=["stop"])
 
 
-async def test_faults_take_the_path_of_a_real_servers() -> None:
+async def test_faults_are_retried_like_those_of_a_real_server() -> None:
     harness = ServerHarness(respond=echo)
     harness.fail(ConnectionResetError("reset"), times=2)
     await harness.chat_completion(messages=HELLO)

@@ -225,7 +225,7 @@ async def test_a_thought_that_the_caller_opens_is_not_opened_twice() -> None:
     assert engine.sent[0].count(engine.tokenizer.convert_tokens_to_ids("<think>")) == 1
 
 
-async def test_more_text_behind_a_sampled_answer_keeps_its_ids_and_drops_its_end() -> None:
+async def test_text_after_a_sampled_answer_keeps_its_ids_and_drops_its_end() -> None:
     engine = ToldEngine(BY_NAME["chatml"].tokenizer)
     managed = ManagedServer(engine)
     encode = engine.tokenizer.encode
@@ -256,7 +256,7 @@ async def test_more_text_behind_a_sampled_answer_keeps_its_ids_and_drops_its_end
     )
 
 
-async def test_an_opened_answer_does_not_go_on_behind_tokens_that_nobody_saw() -> None:
+async def test_an_opened_answer_does_not_continue_after_tokens_without_text() -> None:
     engine = ToldEngine(BY_NAME["chatml"].tokenizer)
     managed = ManagedServer(engine)
     hidden = engine.tokenizer.convert_tokens_to_ids("<|start_header_id|>")
@@ -265,7 +265,7 @@ async def test_an_opened_answer_does_not_go_on_behind_tokens_that_nobody_saw() -
     await managed.chat_completion(messages=[user("x")])
     await managed.chat_completion(messages=[user("x"), {"role": "assistant", "content": "a"}])
     assert engine.sent[1] == engine.sent[0] + engine.tokenizer.encode("a")
-    # The answer itself can be gone on with: it was cut off, so its last token is no end.
+    # The answer itself can be continued: it was cut off, so its last token is no end.
     await managed.chat_completion(messages=[user("x"), {"role": "assistant", "content": ""}])
     assert engine.sent[2] == [*engine.sent[0], hidden, hidden]
 
@@ -284,7 +284,7 @@ async def test_a_special_token_that_is_added_later_ends_turns() -> None:
     assert tokenizer.decode(engine.sent[2]).count("a<|stop|>\n<|im_start|>user") == 1
 
 
-async def test_going_on_with_a_finished_answer_samples_before_its_end() -> None:
+async def test_continuing_a_finished_answer_samples_before_its_end() -> None:
     engine = ToldEngine(BY_NAME["chatml"].tokenizer)
     managed = ManagedServer(engine)
     engine.tell("yes", " indeed")
@@ -294,7 +294,7 @@ async def test_going_on_with_a_finished_answer_samples_before_its_end() -> None:
     assert len(managed.get_state()["nodes"]) == 2
 
 
-async def test_a_text_prompt_that_ends_with_an_answer_goes_on_before_its_end() -> None:
+async def test_a_text_prompt_that_ends_with_an_answer_continues_before_its_end() -> None:
     engine = ToldEngine(BY_NAME["chatml"].tokenizer)
     managed = ManagedServer(engine)
     engine.tell("yes", " indeed", "")

@@ -138,7 +138,7 @@ def test_tokens_are_decoded_with_special_ones_where_there_are_tools(
 # Inwards.
 
 
-def test_calls_that_were_read_come_back_as_the_answer_they_stood_in(
+def test_parsed_calls_are_rendered_as_the_answer_that_contained_them(
     translator: ToolCallTranslator,
 ) -> None:
     text = f"<think>hm</think> I look. {RAW}\n\n{RAW}"
@@ -166,7 +166,7 @@ def test_answers_of_every_style_come_back_character_by_character(name: str) -> N
     assert converted["content"] == text
 
 
-def test_what_an_agent_changed_is_not_taken_for_what_was_sampled(
+def test_calls_that_an_agent_changed_are_not_the_sampled_ones(
     translator: ToolCallTranslator,
 ) -> None:
     _, tool_calls, _ = translator.parse_model_output(f"{RAW}{RAW}", tools=TOOLS)
@@ -301,7 +301,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_parsers_that_only_vllm_has_are_its_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_parsers_that_only_vllm_has_are_borrowed(caplog: pytest.LogCaptureFixture) -> None:
     translator = ToolCallTranslator(Tokenizer(), "odd")
     content, tool_calls, reason = translator.parse_model_output("So CALL f", tools=TOOLS)
     assert (content, reason) == ("So", "tool_calls")
@@ -313,7 +313,7 @@ def test_parsers_that_only_vllm_has_are_its_own(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.usefixtures("vllm")
-def test_names_that_neither_knows_are_refused_with_the_names_of_both() -> None:
+def test_unknown_names_are_refused_with_the_names_of_both_sources() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'odd'\? Known: .*hermes, .*odd, "):
         ToolCallTranslator(Tokenizer(), "oddd")
     with pytest.raises(ConfigError, match="'odd' refuses the tokenizer: no such token"):

@@ -125,7 +125,7 @@ def test_arguments_may_be_an_object_in_a_string(name: str) -> None:
     assert style_named(name).parse(text, ()).calls == (Call("weather", '{"a": 1}'),)
 
 
-def test_a_malformed_call_does_not_take_the_others_with_it() -> None:
+def test_a_malformed_call_does_not_affect_the_others() -> None:
     good, bad = SAMPLED["hermes"], "<tool_call>{nope}</tool_call>"
     assert style_named("hermes").parse(f"{bad}{good}", ()) == (bad, ONE)
     assert style_named("hermes").parse(f"{good}\n{bad}", ()) == (bad, ONE)
@@ -145,7 +145,7 @@ def test_hermes_objects_with_other_members_are_no_calls() -> None:
     assert style_named("hermes").parse(text, ()) == (text, ())
 
 
-def test_llama_knows_the_python_tag_and_both_names_of_the_arguments() -> None:
+def test_llama_accepts_the_python_tag_and_both_names_of_the_arguments() -> None:
     text = (
         'Well.<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "arguments": {"a": 1}}'
     )

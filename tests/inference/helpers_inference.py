@@ -1,51 +1,47 @@
-"""An in-process server with stock vLLM's bodies, whose samples are a pure function of the prompt's token ids."""
+"""The scripted engine with the routes that stock vLLM has."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+from typing import Any, NamedTuple
 
-from aiohttp import web
-from aiohttp.test_utils import TestServer
+import msgspec
 
 from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.scripted_engine import (
+    Fault,
+    Script,
+    ScriptedEngine,
+    made_up_logprobs,
+    made_up_tokens,
+)
+from atroposlib.inference.scripted_engine.generation import PRINTABLE
+from atroposlib.inference.servers.vllm import ORIGINAL_ROUTE, TOKENS_ROUTE, VLLMServer
+
+NOT_IN_STOCK_VLLM = (TOKENS_ROUTE, ORIGINAL_ROUTE, "/weight_info")
 
 
-def sample(prompt: list[int], choice: int, num_tokens: int) -> tuple[list[int], list[float]]:
-    """What the fake engine samples: ids and logprobs that depend on the whole prompt."""
-    seed = sum((i + 1) * token for i, token in enumerate(prompt)) + 31 * choice
-    tokens = [3 + (seed + 7 * i) % 250 for i in range(num_tokens)]
-    return tokens, [-((seed + i) % 97 + 1) / 100 for i in range(num_tokens)]
+class FastVLLM(VLLMServer):
+    """A client that waits for next to nothing between attempts and between health checks."""
+
+    max_backoff_s = 0.0
+    health_poll_s = 0.001
 
 
-class FakeEngine:
-    """Records requests; `statuses` are answered (and used up) before anything else."""
+class StockVLLM(ScriptedEngine):
+    """A scripted engine of the model `tiny`, by default without the routes and versions that stock vLLM lacks."""
 
-    def __init__(self) -> None:
-        self.requests: list[tuple[str, dict[str, Any]]] = []
-        self.statuses: list[int] = []
-        self.health_statuses: list[int] = []
-        self.num_health = 0
-        self.hold: asyncio.Event | None = None
-        app = web.Application()
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._health)
-        app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        self.server = TestServer(app)
-
-    async def __aenter__(self) -> FakeEngine:
-        await self.server.start_server()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.server.close()
-
-    @property
-    def url(self) -> str:
-        return str(self.server.make_url("/")).rstrip("/")
+    def __init__(
+        self, script: Script | None = None, *, missing: tuple[str, ...] = NOT_IN_STOCK_VLLM
+    ) -> None:
+        super().__init__(
+            script or Script(reports_spans=False),
+            model_name="tiny",
+            weight_version="7",
+            missing_paths=missing,
+        )
 
     def config(self, **changes: Any) -> APIServerConfig:
+        """Return the configuration of a client of this engine."""
         values = {
             "base_url": f"{self.url}/v1",
             "model_name": "tiny",
@@ -55,54 +51,20 @@ class FakeEngine:
         }
         return APIServerConfig(**values)
 
-    async def _health(self, request: web.Request) -> web.Response:
-        self.num_health += 1
-        return web.Response(status=self.health_statuses.pop(0) if self.health_statuses else 200)
-
-    async def _read(self, request: web.Request) -> dict[str, Any]:
-        body = await request.json()
-        self.requests.append((request.path, body))
-        if self.hold is not None:
-            await self.hold.wait()
-        if self.statuses:
-            status = self.statuses.pop(0)
-            raise _Failure(web.Response(status=status, text=f"scripted failure {status}"))
-        return body
-
-    async def _completions(self, request: web.Request) -> web.Response:
-        try:
-            body = await self._read(request)
-        except _Failure as e:
-            return e.response
-        prompt = body["prompt"]
-        choices = []
-        for i in range(body.get("n", 1)):
-            ids = prompt if isinstance(prompt, list) else [ord(c) for c in prompt]
-            tokens, logprobs = sample(ids, i, body.get("max_tokens", 16))
-            choice: dict[str, Any] = {
-                "index": i,
-                "text": "".join(chr(65 + t % 26) for t in tokens),
-                "finish_reason": "length",
-                "logprobs": None,
-            }
-            if body.get("logprobs") is not None:
-                choice["logprobs"] = {"token_logprobs": logprobs, "tokens": []}
-            if body.get("return_token_ids"):
-                choice |= {"token_ids": tokens, "prompt_token_ids": ids}
-            choices.append(choice)
-        return web.json_response({"id": "c", "choices": choices})
-
-    async def _chat(self, request: web.Request) -> web.Response:
-        try:
-            body = await self._read(request)
-        except _Failure as e:
-            return e.response
-        n = body.get("n", 1)
-        message = {"role": "assistant", "content": f"echo {body['messages'][-1]['content']}"}
-        choices = [{"index": i, "message": message, "finish_reason": "stop"} for i in range(n)]
-        return web.json_response({"id": "c", "choices": choices})
+    def fail(self, *statuses: int, path: str = "", times: int = 1) -> None:
+        """Answer the next requests, or those for `path`, with these statuses, each `times` times."""
+        kept = [fault for fault in self.script.faults if fault.path != path]
+        faults = [Fault(kind="status", status=s, path=path, times=times) for s in statuses]
+        self.set_script(msgspec.structs.replace(self.script, faults=(*kept, *faults)))
 
 
-class _Failure(Exception):
-    def __init__(self, response: web.Response) -> None:
-        self.response = response
+class Sample(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def sample(prompt: list[int], choice: int = 0, *, num_tokens: int, version: str = "7") -> Sample:
+    """Return what the engine samples after a prompt."""
+    spans = [(version, num_tokens)]
+    tokens = made_up_tokens(prompt, seed=0, choice=choice, spans=spans, alphabet=PRINTABLE)
+    return Sample(tokens, made_up_logprobs(prompt, tokens, spans=spans))

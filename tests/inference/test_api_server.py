@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers_inference import FakeEngine, sample
+from helpers_inference import FastVLLM, StockVLLM, sample
 
 from atroposlib.errors import EngineRejected, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
@@ -17,13 +17,13 @@ from atroposlib.inference.harness import (
     ServerHarness,
     create_chat_completion,
 )
+from atroposlib.inference.scripted_engine import Fault, Latency, Script
 from atroposlib.inference.servers.api_server import (
     APIServer,
     TokenCompletions,
     longest_completion,
 )
 from atroposlib.inference.servers.concurrency import ConcurrencyController
-from atroposlib.inference.servers.vllm import VLLMServer
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -38,11 +38,6 @@ class Fast(ServerHarness):
             APIServerConfig(base_url="http://h/v1", model_name="m", **config),
             respond=lambda request: "yes",
         )
-
-
-class FastVLLM(VLLMServer):
-    max_backoff_s = 0.0
-    health_poll_s = 0.001
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
@@ -157,19 +152,19 @@ async def test_nothing_is_left_of_a_cancelled_request() -> None:
 
 
 async def test_health_is_asked_only_while_a_request_waits() -> None:
-    async with FakeEngine() as engine:
-        engine.health_statuses = [503] * 10**6
+    async with StockVLLM() as engine:
+        engine.fail(503, path="/health", times=10**6)
         server = FastVLLM(engine.config(health_wait_s=60.0))
-        assert engine.num_health == 0
+        assert engine.counts["/health"] == 0
         task = asyncio.create_task(server.chat_completion(messages=HELLO))
-        await eventually(lambda: engine.num_health > 3)
+        await eventually(lambda: engine.counts["/health"] > 3)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert server.check_task is not None
         await server.check_task
-        asked = engine.num_health
+        asked = engine.counts["/health"]
         await asyncio.sleep(0.02)
-        assert engine.num_health == asked
+        assert engine.counts["/health"] == asked
         assert not server.server_healthy
         await server.close()
 
@@ -177,15 +172,17 @@ async def test_health_is_asked_only_while_a_request_waits() -> None:
 async def test_a_server_that_is_down_says_why_once_and_is_shown_in_the_metrics(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with FakeEngine() as engine:
-        engine.health_statuses = [503] * 8
+    async with StockVLLM() as engine:
+        engine.fail(503, path="/health", times=8)
         server = FastVLLM(engine.config())
         asks = [asyncio.create_task(server.chat_completion(messages=HELLO)) for _ in range(5)]
         with caplog.at_level(logging.INFO):
-            await eventually(lambda: engine.num_health > 2)
+            await eventually(lambda: engine.counts["/health"] > 2)
             metrics = await server.wandb_metrics({}, "server_0")
             await asyncio.gather(*asks)
-        assert engine.num_health == 9  # one probe for all five, and none once the server is up
+        assert (
+            engine.counts["/health"] == 9
+        )  # one probe for all five, and none once the server is up
         assert metrics["server/server_0_healthy"] == 0.0
         assert metrics["server/server_0_requests_waiting"] == 5.0
         metrics = await server.wandb_metrics({}, "server_0")
@@ -198,17 +195,15 @@ async def test_a_server_that_is_down_says_why_once_and_is_shown_in_the_metrics(
 
 
 async def test_queued_requests_wait_when_the_server_goes_down() -> None:
-    async with FakeEngine() as engine:
+    faults = (
+        Fault(kind="drop_after", times=1),
+        Fault(kind="status", path="/health", skip=1, times=20),
+    )
+    async with StockVLLM(Script(latency=Latency(first_token_s=0.02), faults=faults)) as engine:
         server = FastVLLM(engine.config(num_max_requests_at_once=1, health_wait_s=20.0))
-        engine.hold = asyncio.Event()
-        asks = [asyncio.create_task(server.chat_completion(messages=HELLO)) for _ in range(4)]
-        await eventually(lambda: len(engine.requests) == 1)
-        engine.health_statuses = [503] * 20
-        engine.statuses = [500]
-        engine.hold.set()
-        await asyncio.gather(*asks)
+        await asyncio.gather(*(server.chat_completion(messages=HELLO) for _ in range(4)))
         await server.close()
-    assert len(engine.requests) == 5  # only the one that failed was sent twice
+    assert len(engine.served) == 5  # only the one that failed was sent twice
     assert sorted(server.attempts_list) == [1, 1, 1, 2]
 
 
@@ -223,30 +218,19 @@ async def test_a_missing_server_fails_after_the_bounded_wait_with_the_url() -> N
 
 
 async def test_an_engine_that_restarts_loses_no_request() -> None:
-    first = FakeEngine()
-    await first.server.start_server()
-    port = first.server.port
-    server = FastVLLM(first.config(health_wait_s=20.0))
-    release = asyncio.Event()
-    first.hold = release
-    calls = [
-        asyncio.create_task(server.tokens_and_logprobs_completion(input_ids=[i + 1], max_tokens=2))
-        for i in range(20)
-    ]
-    await eventually(lambda: len(first.requests) == 20)
-    for transport in [handler.transport for handler in first.server.handler.connections]:
-        transport.abort()  # as a killed process's sockets
-    await first.server.close()
-    release.set()
-    await eventually(lambda: not server.server_healthy)
-    second = FakeEngine()
-    second.server.port = port
-    await second.server.start_server()
-    answers = await asyncio.gather(*calls)
-    await server.close()
-    await second.server.close()
+    async with StockVLLM(Script(latency=Latency(first_token_s=30))) as engine:
+        server = FastVLLM(engine.config(health_wait_s=20.0))
+        sampling = server.tokens_and_logprobs_completion
+        calls = [asyncio.create_task(sampling(input_ids=[i + 10], max_tokens=2)) for i in range(20)]
+        await eventually(lambda: len(engine.served) == 20)
+        await engine.stop()
+        await eventually(lambda: not server.server_healthy)
+        engine.set_script(Script())
+        await engine.start()
+        answers = await asyncio.gather(*calls)
+        await server.close()
     assert [answer.output_tokens[0] for answer in answers] == [
-        sample([i + 1], 0, 2)[0] for i in range(20)
+        sample([i + 10], num_tokens=2).tokens for i in range(20)
     ]
 
 
@@ -429,7 +413,7 @@ async def test_private_methods_may_be_replaced_on_a_class_and_on_an_object(
         return await original(self, **kwargs)
 
     monkeypatch.setattr(FastVLLM, "_tokens_and_logprobs_completion_wrapper", wrapper)
-    async with FakeEngine() as engine:
+    async with StockVLLM() as engine:
         server = FastVLLM(engine.config())
         await server.tokens_and_logprobs_completion(input_ids=[5], max_tokens=1)
         await server.close()

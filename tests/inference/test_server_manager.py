@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from helpers_inference import FakeEngine, sample
+from helpers_inference import FastVLLM, StockVLLM, sample
 
 from atroposlib.errors import ConfigError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig, ServerBaseline
@@ -23,11 +23,6 @@ from atroposlib.inference.sessions import proxy_client
 
 HELLO = [{"role": "user", "content": "hello"}]
 NOWHERE = "http://127.0.0.1:1/v1"
-
-
-class FastVLLM(VLLMServer):
-    max_backoff_s = 0.0
-    health_poll_s = 0.002
 
 
 class Harness(ServerHarness):
@@ -135,12 +130,12 @@ async def test_many_completions_are_split_and_merged_in_order() -> None:
 
 
 async def test_split_is_forwarded_and_never_reaches_the_engine() -> None:
-    async with FakeEngine() as engine:
+    async with StockVLLM() as engine:
         manager = ServerManager(engine.config())
         await manager.chat_completion(messages=HELLO, split="eval", timeout=9)
         metrics = await manager.wandb_metrics()
         await manager.close()
-    assert set(engine.requests[0][1]) == {"model", "messages"}
+    assert set(engine.served[0].body) == {"model", "messages"}
     assert "server/server_0_eval_request_time_avg" in metrics
     assert "server/server_0_request_time_avg" not in metrics
 
@@ -149,51 +144,51 @@ async def test_split_is_forwarded_and_never_reaches_the_engine() -> None:
 
 
 async def test_a_call_moves_on_when_its_server_goes_down() -> None:
-    async with FakeEngine() as first, FakeEngine() as second:
+    async with StockVLLM() as first, StockVLLM() as second:
         configs = [engine.config(health_wait_s=30.0) for engine in (first, second)]
         manager = ServerManager(configs, server_class=FastVLLM)
-        second.health_statuses = [503]
+        second.fail(503, path="/health")
         await manager.chat_completion(messages=HELLO)  # only the first is up
         assert manager.servers[0].server_healthy
-        first.statuses = [500]
-        first.health_statuses = [503] * 10**4
+        first.fail(500)
+        first.fail(503, path="/health", times=10**4)
         manager.servers[1].server_healthy = True
         manager.servers[0].num_assigned["train"] -= 1  # the freer one
         async with asyncio.timeout(10):
             await manager.chat_completion(messages=HELLO)
         await manager.close()
-    assert (len(first.requests), len(second.requests)) == (2, 1)
+    assert (len(first.served), len(second.served)) == (2, 1)
 
 
 async def test_a_server_that_came_back_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_server, "HEALTH_REMINDER_S", 0.01)
-    async with FakeEngine() as first, FakeEngine() as second:
-        first.health_statuses = [503] * 3
+    async with StockVLLM() as first, StockVLLM() as second:
+        first.fail(503, path="/health", times=3)
         manager = ServerManager([first.config(), second.config()], server_class=FastVLLM)
         async with asyncio.timeout(10):
-            while not first.requests:
+            while not first.served:
                 await asyncio.gather(*(manager.chat_completion(messages=HELLO) for _ in range(2)))
                 await asyncio.sleep(0.005)
         await manager.close()
-    assert second.requests
+    assert second.served
 
 
 async def test_a_server_that_stays_down_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with FakeEngine() as first, FakeEngine() as second:
-        first.health_statuses = [503] * 10**4
+    async with StockVLLM() as first, StockVLLM() as second:
+        first.fail(503, path="/health", times=10**4)
         manager = ServerManager([first.config(), second.config()], server_class=FastVLLM)
         for _ in range(50):
             await manager.chat_completion(messages=HELLO)
         await manager.close()
-    assert len(second.requests) == 50
-    assert first.num_health == 1
+    assert len(second.served) == 50
+    assert first.counts["/health"] == 1
 
 
 async def test_no_request_is_sent_while_no_server_is_ready_and_the_reasons_are_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with FakeEngine() as engine:
-        engine.health_statuses = [503] * 10**4
+    async with StockVLLM() as engine:
+        engine.fail(503, path="/health", times=10**4)
         configs = [
             engine.config(base_url=NOWHERE, health_wait_s=0.1),
             engine.config(health_wait_s=0.1),
@@ -204,7 +199,7 @@ async def test_no_request_is_sent_while_no_server_is_ready_and_the_reasons_are_l
             errors = await asyncio.gather(*calls, return_exceptions=True)
         metrics = await manager.wandb_metrics()
         await manager.close()
-    assert engine.requests == []
+    assert not engine.served
     assert {type(error) for error in errors} == {EngineDown}
     assert "no inference server is ready" in str(errors[0])
     assert f"{NOWHERE}: GET" in str(errors[0])
@@ -215,25 +210,25 @@ async def test_no_request_is_sent_while_no_server_is_ready_and_the_reasons_are_l
 
 
 async def test_a_dead_server_gets_nothing() -> None:
-    async with FakeEngine() as engine:
+    async with StockVLLM() as engine:
         dead = engine.config(base_url=NOWHERE)
         manager = ServerManager([dead, engine.config()])
         await asyncio.gather(*(manager.chat_completion(messages=HELLO) for _ in range(4)))
         assert [server.server_healthy for server in manager.servers] == [False, True]
         await manager.close()
-    assert len(engine.requests) == 4
+    assert len(engine.served) == 4
 
 
 async def test_calls_go_to_whichever_server_comes_up_first() -> None:
-    async with FakeEngine() as first, FakeEngine() as second:
-        first.health_statuses = [503] * 10**4
-        second.health_statuses = [503] * 3
+    async with StockVLLM() as first, StockVLLM() as second:
+        first.fail(503, path="/health", times=10**4)
+        second.fail(503, path="/health", times=3)
         manager = ServerManager([first.config(), second.config()])
         for server in manager.servers:
             server.health_poll_s = 0.001
         await asyncio.gather(*(manager.chat_completion(messages=HELLO) for _ in range(4)))
         await manager.close()
-    assert (len(first.requests), len(second.requests)) == (0, 4)
+    assert (len(first.served), len(second.served)) == (0, 4)
 
 
 # Sessions.
@@ -257,33 +252,33 @@ async def test_a_session_whose_engine_does_not_come_back_fails_rather_than_moves
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(api_server, "BOUND_WAIT_S", 0.05)
-    async with FakeEngine() as first, FakeEngine() as second:
+    async with StockVLLM() as first, StockVLLM() as second:
         engines = [first, second]
         configs = [engine.config(health_wait_s=30.0) for engine in engines]
         manager = ServerManager(configs, server_class=FastVLLM)
         async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
             await managed.chat_completion(messages=HELLO, max_tokens=2)
             mine = manager.servers.index(managed.server)
-            engines[mine].statuses = [500] * 10
-            engines[mine].health_statuses = [503] * 10**4
+            engines[mine].fail(500, times=10)
+            engines[mine].fail(503, path="/health", times=10**4)
             with pytest.raises(EngineUnavailable, match="is not ready after 0.05 s"):
                 await managed.chat_completion(messages=HELLO, max_tokens=2)
-        assert len(engines[1 - mine].requests) == 0
+        assert len(engines[1 - mine].served) == 0
         async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
             assert managed.server is manager.servers[1 - mine]
         await manager.close()
 
 
 async def test_a_session_resumes_when_its_engine_is_back() -> None:
-    async with FakeEngine() as first, FakeEngine() as second:
+    async with StockVLLM() as first, StockVLLM() as second:
         engines = [first, second]
         manager = ServerManager([e.config() for e in engines], server_class=FastVLLM)
         async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
             mine = manager.servers.index(managed.server)
-            engines[mine].statuses = [500]
+            engines[mine].fail(500)
             await managed.chat_completion(messages=HELLO, max_tokens=2)
         await manager.close()
-    assert (len(engines[mine].requests), len(engines[1 - mine].requests)) == (2, 0)
+    assert (len(engines[mine].served), len(engines[1 - mine].served)) == (2, 0)
 
 
 async def test_an_open_session_is_load_but_no_waiting_request() -> None:
@@ -307,44 +302,28 @@ async def test_calls_inside_a_dedicated_server_cannot_block_each_other() -> None
 
 
 async def test_managed_sessions_end_to_end_over_http_are_token_exact() -> None:
-    class Tokenizer:
-        """Ids are code points; ids of the fake engine are 3..252."""
-
-        eos_token_id = 0
-        bos_token_id = None
-
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-            return [ord(c) for c in text]
-
-        def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-            return "".join(chr(token) for token in tokens)
-
-        def apply_chat_template(self, messages: Any, tokenize: bool, **options: Any) -> str:
-            text = "".join(f"<{m['role']}>{m['content']}|" for m in messages)
-            return text + ("<assistant>" if options["add_generation_prompt"] else "")
-
-    async with FakeEngine() as engine:
+    async with StockVLLM() as engine:
         manager = ServerManager(engine.config())
-        async with manager.managed_server(tokenizer=Tokenizer()) as managed:
+        async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
             first = await managed.chat_completion(messages=HELLO, max_tokens=5)
             messages = [*HELLO, first.choices[0].message, {"role": "user", "content": "more"}]
             await managed.chat_completion(messages=messages, max_tokens=4)
             [node] = managed.get_state()["nodes"]
         await manager.close()
-    prompts = [body["prompt"] for _, body in engine.requests]
-    tokens, logprobs = zip(sample(prompts[0], 0, 5), sample(prompts[1], 0, 4), strict=True)
-    assert node.tokens == prompts[1] + tokens[1]
-    assert prompts[1][: len(prompts[0]) + 5] == prompts[0] + tokens[0]
+    prompts = [served.body["prompt"] for served in engine.served]
+    turns = [sample(prompts[0], num_tokens=5), sample(prompts[1], num_tokens=4)]
+    assert node.tokens == prompts[1] + turns[1].tokens
+    assert prompts[1][: len(prompts[0]) + 5] == prompts[0] + turns[0].tokens
     trained = [i for i, label in enumerate(node.masked_tokens) if label != -100]
-    assert [node.tokens[i] for i in trained] == [*tokens[0], *tokens[1]]
-    assert [node.logprobs[i] for i in trained] == [*logprobs[0], *logprobs[1]]
+    assert [node.tokens[i] for i in trained] == turns[0].tokens + turns[1].tokens
+    assert [node.logprobs[i] for i in trained] == turns[0].logprobs + turns[1].logprobs
 
 
 async def test_openai_servers_refuse_managed_sessions_unless_the_variable_is_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", raising=False)
-    async with FakeEngine() as engine:
+    async with StockVLLM() as engine:
         manager = ServerManager(engine.config(server_type="openai"))
         with pytest.raises(NotImplementedError, match="ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"):
             async with manager.managed_server():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -63,8 +64,15 @@ class Sample(NamedTuple):
     logprobs: list[float]
 
 
-def sample(prompt: list[int], choice: int = 0, *, num_tokens: int, version: str = "7") -> Sample:
-    """Return what the engine samples after a prompt."""
-    spans = [(version, num_tokens)]
-    tokens = made_up_tokens(prompt, seed=0, choice=choice, spans=spans, alphabet=PRINTABLE)
+def sample(
+    prompt: list[int],
+    choice: int = 0,
+    *,
+    num_tokens: int = 0,
+    seed: int = 0,
+    spans: Sequence[tuple[str, int]] = (),
+) -> Sample:
+    """Return what the engine samples after a prompt: `num_tokens` under its first weights, or `spans`."""
+    spans = spans or [("7", num_tokens)]
+    tokens = made_up_tokens(prompt, seed=seed, choice=choice, spans=spans, alphabet=PRINTABLE)
     return Sample(tokens, made_up_logprobs(prompt, tokens, spans=spans))

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from atroposlib.envs.base import APIServerConfig, ServerBaseline
 from atroposlib.envs.collecting import close
@@ -21,6 +19,7 @@ from atroposlib.envs.teacher_distillation_env import (
 )
 from atroposlib.errors import ConfigError, EngineError, EngineProtocolError, EngineUnavailable
 from atroposlib.inference.harness import ByteTokenizer, ServerHarness
+from atroposlib.inference.scripted_engine import ScriptedEngine, made_up_logprobs
 from atroposlib.runtime.command import build_environment
 from atroposlib.runtime.outbox import GroupLog, Outbox
 
@@ -388,23 +387,8 @@ def test_teacher_of_a_disabled_environment_is_not_built() -> None:
 
 async def test_a_real_route_gives_the_teachers_logprobs(tmp_path: Path) -> None:
     """The whole way: HTTP, prompt_logprobs as vLLM writes them, the group's fields."""
-
-    async def complete(request: web.Request) -> web.Response:
-        body = await request.json()
-        rows = [{str(t): {"logprob": -0.25}, str(t + 1): {"logprob": -2.0}} for t in body["prompt"]]
-        choice = {"index": 0, "text": "", "prompt_logprobs": [None, *rows[1:]]}
-        return web.json_response({"choices": [choice]})
-
-    async def health(request: web.Request) -> web.Response:
-        return web.Response()
-
-    app = web.Application()
-    app.router.add_post("/v1/completions", complete)
-    app.router.add_get("/health", health)
-    async with TestServer(app) as server:
-        teacher = APIServerConfig(
-            model_name="big", base_url=str(server.make_url("/v1")), server_type="vllm"
-        )
+    async with ScriptedEngine(model_name="big", weight_version="7") as engine:
+        teacher = APIServerConfig(model_name="big", base_url=engine.url, server_type="vllm")
         env: Any = Env(config(teacher_top_k=1), ServerBaseline(), teacher)
         log = GroupLog.open(tmp_path / "g.jsonl")
         env.group_sink = Outbox(env, environment="t", log=log)
@@ -412,5 +396,9 @@ async def test_a_real_route_gives_the_teachers_logprobs(tmp_path: Path) -> None:
         log.close()
         await env.teacher_server.close()
     line = json.loads(log.path.read_text())
-    assert line["distill_token_ids"] == [[[], [5], [6]], [[], [7]]]
-    assert line["distill_logprobs"] == [[[], [-0.25], [-0.25]], [[], [-0.25]]]
+    # The scripted engine's likeliest token is the successor, at half the logprob of the prompt's own.
+    assert line["distill_token_ids"] == [[[], [6], [7]], [[], [8]]]
+    assert line["distill_logprobs"] == [
+        [[], *([own / 2] for own in made_up_logprobs([1], tokens, spans=[("7", len(tokens))]))]
+        for tokens in ([5, 6], [7])
+    ]

@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from helpers_inference import FastVLLM, StockVLLM, sample
 from helpers_peer import Peer, Reply
 
@@ -298,13 +296,8 @@ async def test_the_originals_server_is_asked_for_at_least_one_prompt_logprob(
 
 
 async def post(body: bytes, read: Callable[[bytes], Any]) -> Any:
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=body)
-
-    app = web.Application()
-    app.router.add_post("/x", answer)
-    async with TestServer(app) as server:
-        peer = HttpPeer(str(server.make_url("/")), api_key=None)
+    async with Peer(body) as server:
+        peer = HttpPeer(server.url, api_key=None)
         try:
             return await peer.post("/x", {}, read=read, timeout_s=5)
         finally:

@@ -80,7 +80,8 @@ def run_steps(policy: Policy, spec: Spec, config: TrainerConfig, meter: Meter) -
         meter.result.losses.append(result.loss)
         meter.result.grad_norms.append(result.grad_norm)
     meter.result.num_tokens = sum(map(len, prepared.tokens))
-    meter.result.expected_bytes = needs(sizes_of(policy, config, shares_gpu=False), 0).total
+    sizes = sizes_of(policy, config, shares_gpu=False)
+    meter.result.expected_bytes = sum(needs(sizes, 0).values())
     meter.result.note = f"{len(batch.micro_batches)} micro-batches"
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,16 @@ FORMAT = 1
 _STEP = re.compile(r"step_(\d+)$")
 _UNFINISHED = re.compile(r"\.(step_\d+|final_model|final_adapter)-")
 """Left by a killed process: a directory half written or half removed."""
+
+
+class Start(NamedTuple):
+    """State from which a run starts."""
+
+    step: int
+    metrics: dict[str, Any] | None = None
+    """Metrics of the last step, if its checkpoint has them."""
+    experiment: str | None = None
+    """The hub's id of the resumed training; None for a new run, or if the checkpoint has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +107,20 @@ class Checkpoints:
         """
         target = self.directory(step)
         try:
-            self._write(target, policy, optimizer, step, metrics, experiment)
+            with self._written_by_all(target) as directory:
+                policy.write(directory)
+                training = directory / "training"
+                _save_tensors(training, _tensors(policy, optimizer), world=self.world)
+                if self.world.is_main:
+                    state = {
+                        "format": FORMAT,
+                        "step": step,
+                        "metrics": metrics,
+                        "experiment": experiment,
+                        "optimizer_has_state": bool(optimizer.state),
+                        "random": _random_states(),
+                    }
+                    (training / "state.json").write_text(json.dumps(state), encoding="utf-8")
         except (OSError, SafetensorError, checkpoint.CheckpointException) as error:
             newest = self.directory(self.steps()[-1]).name if self.steps() else "none"
             raise AtroposError(
@@ -106,38 +129,13 @@ class Checkpoints:
             ) from error
         return target
 
-    def _write(
-        self,
-        target: Path,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        step: int,
-        metrics: Mapping[str, Any] | None,
-        experiment: str | None,
-    ) -> None:
-        with self._written_by_all(target) as directory:
-            policy.write(directory)
-            training = directory / "training"
-            _save_tensors(training, _tensors(policy, optimizer), world=self.world)
-            if self.world.is_main:
-                state = {
-                    "format": FORMAT,
-                    "step": step,
-                    "metrics": metrics,
-                    "experiment": experiment,
-                    "optimizer_has_state": bool(optimizer.state),
-                    "random": _random_states(),
-                }
-                (training / "state.json").write_text(json.dumps(state), encoding="utf-8")
-
     def remove_old(self) -> None:
         """Remove all but the last `keep_last` checkpoints; call it after reporting the newest to the hub."""
         if self.keep_last is None or not self.world.is_main:
             return
         for step in self.steps()[: -self.keep_last]:
-            dying = (
-                self.save_path / f".step_{step}-removed"
-            )  # after a crash, `step_<N>` must not be incomplete
+            # Renamed first: after a crash, `step_<N>` must not be incomplete.
+            dying = self.save_path / f".step_{step}-removed"
             shutil.rmtree(dying, ignore_errors=True)
             self.directory(step).rename(dying)
             shutil.rmtree(dying, ignore_errors=True)
@@ -153,18 +151,8 @@ class Checkpoints:
     def directory(self, step: int) -> Path:
         return self.save_path / f"step_{step}"
 
-    def metrics(self, directory: Path) -> dict[str, Any] | None:
-        """Return the metrics of the checkpoint's last step; None if it was saved without."""
-        found: dict[str, Any] | None = _read_state(directory).get("metrics")
-        return found
-
-    def experiment(self, directory: Path) -> str | None:
-        """Return the hub's id of a checkpoint's training; None in checkpoints of earlier versions."""
-        found: str | None = _read_state(directory).get("experiment")
-        return found
-
-    def load(self, directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
-        """Load model and optimizer state and return its step; raise ConfigError if the checkpoint does not fit."""
+    def load(self, directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Start:
+        """Load model and optimizer state; raise ConfigError if the checkpoint does not fit."""
         training = directory / "training"
         state = _read_state(directory)
         if state.get("format") != FORMAT:
@@ -180,7 +168,7 @@ class Checkpoints:
                 f"{directory} is of another model or optimizer than configured: {str(error)[:400]}"
             ) from error
         _restore_random_states(state["random"])
-        return int(state["step"])
+        return Start(int(state["step"]), state.get("metrics"), state.get("experiment"))
 
     @contextmanager
     def _written_by_all(self, target: Path) -> Iterator[Path]:
@@ -223,9 +211,8 @@ def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tens
         tensors[f"model.{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
             tensor = value if isinstance(value, Tensor) else torch.tensor(value).double()
-            if (
-                tensor.data_ptr() in seen
-            ):  # 8-bit AdamW shares its quantisation map; safetensors refuses shared memory
+            # 8-bit AdamW shares its quantisation map; safetensors refuses shared memory.
+            if tensor.data_ptr() in seen:
                 tensor = tensor.clone()
             seen.add(_address(tensor))
             tensors[f"optimizer.{name}.{key}"] = tensor
@@ -255,14 +242,9 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _save_tensors(directory: Path, tensors: dict[str, Tensor], *, world: World) -> None:
-    with _without_warnings():
-        checkpoint.save(
-            tensors,
-            storage_writer=checkpoint.HuggingFaceStorageWriter(
-                str(directory), save_distributed=True
-            ),
-            no_dist=world.size == 1,
-        )
+    writer = checkpoint.HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a single process
+        checkpoint.save(tensors, storage_writer=writer, no_dist=world.size == 1)
 
 
 def _load_tensors(
@@ -276,7 +258,7 @@ def _load_tensors(
             # It never had a gradient, as an expert that was never routed to.
             optimizer.state.pop(parameter, None)
     tensors = _tensors(policy, optimizer)
-    with _without_warnings():
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a single process
         checkpoint.load(tensors, storage_reader=reader, no_dist=world.size == 1)
     for name, parameter in _trained(policy):
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -285,14 +267,6 @@ def _load_tensors(
                 optimizer.state[parameter][key] = type(value)(stored.item())
             elif _address(value) != _address(stored):
                 value.copy_(stored)
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Suppress torch's warning about a single process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
-        yield
 
 
 def _random_states() -> dict[str, Any]:

@@ -36,22 +36,8 @@ _MODES = {
 }
 """The original's `--weight-bridge-mode` -> `bridge`, and whether adapters are trained."""
 
-
-_UNUSED = frozenset(
-    {
-        "vllm_config_path",
-        "adafactor_scale_parameter",
-        "adafactor_relative_step",
-        "trainer_rank",
-        "world_size",
-        "init_method",
-        "num_inference_nodes",
-        "debug_loading",
-        "single_copy",
-        "benchmark",
-    }
-)
-_WHY_UNUSED = (
+_IGNORED = "Accepted and ignored."
+_WHY_IGNORED = (
     "torchrun starts several processes, engines take weights without shared memory, there is no Adafactor, and "
     "metrics.jsonl has times and memory"
 )
@@ -265,26 +251,16 @@ class TrainerConfig(BaseModel):
     """Directory of the engine's log."""
 
     # Flags of the original that have no effect
-    vllm_config_path: str | None = None
-    """Accepted and ignored."""
-    adafactor_scale_parameter: bool = False
-    """Accepted and ignored."""
-    adafactor_relative_step: bool = False
-    """Accepted and ignored."""
-    trainer_rank: int = 0
-    """Accepted and ignored."""
-    world_size: int = 1
-    """Accepted and ignored."""
-    init_method: str = "env://"
-    """Accepted and ignored."""
-    num_inference_nodes: int = 0
-    """Accepted and ignored."""
-    debug_loading: bool = False
-    """Accepted and ignored."""
-    single_copy: bool = False
-    """Accepted and ignored."""
-    benchmark: bool = False
-    """Accepted and ignored."""
+    vllm_config_path: str | None = Field(None, description=_IGNORED)
+    adafactor_scale_parameter: bool = Field(False, description=_IGNORED)
+    adafactor_relative_step: bool = Field(False, description=_IGNORED)
+    trainer_rank: int = Field(0, description=_IGNORED)
+    world_size: int = Field(1, description=_IGNORED)
+    init_method: str = Field("env://", description=_IGNORED)
+    num_inference_nodes: int = Field(0, description=_IGNORED)
+    debug_loading: bool = Field(False, description=_IGNORED)
+    single_copy: bool = Field(False, description=_IGNORED)
+    benchmark: bool = Field(False, description=_IGNORED)
 
     @field_validator("hub_url")
     @classmethod
@@ -304,10 +280,11 @@ class TrainerConfig(BaseModel):
         return ",".join(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
-    def _name_unused(self) -> Self:
-        unused = sorted(self.model_fields_set & _UNUSED)
-        if unused:
-            logger.warning("ignored: %s; %s", ", ".join(f"--{n}" for n in unused), _WHY_UNUSED)
+    def _name_ignored(self) -> Self:
+        fields = type(self).model_fields
+        ignored = [n for n in sorted(self.model_fields_set) if fields[n].description == _IGNORED]
+        if ignored:
+            logger.warning("ignored: %s; %s", ", ".join(f"--{n}" for n in ignored), _WHY_IGNORED)
         return self
 
     @model_validator(mode="after")

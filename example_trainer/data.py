@@ -46,13 +46,9 @@ class DataOptions:
     scale_advantages: bool = True
     loss_mean: LossMean = "token"
     loss_constant: float = 1.0
-    """Divisor of a sequence's sum, in tokens, if `loss_mean` is "constant"."""
     overlong_max: int = 0
-    """Trained tokens at which the length penalty reaches 1; 0: no penalty."""
     overlong_buffer: int = 1
-    """Tokens over which the penalty grows from 0 to 1."""
     seq_len: int
-    """Maximum sequence length, in tokens."""
     max_sequences: int
     """Sequences per padded micro-batch."""
     max_tokens: int
@@ -114,14 +110,6 @@ class MicroBatch:
     """int64 policy version that sampled the sequence; -1 if unknown."""
     is_filler: bool = False
     """Whether it only makes the processes' counts equal: its weights are 0 and metrics omit it."""
-
-    @property
-    def is_packed(self) -> bool:
-        return self.borders is not None
-
-    @property
-    def num_trained(self) -> int:
-        return len(self.trained_N)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same micro-batch on `device`."""
@@ -197,15 +185,17 @@ class Batch:
     """Per sequence received; -1 if unknown."""
 
 
-def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
-    """Return the penalty of a response: 0 up to `longest - buffer` tokens, rising linearly to 1 at `longest`.
+def overlong_penalty(
+    num_tokens: NDArray[np.int64], *, longest: int, buffer: int
+) -> NDArray[np.float64]:
+    """Return the penalty of each response: 0 up to `longest - buffer` tokens, rising linearly to 1 at `longest`.
 
     Source: soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13).
 
-    >>> [overlong_penalty(n, longest=100, buffer=20) for n in (80, 90, 100, 150)]
+    >>> overlong_penalty(np.array([80, 90, 100, 150]), longest=100, buffer=20).tolist()
     [0.0, 0.5, 1.0, 1.0]
     """
-    return min(max((num_tokens - (longest - buffer)) / buffer, 0.0), 1.0)
+    return np.clip((num_tokens - (longest - buffer)) / buffer, 0.0, 1.0)
 
 
 def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
@@ -267,12 +257,10 @@ def _rows(group: ScoredGroup, options: DataOptions) -> Iterator[Row]:
     starts = group.offsets
     scores = group.scores
     if options.overlong_max:
-        num_trained = samples.num_trained(group, samples.completion_mask(group))
-        scores = scores - np.array(
-            [
-                overlong_penalty(n, longest=options.overlong_max, buffer=options.overlong_buffer)
-                for n in num_trained.tolist()
-            ]
+        scores = scores - overlong_penalty(
+            samples.num_trained(group, samples.completion_mask(group)),
+            longest=options.overlong_max,
+            buffer=options.overlong_buffer,
         )
     sequences = samples.group_samples(
         group,
@@ -379,9 +367,8 @@ def _pack(rows: list[Row], max_tokens: int) -> list[list[Row]]:
     room: list[int] = []
     for row in rows:
         length = len(row.tokens)
-        at = next((i for i, free in enumerate(room) if length <= free), None)
-        if at is None:
-            at = len(packs)
+        at = next((i for i, free in enumerate(room) if length <= free), len(packs))
+        if at == len(packs):
             packs.append([])
             room.append(max_tokens)
         packs[at].append(row)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from atroposlib.client import (
     LeasedBatch,
@@ -44,21 +44,31 @@ FIRST_WAIT_S = 120.0
 """Limit for the first registration, while the hub may still be starting. Later waits have no limit."""
 
 
-class Feed(Protocol):
-    """A sequence of batches; every process makes the same calls."""
+class Follower:
+    """The feed of every process but the first, and the base of `Leader`; every process makes the same calls."""
 
-    num_lost_leases: int
-    experiment: str | None
-    """The hub's id of this training; None in every process but the first."""
+    num_lost_leases = 0
+    """Batches whose lease expired before they were acknowledged."""
+    experiment: str | None = None
+    """The hub's id of this training, saved in checkpoints; None in every process but the first."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
 
     def begin(self, *, step: int) -> None:
         """Register the run at `step`; the engines must serve that step's weights."""
 
     def next_groups(self, step: int) -> list[ScoredGroup] | None:
         """Wait without limit for the groups of the next step; return None if the run must stop."""
+        data = self._world.broadcast(None)
+        if data is None:
+            return None
+        blobs = split_packed(data).blobs
+        return [unpack_group(blob, strictness=Strictness.MEANING) for blob in blobs]
 
     def training(self) -> AbstractContextManager[None]:
         """Renew the batch's lease while its step is computed."""
+        return nullcontext()
 
     def acknowledge(self, *, step: int) -> None:
         """Report that the weights of `step` contain the batch."""
@@ -71,37 +81,10 @@ class Feed(Protocol):
 
     def queue_size(self) -> int | None:
         """Return the number of groups queued at the hub; None if unknown."""
-
-
-class Follower:
-    """The feed of every process but the first."""
-
-    num_lost_leases = 0
-    experiment = None
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def begin(self, *, step: int) -> None: ...
-
-    def next_groups(self, step: int) -> list[ScoredGroup] | None:
-        data = self._world.broadcast(None)
-        return None if data is None else _unpacked(data)
-
-    def training(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def acknowledge(self, *, step: int) -> None: ...
-
-    def announce(self, version: int) -> None: ...
-
-    def checkpointed(self, step: int, path: Path) -> None: ...
-
-    def queue_size(self) -> int | None:
         return None
 
 
-class Leader:
+class Leader(Follower):
     """The feed of the first process."""
 
     def __init__(
@@ -115,21 +98,18 @@ class Leader:
         is_stopping: Callable[[], bool],
         on_no_batch: Callable[[], None],
     ) -> None:
+        super().__init__(world)
         self._hub = hub
         self._config = config
         self._log = log
-        self._world = world
         self._is_stopping = is_stopping
         self._on_no_batch = on_no_batch
         """Called every few seconds while no batch comes; an exception from it ends the run."""
         self._is_resumed = config.resume or config.resume_from is not None
         # A checkpoint of an earlier version has no id: it resumes the hub's current experiment.
         self.experiment = experiment or (None if self._is_resumed else secrets.token_hex(16))
-        """Saved in checkpoints."""
         self._published = 0
         self._leased: LeasedBatch | None = None
-        self.num_lost_leases = 0
-        """Batches whose lease expired before they were acknowledged."""
 
     def begin(self, *, step: int) -> None:
         self._patiently(
@@ -154,7 +134,7 @@ class Leader:
             return None
         groups = list(self._leased.groups)
         if self._world.size > 1:
-            self._world.broadcast(_packed(groups))
+            self._world.broadcast(join_packed([pack_group(group) for group in groups]))
         return groups
 
     @contextmanager
@@ -226,8 +206,19 @@ class Leader:
         logger.info("registering at %s", self._config.hub_url)
         # With a step to resume from, the hub ends the leases of an earlier trainer.
         resume_step = step if self._is_resumed else None
+        config = self._config
+        registration = TrainerRegistration(
+            wandb_group=self._log.wandb_group,
+            wandb_project=self._log.wandb_project,
+            batch_size=config.sequences_per_step,
+            max_token_len=config.seq_len,
+            checkpoint_dir=str(config.save_path),
+            save_checkpoint_interval=config.checkpoint_interval or config.num_steps,
+            starting_step=step,
+            num_steps=config.num_steps,
+        )
         reply = self._hub.register(
-            self._registration(step), experiment=self.experiment, resume_step=resume_step
+            registration, experiment=self.experiment, resume_step=resume_step
         )
         self.experiment = reply.experiment or self.experiment
         self._is_resumed = True  # registering again at a hub that lost the run is a resume
@@ -243,19 +234,6 @@ class Leader:
                 step,
                 reply.forgotten_steps or 0,
             )
-
-    def _registration(self, step: int) -> TrainerRegistration:
-        config = self._config
-        return TrainerRegistration(
-            wandb_group=self._log.wandb_group,
-            wandb_project=self._log.wandb_project,
-            batch_size=config.sequences_per_step,
-            max_token_len=config.seq_len,
-            checkpoint_dir=str(config.save_path),
-            save_checkpoint_interval=config.checkpoint_interval or config.num_steps,
-            starting_step=step,
-            num_steps=config.num_steps,
-        )
 
     def _lease(self, step: int) -> LeasedBatch | None:
         """Request a batch, retrying while the hub is unavailable; None if there is none yet or the run must stop."""
@@ -277,12 +255,3 @@ class Leader:
                 logger.info("the hub answers again")
             return batch
         return None
-
-
-def _packed(groups: list[ScoredGroup]) -> bytes:
-    return join_packed([pack_group(group) for group in groups])
-
-
-def _unpacked(data: bytes) -> list[ScoredGroup]:
-    blobs = split_packed(data).blobs
-    return [unpack_group(blob, strictness=Strictness.MEANING) for blob in blobs]

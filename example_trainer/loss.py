@@ -98,7 +98,7 @@ def policy_loss(
     if objective.ratio_level == "sequence":
         log_ratio_N = sequence_mean(log_ratio_N, positions)
     ratio_N = log_ratio_N.exp()
-    low, high = 1 - objective.clip_low, 1 + objective.clip_high
+    low, high = 1 - objective.clip_eps, 1 + (objective.clip_eps_high or objective.clip_eps)
     outside_N = ((ratio_N > high) & (advantages_N > 0)) | ((ratio_N < low) & (advantages_N < 0))
     if objective.surrogate == "clip":
         gain_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)

@@ -62,42 +62,27 @@ def sizes_of(policy: Policy, config: TrainerConfig, *, shares_gpu: bool) -> Size
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """Bytes on one GPU."""
+def needs(sizes: Sizes, gpu_bytes: int) -> dict[str, int]:
+    """Return the peak memory of one step on one GPU: bytes by purpose.
 
-    weights: int
-    """Trained weights in float32, frozen ones in their own dtype, and autocast's copies; this process's part."""
-    gradients: int
-    states: int
-    reference: int
-    activations: int
-    engine: int
-
-    @property
-    def total(self) -> int:
-        trainer = self.weights + self.gradients + self.states + self.reference + self.activations
-        return trainer + HEAD_BYTES + self.engine
-
-
-def needs(sizes: Sizes, gpu_bytes: int) -> Needs:
-    """Return the peak memory of one step."""
+    "weights" are trained ones in float32, frozen ones in their own dtype, and autocast's copies.
+    """
     trained, frozen = sizes.num_trained, sizes.num_parameters - sizes.num_trained
     # With one process, autocast keeps a copy of each trained weight in the computing dtype until the backward pass.
     copies = trained * sizes.computes_bytes if sizes.num_processes == 1 else 0
     computed = sizes.computes_bytes < 4
-    return Needs(
-        weights=(4 * trained + frozen * sizes.frozen_bytes + copies * computed)
-        // sizes.num_processes,
-        gradients=4 * trained // sizes.num_processes,
-        states=sizes.state_bytes * trained // sizes.num_processes,
-        reference=sizes.has_reference
-        * sizes.num_parameters
-        * sizes.computes_bytes
-        // sizes.num_processes,
-        activations=sizes.microbatch_tokens * bytes_per_token(sizes),
-        engine=int(sizes.engine_share * gpu_bytes),
-    )
+    reference = sizes.num_parameters * sizes.computes_bytes if sizes.has_reference else 0
+    sharded = {
+        "weights": 4 * trained + frozen * sizes.frozen_bytes + copies * computed,
+        "gradients": 4 * trained,
+        "optimizer": sizes.state_bytes * trained,
+        "reference": reference,
+    }
+    return {name: size // sizes.num_processes for name, size in sharded.items()} | {
+        "activations": sizes.microbatch_tokens * bytes_per_token(sizes),
+        "logits": HEAD_BYTES,
+        "engine": int(sizes.engine_share * gpu_bytes),
+    }
 
 
 def bytes_per_token(sizes: Sizes) -> int:
@@ -115,35 +100,27 @@ def bytes_per_token(sizes: Sizes) -> int:
 def what_does_not_fit(sizes: Sizes, gpu_bytes: int) -> str | None:
     """Return one line with a step's needs and a flag that makes it fit; None if it fits."""
     found = needs(sizes, gpu_bytes)
-    lacking = found.total - gpu_bytes
-    if lacking <= 0:
+    total = sum(found.values())
+    if total <= gpu_bytes:
         return None
-    parts = {
-        "weights": found.weights,
-        "gradients": found.gradients,
-        "optimizer": found.states,
-        "reference": found.reference,
-        f"activations of {sizes.microbatch_tokens} tokens": found.activations,
-        "logits": HEAD_BYTES,
-        "engine": found.engine,
-    }
-    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in found.items() if size)
+    listed = listed.replace("activations", f"activations of {sizes.microbatch_tokens} tokens")
     return (
-        f"a step needs about {found.total / GIB:.0f} GiB of this GPU's {gpu_bytes / GIB:.0f} ({listed}): "
-        f"{_cure(sizes, found, lacking)}"
+        f"a step needs about {total / GIB:.0f} GiB of this GPU's {gpu_bytes / GIB:.0f} ({listed}): "
+        f"{_cure(sizes, found, total - gpu_bytes)}"
     )
 
 
-def _cure(sizes: Sizes, found: Needs, lacking: int) -> str:
-    fewer = (found.activations - lacking) // bytes_per_token(sizes) // 1024 * 1024
-    saved_states = found.states * (1 - 2 / sizes.state_bytes)
+def _cure(sizes: Sizes, found: dict[str, int], lacking: int) -> str:
+    fewer = (found["activations"] - lacking) // bytes_per_token(sizes) // 1024 * 1024
+    saved_states = found["optimizer"] * (1 - 2 / sizes.state_bytes)
     if fewer >= 8192:
         return f"use --max_microbatch_tokens {fewer}"
-    if not sizes.checkpoints and lacking < 0.8 * found.activations:
+    if not sizes.checkpoints and lacking < 0.8 * found["activations"]:
         return "use --gradient_checkpointing true"
     if fewer >= 1024:
         return f"use --max_microbatch_tokens {fewer}"
-    if found.engine and lacking < found.engine:
+    if lacking < found["engine"]:
         return "give the engine a GPU of its own (--vllm_gpu)"
     if sizes.num_processes == 1 and saved_states > lacking:
         return "use --optimizer adamw_8bit"

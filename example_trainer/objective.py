@@ -58,8 +58,8 @@ class Objective:
 
     surrogate: Surrogate = "clip"
     ratio_level: RatioLevel = "token"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_eps: float = 0.2
+    clip_eps_high: float | None = None
     correction: Correction = "none"
     correction_level: RatioLevel = "token"
     correction_cap: float = 2.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from atroposlib.errors import ConfigError, require
@@ -12,27 +14,21 @@ from example_trainer.model import Policy
 def make_optimizer(policy: Policy, config: TrainerConfig) -> torch.optim.Optimizer:
     """Return the optimizer of the trained parameters; raise ConfigError if several processes cannot shard it."""
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_eps,
+        "weight_decay": config.weight_decay,
+    }
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(
-            parameters,
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-            fused=True,  # one kernel, without a temporary copy of every parameter
-        )
+        # Fused: one kernel, without a temporary copy of every parameter.
+        return torch.optim.AdamW(parameters, fused=True, **settings)
     if policy.world.size > 1:
         raise ConfigError(
             f"--optimizer {config.optimizer} keeps its state per whole parameter; several processes need adamw"
         )
     bitsandbytes = require("bitsandbytes", extra="gpu")
-    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(
-        parameters,
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        weight_decay=config.weight_decay,
-    )
+    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(parameters, **settings)
     return optimizer
 
 

@@ -90,8 +90,6 @@ class World:
 
     def shard(self, module: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
         """Shard the parameters of each layer, then the remaining ones, over the processes (in place)."""
-        if self.size == 1:
-            return
         mesh = init_device_mesh(self.device.type, (self.size,))
         precision = MixedPrecisionPolicy()
         if dtype != torch.float32:

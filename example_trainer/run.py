@@ -64,19 +64,19 @@ def _run(argv: Sequence[str]) -> None:
         config = config.model_copy(update={"logprobs_mode": "processed"})
     _check(config, environment_flags)
     start_command()
-    from example_trainer.bridges import make_engine
     from example_trainer.model import check_model_path
     from example_trainer.training import train
+    from example_trainer.vllm_process import make_engine
 
     check_model_path(config.model_name)
     parts: list[OwnedProcess] = []
     with ExitStack() as stack:
         if config.run_hub:
-            parts.append(_begin(stack, _hub(config)))
+            parts.append(stack.enter_context(_hub(config)))
         if config.bridge != "restart":
-            parts.append(_begin(stack, make_engine(config, Path(config.model_name))))
+            parts.append(stack.enter_context(make_engine(config, Path(config.model_name))))
         if config.environment is not None:
-            parts.append(_begin(stack, _environment(config, environment_flags)))
+            parts.append(stack.enter_context(_environment(config, environment_flags)))
         watch = stack.enter_context(_Watch(parts))
         try:
             # An unreachable engine that was started here has died, so long retries are useless.
@@ -85,11 +85,6 @@ def _run(argv: Sequence[str]) -> None:
             watch.check()
             raise
         watch.check()
-
-
-def _begin(stack: ExitStack, part: OwnedProcess) -> OwnedProcess:
-    logger.info("%s: its log is %s", part.name, part.log_path)
-    return stack.enter_context(part)
 
 
 class _Watch:
@@ -129,9 +124,7 @@ class _Watch:
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags before and after `--`."""
     words = list(argv)
-    if "--" not in words:
-        return words, []
-    at = words.index("--")
+    at = words.index("--") if "--" in words else len(words)
     return words[:at], words[at + 1 :]
 
 

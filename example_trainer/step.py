@@ -5,6 +5,7 @@ Called by the loop (`training.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -72,15 +73,9 @@ def take_step(
             totals += torch.stack([value.detach() for value in (*share, *sums_of_logprobs)])
     report = gap.settle(step)
     grad_norm = update_weights(policy, optimizer, config, step) if batch.micro_batches else None
-    totals = policy.world.sum(totals)
-    sums = dict(zip(names, totals.tolist(), strict=True))
-    return StepResult(
-        lr=lr,
-        loss=sums["loss"] if batch.micro_batches else None,
-        grad_norm=grad_norm,
-        sums=sums,
-        gap=report,
-    )
+    sums = dict(zip(names, policy.world.sum(totals).tolist(), strict=True))
+    loss = sums["loss"] if batch.micro_batches else None
+    return StepResult(lr=lr, loss=loss, grad_norm=grad_norm, sums=sums, gap=report)
 
 
 def reference_logprobs(reference: Policy | None, micro_batch: MicroBatch) -> Tensor | None:
@@ -180,18 +175,6 @@ def most_tokens(config: TrainerConfig, policy: Policy | None) -> int:
 
 
 def objective_of(config: TrainerConfig) -> Objective:
-    return Objective(
-        surrogate=config.surrogate,
-        ratio_level=config.ratio_level,
-        clip_low=config.clip_eps,
-        clip_high=config.clip_eps if config.clip_eps_high is None else config.clip_eps_high,
-        correction=config.correction,
-        correction_level=config.correction_level,
-        correction_cap=config.correction_cap,
-        correction_floor=config.correction_floor,
-        kl_coef=config.kl_coef,
-        kl_estimator=config.kl_estimator,
-        entropy_coef=config.entropy_coef,
-        distill_coef=config.distill_coef,
-        distill_loss=config.distill_loss,
-    )
+    """Return the settings that `Objective` names."""
+    names = (field.name for field in dataclasses.fields(Objective))
+    return Objective(**{name: getattr(config, name) for name in names})

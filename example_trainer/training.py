@@ -15,17 +15,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from atroposlib.client import TrainerClient
 from example_trainer.bridges import EngineWatch, make_bridge
-from example_trainer.checkpointing import Checkpoints
+from example_trainer.checkpointing import Checkpoints, Start
 from example_trainer.config import TrainerConfig
 from example_trainer.data import make_batch
-from example_trainer.feed import RETRY_S, Feed, Follower, Leader
+from example_trainer.feed import RETRY_S, Follower, Leader
 from example_trainer.gap import LogprobGap
 from example_trainer.memory import sizes_of, what_does_not_fit
 from example_trainer.model import Policy, choose_device, load_policy, reference_of
@@ -128,7 +128,7 @@ def save_checkpoint(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     version: int,
-    feed: Feed,
+    feed: Follower,
     *,
     metrics: Mapping[str, Any] | None = None,
 ) -> None:
@@ -137,16 +137,6 @@ def save_checkpoint(
     path = saved.save(policy, optimizer, version, last, feed.experiment)
     feed.checkpointed(version, path)
     saved.remove_old()
-
-
-class Start(NamedTuple):
-    """State from which a run starts."""
-
-    step: int
-    metrics: dict[str, Any] | None
-    """Metrics of the last step, if its checkpoint has them."""
-    experiment: str | None
-    """The hub's id of the resumed training; None for a new run, or if the checkpoint has none."""
 
 
 def resume(
@@ -159,10 +149,10 @@ def resume(
         step = int(newest or b"0")
         directory = saved.directory(step) if step else None
     if directory is None:
-        return Start(0, None, None)
-    step = saved.load(directory, policy, optimizer)
+        return Start(0)
+    start = saved.load(directory, policy, optimizer)
     logger.info("resuming from %s", directory)
-    return Start(step, saved.metrics(directory), saved.experiment(directory))
+    return start
 
 
 @contextmanager
@@ -173,7 +163,7 @@ def make_feed(
     experiment: str | None,
     is_stopping: Callable[[], bool],
     engines: EngineWatch,
-) -> Iterator[Feed]:
+) -> Iterator[Follower]:
     if not world.is_main:
         yield Follower(world)
         return

@@ -70,7 +70,6 @@ class EngineProcess(OwnedProcess):
 
         Raises `ConfigError` if the program does not exist, `EngineError` if the port is in use.
         """
-        self.check_program()
         host, port = self._address
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             # Like servers: ignore closing connections of an earlier engine, but not a listener.
@@ -137,9 +136,8 @@ def make_engine(
             flags["--gpu-memory-utilization"] = config.gpu_memory_utilization
         if config.reports_processed:
             flags["--logprobs-mode"] = "processed_logprobs"
-        if (
-            config.bridge == "lora"
-        ):  # one at a time: vLLM (0.32) crashes on a batch with two versions of an adapter
+        if config.bridge == "lora":
+            # One at a time: vLLM (0.32) crashes on a batch with two versions of an adapter.
             flags |= {"--enable-lora": None, "--max-lora-rank": _allowed_rank(config.lora_r)}
             flags |= {"--max-loras": 1, "--max-cpu-loras": 8}
         backend = ""

@@ -10,7 +10,6 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from atroposlib.errors import EngineError
@@ -47,8 +46,8 @@ class WeightsDirectory:
             self.path = self._lock.path
         else:
             self.path = config.save_path / "weights"
-        self._versions: list[int] = []
-        self._adapters: list[int] = []
+        self._saved: list[Path] = []
+        """Versions on disk, oldest first."""
         self._stale = (
             [path for path in self.path.glob("*") if _LEFT_BEHIND.match(path.name)]
             if policy.world.is_main
@@ -61,44 +60,28 @@ class WeightsDirectory:
 
         Every process must call it; the first writes.
         """
-        target = self.directory(version)
-        self._policy.save(target, merged=True)
-        if self._policy.world.is_main:
-            self._remove_stale(target)
-            self._versions.append(version)
-            while len(self._versions) > KEEP:
-                shutil.rmtree(self.directory(self._versions.pop(0)))
-        return target
+        return self._save(self.path / f"version_{version}", merged=True, keep=KEEP)
 
     def save_adapter(self, version: int) -> Path:
         """Write the adapter as `version`, remove old ones, return the directory; every process must call it."""
-        target = self.path / f"adapter_{version}"
-        self._policy.save(target)
+        return self._save(self.path / f"adapter_{version}", merged=False, keep=KEEP_ADAPTERS)
+
+    def _save(self, target: Path, *, merged: bool, keep: int) -> Path:
+        self._policy.save(target, merged=merged)
         if self._policy.world.is_main:
-            self._remove_stale(target)
-            self._adapters.append(version)
-            while len(self._adapters) > KEEP_ADAPTERS:
-                shutil.rmtree(self.path / f"adapter_{self._adapters.pop(0)}")
+            for path in self._stale:
+                if path != target:
+                    shutil.rmtree(path, ignore_errors=True)
+            self._stale = []
+            self._saved.append(target)
+            while len(self._saved) > keep:
+                shutil.rmtree(self._saved.pop(0))
         return target
-
-    def _remove_stale(self, new: Path) -> None:
-        for path in self._stale:
-            if path != new:
-                shutil.rmtree(path, ignore_errors=True)
-        self._stale = []
-
-    def directory(self, version: int) -> Path:
-        return self.path / f"version_{version}"
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._temporary:
             shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:

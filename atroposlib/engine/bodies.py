@@ -13,12 +13,12 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
 from atroposlib.engine.sampling import GREEDY_BELOW, SamplingParams
-from atroposlib.engine.scheduler import Completion, VersionSpan
+from atroposlib.engine.scheduler import Completion, Tokenizer
 from atroposlib.http_bodies import decode_json
 
 MAX_COMPLETIONS = 4096
@@ -33,32 +33,6 @@ _DEFAULT_COMPLETION_TOKENS = 16
 
 _LOWEST_LOGPROB = -9999.0
 """Replaces a logprob of minus infinity, which JSON cannot hold, as in vLLM."""
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "echo": (None, False),
-    "stream": (None, False),
-    "stream_options": (None,),
-    "suffix": (None, ""),
-    "best_of": (None,),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "prompt_logprobs": (None,),
-    "truncate_prompt_tokens": (None,),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
-    "priority": (None, 0),
-    "spaces_between_special_tokens": (None, True),
-}
-"""vLLM's parameters that are not implemented, with the values that have no effect and are accepted."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -81,25 +55,12 @@ class ApiError(Exception):
         self.type = type
 
     def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.status,
-            }
-        }
-
-
-class Tokenizer(Protocol):
-    """The methods of a transformers tokenizer used here."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+        error = {"message": self.message, "type": self.type}
+        return {"error": error | {"param": self.param, "code": self.status}}
 
 
 class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of both routes. Fields named in `_NEUTRAL` accept only its values."""
+    """Parameters of both routes."""
 
     model: str | None = None
     n: int | None = None
@@ -121,28 +82,37 @@ class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
     request_id: str | None = None
 
-    echo: Any = None
-    stream: Any = None
-    stream_options: Any = None
-    suffix: Any = None
-    best_of: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    prompt_logprobs: Any = None
-    truncate_prompt_tokens: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    priority: Any = None
-    spaces_between_special_tokens: Any = None
+    # vLLM's parameters that are not implemented, with the values that have no effect and are accepted.
+    echo: Annotated[Any, (None, False)] = None
+    stream: Annotated[Any, (None, False)] = None
+    stream_options: Annotated[Any, (None,)] = None
+    suffix: Annotated[Any, (None, "")] = None
+    best_of: Annotated[Any, (None,)] = None
+    presence_penalty: Annotated[Any, (None, 0)] = None
+    frequency_penalty: Annotated[Any, (None, 0)] = None
+    repetition_penalty: Annotated[Any, (None, 1)] = None
+    logit_bias: Annotated[Any, (None, {})] = None
+    allowed_token_ids: Annotated[Any, (None,)] = None
+    bad_words: Annotated[Any, (None, [])] = None
+    prompt_logprobs: Annotated[Any, (None,)] = None
+    truncate_prompt_tokens: Annotated[Any, (None,)] = None
+    use_beam_search: Annotated[Any, (None, False)] = None
+    length_penalty: Annotated[Any, (None, 1)] = None
+    response_format: Annotated[Any, (None, {"type": "text"})] = None
+    structured_outputs: Annotated[Any, (None,)] = None
+    tools: Annotated[Any, (None, [])] = None
+    tool_choice: Annotated[Any, (None, "none", "auto")] = None
+    parallel_tool_calls: Annotated[Any, (None, True, False)] = None
+    priority: Annotated[Any, (None, 0)] = None
+    spaces_between_special_tokens: Annotated[Any, (None, True)] = None
+
+
+_ACCEPTED = {
+    name: annotation.__metadata__[0]
+    for name, annotation in get_type_hints(_Body, include_extras=True).items()
+    if get_origin(annotation) is Annotated
+}
+"""Parameters that are not implemented -> their accepted values."""
 
 
 class CompletionBody(_Body, kw_only=True, forbid_unknown_fields=True):
@@ -219,9 +189,9 @@ def parse_body(raw: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as e:
         raise _explain(str(e), kind) from e
     if isinstance(body, _Body):
-        for name, neutral in _NEUTRAL.items():
+        for name, accepted in _ACCEPTED.items():
             value = getattr(body, name)
-            if not any(value == accepted for accepted in neutral):
+            if value not in accepted:
                 raise ApiError(
                     f"{name}={_short(value)} is not implemented by this engine; omit {name}",
                     param=name,
@@ -384,18 +354,11 @@ class Renderer:
         choices: list[dict[str, Any]] = []
         for prompt_ids, completions in zip(prompts, results, strict=True):
             for completion in completions:
-                choice: dict[str, Any] = {
-                    "index": len(choices),
-                    "text": self._text(completion, params),
-                    "logprobs": None,
-                    "finish_reason": completion.finish_reason.value,
-                    "stop_reason": completion.stop_reason,
-                    "weight_versions": _versions(completion.weight_versions),
-                }
+                choice = _choice(completion, body, index=len(choices))
+                choice["text"] = self._text(completion, params)
                 if params.logprobs is not None:
                     choice["logprobs"] = self._completion_logprobs(completion, body)
                 if body.return_token_ids:
-                    choice["token_ids"] = completion.token_ids
                     choice["prompt_token_ids"] = prompt_ids
                 choices.append(choice)
         return {
@@ -414,18 +377,10 @@ class Renderer:
         """Return the answer of `/v1/chat/completions`; `prompt_token_ids` is a top-level field, as in vLLM."""
         choices = []
         for index, completion in enumerate(completions):
-            choice: dict[str, Any] = {
-                "index": index,
-                "message": {"role": "assistant", "content": self._text(completion, params)},
-                "logprobs": None,
-                "finish_reason": completion.finish_reason.value,
-                "stop_reason": completion.stop_reason,
-                "weight_versions": _versions(completion.weight_versions),
-            }
+            choice = _choice(completion, body, index=index)
+            choice["message"] = {"role": "assistant", "content": self._text(completion, params)}
             if params.logprobs is not None:
                 choice["logprobs"] = {"content": self._chat_logprobs(completion, body)}
-            if body.return_token_ids:
-                choice["token_ids"] = completion.token_ids
             choices.append(choice)
         return {
             **self._head("chatcmpl", "chat.completion"),
@@ -501,8 +456,18 @@ class Renderer:
         return text
 
 
-def _versions(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
-    return [span._asdict() for span in spans]
+def _choice(completion: Completion, body: _Body, *, index: int) -> dict[str, Any]:
+    """Return the fields that choices of both routes have."""
+    choice: dict[str, Any] = {
+        "index": index,
+        "logprobs": None,
+        "finish_reason": completion.finish_reason.value,
+        "stop_reason": completion.stop_reason,
+        "weight_versions": [span._asdict() for span in completion.weight_versions],
+    }
+    if body.return_token_ids:
+        choice["token_ids"] = completion.token_ids
+    return choice
 
 
 def _usage(

@@ -41,11 +41,12 @@ class _Window:
 class _Layer(DynamicLayer):
     """One layer's buffers, `[row_capacity, heads, column_capacity, head_dim]`, read through the shared window."""
 
-    def __init__(self, window: _Window, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, window: _Window, like: DynamicLayer) -> None:
+        """Start without rows and columns, with the heads, dimensions and dtypes of `like`."""
         super().__init__()
         self.window = window
-        self.keys, self.values = keys, values
-        self.dtype, self.device = keys.dtype, keys.device
+        self.keys, self.values = like.keys[:0, :, :0].clone(), like.values[:0, :, :0].clone()
+        self.dtype, self.device = like.keys.dtype, like.keys.device
         self.is_initialized = True
 
     def update(
@@ -100,7 +101,7 @@ class RunningCache(Cache):
         """Append rows copied from a left-padded prefill: row `source_rows[j]` with its last `lengths[j]` columns."""
         window, width = self._window, max(lengths)
         if not self.layers:
-            self.layers = [_empty_layer(window, layer) for layer in prefilled.layers]
+            self.layers = [_Layer(window, layer) for layer in prefilled.layers]
         if window.num_rows == 0:
             window.start = window.end = min(width, self._column_capacity())
         rows = window.num_rows + len(lengths)
@@ -175,13 +176,3 @@ class RunningCache(Cache):
         window.start, window.end = end - width, end
         self._first_columns = [column + shift for column in self._first_columns]
         self._first_column_tensor = None
-
-
-def _empty_layer(window: _Window, like: DynamicLayer) -> _Layer:
-    _, heads, _, key_dim = like.keys.shape
-    value_dim = like.values.shape[3]
-    return _Layer(
-        window,
-        like.keys.new_zeros(0, heads, 0, key_dim),
-        like.values.new_zeros(0, heads, 0, value_dim),
-    )

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -66,9 +66,10 @@ class VersionSpan(NamedTuple):
     num_tokens: int
 
 
-class Decoder(Protocol):
-    """The method of a tokenizer that stop strings need."""
+class Tokenizer(Protocol):
+    """The methods of a transformers tokenizer used by the engine."""
 
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
@@ -130,37 +131,28 @@ class EngineRequest:
             self.future.set_exception(error)
 
 
+@dataclass(slots=True, eq=False)
 class _Sequence:
     """One completion in progress."""
 
-    __slots__ = (
-        "finished",
-        "generator",
-        "index",
-        "logprobs",
-        "request",
-        "stop_text",
-        "stops",
-        "token_ids",
-        "top",
-        "versions",
-    )
+    request: EngineRequest
+    index: int
+    stops: frozenset[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    versions: list[tuple[str, int]] = field(default_factory=list)
+    """(weight version, index of the first token sampled under it)"""
+    generator: random.Random | None = field(init=False)
+    stop_text: _StopText | None = field(init=False)
+    finished: bool = False
 
-    def __init__(self, request: EngineRequest, index: int, stops: frozenset[int]) -> None:
-        params = request.params
-        self.request = request
-        self.index = index
-        self.stops = stops
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.top: list[list[tuple[int, float]]] = []
-        self.versions: list[tuple[str, int]] = []
-        """(weight version, index of the first token sampled under it)"""
-        self.generator = None if params.seed is None else random.Random(params.seed + index)
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.generator = None if params.seed is None else random.Random(params.seed + self.index)
         self.stop_text = _StopText(params) if params.stop else None
-        self.finished = False
 
-    def hits_stop_string(self, token: int, decoder: Decoder) -> bool:
+    def hits_stop_string(self, token: int, decoder: Tokenizer) -> bool:
         """Return whether `token` completed a stop string; if so, finish the sequence."""
         if self.stop_text is None:
             return False
@@ -196,12 +188,10 @@ class _Sequence:
         self.request.complete(self.index, completion)
 
     def _spans(self) -> list[VersionSpan]:
-        ends = [first for _, first in self.versions[1:]] + [len(self.token_ids)] * bool(
-            self.versions
-        )
+        ends = [*(first for _, first in self.versions[1:]), len(self.token_ids)]
         spans = [
             VersionSpan(version, end - first)
-            for (version, first), end in zip(self.versions, ends, strict=True)
+            for (version, first), end in zip(self.versions, ends, strict=False)  # none if unsampled
         ]
         return [span for span in spans if span.num_tokens]
 
@@ -227,7 +217,7 @@ class _StopText:
         self._new_ids: list[int] = []
         self.text = ""
 
-    def feed(self, token_id: int, decoder: Decoder, *, may_stop: bool) -> str | None:
+    def feed(self, token_id: int, decoder: Tokenizer, *, may_stop: bool) -> str | None:
         """Add a token; return the stop string it completed, with `text` cut there."""
         self._new_ids.append(token_id)
         skip = self._params.skip_special_tokens
@@ -239,17 +229,12 @@ class _StopText:
         search_from = max(0, len(self.text) - self._overlap)
         self.text += after[len(before) :]
         self._done_ids, self._new_ids = self._new_ids, []
-        if not may_stop:
-            return None
-        return self._cut(search_from)
-
-    def _cut(self, search_from: int) -> str | None:
         found = [
             (position, stop)
             for stop in self._params.stop
             if (position := self.text.find(stop, search_from)) >= 0
         ]
-        if not found:
+        if not found or not may_stop:
             return None
         position, stop = min(found)
         end = position + (len(stop) if self._params.include_stop_str_in_output else 0)
@@ -263,7 +248,7 @@ class Engine:
     def __init__(
         self,
         model: Any,
-        decoder: Decoder,
+        decoder: Tokenizer,
         *,
         eos_token_ids: Sequence[int],
         max_num_seqs: int = 256,
@@ -307,9 +292,13 @@ class Engine:
 
     def close(self) -> None:
         """Stop the thread; requests in flight fail with EngineUnavailable."""
+
+        def end() -> None:
+            self._closing = True
+
         if self._thread.is_alive():
             try:
-                self._post(_Command(self._begin_close))
+                self.control(end)
             except EngineUnavailable:
                 pass
             self._thread.join()
@@ -384,7 +373,8 @@ class Engine:
                         if not self.is_paused:
                             self._step()
                     elif self._drains:
-                        self._finish_drain()
+                        self.is_paused = True
+                        self._end_drains(None)
             self._fail(EngineUnavailable("the engine is closed"))
         except BaseException as e:
             logger.exception("the engine's thread died")
@@ -584,10 +574,6 @@ class Engine:
         self.is_paused = True
         future.set_result(None)
 
-    def _finish_drain(self) -> None:
-        self.is_paused = True
-        self._end_drains(None)
-
     def _end_drains(self, error: Exception | None) -> None:
         """Resolve the futures of `pause(WAIT)`, and queue the sequences that were held meanwhile."""
         for future in self._drains:
@@ -624,9 +610,6 @@ class Engine:
             "is_paused": self.is_paused,
             "weight_version": self.weight_version,
         }
-
-    def _begin_close(self) -> None:
-        self._closing = True
 
     def _fail(self, error: BaseException) -> None:
         """Fail all pending futures, and refuse later commands."""

@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,7 +25,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from atroposlib.engine import scheduler
+from atroposlib import __version__
 from atroposlib.engine.bodies import (
     ApiError,
     ChatBody,
@@ -45,14 +44,9 @@ from atroposlib.engine.bodies import (
 )
 from atroposlib.engine.command import EngineConfig, main
 from atroposlib.engine.sampling import SamplingParams
-from atroposlib.engine.scheduler import Completion, Engine, PauseMode
+from atroposlib.engine.scheduler import Completion, Engine, EngineRequest, PauseMode
 from atroposlib.engine.weights import read_checkpoint
-from atroposlib.errors import (
-    ConfigError,
-    EngineError,
-    EngineRejected,
-    EngineUnavailable,
-)
+from atroposlib.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
 from atroposlib.http_bodies import BodyRefused, read_body
 from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
 
@@ -116,24 +110,23 @@ def load(config: EngineConfig) -> Loaded:
 
 def create_app(loaded: Loaded) -> FastAPI:
     """Return the HTTP application over a started engine. It does not start or close the engine."""
-    app = FastAPI(title="atropos-engine", version=_own_version())
+    app = FastAPI(title="atropos-engine", version=__version__)
     app.add_middleware(_NoWebPages)
     _Routes(loaded).add_to(app)
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return _json(error.body(), status=error.status)
+        return _error(error)
 
     @app.exception_handler(BodyRefused)
     async def unreadable(request: Request, error: BodyRefused) -> Response:
-        return _json(ApiError(error.message, status=error.status).body(), status=error.status)
+        return _error(ApiError(error.message, status=error.status))
 
     @app.exception_handler(EngineError)
     async def failed(request: Request, error: EngineError) -> Response:
         if isinstance(error, EngineRejected):
-            return _json(ApiError(str(error)).body(), status=400)
-        answer = ApiError(str(error), status=500, type="InternalServerError")
-        return _json(answer.body(), status=500)
+            return _error(ApiError(str(error)))
+        return _error(ApiError(str(error), status=500, type="InternalServerError"))
 
     return app
 
@@ -150,7 +143,7 @@ class _NoWebPages:
             await self._app(scope, receive, send)
             return
         answer = ApiError(refusal, status=403, type="PermissionDeniedError")
-        await _json(answer.body(), status=403)(scope, receive, send)
+        await _error(answer)(scope, receive, send)
 
 
 def _web_refusal(scope: Scope) -> str | None:
@@ -202,11 +195,10 @@ class _Routes:
         failure = self.engine.failure
         if failure is None:
             return Response(status_code=200)
-        answer = ApiError(failure, status=503, type="ServiceUnavailableError")
-        return _json(answer.body(), status=503)
+        return _error(ApiError(failure, status=503, type="ServiceUnavailableError"))
 
     async def version(self) -> Response:
-        return _json({"version": _own_version(), "engine": "atropos-engine"})
+        return _json({"version": __version__, "engine": "atropos-engine"})
 
     async def models(self) -> Response:
         card = {
@@ -321,13 +313,8 @@ class _Routes:
         return _json({"weight_version": self.engine.weight_version})
 
     async def weight_info(self) -> Response:
-        stats = self.engine.stats
-        return _json(
-            {
-                "weight_version": self.engine.weight_version,
-                "num_reloads": stats.weight_reloads,
-            }
-        )
+        num_reloads = self.engine.stats.weight_reloads
+        return _json({"weight_version": self.engine.weight_version, "num_reloads": num_reloads})
 
     async def stats(self) -> Response:
         return _json(await asyncio.wrap_future(self.engine.snapshot()))
@@ -373,7 +360,7 @@ class _Routes:
         self, request: Request, prompts: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[Completion]]:
         """Run one request per prompt; abort them all if the client disconnects or this task is cancelled."""
-        pending = [scheduler.EngineRequest(prompt_ids, params) for prompt_ids in prompts]
+        pending = [EngineRequest(prompt_ids, params) for prompt_ids in prompts]
         results = asyncio.gather(
             *(asyncio.wrap_future(self.engine.submit(work)) for work in pending)
         )
@@ -424,11 +411,8 @@ def _json(body: dict[str, Any], *, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
 
 
-def _own_version() -> str:
-    try:
-        return version("atroposlib")
-    except PackageNotFoundError:
-        return "unknown"
+def _error(error: ApiError) -> Response:
+    return _json(error.body(), status=error.status)
 
 
 def _check_path(model: str) -> None:
@@ -450,12 +434,10 @@ def _device(name: str) -> torch.device:
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
     """Return the tokenizer's end-of-sequence id first, then those of the generation config."""
-    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     configured = model.generation_config.eos_token_id
-    if configured is None:
-        configured = []
     more = configured if isinstance(configured, list) else [configured]
-    return list(dict.fromkeys([*own, *map(int, more)]))
+    found = [tokenizer.eos_token_id, *more]
+    return list(dict.fromkeys(int(token) for token in found if token is not None))
 
 
 def _context_len(config: EngineConfig, text_config: Any) -> int:
@@ -546,7 +528,7 @@ def run(config: EngineConfig) -> int:
 def warm_up(engine: Engine) -> None:
     """Generate a few tokens for prompts of different lengths; ConfigError if the model cannot be served."""
     params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
-    work = [engine.submit(scheduler.EngineRequest([1] * length, params)) for length in (1, 3)]
+    work = [engine.submit(EngineRequest([1] * length, params)) for length in (1, 3)]
     try:
         for future in work:
             future.result()

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from atroposlib.errors import ConfigError, EngineError
@@ -76,7 +75,11 @@ class OwnedProcess:
     def start(self) -> None:
         """Start the program and return at once; `wait_ready` waits for it. ConfigError if it does not exist."""
         assert self._process is None, "start() called twice without stop()"
-        self.check_program()
+        if shutil.which(self.argv[0]) is None:
+            raise ConfigError(
+                f"command {self.argv[0]!r} of the {self.name}: no such program; "
+                "give the path of the Python whose environment holds it"
+            )
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             log.write(f"\n--- {time.strftime('%F %T')} {' '.join(self.argv)}\n".encode())
@@ -90,15 +93,9 @@ class OwnedProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        logger.info("%s started as process %d", self.name, self._process.pid)
-
-    def check_program(self) -> None:
-        """Raise ConfigError if the program does not exist."""
-        if shutil.which(self.argv[0]) is None:
-            raise ConfigError(
-                f"command {self.argv[0]!r} of the {self.name}: no such program; "
-                "give the path of the Python whose environment holds it"
-            )
+        logger.info(
+            "%s started as process %d; its log is %s", self.name, self._process.pid, self.log_path
+        )
 
     def wait_ready(self) -> None:
         """Return when the program is ready; default: at once, if it is alive."""
@@ -168,12 +165,7 @@ class OwnedProcess:
             raise
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
     def _bury(self, process: subprocess.Popen[bytes], status: int) -> None:

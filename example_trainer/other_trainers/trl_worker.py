@@ -27,8 +27,8 @@ _WAIT_S = 5.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Held:
-    """A leased batch."""
+class _LeasedSamples:
+    """A leased batch whose samples are handed to the trainer."""
 
     batch: LeasedBatch
     lease: ExitStack
@@ -57,7 +57,7 @@ class HubRolloutWorker:
         self._thread = threading.Thread(target=self._produce, name="hub", daemon=True)
         self._group_numbers = itertools.count()
         self._num_put = 0
-        self._held: list[_Held] = []
+        self._held: list[_LeasedSamples] = []
         self._held_lock = threading.Lock()
         """Guards `_held`: the producer thread adds batches, the trainer's thread removes them."""
 
@@ -129,7 +129,7 @@ class HubRolloutWorker:
         records = samples(batch)
         with self._held_lock:
             last = self._num_put + len(records)
-            self._held.append(_Held(batch=batch, lease=lease, last=last))
+            self._held.append(_LeasedSamples(batch=batch, lease=lease, last=last))
         numbers = [next(self._group_numbers) for _ in batch.groups]
         for record in records:
             rollout = to_rollout(record, number=numbers[record.group], version=self._version)

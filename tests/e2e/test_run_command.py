@@ -78,7 +78,7 @@ def children_named(text: str) -> list[str]:
 def engine_pid(run: Run) -> int:
     lines = (run.directory / "run_1.log").read_text().splitlines()
     started = [line for line in lines if f":{run.engine_port} started as process" in line]
-    return int(started[-1].split()[-1])
+    return int(started[-1].rpartition("process ")[2].partition(";")[0])
 
 
 def test_an_engine_that_is_killed_ends_the_run_and_resume_goes_on(run: Run) -> None:

@@ -95,7 +95,7 @@ def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(
         config = config_for(model_dir, tmp_path, attention=attention, packing=packing)
         policy = load_policy(config)
         batch = make_batch(GROUPS, data_options(config))
-        assert {each.is_packed for each in batch.micro_batches} == {packing == "on"}
+        assert {each.borders is not None for each in batch.micro_batches} == {packing == "on"}
         own = logprobs(policy, batch)
         own.sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])

@@ -83,7 +83,8 @@ def slow_loss(
                 sum(log_ratios) / length if objective.ratio_level == "sequence" else log_ratios[t]
             )
             ratio = math.exp(log_ratio)
-            low, high = 1 - objective.clip_low, 1 + objective.clip_high
+            low = 1 - objective.clip_eps
+            high = 1 + (objective.clip_eps_high or objective.clip_eps)
             if objective.surrogate == "clip":
                 gain = min(ratio * advantage, min(max(ratio, low), high) * advantage)
             elif objective.surrogate == "cispo":

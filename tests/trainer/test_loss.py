@@ -32,8 +32,8 @@ def objective_named(name: str, **changes: Any) -> Objective:
     return Objective(
         surrogate=settings.get("surrogate", "clip"),
         ratio_level=settings.get("ratio_level", "token"),
-        clip_low=settings.get("clip_eps", 0.2),
-        clip_high=settings.get("clip_eps_high", settings.get("clip_eps", 0.2)),
+        clip_eps=settings.get("clip_eps", 0.2),
+        clip_eps_high=settings.get("clip_eps_high"),
         kl_estimator=settings.get("kl_estimator", "k3"),
         **changes,
     )
@@ -132,7 +132,7 @@ def test_the_clip_stops_the_gradient_only_past_its_own_side(
         sampled=[[-1.0]],
         advantages=[[advantage]],
     )
-    objective = Objective(ratio_level=level, clip_low=0.2, clip_high=0.3)
+    objective = Objective(ratio_level=level, clip_eps=0.2, clip_eps_high=0.3)
     share, gradient = run(objective, case, positions_of(case, [1.0]))
     assert gradient[0] == pytest.approx(-advantage * ratio if has_gradient else 0.0, abs=1e-9)
     assert share.num_clipped.item() == (0 if has_gradient else 1)
@@ -142,7 +142,7 @@ def test_cispo_keeps_the_gradient_of_tokens_that_ppo_would_clip() -> None:
     case = dataclasses.replace(
         random_case(0, lengths=[1]), own=[[-1.0]], sampled=[[-3.0]], advantages=[[1.0]]
     )
-    objective = Objective(surrogate="cispo", clip_low=1.0, clip_high=4.0)
+    objective = Objective(surrogate="cispo", clip_eps=1.0, clip_eps_high=4.0)
     share, gradient = run(objective, case, positions_of(case, [1.0]))
     assert gradient[0] == pytest.approx(-5.0)  # exp(2) = 7.4 is cut to 1 + 4
     assert share.num_clipped.item() == 1

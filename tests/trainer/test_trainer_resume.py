@@ -124,7 +124,7 @@ def test_a_checkpoint_holds_masters_optimizer_and_random_states(
     draw = torch.rand(3)
     fresh = load_policy(config)
     fresh_optimizer = make_optimizer(fresh, config)
-    assert saved.load(path, fresh, fresh_optimizer) == 1
+    assert saved.load(path, fresh, fresh_optimizer).step == 1
     assert torch.equal(torch.rand(3), draw)
     for a, b in zip(policy.model.parameters(), fresh.model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -355,7 +355,7 @@ def test_weights_that_a_killed_trainer_left_in_memory_are_removed_those_of_a_liv
     with WeightsDirectory(config, policy) as weights:
         found = {path.name for path in shared.iterdir()}
         assert found == {"atropos-weights-of-somebody", living.path.name, weights.path.name}
-        assert (living.directory(1) / "model.safetensors").is_file()
+        assert (living.path / "version_1/model.safetensors").is_file()
     living.__exit__(None, None, None)
     assert [path.name for path in shared.iterdir()] == ["atropos-weights-of-somebody"]
 

@@ -309,4 +309,4 @@ def test_an_objective_can_be_told_from_another_by_its_update(
 def test_a_config_names_the_objective_that_it_makes(model_dir: Path, tmp_path: Path) -> None:
     config = config_for(model_dir, tmp_path, objective="gspo", clip_eps=0.1)
     made = objective_of(config)
-    assert (made.ratio_level, made.clip_low, made.clip_high) == ("sequence", 0.1, 0.1)
+    assert (made.ratio_level, made.clip_eps, made.clip_eps_high) == ("sequence", 0.1, None)

@@ -25,15 +25,23 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
 LOG_TAIL_LINES = 15
 
-# Linux only: asks the kernel to send SIGTERM to the program when its parent dies, then executes the program.
+# Linux only: asks the kernel to send SIGTERM to the program when its parent dies, then executes the program. A forked
+# process of the program's group then kills the group: vLLM ignores SIGTERM while it starts.
 # Not Popen's preexec_fn, which runs Python in a fork of a multi-threaded torch process (deprecated since Python 3.12).
-# Arguments: parent's pid, then the command.
+# Arguments: parent's pid, seconds between SIGTERM and SIGKILL, then the command.
 _TIED_TO_PARENT = """
-import ctypes, os, signal, sys
+import ctypes, os, select, signal, sys
+parent, grace_s, *command = sys.argv[1:]
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
+if os.getppid() != int(parent):
     sys.exit("the process that started this program has ended")
-os.execvp(sys.argv[2], sys.argv[2:])
+program = os.getpid()
+if os.fork() == 0:
+    end_of_program = os.pidfd_open(program)
+    select.select([os.pidfd_open(int(parent))], [], [])
+    select.select([end_of_program], [], [], float(grace_s))
+    os.killpg(program, signal.SIGKILL)
+os.execvp(command[0], command)
 """
 
 
@@ -43,8 +51,9 @@ class OwnedProcess:
     `name` is used in messages. `env` is the complete environment (None: inherit). Output is appended to `log_path`.
 
     As a context manager it is ready inside the block and stopped after it. Without the block, the caller of `start()`
-    calls `stop()` in a `finally`. On Linux the program also ends when the *thread* that started it ends, for example by
-    SIGKILL: start it from a thread that lives as long as the program should.
+    calls `stop()` in a `finally`. On Linux the program is sent SIGTERM when the *thread* that started it ends, for
+    example by SIGKILL: start it from a thread that lives as long as the program should. If it ignores SIGTERM, its
+    group is killed `stop_grace_s` after the end of this process.
     """
 
     def __init__(
@@ -86,7 +95,7 @@ class OwnedProcess:
             log.flush()
             self._exit_status = None
             self._process = subprocess.Popen(
-                _tied_to_this_process(self.argv),
+                self._tied_to_this_process(),
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -168,6 +177,12 @@ class OwnedProcess:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
+    def _tied_to_this_process(self) -> list[str]:
+        if not sys.platform.startswith("linux"):
+            return self.argv
+        arguments = [str(os.getpid()), str(self._stop_grace_s), *self.argv]
+        return [sys.executable, "-I", "-S", "-c", _TIED_TO_PARENT, *arguments]
+
     def _bury(self, process: subprocess.Popen[bytes], status: int) -> None:
         """Record the leader's exit status and kill the rest of its group; only the first call has an effect."""
         if self._process is not process:
@@ -176,14 +191,10 @@ class OwnedProcess:
         self._process = None
         try:
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # no process was left
-
-
-def _tied_to_this_process(argv: list[str]) -> list[str]:
-    if not sys.platform.startswith("linux"):
-        return argv
-    return [sys.executable, "-I", "-S", "-c", _TIED_TO_PARENT, str(os.getpid()), *argv]
+            while True:  # the first process of a container inherits them, and must reap them
+                os.waitpid(-process.pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass  # no process is left
 
 
 def _describe_exit(status: int) -> str:

@@ -170,12 +170,18 @@ def test_children_of_an_engine_that_died_are_killed_when_its_death_is_seen(
         wait_gone(child)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs prctl")
-def test_engine_ends_when_its_parent_is_killed(port: int, tmp_path: Path) -> None:
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs prctl and pidfd_open")
+@pytest.mark.parametrize("options", [[], ["--deaf", "--child"]], ids=["engine", "deaf engine"])
+def test_an_engine_and_its_children_end_when_its_parent_is_killed(
+    port: int, tmp_path: Path, options: list[str]
+) -> None:
+    """vLLM ignores SIGTERM while it starts."""
+    child = tmp_path / "child"
+    command = [str(FAKE_ENGINE), str(port), *options, *([str(child)] if options else [])]
     program = (
         "import sys, time; from pathlib import Path\n"
         "from example_trainer.vllm_process import EngineProcess\n"
-        f"engine = EngineProcess([sys.executable, {str(FAKE_ENGINE)!r}, '{port}'],"
+        f"engine = EngineProcess([sys.executable, *{command!r}], stop_grace_s=0.2,"
         f" url='http://127.0.0.1:{port}', log_path=Path({str(tmp_path / 'log')!r}))\n"
         "engine.start(); engine.wait_ready(); print(engine.pid, flush=True); time.sleep(60)\n"
     )
@@ -190,6 +196,25 @@ def test_engine_ends_when_its_parent_is_killed(port: int, tmp_path: Path) -> Non
         parent.kill()
         parent.communicate()
     wait_gone(pid)
+    if options:
+        wait_gone(int(child.read_text()))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs prctl")
+def test_the_first_process_of_a_container_is_left_no_zombies(tmp_path: Path) -> None:
+    """Orphans become its children, here by PR_SET_CHILD_SUBREAPER."""
+    program = (
+        "import ctypes, os, time; from pathlib import Path\n"
+        "from atroposlib.utils.owned_process import OwnedProcess\n"
+        f"ctypes.CDLL(None).prctl(36, 1); log = Path({str(tmp_path / 'log')!r})\n"
+        "with OwnedProcess(['sh', '-c', 'echo ready; sleep 60'], name='part', log_path=log):\n"
+        "    while '\\nready' not in log.read_text(): time.sleep(0.02)\n"
+        "os.waitpid(-1, os.WNOHANG)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=FAKE_ENGINE.parents[2]
+    )
+    assert "ChildProcessError" in done.stderr
 
 
 def test_missing_program_is_a_configuration_error(tmp_path: Path) -> None:

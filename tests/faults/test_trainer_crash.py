@@ -25,8 +25,8 @@ from tests.faults.drivers import HubProcess, hub_process
 from tests.faults.trainer_lives import Ended, Life, nursery
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_reload import FakeEngine, fake_engine
+from tests.trainer.helpers_run import ledger_of, send
 from tests.trainer.helpers_trainer import make_group
-from tests.trainer.test_trainer_loop import ledger_of, send
 
 Run = Callable[[Life], Ended]
 KILLED = -9

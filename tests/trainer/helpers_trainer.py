@@ -1,4 +1,4 @@
-"""Groups whose logprobs a given model really has."""
+"""Groups whose logprobs a given model really has, and steps on them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ import numpy as np
 import torch
 
 from atroposlib.scored_data import MASKED_LOGPROB, ScoredGroup, Strictness, check_group
+from example_trainer.config import TrainerConfig
+from example_trainer.data import make_batch
+from example_trainer.gap import LogprobGap
+from example_trainer.model import Policy
+from example_trainer.optim import make_optimizer
+from example_trainer.step import StepResult, data_options, take_step
 
 PROMPT = 3
 
@@ -37,6 +43,28 @@ def make_group(
         **fields,
     }
     return check_group(group, strictness=Strictness.MEANING).replace(policy_version=policy_version)
+
+
+def pairs(number: int, *, first_seed: int = 0, model: Any = None) -> list[ScoredGroup]:
+    """Return groups of two sequences, of which the first is the better one."""
+    seeds = range(first_seed, first_seed + number)
+    return [make_group([1.0, 0.0], seed=seed, model=model) for seed in seeds]
+
+
+def one_step(
+    policy: Policy,
+    config: TrainerConfig,
+    groups: Sequence[ScoredGroup],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    reference: Any = None,
+    version: int = 0,
+) -> StepResult:
+    """Take the step after `version` on the groups, with the configured optimizer unless one is given."""
+    batch = make_batch(groups, data_options(config, policy))
+    optimizer = optimizer or make_optimizer(policy, config)
+    gap = LogprobGap(policy, limit=None)
+    return take_step(policy, optimizer, batch, config, version, gap, reference)
 
 
 def logprobs_of(model: Any, tokens: list[int]) -> list[float]:

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from example_trainer.data import make_batch
-from example_trainer.gap import LogprobGap
 from example_trainer.model import load_policy, transformer_layers
-from example_trainer.optim import make_optimizer
-from example_trainer.step import StepResult, data_options, take_step
+from example_trainer.step import StepResult
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_dry_run import LAYOUTS, config_for_dry_run, make_groups
+from tests.trainer.helpers_trainer import one_step
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,10 +27,7 @@ def step_of(model_dir: Path, out: Path, **changes: Any) -> StepResult:
     policy = load_policy(config)
     compiled = [layer._compiled_call_impl for layer in transformer_layers(policy.model)]
     assert all((call is not None) == config.compile_layers for call in compiled)
-    options = data_options(config, policy)
-    batch = make_batch(make_groups(), options)
-    gap = LogprobGap(policy, limit=None)
-    return take_step(policy, make_optimizer(policy, config), batch, config, 1, gap)
+    return one_step(policy, config, make_groups(), version=1)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from atroposlib.errors import EngineUnavailable
 from example_trainer.bridges import EngineWatch
 from example_trainer.bridges.running import ReloadBridge
-from tests.trainer.helpers_reload import fake_engine
+from tests.trainer.helpers_reload import FakeEngine, fake_engine
 
 
 class Clock:
@@ -39,34 +39,28 @@ def test_a_run_whose_engine_stays_away_ends_with_its_address(clock: Clock) -> No
         watch.look()
 
 
-def test_an_engine_that_comes_back_is_forgiven(clock: Clock) -> None:
-    with fake_engine() as engine:
-        watch = watch_on(engine.url, clock)
-        engine.faults["/health"] = (503, b"asleep")
-        for clock.now_s in (0.0, 55.0):
-            watch.look()
-        engine.faults.clear()
-        clock.now_s = 66.0
+def test_an_engine_that_comes_back_is_forgiven(clock: Clock, engine: FakeEngine) -> None:
+    watch = watch_on(engine.url, clock)
+    engine.faults["/health"] = (503, b"asleep")
+    for clock.now_s in (0.0, 55.0):
         watch.look()
-        engine.faults["/health"] = (503, b"asleep")
-        clock.now_s = 120.0
+    engine.faults.clear()
+    clock.now_s = 66.0
+    watch.look()
+    engine.faults["/health"] = (503, b"asleep")
+    clock.now_s = 120.0
+    watch.look()
+
+
+def test_an_absence_before_a_batch_came_does_not_count(clock: Clock, engine: FakeEngine) -> None:
+    watch = watch_on(engine.url, clock)
+    engine.faults["/health"] = (503, b"asleep")
+    for clock.now_s in (0.0, 500.0, 550.0):  # a batch came and was trained before 500 s
         watch.look()
 
 
-def test_an_absence_before_a_batch_came_does_not_count(clock: Clock) -> None:
-    with fake_engine() as engine:
-        watch = watch_on(engine.url, clock)
-        engine.faults["/health"] = (503, b"asleep")
+def test_the_engine_is_asked_now_and_then(clock: Clock, engine: FakeEngine) -> None:
+    watch = watch_on(engine.url, clock)
+    for clock.now_s in (0.0, 1.0, 5.0, 9.0, 12.0):
         watch.look()
-        clock.now_s = 500.0  # a batch came and was trained
-        watch.look()
-        clock.now_s = 550.0
-        watch.look()
-
-
-def test_the_engine_is_asked_now_and_then(clock: Clock) -> None:
-    with fake_engine() as engine:
-        watch = watch_on(engine.url, clock)
-        for clock.now_s in (0.0, 1.0, 5.0, 9.0, 12.0):
-            watch.look()
-        assert engine.calls == ["/health", "/health"]
+    assert engine.calls == ["/health", "/health"]

@@ -11,13 +11,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3NextConfig
 
 from atroposlib.errors import ConfigError
 from example_trainer.data import make_batch
-from example_trainer.gap import LogprobGap
 from example_trainer.model import Policy, load_policy
-from example_trainer.optim import make_optimizer
-from example_trainer.step import data_options, take_step
+from example_trainer.step import data_options
 from tests.tiny_model import make_tiny_tokenizer
 from tests.trainer.helpers_dry_run import config_for_dry_run
-from tests.trainer.helpers_trainer import make_group
+from tests.trainer.helpers_trainer import make_group, one_step
 
 SIZES: dict[str, Any] = {
     "vocab_size": 260,
@@ -92,8 +90,6 @@ def test_a_model_of_experts_takes_a_step_on_stale_sequences(tmp_path: Path) -> N
         save(Qwen3MoeConfig(**SIZES, num_hidden_layers=2), tmp_path / "experts"), tmp_path
     )
     policy = load_policy(config)
-    gap = LogprobGap(policy, limit=None)
-    batch = make_batch([make_group([1.0, 0.0], policy_version=1)], data_options(config, policy))
-    result = take_step(policy, make_optimizer(policy, config), batch, config, 2, gap)
+    result = one_step(policy, config, [make_group([1.0, 0.0], policy_version=1)], version=2)
     assert result.grad_norm is not None
     assert result.gap.maximum is None

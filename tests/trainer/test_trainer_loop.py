@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from atroposlib.client import (
     LeasedBatch,
@@ -20,60 +21,16 @@ from atroposlib.client import (
     TrainerSuperseded,
 )
 from atroposlib.errors import EngineError, GroupError, HubUnavailable
-from atroposlib.scored_data import ScoredGroup
-from atroposlib.wire import CONTENT_TYPE_PACKED, join_packed, pack_group
 from example_trainer.config import TrainerConfig
 from example_trainer.data import make_batch
-from example_trainer.gap import LogprobGap
 from example_trainer.model import Policy, load_policy
 from example_trainer.optim import make_optimizer
 from example_trainer.step import data_options, take_step
 from example_trainer.training import train
 from tests.tiny_model import make_tiny_model
-from tests.trainer.helpers_reload import FakeEngine, fake_engine, running_hub
-from tests.trainer.helpers_trainer import make_group
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    with fake_engine() as engine:
-        yield engine
-
-
-def config_for(model_dir: Path, out: Path, **changes: Any) -> TrainerConfig:
-    settings: dict[str, Any] = {
-        "model_name": str(model_dir),
-        "bridge": "reload",
-        "batch_size": 4,
-        "lr": 1e-3,
-        "device": "cpu",
-        "save_path": out / "checkpoints",
-        "weights_dir": out / "weights",
-        "threads": 1,
-        "engine_timeout_s": 5,
-    }
-    return TrainerConfig(**settings | changes)
-
-
-def send(hub_url: str, groups: Sequence[ScoredGroup]) -> None:
-    with TrainerClient(hub_url) as hub:
-        for number, group in enumerate(groups):
-            body = join_packed([pack_group(group.replace(group_id=f"g{number}"))], {})
-            hub._client.post(
-                "/scored_data", content=body, headers={"Content-Type": CONTENT_TYPE_PACKED}
-            ).raise_for_status()
-
-
-def ledger_of(hub_url: str) -> dict[str, int]:
-    """Return the places that hold groups."""
-    ledger = httpx.get(f"{hub_url}/ledger").json()
-    names = ("queued", "buffered", "leased", "trained", "expired", "dead", "discarded")
-    return {name: ledger[name] for name in names if ledger[name]}
+from tests.trainer.helpers_reload import FakeEngine
+from tests.trainer.helpers_run import Configure, config_for, ledger_of, send
+from tests.trainer.helpers_trainer import make_group, one_step, pairs
 
 
 def registration_of(config: TrainerConfig) -> TrainerRegistration:
@@ -93,27 +50,18 @@ def steps_of(config: TrainerConfig) -> list[dict[str, Any]]:
 
 
 def test_a_run_trains_publishes_saves_and_records(
-    model_dir: Path, tmp_path: Path, engine: FakeEngine
+    configure: Configure, tmp_path: Path, hub_url: str, engine: FakeEngine
 ) -> None:
-    policy = load_policy(config_for(model_dir, tmp_path))
-    groups = [make_group([1.0, 0.0], seed=seed, model=policy.model) for seed in range(4)]
+    config = configure(num_steps=3, checkpoint_interval=2, warmup_steps=2)
+    policy = load_policy(config)
+    groups = pairs(4, model=policy.model)
     groups += [make_group([1.0, 1.0], seed=seed, model=policy.model) for seed in (8, 9)]
-    with running_hub() as hub_url:
-        send(hub_url, groups)
-        config = config_for(
-            model_dir,
-            tmp_path,
-            hub_url=hub_url,
-            engine_url=engine.url,
-            num_steps=3,
-            checkpoint_interval=2,
-            warmup_steps=2,
-        )
-        train(config)
-        with TrainerClient(hub_url) as hub:
-            assert hub.status().policy_version == 3
-            assert hub.status().current_step == 3
-        assert ledger_of(hub_url) == {"trained": 6}
+    send(hub_url, groups)
+    train(config)
+    with TrainerClient(hub_url) as hub:
+        assert hub.status().policy_version == 3
+        assert hub.status().current_step == 3
+    assert ledger_of(hub_url) == {"trained": 6}
     steps = steps_of(config)
     assert [s["step"] for s in steps] == [1, 2, 3]
     assert [s["lr"] for s in steps] == [5e-4, 1e-3, 1e-3]
@@ -127,13 +75,9 @@ def test_a_run_trains_publishes_saves_and_records(
     assert steps[2]["num_skipped_zero_advantage"] == 4
     assert steps[2]["loss"] is None
     assert engine.versions == ["0", "1", "2", "3"]
-    assert sorted(p.name for p in config.save_path.iterdir()) == [
-        "final_model",
-        "metrics.jsonl",
-        "step_2",
-        "step_3",
-    ]
-    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["version_2", "version_3"]
+    saved = {path.name for path in config.save_path.iterdir()}
+    assert saved == {"final_model", "metrics.jsonl", "step_2", "step_3"}
+    assert {p.name for p in (tmp_path / "weights").iterdir()} == {"version_2", "version_3"}
     final = load_policy(config_for(config.save_path / "final_model", tmp_path))
     moved = [
         (a - b).abs().max().item()
@@ -144,7 +88,7 @@ def test_a_run_trains_publishes_saves_and_records(
 
 
 def test_a_checkpoint_lets_the_hub_forget_what_was_trained_before_it(
-    model_dir: Path, tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, hub_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[int, Path]] = []
     real = TrainerClient.checkpoint
@@ -155,99 +99,74 @@ def test_a_checkpoint_lets_the_hub_forget_what_was_trained_before_it(
         return real(self, step, path)
 
     monkeypatch.setattr(TrainerClient, "checkpoint", note)
-    with running_hub() as hub_url:
-        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(6)])
-        config = config_for(
-            model_dir,
-            tmp_path,
-            hub_url=hub_url,
-            engine_url=engine.url,
-            num_steps=3,
-            checkpoint_interval=2,
-        )
-        train(config)
-        with TrainerClient(hub_url) as hub:
-            resumed = hub.register(registration_of(config), resume_step=0, resume="requeue")
+    send(hub_url, pairs(6))
+    config = configure(num_steps=3, checkpoint_interval=2)
+    train(config)
+    with TrainerClient(hub_url) as hub:
+        resumed = hub.register(registration_of(config), resume_step=0, resume="requeue")
     assert told == [(2, config.save_path / "step_2"), (3, config.save_path / "step_3")]
     assert resumed.requeued == 0  # nothing is held any more
 
 
 def test_a_run_begun_again_starts_empty_and_says_where_the_earlier_one_is(
-    model_dir: Path, tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    configure: Configure, hub_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running_hub() as hub_url:
-        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(6)])
-        config = config_for(
-            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=1
-        )
-        with TrainerClient(hub_url) as earlier:
-            earlier.register(registration_of(config), experiment="earlier")
-            assert earlier.lease_batch() is not None
-        begun = threading.Thread(target=train, args=[config])
-        begun.start()
-        while ledger_of(hub_url):
-            time.sleep(0.05)
-        assert ledger_of(f"{hub_url}/runs/default.1") == {"queued": 4, "leased": 2}
-        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(6, 8)])
-        begun.join()
-        assert ledger_of(hub_url) == {"trained": 2}
+    send(hub_url, pairs(6))
+    config = configure(num_steps=1)
+    with TrainerClient(hub_url) as earlier:
+        earlier.register(registration_of(config), experiment="earlier")
+        assert earlier.lease_batch() is not None
+    begun = threading.Thread(target=train, args=[config])
+    begun.start()
+    while ledger_of(hub_url):
+        time.sleep(0.05)
+    assert ledger_of(f"{hub_url}/runs/default.1") == {"queued": 4, "leased": 2}
+    send(hub_url, pairs(2, first_seed=6))
+    begun.join()
+    assert ledger_of(hub_url) == {"trained": 2}
     assert "set its earlier experiment aside as 'default.1'" in caplog.text
 
 
 def test_a_run_resumed_before_its_first_checkpoint_trains_on_the_same_batches(
-    model_dir: Path, tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    configure: Configure, hub_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The trainer before it died without a checkpoint, while it held its second batch."""
-    with running_hub() as hub_url:
-        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(4)])
-        config = config_for(
-            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=2, resume=True
-        )
-        with TrainerClient(hub_url) as dead:
-            dead.register(registration_of(config))
-            first = dead.lease_batch()
-            assert first is not None
-            dead.ack(first)
-            assert dead.lease_batch() is not None
-        train(config)
-        ledger = ledger_of(hub_url)
+    send(hub_url, pairs(4))
+    config = configure(num_steps=2, resume=True)
+    with TrainerClient(hub_url) as dead:
+        dead.register(registration_of(config))
+        first = dead.lease_batch()
+        assert first is not None
+        dead.ack(first)
+        assert dead.lease_batch() is not None
+    train(config)
     assert "4 groups that were trained on after step 0 come again" in caplog.text
     assert [s["num_lost_leases"] for s in steps_of(config)] == [0, 0]
-    assert ledger == {"trained": 4}
+    assert ledger_of(hub_url) == {"trained": 4}
 
 
 def test_a_group_that_cannot_be_trained_on_costs_itself_alone(
-    model_dir: Path, tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    configure: Configure, hub_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An environment of the original sends a positive log-probability, which the hub has to take."""
-    groups = [make_group([1.0, 0.0], seed=seed) for seed in range(4)]
+    groups = pairs(4)
     faulty = make_group([1.0, 0.0], seed=9).to_dict()
     trained_at = next(i for i, label in enumerate(faulty["masks"][1]) if label != -100)
     faulty["inference_logprobs"][1][trained_at] = 0.5
-    with running_hub() as hub_url:
-        send(hub_url, groups[:1])
-        httpx.post(f"{hub_url}/scored_data", json=faulty).raise_for_status()
-        with TrainerClient(hub_url) as hub:
-            for number, group in enumerate(groups[1:]):
-                body = join_packed([pack_group(group.replace(group_id=f"later{number}"))], {})
-                hub._client.post(
-                    "/scored_data", content=body, headers={"Content-Type": CONTENT_TYPE_PACKED}
-                ).raise_for_status()
-        config = config_for(
-            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=2
-        )
-        train(config)
-        assert ledger_of(hub_url) == {"trained": 4, "dead": 1}
-        assert httpx.get(f"{hub_url}/explain").json()["dead"] == {"rejected by the trainer": 1}
-        [dead] = httpx.get(f"{hub_url}/dead").json()["groups"]
+    send(hub_url, groups[:1])
+    httpx.post(f"{hub_url}/scored_data", json=faulty).raise_for_status()
+    send(hub_url, groups[1:], prefix="later")
+    train(configure(num_steps=2))
+    assert ledger_of(hub_url) == {"trained": 4, "dead": 1}
+    assert httpx.get(f"{hub_url}/explain").json()["dead"] == {"rejected by the trainer": 1}
+    [dead] = httpx.get(f"{hub_url}/dead").json()["groups"]
     assert f"sequences[1].inference_logprobs[{trained_at}]: 0.5" in dead["reason"]
     assert "1 groups of batch 0 cannot be trained on and are rejected" in caplog.text
 
 
 def test_a_lost_lease_is_counted_and_the_run_goes_on(
-    model_dir: Path,
-    tmp_path: Path,
-    engine: FakeEngine,
+    configure: Configure,
+    hub_url: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -258,88 +177,70 @@ def test_a_lost_lease_is_counted_and_the_run_goes_on(
         leased.append(lease_batch(self, *args, **kwargs))
         return leased[-1]
 
+    def lose() -> None:
+        assert leased[-1] is not None
+        with TrainerClient(hub_url) as other:
+            other.release(leased[-1])
+
     monkeypatch.setattr(TrainerClient, "lease_batch", noted)
-    with running_hub() as hub_url:
-        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(4)])
-
-        def lose() -> None:
-            assert leased[-1] is not None
-            with TrainerClient(hub_url) as other:
-                other.release(leased[-1])
-
-        during_first_step(monkeypatch, lose)
-        config = config_for(
-            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=2
-        )
-        train(config)
-        ledger = ledger_of(hub_url)
+    send(hub_url, pairs(4))
+    during_first_step(monkeypatch, lose)
+    config = configure(num_steps=2)
+    train(config)
     assert [s["num_lost_leases"] for s in steps_of(config)] == [1, 1]
     assert "they may be trained twice" in caplog.text
-    assert ledger == {"queued": 2, "trained": 2}
+    assert ledger_of(hub_url) == {"queued": 2, "trained": 2}
 
 
 def test_a_trainer_that_another_one_supersedes_ends_and_takes_no_more(
-    model_dir: Path, tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, hub_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running_hub() as hub_url:
-        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(4)])
-        config = config_for(
-            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=2
-        )
+    send(hub_url, pairs(4))
+    config = configure(num_steps=2)
 
-        def take_over() -> None:
-            with TrainerClient(hub_url) as other:
-                reply = other.register(registration_of(config), resume_step=0, resume="requeue")
-                assert reply.requeued == 2
+    def take_over() -> None:
+        with TrainerClient(hub_url) as other:
+            reply = other.register(registration_of(config), resume_step=0, resume="requeue")
+            assert reply.requeued == 2
 
-        during_first_step(monkeypatch, take_over)
-        with pytest.raises(TrainerSuperseded, match="another trainer has taken this run over"):
-            train(config)
-        ledger = ledger_of(hub_url)
-    assert ledger == {"queued": 4}
+    during_first_step(monkeypatch, take_over)
+    with pytest.raises(TrainerSuperseded, match="another trainer has taken this run over"):
+        train(config)
+    assert ledger_of(hub_url) == {"queued": 4}
 
 
 def test_a_hub_that_forgets_during_a_step_is_given_the_run_again(
-    model_dir: Path,
-    tmp_path: Path,
-    engine: FakeEngine,
+    configure: Configure,
+    hub_url: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with running_hub() as hub_url:
-        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(2)])
-
-        def forget() -> None:
-            with TrainerClient(hub_url) as hub:
-                hub.reset()
-            send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(2)])
-
-        during_first_step(monkeypatch, forget)
-        config = config_for(
-            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=2
-        )
-        train(config)
+    def forget() -> None:
         with TrainerClient(hub_url) as hub:
-            status = hub.status()
-        ledger = ledger_of(hub_url)
+            hub.reset()
+        send(hub_url, pairs(2))
+
+    send(hub_url, pairs(2))
+    during_first_step(monkeypatch, forget)
+    config = configure(num_steps=2)
+    train(config)
+    with TrainerClient(hub_url) as hub:
+        status = hub.status()
     assert "the hub no longer knows its batch" in caplog.text
     assert "registering again at step 1" in caplog.text
     assert (status.current_step, status.policy_version) == (2, 2)
     assert [s["num_lost_leases"] for s in steps_of(config)] == [0, 0]
-    assert ledger == {"trained": 2}
+    assert ledger_of(hub_url) == {"trained": 2}
 
 
 def test_a_step_longer_than_the_lease_keeps_it(
-    model_dir: Path, tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, hub_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running_hub() as hub_url:
-        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(2)])
-        during_first_step(monkeypatch, lambda: time.sleep(0.5))
-        config = config_for(
-            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=1, lease_s=0.2
-        )
-        train(config)
-        assert ledger_of(hub_url) == {"trained": 2}
+    send(hub_url, pairs(2))
+    during_first_step(monkeypatch, lambda: time.sleep(0.5))
+    config = configure(num_steps=1, lease_s=0.2)
+    train(config)
+    assert ledger_of(hub_url) == {"trained": 2}
     assert steps_of(config)[0]["num_lost_leases"] == 0
 
 
@@ -356,30 +257,22 @@ def during_first_step(monkeypatch: pytest.MonkeyPatch, event: Callable[[], None]
 
 
 def test_an_engine_on_other_weights_stops_the_run_before_it_learns_from_them(
-    model_dir: Path, tmp_path: Path, engine: FakeEngine
+    configure: Configure, tmp_path: Path, hub_url: str
 ) -> None:
     other = load_policy(config_for(make_tiny_model(tmp_path / "other", seed=5), tmp_path))
-    with running_hub() as hub_url:
-        send(hub_url, [make_group([1.0, 0.0], seed=s, model=other.model) for s in range(2)])
-        config = config_for(
-            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, max_logprob_gap=1e-3
-        )
-        with pytest.raises(EngineError, match=r"policy version 0 differ.*max_logprob_gap 0.001"):
-            train(config)
+    send(hub_url, pairs(2, model=other.model))
+    with pytest.raises(EngineError, match=r"policy version 0 differ.*max_logprob_gap 0.001"):
+        train(configure(max_logprob_gap=1e-3))
 
 
-def test_null_logprobs_end_the_run_with_a_cure(
-    model_dir: Path, tmp_path: Path, engine: FakeEngine
-) -> None:
-    with running_hub() as hub_url:
-        groups = [make_group([1.0, 0.0], seed=s).replace(inference_logprobs=None) for s in range(2)]
-        send(hub_url, groups)
-        with pytest.raises(GroupError, match="managed_server"):
-            train(config_for(model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url))
+def test_null_logprobs_end_the_run_with_a_cure(configure: Configure, hub_url: str) -> None:
+    send(hub_url, [group.replace(inference_logprobs=None) for group in pairs(2)])
+    with pytest.raises(GroupError, match="managed_server"):
+        train(configure())
 
 
 def test_the_trainer_waits_for_a_hub_that_is_away(
-    model_dir: Path, tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, hub_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = TrainerClient.lease_batch
     failures = [1, 1]
@@ -391,25 +284,19 @@ def test_the_trainer_waits_for_a_hub_that_is_away(
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(TrainerClient, "lease_batch", flaky)
-    with running_hub() as hub_url:
-        config = config_for(
-            model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url, num_steps=1
-        )
-        late = threading.Timer(
-            0.1, send, (hub_url, [make_group([1.0, 0.0], seed=s) for s in range(2)])
-        )
-        late.start()
-        train(config)
-        late.join()
+    late = threading.Timer(0.1, send, (hub_url, pairs(2)))
+    late.start()
+    config = configure(num_steps=1)
+    train(config)
+    late.join()
     assert len(steps_of(config)) == 1
 
 
-def gradients(policy: Policy, config: TrainerConfig, out: Path) -> list[torch.Tensor]:
+def gradients(policy: Policy, config: TrainerConfig) -> list[torch.Tensor]:
     """Return the parameters after one plain SGD step, which are linear in the gradient."""
     groups = [make_group([1.0, 0.0, 0.3], seed=s, length=6 + 4 * s) for s in range(3)]
-    gap = LogprobGap(policy, limit=None)
     optimizer = torch.optim.SGD(policy.model.parameters(), lr=1.0)
-    take_step(policy, optimizer, make_batch(groups, data_options(config)), config, 0, gap)
+    one_step(policy, config, groups, optimizer=optimizer)
     return [p.detach().clone() for p in policy.model.parameters()]
 
 
@@ -430,8 +317,8 @@ def test_the_update_does_not_depend_on_how_it_is_computed(
 ) -> None:
     plain = config_for(model_dir, tmp_path, batch_size=100)
     other = config_for(model_dir, tmp_path, **{"batch_size": 100} | changes)
-    expected = gradients(load_policy(plain), plain, tmp_path)
-    found = gradients(load_policy(other), other, tmp_path)
+    expected = gradients(load_policy(plain), plain)
+    found = gradients(load_policy(other), other)
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
@@ -458,10 +345,9 @@ def test_kl_pulls_a_moved_model_back(model_dir: Path, tmp_path: Path) -> None:
         for parameter in policy.model.parameters():
             parameter.add_(0.02)
     optimizer = make_optimizer(policy, config)
-    batch = make_batch([make_group([1.0, 1.0], model=policy.model)], data_options(config))
-    gap = LogprobGap(policy, limit=None)
+    groups = [make_group([1.0, 1.0], model=policy.model)]
     kls = [
-        take_step(policy, optimizer, batch, config, 0, gap, reference).sums["kl_sum"]
+        one_step(policy, config, groups, optimizer=optimizer, reference=reference).sums["kl_sum"]
         for _ in range(5)
     ]
     assert kls[0] > kls[-1] > 0
@@ -475,8 +361,6 @@ def test_bfloat16_checkpoints_keep_float32_masters(model_dir: Path, tmp_path: Pa
 
 
 def test_tied_embeddings_are_saved_once(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     tied = make_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
     policy = load_policy(config_for(tied, tmp_path, dtype="bfloat16"))
     policy.save(tmp_path / "saved")

@@ -19,9 +19,9 @@ from example_trainer.model import build_model
 from example_trainer.parallel import ALONE, World, processes
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_reload import fake_engine, running_hub
-from tests.trainer.helpers_trainer import make_group
+from tests.trainer.helpers_run import ledger_of, send
+from tests.trainer.helpers_trainer import make_group, pairs
 from tests.trainer.parallel_worker import run
-from tests.trainer.test_trainer_loop import ledger_of, send
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS, MIDDLE = 10, 4
@@ -166,14 +166,13 @@ def test_a_process_that_reads_no_weights_holds_none(
 @pytest.mark.timeout(300)
 def test_two_processes_follow_one_hub_through_the_first(tmp_path: Path) -> None:
     model_dir = make_tiny_model(tmp_path / "model")
-    groups = [make_group([1.0, 0.0], seed=seed) for seed in range(6)]
     finals = []
     for name, launcher in (
         ("one", []),
         ("two", ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]),
     ):
         with running_hub() as hub_url, fake_engine() as engine:
-            send(hub_url, groups)
+            send(hub_url, pairs(6))
             settings = settings_for(model_dir, tmp_path / name, num_steps=3, batch_size=4)
             settings |= {"hub_url": hub_url, "engine_url": engine.url, "bridge": "reload"}
             flags = [f"--{key}={value}" for key, value in settings.items()]

@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,50 +17,39 @@ from safetensors.torch import load_file
 from atroposlib.errors import ConfigError
 from example_trainer.checkpointing import Checkpoints
 from example_trainer.config import TrainerConfig
-from example_trainer.data import make_batch
-from example_trainer.gap import LogprobGap
-from example_trainer.model import load_policy
+from example_trainer.model import Policy, load_policy
 from example_trainer.optim import make_optimizer
 from example_trainer.parallel import ALONE
 from example_trainer.records import MetricsLog
-from example_trainer.step import data_options, take_step
 from example_trainer.training import train
 from example_trainer.weights import WeightsDirectory
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_reload import fake_engine, running_hub
-from tests.trainer.helpers_trainer import make_group
-from tests.trainer.test_trainer_loop import config_for, ledger_of, send
+from tests.trainer.helpers_run import Configure, config_for, ledger_of, send
+from tests.trainer.helpers_trainer import one_step, pairs
 
 NUM_STEPS = 5
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def run(model_dir: Path, out: Path, *, stop_after: int | None, **changes: Any) -> TrainerConfig:
     """Train on ten groups; stopped by a signal after a step and resumed if `stop_after` is given."""
-    groups = [make_group([1.0, 0.0], seed=seed) for seed in range(2 * NUM_STEPS)]
     with running_hub() as hub_url, fake_engine() as engine:
-        send(hub_url, groups)
+        send(hub_url, pairs(2 * NUM_STEPS))
         settings = {"hub_url": hub_url, "engine_url": engine.url, "num_steps": NUM_STEPS}
         config = config_for(model_dir, out, **settings, checkpoint_interval=2, **changes)
         if stop_after is not None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(MetricsLog, "write", signalling(MetricsLog.write, stop_after))
                 train(config)
-            saved = Checkpoints(save_path=config.save_path, world=ALONE).steps()
-            assert saved[-1] == stop_after
+            assert checkpoints(config.save_path).steps()[-1] == stop_after
             assert not (config.save_path / "final_model").exists()
             config = config.model_copy(update={"resume": True})
         train(config)
         assert ledger_of(hub_url) == {"trained": 2 * NUM_STEPS}
         assert engine.versions[-1] == str(NUM_STEPS)
         if stop_after is not None:
-            assert (
-                engine.versions.count(str(stop_after)) == 2
-            )  # published, and again at the restart
+            # Published, and again at the restart.
+            assert engine.versions.count(str(stop_after)) == 2
     return config
 
 
@@ -103,27 +92,36 @@ def test_a_stopped_run_resumes_to_the_same_weights_and_the_same_record(
     assert metrics_of(parts) == metrics_of(whole)
 
 
-def stepped(model_dir: Path, out: Path) -> tuple[Any, Any, TrainerConfig]:
-    """Return policy and optimizer after one step."""
-    config = config_for(model_dir, out)
+class Stepped(NamedTuple):
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+
+
+def loaded(config: TrainerConfig) -> Stepped:
     policy = load_policy(config)
-    optimizer = make_optimizer(policy, config)
-    options = data_options(config)
-    gap = LogprobGap(policy, limit=None)
-    batch = make_batch([make_group([1.0, 0.0])], options)
-    take_step(policy, optimizer, batch, config, 0, gap)
-    return policy, optimizer, config
+    return Stepped(policy, make_optimizer(policy, config))
+
+
+def stepped(config: TrainerConfig) -> Stepped:
+    """Return policy and optimizer after one step."""
+    policy, optimizer = loaded(config)
+    one_step(policy, config, pairs(1), optimizer=optimizer)
+    return Stepped(policy, optimizer)
+
+
+def checkpoints(directory: Path, *, keep_last: int | None = None) -> Checkpoints:
+    return Checkpoints(save_path=directory, world=ALONE, keep_last=keep_last)
 
 
 def test_a_checkpoint_holds_masters_optimizer_and_random_states(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    policy, optimizer, config = stepped(model_dir, tmp_path)
-    saved = Checkpoints(save_path=tmp_path / "saved", world=ALONE)
+    config = config_for(model_dir, tmp_path)
+    policy, optimizer = stepped(config)
+    saved = checkpoints(tmp_path / "saved")
     path = saved.save(policy, optimizer, 1)
     draw = torch.rand(3)
-    fresh = load_policy(config)
-    fresh_optimizer = make_optimizer(fresh, config)
+    fresh, fresh_optimizer = loaded(config)
     assert saved.load(path, fresh, fresh_optimizer).step == 1
     assert torch.equal(torch.rand(3), draw)
     for a, b in zip(policy.model.parameters(), fresh.model.parameters(), strict=True):
@@ -135,19 +133,19 @@ def test_a_checkpoint_holds_masters_optimizer_and_random_states(
 
 def test_tied_embeddings_survive_a_checkpoint(tmp_path: Path) -> None:
     tied = make_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
-    policy, optimizer, config = stepped(tied, tmp_path)
-    path = Checkpoints(save_path=tmp_path / "saved", world=ALONE).save(policy, optimizer, 1)
-    fresh = load_policy(config)
-    Checkpoints(save_path=tmp_path / "saved", world=ALONE).load(
-        path, fresh, make_optimizer(fresh, config)
-    )
+    config = config_for(tied, tmp_path)
+    policy, optimizer = stepped(config)
+    saved = checkpoints(tmp_path / "saved")
+    path = saved.save(policy, optimizer, 1)
+    fresh, fresh_optimizer = loaded(config)
+    saved.load(path, fresh, fresh_optimizer)
     assert torch.equal(fresh.model.lm_head.weight, policy.model.lm_head.weight)
     assert fresh.model.lm_head.weight is fresh.model.model.embed_tokens.weight
 
 
 def test_only_the_last_checkpoints_are_kept(model_dir: Path, tmp_path: Path) -> None:
-    policy, optimizer, _ = stepped(model_dir, tmp_path)
-    saved = Checkpoints(save_path=tmp_path / "saved", world=ALONE, keep_last=2)
+    policy, optimizer = loaded(config_for(model_dir, tmp_path))
+    saved = checkpoints(tmp_path / "saved", keep_last=2)
     for step in (1, 2, 10):
         saved.save(policy, optimizer, step)
     assert saved.steps() == [1, 2, 10]
@@ -155,13 +153,19 @@ def test_only_the_last_checkpoints_are_kept(model_dir: Path, tmp_path: Path) -> 
     assert saved.steps() == [2, 10]
 
 
-def test_a_checkpoint_of_another_model_is_refused(model_dir: Path, tmp_path: Path) -> None:
-    policy, optimizer, _ = stepped(model_dir, tmp_path)
-    path = Checkpoints(save_path=tmp_path / "saved", world=ALONE).save(policy, optimizer, 1)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    policy, optimizer = stepped(config_for(model_dir, tmp_path))
+    saved = checkpoints(tmp_path / "saved")
+    path = saved.save(policy, optimizer, 1)
     other_dir = make_tiny_model(tmp_path / "other", num_layers=3)
-    other, other_optimizer, _ = stepped(other_dir, tmp_path)
-    with pytest.raises(ConfigError, match="another model or optimizer"):
-        Checkpoints(save_path=tmp_path, world=ALONE).load(path, other, other_optimizer)
+    for other in (
+        stepped(config_for(other_dir, tmp_path)),
+        loaded(config_for(model_dir, tmp_path, optimizer="adamw_8bit")),
+    ):
+        with pytest.raises(ConfigError, match="another model or optimizer"):
+            saved.load(path, *other)
 
 
 def test_what_is_no_checkpoint_is_refused_by_name(model_dir: Path, tmp_path: Path) -> None:
@@ -170,8 +174,8 @@ def test_what_is_no_checkpoint_is_refused_by_name(model_dir: Path, tmp_path: Pat
         train(config)
 
 
-def test_a_half_written_checkpoint_is_not_resumed_from(model_dir: Path, tmp_path: Path) -> None:
-    saved = Checkpoints(save_path=tmp_path, world=ALONE)
+def test_a_half_written_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
+    saved = checkpoints(tmp_path)
     (tmp_path / "step_7/training").mkdir(parents=True)
     (tmp_path / ".step_9-abc/training").mkdir(parents=True)
     (tmp_path / ".step_9-abc/training/state.json").write_text("{}")
@@ -181,8 +185,8 @@ def test_a_half_written_checkpoint_is_not_resumed_from(model_dir: Path, tmp_path
 def test_a_checkpoint_half_removed_is_none(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, optimizer, _ = stepped(model_dir, tmp_path)
-    saved = Checkpoints(save_path=tmp_path / "saved", world=ALONE, keep_last=1)
+    policy, optimizer = loaded(config_for(model_dir, tmp_path))
+    saved = checkpoints(tmp_path / "saved", keep_last=1)
     for step in (1, 2):
         saved.save(policy, optimizer, step)
 
@@ -204,8 +208,8 @@ def test_checkpoints_of_an_abandoned_run_are_set_aside_and_pruning_spares_this_o
     model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else `keep_last` would remove the step 1 of this run, and `resume` go on from step 9 of the other."""
-    policy, optimizer, _ = stepped(model_dir, tmp_path)
-    saved = Checkpoints(save_path=tmp_path / "saved", world=ALONE, keep_last=1)
+    policy, optimizer = loaded(config_for(model_dir, tmp_path))
+    saved = checkpoints(tmp_path / "saved", keep_last=1)
     for step in (6, 9):
         saved.save(policy, optimizer, step)
     (tmp_path / "saved/metrics.jsonl").write_text("{}\n")
@@ -216,60 +220,41 @@ def test_checkpoints_of_an_abandoned_run_are_set_aside_and_pruning_spares_this_o
     assert saved.steps() == [1]
     aside = tmp_path / "saved/earlier_run_2"
     assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "step_6", "step_9"]
-    assert Checkpoints(save_path=aside, world=ALONE).steps() == [6, 9]
+    assert checkpoints(aside).steps() == [6, 9]
     assert "step_6, step_9 (--resume" in caplog.text
 
 
 def test_a_run_that_falls_behind_what_the_hub_still_holds_says_so_and_goes_on(
-    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    configure: Configure, hub_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running_hub() as hub_url, fake_engine() as engine:
-        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(12)])
-        settings = {"hub_url": hub_url, "engine_url": engine.url, "checkpoint_interval": 2}
-        config = config_for(model_dir, tmp_path, num_steps=4, **settings)
-        train(config)
-        older = {"resume_from": config.save_path / "step_2", "num_steps": 4}
-        train(config.model_copy(update=older))
-        assert (
-            "0 groups that were trained on after step 2 come again, and 2 steps are" in caplog.text
-        )
-        assert ledger_of(hub_url) == {"trained": 12}
+    send(hub_url, pairs(12))
+    config = configure(num_steps=4, checkpoint_interval=2)
+    train(config)
+    train(config.model_copy(update={"resume_from": config.save_path / "step_2"}))
+    expected = "0 groups that were trained on after step 2 come again, and 2 steps are"
+    assert expected in caplog.text
+    assert ledger_of(hub_url) == {"trained": 12}
     assert [step for step, *_ in metrics_of(config)] == [1, 2, 3, 4]
-    assert sorted(path.name for path in config.save_path.iterdir()) == [
-        "earlier_run_1",
-        "final_model",
-        "metrics.jsonl",
-        "step_2",
-        "step_4",
-    ]
+    left = {path.name for path in config.save_path.iterdir()}
+    assert left == {"earlier_run_1", "final_model", "metrics.jsonl", "step_2", "step_4"}
 
 
 def test_parameters_that_never_had_a_gradient_do_not_stop_a_resume(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """As experts that no token was sent to: the optimizer keeps nothing for them."""
-    policy, optimizer, config = stepped(model_dir, tmp_path)
+    config = config_for(model_dir, tmp_path)
+    policy, optimizer = stepped(config)
     idle = policy.model.model.layers[1].mlp.down_proj.weight
     del optimizer.state[idle]
-    saved = Checkpoints(save_path=tmp_path / "saved", world=ALONE)
+    saved = checkpoints(tmp_path / "saved")
     path = saved.save(policy, optimizer, 1)
-    fresh = load_policy(config)
-    fresh_optimizer = make_optimizer(fresh, config)
+    fresh, fresh_optimizer = loaded(config)
     saved.load(path, fresh, fresh_optimizer)
     found = fresh.model.model.layers[1].mlp.down_proj.weight
     assert found not in fresh_optimizer.state
     assert torch.equal(found, idle)
     assert len(fresh_optimizer.state) == len(optimizer.state)
-
-
-def test_a_checkpoint_of_another_optimizer_is_refused(model_dir: Path, tmp_path: Path) -> None:
-    policy, optimizer, _ = stepped(model_dir, tmp_path)
-    saved = Checkpoints(save_path=tmp_path / "saved", world=ALONE)
-    path = saved.save(policy, optimizer, 1)
-    config = config_for(model_dir, tmp_path, optimizer="adamw_8bit")
-    other = load_policy(config)
-    with pytest.raises(ConfigError, match="another model or optimizer"):
-        saved.load(path, other, make_optimizer(other, config))
 
 
 def test_the_record_goes_on_after_the_step_of_the_checkpoint(
@@ -324,17 +309,15 @@ def test_a_resumed_run_goes_on_in_the_same_chart(
 
 
 def test_a_run_resumed_beyond_its_last_step_leaves_its_final_model(
-    model_dir: Path, tmp_path: Path
+    configure: Configure, hub_url: str
 ) -> None:
-    with running_hub() as hub_url, fake_engine() as engine:
-        send(hub_url, [make_group([1.0, 0.0], seed=seed) for seed in range(4)])
-        settings = {"hub_url": hub_url, "engine_url": engine.url, "checkpoint_interval": 1}
-        config = config_for(model_dir, tmp_path, num_steps=2, **settings)
-        train(config)
-        final = config.save_path / "final_model/model.safetensors"
-        weights = final.read_bytes()
-        final.unlink()
-        train(config.model_copy(update={"num_steps": 1, "resume": True}))
+    send(hub_url, pairs(4))
+    config = configure(num_steps=2, checkpoint_interval=1)
+    train(config)
+    final = config.save_path / "final_model/model.safetensors"
+    weights = final.read_bytes()
+    final.unlink()
+    train(config.model_copy(update={"num_steps": 1, "resume": True}))
     assert final.read_bytes() == weights
 
 

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from atroposlib.scored_data import ScoredGroup, Strictness, check_group
+from atroposlib.scored_data import Strictness, check_group
 from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
-from example_trainer.model import Policy, load_policy, reference_of
+from example_trainer.model import load_policy, reference_of
 from example_trainer.objective import OBJECTIVES
 from example_trainer.step import data_options, objective_of, take_step
-from tests.tiny_model import make_tiny_model
-from tests.trainer.test_trainer_loop import config_for
+from tests.trainer.helpers_run import config_for
 
 SEQ_LEN = 24
 VOCABULARY = 256
@@ -31,15 +31,8 @@ EVERYTHING = {"kl_coef": 0.3, "entropy_coef": 0.05, "distill_coef": 0.4}
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def model(model_dir: Path) -> Any:
     """The same model in float64."""
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(model_dir).double()
 
 
@@ -222,10 +215,6 @@ def slow_update(
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def checked(groups: list[dict[str, Any]]) -> list[ScoredGroup]:
-    return [check_group(g, strictness=Strictness.MEANING) for g in groups]
-
-
 def found_update(
     model_dir: Path, tmp_path: Path, groups: list[dict[str, Any]], settings: dict[str, Any]
 ) -> tuple[dict[str, torch.Tensor], int]:
@@ -235,18 +224,14 @@ def found_update(
     )
     policy = load_policy(config)
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    batch = make_batch(checked(groups), data_options(config))
-    one_step(policy, config, batch)
+    checked = [check_group(group, strictness=Strictness.MEANING) for group in groups]
+    batch = make_batch(checked, data_options(config))
+    reference = reference_of(policy, config) if config.kl_coef else None
+    optimizer = torch.optim.SGD(policy.model.parameters(), lr=config.lr)
+    take_step(policy, optimizer, batch, config, 0, LogprobGap(policy, limit=None), reference)
     after = dict(policy.model.named_parameters())
     taken = {name: (p - after[name]).detach().double() for name, p in before.items()}
     return taken, len(batch.micro_batches)
-
-
-def one_step(policy: Policy, config: Any, batch: Any) -> Any:
-    reference = reference_of(policy, config) if config.kl_coef else None
-    optimizer = torch.optim.SGD(policy.model.parameters(), lr=config.lr)
-    gap = LogprobGap(policy, limit=None)
-    return take_step(policy, optimizer, batch, config, 0, gap, reference)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

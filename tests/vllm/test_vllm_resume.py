@@ -19,15 +19,15 @@ from example_trainer.checkpointing import Checkpoints
 from example_trainer.parallel import ALONE
 from tests.processes import Process, answers, free_port, running, wait_for
 from tests.trainer.helpers_reload import running_hub
-from tests.trainer.helpers_trainer import make_group
-from tests.trainer.test_trainer_loop import ledger_of, send
+from tests.trainer.helpers_run import ledger_of, send
+from tests.trainer.helpers_trainer import pairs
 from tests.vllm.conftest import ServedRequest
 from tests.vllm.helpers_vllm import MAX_MODEL_LEN, STARTUP_TIMEOUT_S, vllm_python
 from tests.vllm.test_vllm_loop import NUM_STEPS, RESTART_INTERVAL, assert_serves, num_starts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-GROUPS = [make_group([1.0, 0.0], seed=seed) for seed in range(2 * NUM_STEPS)]
+GROUPS = pairs(2 * NUM_STEPS)
 SHUTDOWN_TIMEOUT_S = 10
 """Then torchrun kills its processes: less than a start of vLLM takes."""
 

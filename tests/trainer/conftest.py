@@ -1,0 +1,36 @@
+"""What tests of the trainer share: a tiny model, a fake engine, and a hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_model import make_tiny_model
+from tests.trainer.helpers_reload import FakeEngine, fake_engine, running_hub
+from tests.trainer.helpers_run import Configure, config_for
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    with fake_engine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def hub_url() -> Iterator[str]:
+    with running_hub() as url:
+        yield url
+
+
+@pytest.fixture
+def configure(model_dir: Path, tmp_path: Path, hub_url: str, engine: FakeEngine) -> Configure:
+    """Make the configuration of a run with this test's hub and engine."""
+    return partial(config_for, model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url)

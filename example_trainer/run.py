@@ -33,8 +33,6 @@ END_GRACE_S = 120.0
 
 ENGINE_RETRY_S = 5.0
 
-_LOCAL_ENGINE_BRIDGES = ("restart", "reload")
-
 
 class RunConfig(TrainerConfig):
     """Settings of the trainer and of the processes beside it."""
@@ -133,7 +131,7 @@ def _check(config: RunConfig, environment_flags: Sequence[str]) -> None:
         raise ConfigError(
             "--engine_url: atropos-grpo-run starts its own engine; use atropos-grpo for running ones"
         )
-    if config.engine == "local" and config.bridge not in _LOCAL_ENGINE_BRIDGES:
+    if config.engine == "local" and config.bridge not in ("restart", "reload"):
         raise ConfigError(
             f"--engine local takes no weights by --bridge {config.bridge}; use reload, or --engine vllm"
         )

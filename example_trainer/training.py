@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
 from typing import Any
@@ -30,7 +30,7 @@ from example_trainer.gap import LogprobGap
 from example_trainer.memory import sizes_of, what_does_not_fit
 from example_trainer.model import Policy, choose_device, load_policy, reference_of
 from example_trainer.optim import make_optimizer
-from example_trainer.parallel import World, processes
+from example_trainer.parallel import processes
 from example_trainer.records import (
     Clock,
     MetricsLog,
@@ -74,10 +74,18 @@ def train(config: TrainerConfig) -> None:
         empty_cache(policy.device)
         bridge.start(policy, start)
         stack.enter_context(stop_on_signals(stopping))
-        engines = EngineWatch(bridge, patience_s=config.engine_retry_s)
-        feed = stack.enter_context(
-            make_feed(config, log, world, experiment, stopping.is_set, engines)
-        )
+        feed = Follower(world)
+        if world.is_main:
+            hub = TrainerClient(config.hub_url, token=config.hub_token, retry_for_s=RETRY_S)
+            feed = Leader(
+                stack.enter_context(hub),
+                config,
+                log,
+                world,
+                experiment=experiment,
+                is_stopping=stopping.is_set,
+                on_no_batch=EngineWatch(bridge, patience_s=config.engine_retry_s).look,
+            )
         feed.begin(step=start)
         options = data_options(config, policy)
         gap = LogprobGap(policy, limit=config.max_logprob_gap)
@@ -153,30 +161,6 @@ def resume(
     start = saved.load(directory, policy, optimizer)
     logger.info("resuming from %s", directory)
     return start
-
-
-@contextmanager
-def make_feed(
-    config: TrainerConfig,
-    log: MetricsLog,
-    world: World,
-    experiment: str | None,
-    is_stopping: Callable[[], bool],
-    engines: EngineWatch,
-) -> Iterator[Follower]:
-    if not world.is_main:
-        yield Follower(world)
-        return
-    with TrainerClient(config.hub_url, token=config.hub_token, retry_for_s=RETRY_S) as hub:
-        yield Leader(
-            hub,
-            config,
-            log,
-            world,
-            experiment=experiment,
-            is_stopping=is_stopping,
-            on_no_batch=engines.look,
-        )
 
 
 @contextmanager

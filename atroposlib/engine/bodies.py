@@ -250,9 +250,7 @@ def sampling_params(
         max_tokens = _pick(body.max_completion_tokens, _pick(body.max_tokens, room))
         logprobs = _chat_logprobs(body)
     else:
-        max_tokens = _pick(body.max_tokens, _DEFAULT_COMPLETION_TOKENS)
-        if body.max_tokens is None:
-            max_tokens = min(max_tokens, room)
+        max_tokens = _pick(body.max_tokens, min(_DEFAULT_COMPLETION_TOKENS, room))
         logprobs = body.logprobs
     stop = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
     params = SamplingParams(
@@ -282,51 +280,34 @@ def sampling_params(
 
 
 def _check_values(p: SamplingParams, limits: EngineLimits, num_prompts: int) -> None:
-    def require(claim: bool, param: str, value: object, rule: str) -> None:
+    def require(claim: bool, param: str, rule: str) -> None:
         if not claim:
-            raise ApiError(f"{param} must be {rule}, got {_short(value)}", param=param)
+            value = getattr(p, param)
+            got = list(value) if isinstance(value, tuple) else value
+            raise ApiError(f"{param} must be {rule}, got {_short(got)}", param=param)
 
-    require(
-        num_prompts <= MAX_COMPLETIONS, "prompt", num_prompts, f"at most {MAX_COMPLETIONS} prompts"
-    )
+    if num_prompts > MAX_COMPLETIONS:
+        raise ApiError(
+            f"prompt must be at most {MAX_COMPLETIONS} prompts, got {num_prompts}", param="prompt"
+        )
     most = MAX_COMPLETIONS // num_prompts
-    require(p.n >= 1, "n", p.n, "at least 1")
-    require(p.n <= most, "n", p.n, f"at most {most}, for {num_prompts} prompts")
-    require(p.max_tokens >= 1, "max_tokens", p.max_tokens, "at least 1")
-    require(
-        math.isfinite(p.temperature) and p.temperature >= 0,
-        "temperature",
-        p.temperature,
-        "a finite number >= 0",
-    )
-    require(0 < p.top_p <= 1, "top_p", p.top_p, "in (0, 1]")
-    require(p.top_k >= 0, "top_k", p.top_k, "-1 or 0 (all tokens) or at least 1")
-    require(0 <= p.min_p <= 1, "min_p", p.min_p, "in [0, 1]")
-    require(
-        0 <= p.min_tokens <= p.max_tokens,
-        "min_tokens",
-        p.min_tokens,
-        f"between 0 and max_tokens={p.max_tokens}",
-    )
-    require(
-        p.logprobs is None or 0 <= p.logprobs <= MAX_LOGPROBS,
-        "logprobs",
-        p.logprobs,
-        f"between 0 and {MAX_LOGPROBS}",
-    )
-    require(all(p.stop), "stop", list(p.stop), "strings that are not empty")
-    require(
-        all(0 <= token < limits.vocab_size for token in p.stop_token_ids),
-        "stop_token_ids",
-        list(p.stop_token_ids),
-        f"token ids in [0, {limits.vocab_size})",
-    )
-    require(
-        p.n == 1 or p.temperature >= GREEDY_BELOW,
-        "n",
-        p.n,
-        "1 when sampling is greedy (temperature 0): all completions would be the same",
-    )
+    require(p.n >= 1, "n", "at least 1")
+    require(p.n <= most, "n", f"at most {most}, for {num_prompts} prompts")
+    require(p.max_tokens >= 1, "max_tokens", "at least 1")
+    is_finite = math.isfinite(p.temperature) and p.temperature >= 0
+    require(is_finite, "temperature", "a finite number >= 0")
+    require(0 < p.top_p <= 1, "top_p", "in (0, 1]")
+    require(p.top_k >= 0, "top_k", "-1 or 0 (all tokens) or at least 1")
+    require(0 <= p.min_p <= 1, "min_p", "in [0, 1]")
+    is_within = 0 <= p.min_tokens <= p.max_tokens
+    require(is_within, "min_tokens", f"between 0 and max_tokens={p.max_tokens}")
+    is_listed = p.logprobs is None or 0 <= p.logprobs <= MAX_LOGPROBS
+    require(is_listed, "logprobs", f"between 0 and {MAX_LOGPROBS}")
+    require(all(p.stop), "stop", "strings that are not empty")
+    are_known = all(0 <= token < limits.vocab_size for token in p.stop_token_ids)
+    require(are_known, "stop_token_ids", f"token ids in [0, {limits.vocab_size})")
+    greedy = "1 when sampling is greedy (temperature 0): all completions would be the same"
+    require(p.n == 1 or p.temperature >= GREEDY_BELOW, "n", greedy)
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:

@@ -15,12 +15,11 @@ from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import ConfigError, EngineRejected, EnvError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.runtime.evaluate import evaluate
-from atroposlib.runtime.serve import Timings, serve
+from atroposlib.runtime.serve import serve
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
 from tests.envs.helpers_envs import Offline, group_of, make_env
-from tests.runtime.helpers_runtime import LoopbackHub
+from tests.runtime.helpers_runtime import FAST, LoopbackHub
 
-FAST = Timings(tick_s=0.02, poll_wait_s=0.1, control_refill_s=0.02, register_s=0.02)
 FAILED = RewardFailure(reason="timeout", detail="no result within 10 s")
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
@@ -19,6 +19,25 @@ from atroposlib.api.schemas import RegisterEnv, RegisterTrainer
 from atroposlib.api.server import create_app
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.inference.harness import ByteTokenizer
+from atroposlib.runtime.serve import serve
+from atroposlib.runtime.timings import Timings
+from tests.processes import free_port
+
+FAST = Timings(
+    tick_s=0.02,
+    poll_wait_s=0.1,
+    control_refill_s=0.02,
+    register_s=0.02,
+    backoff_first_s=0.02,
+    backoff_cap_s=0.05,
+)
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    """Wait until `claim` holds."""
+    async with asyncio.timeout(40):
+        while not claim():  # noqa: ASYNC110 - watches other objects
+            await asyncio.sleep(0.01)
 
 
 def make_group(num_sequences: int = 2, *, scores: list[float] | None = None) -> dict[str, Any]:
@@ -122,9 +141,7 @@ class LoopbackHub:
             num_steps=num_steps,
             experiment="loopback",  # registering again at a hub that forgot everything is the same one
         )
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -160,6 +177,12 @@ class LoopbackHub:
             return 0
         await self.coordinator.confirm(delivery.batch_id)
         return len(delivery.payloads)
+
+    async def train(self, num_steps: int) -> None:
+        """Take batches until the trainer is at step `num_steps`."""
+        while self.coordinator.status().current_step < num_steps:
+            await self.take_batch()
+            await asyncio.sleep(0.01)
 
     async def __aenter__(self) -> LoopbackHub:
         await self.start()
@@ -199,3 +222,17 @@ class LoopbackHub:
             headers = [(name, value) for name, value in scope["headers"] if b"atropos" not in name]
             scope = {**scope, "headers": headers, "query_string": b""}
         await self._app(scope, receive, send)
+
+
+def produced(hub: LoopbackHub) -> int:
+    return hub.coordinator.ledger().produced
+
+
+@asynccontextmanager
+async def serving(env: ScriptedEnv, *, timings: Timings = FAST) -> AsyncIterator[ScriptedEnv]:
+    """Serve `env` during the block, then let the run end; a run that fails ends the block."""
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(serve(env, timings=timings, stop=stop))
+        yield env
+        stop.set()

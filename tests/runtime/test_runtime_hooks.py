@@ -17,8 +17,15 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import EnvError
 from atroposlib.inference.harness import ServerHarness, answer_from_hash
 from atroposlib.runtime.serve import serve
-from tests.runtime.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
-from tests.runtime.test_runtime_serve import FAST, produced, until
+from tests.runtime.helpers_runtime import (
+    FAST,
+    LoopbackHub,
+    ScriptedEnv,
+    make_group,
+    produced,
+    serving,
+    until,
+)
 
 HOOKS = (
     "setup_wandb",
@@ -37,15 +44,9 @@ HOOKS = (
 async def serve_steps(env: BaseEnv, hub: LoopbackHub, *, steps: int) -> None:
     """Serve until the trainer has taken `steps` batches."""
     env.config.total_steps = steps
-    run = asyncio.create_task(serve(env, timings=FAST))
-    try:
-        async with asyncio.timeout(5):
-            while hub.coordinator.status().current_step < steps and not run.done():
-                await hub.take_batch()
-                await asyncio.sleep(0.01)
-            await run
-    finally:
-        run.cancel()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(serve(env, timings=FAST))
+        await hub.train(steps)
 
 
 def counting(name: str, seen: list[str]) -> Any:
@@ -78,16 +79,13 @@ async def test_register_env_asks_once_per_call_and_is_what_registration_waits_fo
             answers.append(await super()._register_env())
             return answers[-1]
 
-    hub, stop = LoopbackHub(), asyncio.Event()
+    hub = LoopbackHub()
     await hub.start()
-    env = Asking(rollout_server_url=hub.url)
-    run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
-    await until(lambda: len(answers) >= 2)
-    assert answers[0] == {"status": "wait for trainer to start"}
-    await hub.start_trainer()
-    await until(lambda: env.env_id is not None)
-    stop.set()
-    await run
+    async with serving(Asking(rollout_server_url=hub.url)) as env:
+        await until(lambda: len(answers) >= 2)
+        assert answers[0] == {"status": "wait for trainer to start"}
+        await hub.start_trainer()
+        await until(lambda: env.env_id is not None)
     await hub.stop()
     assert answers[-1].keys() >= {
         "status",
@@ -164,17 +162,15 @@ async def test_it_also_begins_the_next_experiment_alone() -> None:
         if delivery is not None:
             await hub.coordinator.give_back(delivery.batch_id)
 
-    hub, stop = LoopbackHub(batch_size=4), asyncio.Event()
+    hub = LoopbackHub(batch_size=4)
     await hub.start()
     await begin("first")
     env = Loader(rollout_server_url=hub.url)
-    run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
-    await until(lambda: produced(hub) == 4)
-    await begin("second")
-    await until(lambda: produced(hub) == 4)
-    assert env.looks == [(-1, 0), (-1, 0)]
-    stop.set()
-    await run
+    async with serving(env):
+        await until(lambda: produced(hub) == 4)
+        await begin("second")
+        await until(lambda: produced(hub) == 4)
+        assert env.looks == [(-1, 0), (-1, 0)]
     await hub.stop()
 
 
@@ -204,13 +200,11 @@ async def test_step_checks_come_at_every_tick_and_workers_only_with_a_status() -
         async def add_train_workers(self) -> None:
             assert self.status_dict["queue_size"] == 0
 
+    timings = replace(FAST, poll_wait_s=60.0)
     async with LoopbackHub() as hub:
         env = Watching(rollout_server_url=hub.url)
-        stop = asyncio.Event()
-        run = asyncio.create_task(serve(env, timings=replace(FAST, poll_wait_s=60.0), stop=stop))
-        await until(lambda: env.checks > 5)
-        stop.set()
-        await run
+        async with serving(env, timings=timings):
+            await until(lambda: env.checks > 5)
     assert hub.calls["/status-env"] < 5
 
 
@@ -221,14 +215,9 @@ async def test_environment_whose_hooks_make_nothing_says_so(
         async def env_step_checks(self) -> None:
             pass
 
-    async with LoopbackHub() as hub:
-        stop = asyncio.Event()
-        timings = replace(FAST, no_item_reminder_s=0.05)
-        env = Idle(rollout_server_url=hub.url)
-        run = asyncio.create_task(serve(env, timings=timings, stop=stop))
+    timings = replace(FAST, no_item_reminder_s=0.05)
+    async with LoopbackHub() as hub, serving(Idle(rollout_server_url=hub.url), timings=timings):
         await until(lambda: "env_step_checks() sends nothing (step" in caplog.text)
-        stop.set()
-        await run
 
 
 async def test_overrides_may_take_the_place_of_the_defaults() -> None:
@@ -259,7 +248,7 @@ async def test_overrides_may_take_the_place_of_the_defaults() -> None:
 
     async with LoopbackHub() as hub:
         env = Own(rollout_server_url=hub.url, total_steps=3, max_num_workers=1)
-        await asyncio.wait_for(serve(env, timings=FAST), 5)
+        await serve(env, timings=FAST)
         assert produced(hub) == 0
     assert env.max_token_len == 55
     assert env.sent[0].keys() >= {"tokens", "masks", "scores", "ref_logprobs", "env_id"}
@@ -280,11 +269,8 @@ async def test_replaced_sender_gets_one_dict_or_a_list_as_it_was_returned() -> N
             max_num_workers=1,
         )
         env._send_scored_data_to_api = sender  # type: ignore[method-assign]
-        stop = asyncio.Event()
-        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
-        await until(lambda: len(sent) == 2)
-        stop.set()
-        await run
+        async with serving(env):
+            await until(lambda: len(sent) == 2)
         assert produced(hub) == 0
     assert isinstance(sent[0], dict)
     assert [type(group) for group in sent[1]] == [dict, dict]
@@ -299,10 +285,9 @@ async def test_sender_that_changes_the_group_and_calls_super_stores_what_it_made
 
     async with LoopbackHub() as hub:
         env = Scaled(rollout_server_url=hub.url, num_items=1)
-        run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
-        await until(lambda: produced(hub) == 1)
-        stop.set()
-        outbox = await run
+        async with serving(env):
+            await until(lambda: produced(hub) == 1)
+        outbox: Any = env.group_sink
         latest = hub.coordinator.ledger()
     assert (outbox.num_accepted, outbox.num_stored, latest.queued) == (1, 1, 1)
 
@@ -346,17 +331,15 @@ async def test_attributes_of_the_loop_have_their_meaning() -> None:
     async with LoopbackHub() as hub:
         env = ScriptedEnv(rollout_server_url=hub.url, answer=answer, num_items=3, max_num_workers=3)
         assert env.derived_batch_size == -1
-        run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
-        await until(lambda: len(env.running_items) == 3)
-        entry = next(iter(env.running_items.values()))
-        assert entry.keys() == {"item", "worker", "start_time"}
-        assert env.workers == {each["worker"] for each in env.running_items.values()}
-        assert (env.derived_batch_size, env.workers_added_list[0]) == (4, 3)
-        assert env.status_dict["current_step"] == 0
-        release.set()
-        await until(lambda: not env.running_items and produced(hub) == 2)
-        stop.set()
-        await run
+        async with serving(env):
+            await until(lambda: len(env.running_items) == 3)
+            entry = next(iter(env.running_items.values()))
+            assert entry.keys() == {"item", "worker", "start_time"}
+            assert env.workers == {each["worker"] for each in env.running_items.values()}
+            assert (env.derived_batch_size, env.workers_added_list[0]) == (4, 3)
+            assert env.status_dict["current_step"] == 0
+            release.set()
+            await until(lambda: not env.running_items and produced(hub) == 2)
     assert env.last_completed_item["scores"] == [0.0, 1.0]
     assert len(env.task_duration) == 3
     assert (len(env.succeeded_task_duration), len(env.failed_task_duration)) == (2, 1)
@@ -384,15 +367,13 @@ async def test_evaluation_starts_when_a_multiple_is_reached_or_jumped_over(
     async with LoopbackHub() as hub:
         env = Evaluating(rollout_server_url=hub.url, steps_per_eval=every, num_items=0)
         env.at = []
-        run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
-        await until(lambda: env.env_id is not None and bool(env.status_dict))
-        for step in steps:
-            env.status_dict = {**env.status_dict, "current_step": step}
-            await env.env_step_checks()
-            await asyncio.sleep(0)
-        assert env.at == evaluated_at
-        stop.set()
-        await run
+        async with serving(env):
+            await until(lambda: env.env_id is not None and bool(env.status_dict))
+            for step in steps:
+                env.status_dict = {**env.status_dict, "current_step": step}
+                await env.env_step_checks()
+                await asyncio.sleep(0)
+            assert env.at == evaluated_at
 
 
 async def test_failing_save_checkpoint_and_wandb_log_do_not_end_the_run(
@@ -488,18 +469,16 @@ async def test_training_during_an_evaluation_is_as_eval_handling_says(
             return None
 
         env.get_next_item = nothing_yet  # type: ignore[method-assign]
-        run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
-        await until(lambda: bool(env.status_dict))
-        env.status_dict = {**env.status_dict, "current_step": 1}
-        await env.env_step_checks()
-        assert env.eval_runner is not None
-        del env.get_next_item
-        await until(lambda: len(env.running_items) == num_running)
-        await asyncio.sleep(0.06)
-        assert len(env.running_items) == num_running
-        stop.set()
-        release.set()
-        await run
+        async with serving(env):
+            await until(lambda: bool(env.status_dict))
+            env.status_dict = {**env.status_dict, "current_step": 1}
+            await env.env_step_checks()
+            assert env.eval_runner is not None
+            del env.get_next_item
+            await until(lambda: len(env.running_items) == num_running)
+            await asyncio.sleep(0.06)
+            assert len(env.running_items) == num_running
+            release.set()
 
 
 async def test_metrics_of_all_servers_are_logged_and_none_is_no_error() -> None:

@@ -7,45 +7,29 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
-from atroposlib.runtime.serve import Timings, serve
-from tests.runtime.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
-
-FAST = Timings(
-    tick_s=0.02,
-    poll_wait_s=0.1,
-    control_refill_s=0.02,
-    register_s=0.02,
-    backoff_first_s=0.02,
-    backoff_cap_s=0.05,
-    flush_s=2.0,
-    disconnect_s=0.5,
+from atroposlib.runtime.serve import serve
+from tests.runtime.helpers_runtime import (
+    FAST,
+    LoopbackHub,
+    ScriptedEnv,
+    make_group,
+    produced,
+    serving,
+    until,
 )
-
-
-async def until(claim: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not claim():  # noqa: ASYNC110 - watches other objects
-            await asyncio.sleep(0.01)
-
-
-def produced(hub: LoopbackHub) -> int:
-    return hub.coordinator.ledger().produced
 
 
 async def test_run_ends_when_the_trainer_is_done() -> None:
     async with LoopbackHub(batch_size=4) as hub:
         env = ScriptedEnv(rollout_server_url=hub.url, total_steps=3)
         run = asyncio.create_task(serve(env, timings=FAST))
-        while hub.coordinator.status().current_step < 3:
-            await hub.take_batch()
-            await asyncio.sleep(0.01)
+        await hub.train(3)
         outbox = await run
         assert outbox.num_stored == produced(hub) >= 6
         assert hub.coordinator.ledger().duplicates == 0
@@ -56,9 +40,7 @@ async def test_total_steps_minus_one_takes_the_trainers_number() -> None:
     async with LoopbackHub(num_steps=1) as hub:
         env = ScriptedEnv(rollout_server_url=hub.url, total_steps=-1)
         run = asyncio.create_task(serve(env, timings=FAST))
-        while hub.coordinator.status().current_step < 1:
-            await hub.take_batch()
-            await asyncio.sleep(0.01)
+        await hub.train(1)
         await run
         assert env.config.total_steps == 1
 
@@ -66,30 +48,26 @@ async def test_total_steps_minus_one_takes_the_trainers_number() -> None:
 async def test_queue_never_exceeds_the_offpolicy_bound() -> None:
     async with LoopbackHub(batch_size=4) as hub:
         env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=2, max_num_workers=16)
-        stop = asyncio.Event()
-        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
-        await until(lambda: produced(hub) >= 4)
-        await asyncio.sleep(0.15)
-        stop.set()
-        await run
+        async with serving(env):
+            await until(lambda: produced(hub) >= 4)
+            await asyncio.sleep(0.15)
         assert produced(hub) == len(env.started) == 4  # 2 batches of 4 sequences in groups of 2
 
 
 async def test_hub_that_goes_away_and_comes_back_loses_no_group(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    release = asyncio.Event()
+
+    async def answer(item: int) -> Any:
+        if item >= 2:
+            await release.wait()
+        return make_group()
+
+    caplog.set_level(logging.INFO)
     async with LoopbackHub(batch_size=4) as hub:
-        release = asyncio.Event()
-
-        async def answer(item: int) -> Any:
-            if item >= 2:
-                await release.wait()
-            return make_group()
-
         env = ScriptedEnv(rollout_server_url=hub.url, answer=answer, max_batches_offpolicy=50)
-        stop = asyncio.Event()
-        with caplog.at_level(logging.INFO):
-            run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+        async with serving(env):
             await until(lambda: produced(hub) == 2 and len(env.running_items) == 4)
             await hub.stop()
             release.set()
@@ -100,8 +78,7 @@ async def test_hub_that_goes_away_and_comes_back_loses_no_group(
             assert produced(hub) == 2
             await hub.start()
             await until(lambda: produced(hub) > num_started)
-            stop.set()
-            outbox = await run
+        outbox: Any = env.group_sink
         assert produced(hub) == outbox.num_accepted == outbox.num_stored
         assert hub.coordinator.ledger().duplicates == 0
         assert caplog.text.count("the hub is unavailable; starting no new work") == 1
@@ -109,52 +86,47 @@ async def test_hub_that_goes_away_and_comes_back_loses_no_group(
 
 
 async def test_environment_outlives_the_trainer_and_serves_the_next_experiment() -> None:
+    async def stuck(item: int) -> Any:
+        await asyncio.Event().wait()
+
     async with LoopbackHub(batch_size=4, num_steps=-1) as hub:
-        stuck = asyncio.Event()
-
-        async def answer(item: int) -> Any:
-            await stuck.wait()
-            return make_group()
-
         env = ScriptedEnv(rollout_server_url=hub.url, total_steps=-1)
-        stop = asyncio.Event()
         await hub.start_trainer(experiment="first", num_steps=1000, checkpoint_dir="a")
-        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
-        await until(lambda: produced(hub) >= 4)
-        await hub.take_batch()
-        env.answer = answer
-        await until(lambda: len(env.running_items) == 2)
-        under_way = list(env.started[-2:])
-        first, env_id = hub.coordinator, env.env_id
-        await hub.start_trainer(experiment="second", num_steps=5, checkpoint_dir="b")
-        assert hub.coordinator is not first
-        late = make_group() | {"group_id": "late"}
-        await env.handle_send_to_api(late)  # made before the environment could know
-        env.answer = lambda _: make_group()
-        await until(lambda: produced(hub) >= 3)
-        # What was under way is sampled again, for the second experiment.
-        assert set(under_way) <= set(env.started[env.started.index(under_way[-1]) + 1 :])
-        ledger = hub.coordinator.ledger()
-        assert ledger.rejected == {"another_run": 1}
-        assert (env.env_id, env.checkpoint_dir, env.config.total_steps) == (env_id, "b", 5)
-        stop.set()
-        outbox = await run
+        async with serving(env):
+            await until(lambda: produced(hub) == 6 and not env.running_items)  # all that it may
+            env.answer = stuck
+            await hub.take_batch()
+            await until(lambda: len(env.running_items) == 2)
+            under_way = list(env.started[-2:])
+            first, env_id = hub.coordinator, env.env_id
+            await hub.start_trainer(experiment="second", num_steps=5, checkpoint_dir="b")
+            assert hub.coordinator is not first
+            late = make_group() | {"group_id": "late"}
+            await env.handle_send_to_api(late)  # made before the environment could know
+            env.answer = lambda _: make_group()
+            await until(lambda: produced(hub) >= 3)
+            # What was under way is sampled again, for the second experiment.
+            assert set(under_way) <= set(env.started[env.started.index(under_way[-1]) + 1 :])
+            assert hub.coordinator.ledger().rejected == {"another_run": 1}
+            assert (env.env_id, env.checkpoint_dir, env.config.total_steps) == (env_id, "b", 5)
+        outbox: Any = env.group_sink
         assert outbox.dropped == {"another_run": 1}
 
 
-async def test_hub_that_forgot_the_environment_gets_it_back() -> None:
+@pytest.mark.parametrize("pause_s", [0.0, 0.1])
+async def test_hub_that_forgot_the_environment_gets_it_back_under_its_uid(pause_s: float) -> None:
     async with LoopbackHub(batch_size=4) as hub:
-        env = ScriptedEnv(rollout_server_url=hub.url)
-        stop = asyncio.Event()
-        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
-        await until(lambda: produced(hub) >= 2)
-        await hub.coordinator.reset()
-        await asyncio.sleep(0.1)
-        await hub.start_trainer()
-        await until(lambda: hub.coordinator.state.environments.num_active == 1)
-        await until(lambda: hub.coordinator.status_env(0).self_queue_size >= 2)
-        stop.set()
-        await run
+        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=1)
+        async with serving(env):
+            await until(lambda: produced(hub) == 2)
+            uid = hub.coordinator.state.environments.get(0).registration.env_uid
+            assert uid is not None
+            await hub.coordinator.reset()
+            await asyncio.sleep(pause_s)
+            await hub.start_trainer()
+            await until(lambda: hub.coordinator.state.environments.num_active == 1)
+            assert hub.coordinator.state.environments.get(0).registration.env_uid == uid
+            await until(lambda: hub.coordinator.status_env(0).self_queue_size >= 2)
 
 
 async def test_engine_that_goes_away_costs_no_item(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,33 +135,27 @@ async def test_engine_that_goes_away_costs_no_item(caplog: pytest.LogCaptureFixt
     def answer(item: int) -> Any:
         return EngineUnavailable("no engine at http://e") if is_away else make_group()
 
+    caplog.set_level(logging.INFO)
     async with LoopbackHub() as hub:
         env = ScriptedEnv(
             rollout_server_url=hub.url, answer=answer, num_items=3, max_consecutive_failures=2
         )
-        stop = asyncio.Event()
-        with caplog.at_level(logging.INFO):
-            run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+        async with serving(env):
             await until(lambda: len(env.started) >= 6)
             assert len(env.started) < 30
             is_away = False
             await until(lambda: produced(hub) == 3)
-            stop.set()
-            await run
         assert caplog.text.count("the engine is unavailable") == 1
         assert caplog.text.count("the engine answers again") == 1
         assert env.num_cleanups == len(env.started)
 
 
 async def test_environment_without_items_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    timings = replace(FAST, no_item_reminder_s=0.1)
     async with LoopbackHub() as hub:
         env = ScriptedEnv(rollout_server_url=hub.url, num_items=2)
-        stop = asyncio.Event()
-        timings = replace(FAST, no_item_reminder_s=0.1)
-        run = asyncio.create_task(serve(env, timings=timings, stop=stop))
-        await until(lambda: caplog.text.count("get_next_item() returns None") == 2)
-        stop.set()
-        await run
+        async with serving(env, timings=timings):
+            await until(lambda: caplog.text.count("get_next_item() returns None") == 2)
     assert "returns None (step 0, policy version None)" in caplog.text
     assert produced(hub) == 2
 
@@ -200,12 +166,9 @@ async def test_failing_item_is_tried_three_times_then_counted() -> None:
 
     async with LoopbackHub() as hub:
         env = ScriptedEnv(rollout_server_url=hub.url, answer=answer, num_items=4)
-        stop = asyncio.Event()
-        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
-        await until(lambda: env.started.count(0) == 3 and produced(hub) == 3)
-        await asyncio.sleep(0.1)
-        stop.set()
-        await run
+        async with serving(env):
+            await until(lambda: env.started.count(0) == 3 and produced(hub) == 3)
+            await asyncio.sleep(0.1)
         assert env.started.count(0) == 3
 
 
@@ -274,18 +237,14 @@ async def test_group_larger_than_the_trainers_batch_is_a_config_error() -> None:
 
 async def test_environment_waits_for_hub_and_trainer() -> None:
     hub = LoopbackHub()
-    env = ScriptedEnv(rollout_server_url=hub.url)
-    stop = asyncio.Event()
-    run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
-    await asyncio.sleep(0.1)
-    assert not env.started
-    await hub.start()
-    await asyncio.sleep(0.1)
-    assert not env.started
-    await hub.start_trainer()
-    await until(lambda: produced(hub) >= 2)
-    stop.set()
-    await run
+    async with serving(ScriptedEnv(rollout_server_url=hub.url)) as env:
+        await asyncio.sleep(0.1)
+        assert not env.started
+        await hub.start()
+        await asyncio.sleep(0.1)
+        assert not env.started
+        await hub.start_trainer()
+        await until(lambda: produced(hub) >= 2)
     await hub.__aexit__()
 
 
@@ -300,10 +259,9 @@ async def test_evaluation_runs_once_per_interval_and_its_error_does_not_end_the_
     async with LoopbackHub(batch_size=2) as hub:
         env = Failing(rollout_server_url=hub.url, steps_per_eval=2, total_steps=5)
         run = asyncio.create_task(serve(env, timings=FAST))
-        while hub.coordinator.status().current_step < 5:
-            before = hub.coordinator.status().current_step
-            await hub.take_batch()
-            await asyncio.sleep(0.05 if hub.coordinator.status().current_step > before else 0.01)
+        for step in range(1, 6):
+            await hub.train(step)
+            await until(lambda step=step: env.curr_step == step)  # type: ignore[misc]
         await run
     assert env.num_evaluations == 2
     assert "evaluate failed at step" in caplog.text
@@ -320,41 +278,31 @@ async def test_deadline_spent_waiting_for_the_engine_is_no_failure() -> None:
             rollout_server_url=hub.url,
             answer=answer,
             num_items=2,
-            worker_timeout=0.02,
+            worker_timeout=0.3,
             max_consecutive_failures=2,
         )
         env.server.servers[0].server_healthy = False
-        stop = asyncio.Event()
-        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
-        await until(lambda: len(env.started) >= 5)
-        env.server.servers[0].server_healthy = True
-        await until(lambda: produced(hub) == 2)
-        stop.set()
-        await run
+        async with serving(env):
+            await until(lambda: len(env.started) >= 5)
+            env.server.servers[0].server_healthy = True
+            await until(lambda: produced(hub) == 2)
 
 
 async def test_environment_at_full_speed_makes_one_control_call_per_refill() -> None:
-    refill_s = 2.0
-
     async def answer(item: int) -> Any:
         await asyncio.sleep(0.02)
         return make_group()
 
-    timings = replace(FAST, control_refill_s=refill_s, poll_wait_s=10.0)
+    timings = replace(FAST, control_refill_s=5.0, poll_wait_s=10.0)
     async with LoopbackHub(batch_size=4) as hub:
         env = ScriptedEnv(rollout_server_url=hub.url, answer=answer, max_batches_offpolicy=3)
-        stop = asyncio.Event()
         began = time.monotonic()
-        run = asyncio.create_task(serve(env, timings=timings, stop=stop))
-        while (num_steps := hub.coordinator.status().current_step) < 40:
-            await hub.take_batch()
-            await asyncio.sleep(0.005)
-        elapsed_s, num_calls = time.monotonic() - began, hub.num_control_calls
-        stop.set()
-        await run
-    assert num_calls <= timings.control_burst + elapsed_s / refill_s
+        async with serving(env, timings=timings):
+            await hub.train(40)
+            elapsed_s, num_calls = time.monotonic() - began, hub.num_control_calls
+    assert num_calls <= timings.control_burst + elapsed_s / timings.control_refill_s
     # One call tells of room for three batches: the rest was learned from the answers to groups.
-    assert num_steps > 3 * num_calls
+    assert 3 * num_calls < 40
 
 
 async def test_environment_that_waits_costs_the_hub_next_to_nothing() -> None:
@@ -362,39 +310,31 @@ async def test_environment_that_waits_costs_the_hub_next_to_nothing() -> None:
     async with LoopbackHub(batch_size=4) as hub:
         await hub.coordinator.set_policy(6)
         env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=1)
-        stop = asyncio.Event()
-        run = asyncio.create_task(serve(env, timings=timings, stop=stop))
-        await until(lambda: produced(hub) == 2)
-        before = hub.num_control_calls
-        await asyncio.sleep(0.3)
-        assert hub.num_control_calls - before <= 1
-        # ... and yet it hears of a step at once, because a request waits at the hub.
-        assert await hub.take_batch() == 2
-        await until(lambda: env.curr_step == 1 and produced(hub) == 4)
-        await hub.coordinator.set_policy(7)
-        await until(lambda: env.status_dict["policy_version"] == 7)
-        stop.set()
-        await run
+        async with serving(env, timings=timings):
+            await until(lambda: produced(hub) == 2)
+            before = hub.num_control_calls
+            await asyncio.sleep(0.3)
+            assert hub.num_control_calls - before <= 1
+            # A step is noticed at once, because a request waits at the hub.
+            assert await hub.take_batch() == 2
+            await until(lambda: env.curr_step == 1 and produced(hub) == 4)
+            await hub.coordinator.set_policy(7)
+            await until(lambda: env.status_dict["policy_version"] == 7)
 
 
 async def test_original_hub_is_polled_at_the_pace_and_its_bound_holds() -> None:
-    refill_s = 0.1
-    timings = replace(FAST, control_refill_s=refill_s, poll_wait_s=10.0)
+    timings = replace(FAST, control_refill_s=0.1, poll_wait_s=10.0)
     async with LoopbackHub(batch_size=4, is_original=True) as hub:
         env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=2, max_num_workers=16)
-        stop = asyncio.Event()
         began = time.monotonic()
-        run = asyncio.create_task(serve(env, timings=timings, stop=stop))
-        await until(lambda: produced(hub) == 4)
-        await asyncio.sleep(0.3)
-        assert produced(hub) == len(env.started) == 4
-        assert await hub.take_batch() == 2
-        await until(lambda: produced(hub) == 6)
-        elapsed_s = time.monotonic() - began
-        assert hub.num_control_calls <= timings.control_burst + elapsed_s / refill_s
-        assert hub.calls["/status-env"] >= 4
-        stop.set()
-        await run
+        async with serving(env, timings=timings):
+            await until(lambda: produced(hub) == 4 and hub.calls["/status-env"] >= 4)
+            assert produced(hub) == len(env.started) == 4
+            assert await hub.take_batch() == 2
+            await until(lambda: produced(hub) == 6)
+            elapsed_s = time.monotonic() - began
+            bound = timings.control_burst + elapsed_s / timings.control_refill_s
+            assert hub.num_control_calls <= bound
 
 
 async def test_groups_sent_since_the_last_status_count_against_the_bound() -> None:
@@ -402,49 +342,27 @@ async def test_groups_sent_since_the_last_status_count_against_the_bound() -> No
     timings = replace(FAST, control_refill_s=60.0)
     async with LoopbackHub(batch_size=4, is_original=True) as hub:
         env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=3, max_num_workers=1)
-        stop = asyncio.Event()
-        run = asyncio.create_task(serve(env, timings=timings, stop=stop))
-        await until(lambda: produced(hub) == 6)
-        await asyncio.sleep(0.2)
-        assert hub.calls["/status-env"] == 1
-        assert produced(hub) == len(env.started) == 6
-        stop.set()
-        await run
+        async with serving(env, timings=timings):
+            await until(lambda: produced(hub) == 6)
+            await asyncio.sleep(0.2)
+            assert hub.calls["/status-env"] == 1
+            assert produced(hub) == len(env.started) == 6
 
 
 async def test_id_that_became_another_environments_is_noticed() -> None:
     async with LoopbackHub(batch_size=4) as hub:
         env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=1)
-        stop = asyncio.Event()
-        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
-        await until(lambda: produced(hub) == 2)
-        assert env.env_id == 0
-        await hub.stop()
-        await hub.coordinator.reset()  # as a hub without a disk forgets
-        await hub.start_trainer()
-        assert await hub.start_stranger() == 0
-        await hub.start()
-        await until(lambda: env.env_id == 1)
-        await until(lambda: hub.coordinator.status_env(1).self_queue_size == 2)
-        assert hub.coordinator.status_env(0).self_queue_size == 0
-        stop.set()
-        await run
-
-
-async def test_registering_again_is_the_same_environment() -> None:
-    async with LoopbackHub(batch_size=4) as hub:
-        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=1)
-        stop = asyncio.Event()
-        server = asyncio.create_task(serve(env, timings=FAST, stop=stop))
-        await until(lambda: produced(hub) == 2)
-        uid = hub.coordinator.state.environments.get(0).registration.env_uid
-        assert uid is not None
-        await hub.coordinator.reset()
-        await hub.start_trainer()
-        await until(lambda: hub.coordinator.state.environments.num_active == 1)
-        assert hub.coordinator.state.environments.get(0).registration.env_uid == uid
-        stop.set()
-        await server
+        async with serving(env):
+            await until(lambda: produced(hub) == 2)
+            assert env.env_id == 0
+            await hub.stop()
+            await hub.coordinator.reset()  # as a hub without a disk forgets
+            await hub.start_trainer()
+            assert await hub.start_stranger() == 0
+            await hub.start()
+            await until(lambda: env.env_id == 1)
+            await until(lambda: hub.coordinator.status_env(1).self_queue_size == 2)
+            assert hub.coordinator.status_env(0).self_queue_size == 0
 
 
 async def test_full_hub_slows_the_environment_and_loses_nothing(
@@ -452,14 +370,11 @@ async def test_full_hub_slows_the_environment_and_loses_nothing(
 ) -> None:
     async with LoopbackHub(batch_size=4, max_queued_sequences=8) as hub:
         env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=50, num_items=12)
-        run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
-        await until(lambda: len(env.started) >= 5 and "429" in caplog.text)
-        assert hub.coordinator.status().queue_size <= 4
-        while hub.coordinator.status().current_step < 6:
-            await hub.take_batch()
-            await asyncio.sleep(0.01)
-        stop.set()
-        outbox = await run
+        async with serving(env):
+            await until(lambda: len(env.started) >= 5 and "429" in caplog.text)
+            assert hub.coordinator.status().queue_size <= 4
+            await hub.train(6)
+        outbox: Any = env.group_sink
         ledger = hub.coordinator.ledger()
     assert (outbox.num_accepted, outbox.num_stored, outbox.dropped) == (12, 12, {})
     assert (ledger.produced, ledger.trained, ledger.duplicates) == (12, 12, 0)

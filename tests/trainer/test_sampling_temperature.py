@@ -13,8 +13,8 @@ import torch
 from atroposlib.runtime.serve import serve
 from atroposlib.scored_data import Strictness, check_group
 from example_trainer.data import make_batch
-from tests.envs.test_dataset_env import FAST, Sums, make
-from tests.runtime.helpers_runtime import LoopbackHub
+from tests.envs.test_dataset_env import Sums, make
+from tests.runtime.helpers_runtime import FAST, LoopbackHub
 from tests.trainer.test_trainer_data import OPTIONS
 
 

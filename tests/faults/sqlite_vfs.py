@@ -13,25 +13,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
 _OK = 0
 
 
-class SqliteFiles(Protocol):
-    """Told of an operation before it is done. Returns an SQLite error code to fail it with, 0 to let it happen."""
+class SqliteFiles:
+    """Called before each operation; a method returns an SQLite error code to fail it with, 0 to let it happen."""
 
-    def opened(self, path: str) -> int: ...
+    def opened(self, path: str) -> int:
+        return _OK
 
-    def wrote(self, path: str, data: bytes, offset: int) -> int: ...
+    def wrote(self, path: str, data: bytes, offset: int) -> int:
+        return _OK
 
-    def truncated(self, path: str, size: int) -> int: ...
+    def truncated(self, path: str, size: int) -> int:
+        return _OK
 
-    def synced(self, path: str) -> int: ...
+    def synced(self, path: str) -> int:
+        return _OK
 
-    def deleted(self, path: str) -> int: ...
+    def deleted(self, path: str) -> int:
+        return _OK
 
 
 _X_OPEN = CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int, c_void_p)
@@ -170,24 +175,11 @@ def interposed(files: SqliteFiles) -> Iterator[None]:
         raise shim.error
 
 
-class _Counter:
-    def __init__(self) -> None:
-        self.num_writes = 0
-
-    def opened(self, path: str) -> int:
-        return _OK
+class _Counter(SqliteFiles):
+    num_writes = 0
 
     def wrote(self, path: str, data: bytes, offset: int) -> int:
         self.num_writes += 1
-        return _OK
-
-    def truncated(self, path: str, size: int) -> int:
-        return _OK
-
-    def synced(self, path: str) -> int:
-        return _OK
-
-    def deleted(self, path: str) -> int:
         return _OK
 
 

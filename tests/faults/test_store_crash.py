@@ -33,7 +33,8 @@ from atroposlib.api.stores.base import (
     StoreFull,
 )
 from atroposlib.api.stores.segments import LATER_ERRNOS, Files, ScannedRecord, SegmentLog
-from tests.faults.sqlite_vfs import interposed, require_interposable
+from tests.faults.conftest import Open
+from tests.faults.sqlite_vfs import SqliteFiles, interposed, require_interposable
 from tests.faults.store_faults import (
     FailingFiles,
     Judge,
@@ -147,22 +148,21 @@ async def test_a_damaged_segment_head_does_not_cost_the_segment(tmp_path: Path) 
         await judge_state(tail, target, cut=size, flipped=flipped, num_listed=0)
 
 
-async def test_after_a_torn_tail_new_groups_survive_the_next_crash(tmp_path: Path) -> None:
+async def test_after_a_torn_tail_new_groups_survive_the_next_crash(
+    tmp_path: Path, opened: Open
+) -> None:
     tail = await make_log(tmp_path)
     with tail.segment.open("r+b") as file:
         file.truncate(tail.records[6][1].location.end - 1)
     rng = random.Random(3)
     fresh = new_group(20, rng)
-    store = open_store(tail.directory)
-    await store.open()
+    store, _ = await opened("log")
     await store.append([fresh])
     copy_run(tail.directory, tmp_path / "crashed")
     await store.close()
-    again = open_store(tmp_path / "crashed")
-    saved = await again.open()
+    again, saved = await opened("crashed")
     assert [group.header.number for group in saved.groups] == [0, 1, 2, 3, 4, 5, 20]
     assert await again.read([20]) == [fresh.payload]
-    await again.close()
 
 
 # Single failures.
@@ -255,7 +255,7 @@ async def test_a_full_disk_that_cannot_take_back_breaks_the_store(tmp_path: Path
     assert num_broken >= 5
 
 
-class FailingSqlite:
+class FailingSqlite(SqliteFiles):
     """Lets write or sync number `fail_at`, from 0, end in `code`."""
 
     def __init__(self, *, fail_at: int, code: int, only: str) -> None:
@@ -274,20 +274,11 @@ class FailingSqlite:
         self.has_failed = True
         return self._code
 
-    def opened(self, path: str) -> int:
-        return 0
-
     def wrote(self, path: str, data: bytes, offset: int) -> int:
         return self._count("write")
 
-    def truncated(self, path: str, size: int) -> int:
-        return 0
-
     def synced(self, path: str) -> int:
         return self._count("sync")
-
-    def deleted(self, path: str) -> int:
-        return 0
 
 
 @pytest.mark.parametrize(
@@ -388,7 +379,7 @@ def ended(numbers: Sequence[int]) -> Change:
     return Change(ends=[End(number=number, fate=Fate.TRAINED) for number in numbers])
 
 
-async def test_a_full_disk_refuses_groups_and_takes_them_again_later(tmp_path: Path) -> None:
+async def test_a_full_disk_refuses_groups_and_takes_them_again_later(opened: Open) -> None:
     class FullDisk(SmallDisk):
         is_full = False
 
@@ -399,8 +390,7 @@ async def test_a_full_disk_refuses_groups_and_takes_them_again_later(tmp_path: P
 
     files = FullDisk()
     rng = random.Random(0)
-    store = open_store(tmp_path / "run", files=files)
-    await store.open()
+    store, _ = await opened(files=files)
     await store.append([new_group(0, rng)])
     files.is_full = True
     late = new_group(1, rng)
@@ -409,11 +399,10 @@ async def test_a_full_disk_refuses_groups_and_takes_them_again_later(tmp_path: P
     await store.commit(ended([0]))
     files.is_full = False
     assert await store.append([late]) == [Appended.STORED]
-    await store.close()
 
 
 async def test_a_repeat_of_a_group_that_found_no_room_is_not_called_a_duplicate(
-    tmp_path: Path,
+    opened: Open,
 ) -> None:
     class Gated(SmallDisk):
         """Lets the first record wait until the gate opens, and takes no other."""
@@ -435,8 +424,7 @@ async def test_a_repeat_of_a_group_that_found_no_room_is_not_called_a_duplicate(
     files = Gated()
     rng = random.Random(0)
     first, second = new_group(0, rng), new_group(1, rng)
-    store = open_store(tmp_path / "run", files=files)
-    await store.open()
+    store, _ = await opened(files=files)
     calls = [asyncio.create_task(store.append([first]))]
     assert await asyncio.to_thread(files.has_begun.wait, 10)
     # While the writer is busy these two come together and share a commit.
@@ -446,4 +434,3 @@ async def test_a_repeat_of_a_group_that_found_no_room_is_not_called_a_duplicate(
     answers = await asyncio.gather(*calls, return_exceptions=True)
     assert answers[0] == [Appended.STORED]
     assert [type(answer) for answer in answers[1:]] == [StoreFull, StoreFull]
-    await store.close()

@@ -31,6 +31,7 @@ from atroposlib.api.stores.base import (
 from atroposlib.api.stores.runs import DirectoryRuns
 from atroposlib.api.stores.state import _group_id
 from tests.api.helpers_api import environment, registration
+from tests.faults.conftest import Open
 from tests.faults.store_faults import new_group, open_store
 
 FORMAT_1 = """
@@ -101,7 +102,9 @@ def groups_with_ids(*group_ids: str) -> list[NewGroup]:
     ]
 
 
-async def test_a_directory_of_format_1_opens_with_everything_that_it_held(tmp_path: Path) -> None:
+async def test_a_directory_of_format_1_opens_with_everything_that_it_held(
+    tmp_path: Path, opened: Open
+) -> None:
     rng = random.Random(1)
     ids = [uuid.UUID(int=rng.getrandbits(128)) for _ in range(8)]
     # Such as our clients send, such as others may, and any other.
@@ -110,8 +113,7 @@ async def test_a_directory_of_format_1_opens_with_everything_that_it_held(tmp_pa
         number=3, state=BatchState.LEASED, step=1, epoch=2, lease_id="lease", ttl_s=9.5
     )
     ended = [(groups[0], Fate.TRAINED), (groups[4], Fate.EXPIRED), (groups[9], Fate.TRAINED)]
-    store = open_store(tmp_path / "run")
-    await store.open()
+    store, _ = await opened()
     await store.append(groups)
     await store.commit(
         Change(
@@ -122,14 +124,14 @@ async def test_a_directory_of_format_1_opens_with_everything_that_it_held(tmp_pa
         )
     )
     await store.close()
-    store = open_store(tmp_path / "run")
-    before = replace(await store.open(), found="")
+    store, saved = await opened()
+    before = replace(saved, found="")
     await store.close()
     write_as_format_1(tmp_path / "run" / "state.db", ended=ended, document=b"document")
 
     for _ in range(2):  # it is changed once, and is then like any other
-        store = open_store(tmp_path / "run")
-        assert replace(await store.open(), found="") == before
+        store, saved = await opened()
+        assert replace(saved, found="") == before
         again = [replace(group, header=replace(group.header, number=100)) for group in groups]
         assert await store.append(again) == [Appended.DUPLICATE] * 10
         other = [replace(group, digest=bytes(16)) for group in again]

@@ -24,7 +24,7 @@ import pytest
 from atroposlib.api.stores.base import Appended, Change, CorruptGroups, StoreBroken
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.state import StateDb
-from tests.faults.sqlite_vfs import interposed, require_interposable
+from tests.faults.sqlite_vfs import SqliteFiles, interposed, require_interposable
 from tests.faults.store_faults import (
     Judge,
     Sent,
@@ -36,6 +36,11 @@ from tests.faults.store_faults import (
 )
 
 BLOCK_BYTES = 4096
+
+
+@pytest.fixture(autouse=True)
+def interposable(tmp_path: Path) -> None:
+    require_interposable(tmp_path)
 
 
 class Kind(Enum):
@@ -58,7 +63,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Recorder:
+class Recorder(SqliteFiles):
     """Everything that happened to the files of one directory. Told by SQLite, and by `RecordingFiles`."""
 
     events: list[Event] = field(default_factory=list)
@@ -315,7 +320,6 @@ async def _judge_one(target: Path, judge: Judge) -> int:
 async def test_nothing_answered_is_lost_in_1000_modelled_power_cuts(
     tmp_path: Path, first_seed: int
 ) -> None:
-    require_interposable(tmp_path)
     with ram_directory(tmp_path) as directory:
         num_redelivered, violations = await judge_power_cuts(
             directory, seeds=range(first_seed, first_seed + 9), cuts_per_workload=100
@@ -330,7 +334,6 @@ async def test_nothing_answered_is_lost_in_1000_modelled_power_cuts(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_nothing_answered_is_lost_in_40000_modelled_power_cuts(tmp_path: Path) -> None:
-    require_interposable(tmp_path)
     with ram_directory(tmp_path) as directory:
         _, violations = await judge_power_cuts(
             directory, seeds=range(1000, 1400), cuts_per_workload=100
@@ -341,7 +344,6 @@ async def test_nothing_answered_is_lost_in_40000_modelled_power_cuts(tmp_path: P
 async def test_a_durable_change_that_alters_nothing_still_secures_those_before_it(
     tmp_path: Path,
 ) -> None:
-    require_interposable(tmp_path)
     recorder = Recorder()
     with interposed(recorder):
         store = open_store(tmp_path / "source", files=RecordingFiles(recorder))
@@ -363,7 +365,6 @@ async def test_what_a_failed_sync_left_in_the_cache_is_written_again(tmp_path: P
     files = RecordingFiles(recorder)
     groups = [new_group(number, random.Random(number)) for number in range(6)]
     failures: list[BaseException] = []
-    require_interposable(tmp_path)
     with interposed(recorder):
         store = open_store(tmp_path / "run", files=files, on_failure=failures.append)
         await store.open()
@@ -386,54 +387,42 @@ async def test_what_a_failed_sync_left_in_the_cache_is_written_again(tmp_path: P
         await cut.close()
 
 
-async def test_the_model_catches_segments_that_are_not_synced(tmp_path: Path) -> None:
-    require_interposable(tmp_path)
+@pytest.mark.parametrize(
+    "defect",
+    ["segments are not synced", "the database is not synced", "durable changes are not forced"],
+)
+async def test_the_model_catches_what_is_not_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defect: str
+) -> None:
+    if defect == "durable changes are not forced":
+        honest = StateDb.transaction
+        monkeypatch.setattr(
+            StateDb, "transaction", lambda self, *, is_durable: honest(self, is_durable=False)
+        )
     with ram_directory(tmp_path) as directory:
         _, violations = await judge_power_cuts(
-            directory, seeds=[0], cuts_per_workload=40, segments_are_synced=False
+            directory,
+            seeds=[0],
+            cuts_per_workload=40,
+            segments_are_synced=defect != "segments are not synced",
+            sqlite_is_synced=defect != "the database is not synced",
         )
     assert len(violations) > 10
 
 
-async def test_the_model_catches_a_database_that_is_not_synced(tmp_path: Path) -> None:
-    require_interposable(tmp_path)
+@pytest.mark.parametrize(
+    ("owner", "left_out", "drive"),
+    [
+        (DiskStore, "_sync_state", expiring),  # bytes are dropped before their rows
+        (RecordingFiles, "sync_directory", mixed),
+    ],
+)
+async def test_the_model_catches_a_sync_that_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, left_out: str, drive: Drive
+) -> None:
+    monkeypatch.setattr(owner, left_out, lambda *_: None)
     with ram_directory(tmp_path) as directory:
         _, violations = await judge_power_cuts(
-            directory, seeds=[0], cuts_per_workload=40, sqlite_is_synced=False
+            directory, seeds=[0], cuts_per_workload=40, drive=drive
         )
-    assert len(violations) > 10
-
-
-async def test_the_model_catches_durable_changes_that_are_not_forced_to_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    require_interposable(tmp_path)
-    honest = StateDb.transaction
-    monkeypatch.setattr(
-        StateDb, "transaction", lambda self, *, is_durable: honest(self, is_durable=False)
-    )
-    with ram_directory(tmp_path) as directory:
-        _, violations = await judge_power_cuts(directory, seeds=[0], cuts_per_workload=40)
-    assert len(violations) > 10
-
-
-async def test_the_model_catches_bytes_that_are_dropped_before_their_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    require_interposable(tmp_path)
-    monkeypatch.setattr(DiskStore, "_sync_state", lambda self: None)
-    with ram_directory(tmp_path) as directory:
-        _, violations = await judge_power_cuts(
-            directory, seeds=[0], cuts_per_workload=40, drive=expiring
-        )
-    assert violations
-
-
-async def test_the_model_catches_segments_whose_directory_entry_is_not_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    require_interposable(tmp_path)
-    monkeypatch.setattr(RecordingFiles, "sync_directory", lambda self, path: None)
-    with ram_directory(tmp_path) as directory:
-        _, violations = await judge_power_cuts(directory, seeds=[0], cuts_per_workload=40)
     assert violations

@@ -6,6 +6,7 @@ workers; the workers and this process hold the expected answer.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from collections import Counter
@@ -20,6 +21,7 @@ from atroposlib.envs.rewards import RewardFailure, RewardWorkers
 from atroposlib.envs.sandbox import ProcessSandbox, local_sandbox
 from atroposlib.inference.harness import ByteTokenizer, ServerHarness
 from tests.faults import hostile_programs
+from tests.faults.drivers import eventually
 from tests.faults.hostile_programs import ATTACKS, HANG_S, PATIENT_S, RIGHT, WRONG
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -68,10 +70,6 @@ class Programs(DatasetEnv):
         return float(passed) if reason == "exit" else RewardFailure(reason=reason, detail="")
 
 
-def test_there_are_enough_attacks() -> None:
-    assert len(ATTACKS) >= 25
-
-
 @pytest.mark.parametrize(
     ("policy", "backend"),
     [("drop", "local"), ("mask", "local"), ("retry", "local"), ("drop", "plain")],
@@ -100,6 +98,7 @@ async def test_no_attack_gets_a_score_or_moves_a_sibling(
     server = APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")
     env: Any = Programs(config, [server])
     env.ends = []
+    assert len(ATTACKS) >= 25
     chosen = list(attacks().items())
     num_failures = 0
     try:
@@ -141,22 +140,26 @@ def _in_groups(chosen: list[Any]) -> list[list[Any]]:
 
 
 async def test_hung_program_ends_with_its_worker() -> None:
+    # Command lines have the length of a program, not its text; this one's tells it from those of other tests.
+    program = "import time; time.sleep(3600)".ljust(10_000 + secrets.randbelow(100_000))
     async with RewardWorkers() as workers:
-        arguments = ["import time; time.sleep(3600)", "", "", 600.0]
         assert await workers.run(hostile_programs.judge, RIGHT, "", "x", 60.0, timeout_s=60)
-        outcome = await workers.run(hostile_programs.judge, *arguments, timeout_s=2.0)
+        call = workers.run(hostile_programs.judge, program, "", "", 600.0, timeout_s=6.0)
+        judging = asyncio.create_task(call)
+        await eventually(lambda: is_running(program), timeout_s=20, what="the program runs")
+        outcome = await judging
+        assert isinstance(outcome, RewardFailure)
         assert outcome.reason == "timeout"
-    assert not _running("time.sleep(3600)")
+    await eventually(lambda: not is_running(program), timeout_s=20, what="the program ends")
 
 
-def _running(text: str) -> list[int]:
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                line = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"sandbox ready" in line and text.encode() in line:
-                found.append(int(folder.name))
-    return found
+def is_running(program: str) -> bool:
+    """Whether a sandbox on this machine runs a program of this length."""
+    settings = f'"num_source_bytes": {len(program)},'.encode()
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if settings in file.read_bytes():
+                return True
+        except OSError:
+            continue  # it has just ended
+    return False

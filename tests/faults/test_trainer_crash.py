@@ -197,11 +197,11 @@ def test_a_trainer_killed_at_twenty_random_moments_ends_as_if_it_had_not_been(
     rng = random.Random(6)
     phases: Counter[str] = Counter()
     newest = 0
+    at_the_latest = [("before leasing", 3, "kill")]  # so that no life gets far, however fast it is
     for number in range(NUM_KILLS):
-        if number % 5 == 4:
-            ended = crashed.live(kill_after_s=start_s * rng.random(), from_start=True)
-        else:
-            ended = crashed.live(kill_after_s=4 * step_s * rng.random())
+        from_start = number % 5 == 4
+        kill_after_s = (start_s if from_start else 3 * step_s) * rng.random()
+        ended = crashed.live(kill_after_s=kill_after_s, from_start=from_start, deeds=at_the_latest)
         assert ended.codes == [KILLED]
         phases[ended.phase] += 1
         crashed.assert_checkpoints_are_whole()

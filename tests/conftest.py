@@ -1,9 +1,14 @@
-"""Which tests are drills, and the order of all: longest first, so that several workers (`-n 2`) end together.
+"""Which tests are drills, the order of all, and an interpreter that no test leaves changed to the next.
 
-Every test of `tests/faults` is a drill, with three exceptions; elsewhere the long ones carry the marker.
+Every test of `tests/faults` is a drill, with three exceptions; elsewhere the long ones carry the marker. The longest
+come first, so that several workers (`-n 2`) end together.
 """
 
 from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -27,3 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, start in enumerate(FIRST) if name.startswith(start)), len(FIRST))
 
     items.sort(key=place)
+
+
+@pytest.fixture(autouse=True)
+def _same_interpreter() -> Iterator[None]:
+    """Undo what a test, or a library that it calls, sets for the whole process: a worker runs many tests."""
+    recursion_limit, thresholds = sys.getrecursionlimit(), gc.get_threshold()
+    yield
+    sys.setrecursionlimit(recursion_limit)
+    gc.set_threshold(*thresholds)

@@ -1,6 +1,6 @@
 """An engine that answers at once: vLLM's `/v1/completions` and `/v1/chat/completions` from prepared bytes.
 
-`_env_engine.py TOKENIZER_DIR NUM_TOKENS,...` prints its port and serves until it is killed. A reply is `n` prepared
+`_env_engine.py TOKENIZER_DIR NUM_TOKENS,...` prints its address and serves until it is killed. A reply is `n` prepared
 choices of the requested length with the request's prompt, so that a measured environment never waits for it. It has
 every field of stock vLLM 0.32, of the same size.
 """
@@ -161,7 +161,7 @@ async def main() -> None:
     choices = make_choices(directory, lengths)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Engine(choices), "127.0.0.1", 0)
-    print(f"listening on {server.sockets[0].getsockname()[1]}", flush=True)
+    print(f"listening on http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 MAX_HEAD_BYTES = 64 * 2**10
@@ -45,17 +44,6 @@ class Connection:
         self._address = address
         self._headers = {"Host": f"{address.host}:{address.port}", **headers}
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         if self._streams is not None:

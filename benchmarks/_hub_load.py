@@ -15,6 +15,7 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -159,9 +160,9 @@ class Site:
     is_leasing: bool = False
     is_long_polling: bool = False
 
-    def connect(self) -> Connection:
+    def connect(self) -> closing[Connection]:
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        return Connection(Address.of(self.hub.base_url), headers)
+        return closing(Connection(Address.of(self.hub.base_url), headers))
 
     @property
     def native(self) -> Encoding:
@@ -171,7 +172,7 @@ class Site:
     async def discover(self) -> None:
         """Detect the hub's features by trying them; the original has only JSON and gzip."""
         group = make_group(num_sequences=8, num_tokens=8, env_id=0, seed=0)
-        async with self.connect() as connection:
+        with self.connect() as connection:
             for encoding in (PACKED, PACKED_ZSTD):
                 [env_id] = await fresh_run(connection, batch_size=8, num_envs=1)
                 body = Bodies(encoding, [{**group, "env_id": env_id}]).one()
@@ -208,6 +209,22 @@ async def post(connection: Connection, path: str, value: Any) -> dict[str, Any]:
     return answer
 
 
+async def register_trainer(connection: Connection, *, batch_size: int, max_token_len: int) -> None:
+    """Register a trainer and let environments in."""
+    registration = {
+        "wandb_group": "benchmark",
+        "wandb_project": "benchmark",
+        "batch_size": batch_size,
+        "max_token_len": max_token_len,
+        "checkpoint_dir": "",
+        "save_checkpoint_interval": 0,
+        "starting_step": 0,
+        "num_steps": 10**6,
+    }
+    await post(connection, "/register", registration)
+    await get(connection, "/batch")
+
+
 async def fresh_run(
     connection: Connection,
     *,
@@ -218,18 +235,7 @@ async def fresh_run(
 ) -> list[int]:
     """Reset the hub, register a trainer and environments; return the environments' ids."""
     await get(connection, "/reset_data")
-    registration = {
-        "wandb_group": "benchmark",
-        "wandb_project": "benchmark",
-        "batch_size": batch_size,
-        "max_token_len": 32768,
-        "checkpoint_dir": "",
-        "save_checkpoint_interval": 0,
-        "starting_step": 0,
-        "num_steps": 10**6,
-    }
-    await post(connection, "/register", registration)
-    await get(connection, "/batch")
+    await register_trainer(connection, batch_size=batch_size, max_token_len=32768)
     env_ids = []
     for index in range(num_envs):
         environment = {
@@ -261,7 +267,7 @@ async def post_all(site: Site, bodies: Sequence[bytes], encoding: Encoding) -> l
     deadline = time.perf_counter() + ROW_LIMIT_S
 
     async def environment() -> None:
-        async with site.connect() as connection:
+        with site.connect() as connection:
             for body in waiting:
                 began = time.perf_counter()
                 await send(connection, "/scored_data", body, encoding)

@@ -1,7 +1,7 @@
 """External measurements of the hub's process: CPU time, memory, and how long it delays other requests.
 
-Linux only: CPU comes from the process's CPU clock (exact, including ended threads), the rest from /proc. Starts a hub
-for `hub.py`, or attaches to one by its process id.
+Linux only: CPU comes from the process's CPU clock (exact, including ended threads), the rest from /proc. Starts the
+processes that are measured; `hub.py` also attaches to a running hub by its process id.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -72,12 +71,6 @@ def memory_bytes(pid: int, key: str = "VmRSS") -> int:
     return total
 
 
-def forget_peak(pid: int) -> None:
-    """Reset `VmHWM` (proc(5), clear_refs)."""
-    for each in family(pid):
-        Path(f"/proc/{each}/clear_refs").write_text("5")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
     """A hub to measure."""
@@ -96,8 +89,9 @@ class Hub:
         return float("nan") if self.pid is None else float(memory_bytes(self.pid, key))
 
     def forget_peak(self) -> None:
-        if self.pid is not None:
-            forget_peak(self.pid)
+        """Reset `VmHWM` (proc(5), clear_refs)."""
+        for each in [] if self.pid is None else family(self.pid):
+            Path(f"/proc/{each}/clear_refs").write_text("5")
 
 
 async def settled_cpu_s(hub: Hub) -> float:
@@ -132,41 +126,49 @@ class Cost:
 
 
 @contextmanager
+def running(
+    argv: Sequence[str], *, log_path: Path, **variables: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a Python command during the block, with more environment variables; SIGTERM ends it."""
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, *argv],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def listening(process: subprocess.Popen[bytes], log_path: Path) -> str:
+    """Wait for the address that the process prints."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not (found := re.search(r"listening on (http://\S+)", log_path.read_text())):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"{process.args} did not start:\n{log_path.read_text()[-2000:]}")
+        time.sleep(0.02)
+    return found.group(1)
+
+
+@contextmanager
 def running_hub(store: str, *, directory: Path, extra: Sequence[str] = ()) -> Iterator[Hub]:
     """Run `run-api` on a free port during the block; its data is removed afterwards."""
     with tempfile.TemporaryDirectory(dir=directory, prefix="hub-") as data:
-        argv = ["--host", "127.0.0.1", "--port", "0", *extra]
+        argv = ["-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", "0", *extra]
         argv += ["--memory"] if store == "memory" else ["--data-dir", str(Path(data) / "runs")]
         log_path = Path(data) / "hub.log"
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "atroposlib.cli.run_api", *argv],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        try:
-            yield Hub(base_url=_wait_for_address(process, log_path), pid=process.pid, store=store)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait_for_address(process: subprocess.Popen[bytes], log_path: Path) -> str:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        log = log_path.read_text(errors="replace")
-        if found := re.search(r"listening on (http://\S+)", log):
-            return found.group(1)
-        if process.poll() is not None:
-            raise RuntimeError(f"run-api ended with {process.returncode}:\n{log[-2000:]}")
-        time.sleep(0.02)
-    raise RuntimeError(f"run-api did not say its address within {START_TIMEOUT_S} s")
+        with running(argv, log_path=log_path) as process:
+            yield Hub(base_url=listening(process, log_path), pid=process.pid, store=store)
 
 
 @dataclass(slots=True)
@@ -180,26 +182,14 @@ class Waits:
     loop_cpu_ms: list[float] = field(default_factory=list)
     """CPU time of the hub's main thread within `wall_ms`."""
 
-    def worst(self, values: list[float]) -> float:
-        return max(values, default=float("nan"))
-
-    def quantile(self, values: list[float], q: float) -> float:
-        if len(values) < 2:
-            return self.worst(values)
-        return statistics.quantiles(values, n=1000, method="inclusive")[round(1000 * q) - 1]
-
 
 @contextmanager
 def probing(hub: Hub, *, token: str | None = None) -> Iterator[Waits]:
     """Probe the hub from a separate process during the block; the yielded `Waits` is filled after it."""
     waits = Waits()
+    script = str(Path(__file__).with_name("_hub_probe.py"))
     with subprocess.Popen(
-        [
-            sys.executable,
-            str(Path(__file__).with_name("_hub_probe.py")),
-            hub.base_url,
-            str(hub.pid or 0),
-        ],
+        [sys.executable, script, hub.base_url, str(hub.pid or 0)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PROBE_TOKEN": token or ""},
@@ -212,8 +202,5 @@ def probing(hub: Hub, *, token: str | None = None) -> Iterator[Waits]:
         finally:
             process.stdin.close()
             asked = json.loads(process.stdout.read())
-    waits.wall_ms, waits.net_ms, waits.loop_cpu_ms = (
-        asked["wall_ms"],
-        asked["net_ms"],
-        asked["loop_cpu_ms"],
-    )
+    for name, values in asked.items():
+        setattr(waits, name, values)

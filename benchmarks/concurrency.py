@@ -28,6 +28,7 @@ from benchmarks._simulated_engine import (
     Server,
     Simulation,
 )
+from benchmarks._table import Table
 from benchmarks.inference import running_engine
 
 CAP = 576
@@ -173,9 +174,9 @@ def best_fixed(server: Server, seeds: int) -> int:
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    print(f"\n### {title}\n")
-    for row in (head, ["---"] * len(head), *rows):
-        print("| " + " | ".join(row) + " |", flush=True)
+    printed = Table(title, *head)
+    for row in rows:
+        printed.row(*row)
 
 
 def describe(name: str, server: Server, seeds: int) -> None:
@@ -247,19 +248,15 @@ def describe_changes(seeds: int) -> None:
 
 def describe_constants(seeds: int) -> None:
     """Print the effect of about half and double of each constant; for fractions, of their distance from 1."""
-    variants: dict[str, dict[str, float]] = {
-        "as they are": {},
-        "START 32": {"START": 32},
-        "START 128": {"START": 128},
-        "GROWTH 1.5": {"GROWTH": 1.5},
-        "GROWTH 4": {"GROWTH": 4.0},
-        "BACKOFF 0.9": {"BACKOFF": 0.9},
-        "BACKOFF 0.975": {"BACKOFF": 0.975},
-        "MAX_FALL 0.25": {"MAX_FALL": 0.25},
-        "MAX_FALL 0.75": {"MAX_FALL": 0.75},
-        "WORSE 0.8": {"WORSE": 0.8},
-        "WORSE 0.95": {"WORSE": 0.95},
+    changed = {
+        "START": (32, 128),
+        "GROWTH": (1.5, 4.0),
+        "BACKOFF": (0.9, 0.975),
+        "MAX_FALL": (0.25, 0.75),
+        "WORSE": (0.8, 0.95),
     }
+    variants: dict[str, dict[str, float]] = {"as they are": {}}
+    variants |= {f"{name} {x:g}": {name: x} for name, both in changed.items() for x in both}
     queues, times_out, refuses, _, slows, _ = SERVERS.values()
     rows = []
     for name, constants in variants.items():

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from atroposlib.engine.sampling import SamplingParams
 from atroposlib.engine.scheduler import Engine, EngineRequest
 from atroposlib.engine.server import EngineConfig, load
 
 
-def make_demo_sized_model(directory: Path) -> Path:
+def make_demo_sized_model(directory: Path) -> None:
     """Save a 1.1 M parameter model; its tokenizer is the tests' byte-level one."""
     from tests.tiny_model import make_tiny_tokenizer
 
@@ -39,8 +39,6 @@ def make_demo_sized_model(directory: Path) -> Path:
     )
     Qwen2ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(directory)
-    return directory
 
 
 def measure(engine: Engine, name: str, requests: list[EngineRequest]) -> None:
@@ -72,8 +70,8 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     row_counts = [int(text) for text in options.rows.split(",")]
     with tempfile.TemporaryDirectory() as directory:
-        model = make_demo_sized_model(Path(directory))
-        config = EngineConfig(model=str(model), device="cpu", max_num_seqs=max(row_counts))
+        make_demo_sized_model(Path(directory))
+        config = EngineConfig(model=directory, device="cpu", max_num_seqs=max(row_counts))
         engine = load(config).engine
     engine.start()
     header = ("case", "tokens", "tok/cpu-s", "tok/s", "cpu-ms/st", "prefilled")

@@ -11,12 +11,9 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import re
 import resource
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,12 +23,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks._env_text import save_tokenizer
-from benchmarks._hub_load import PACKED, Site, acknowledge, get, post, take_batch
-from benchmarks._hub_process import Hub, cpu_s, memory_bytes, running_hub
+from benchmarks._hub_load import PACKED, Site, acknowledge, register_trainer, take_batch
+from benchmarks._hub_process import (
+    START_TIMEOUT_S,
+    Hub,
+    cpu_s,
+    listening,
+    memory_bytes,
+    running,
+    running_hub,
+)
+from benchmarks._table import Table
 
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 2
-START_TIMEOUT_S = 60.0
 
 
 class Case(NamedTuple):
@@ -72,44 +77,13 @@ class Row(NamedTuple):
 
 
 @contextmanager
-def running(
-    argv: Sequence[str], *, log_path: Path, **environment: str
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a Python command during the block; SIGTERM ends it."""
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, *argv],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-@contextmanager
 def running_engine(tokenizer: Path, lengths: Sequence[int], *, directory: Path) -> Iterator[str]:
     """Yield the address of an engine that answers at once."""
     log_path = directory / "engine.log"
     script = str(Path(__file__).with_name("_env_engine.py"))
-    with running(
-        [script, str(tokenizer), ",".join(map(str, lengths))], log_path=log_path
-    ) as process:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not (found := re.search(r"listening on (\d+)", log_path.read_text())):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the engine did not start:\n{log_path.read_text()[-2000:]}")
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{found.group(1)}/v1"
+    argv = [script, str(tokenizer), ",".join(map(str, lengths))]
+    with running(argv, log_path=log_path) as process:
+        yield f"{listening(process, log_path)}/v1"
 
 
 class Sink:
@@ -120,7 +94,7 @@ class Sink:
         self.num_groups = 0
 
     async def run(self) -> None:
-        async with self._site.connect() as connection:
+        with self._site.connect() as connection:
             while True:
                 taken = await take_batch(self._site, connection, PACKED, wait_s=5)
                 if taken is not None:
@@ -131,19 +105,9 @@ class Sink:
 @contextlib.asynccontextmanager
 async def draining(hub: Hub) -> AsyncIterator[Sink]:
     site = Site(hub=hub, is_packed=True, is_leasing=True, is_long_polling=True)
-    async with site.connect() as connection:
-        registration = {
-            "wandb_group": "benchmark",
-            "wandb_project": "benchmark",
-            "batch_size": GROUPS_PER_BATCH * GROUP_SIZE,
-            "max_token_len": 2**20,
-            "checkpoint_dir": "",
-            "save_checkpoint_interval": 0,
-            "starting_step": 0,
-            "num_steps": 10**6,
-        }
-        await post(connection, "/register", registration)
-        await get(connection, "/batch")
+    with site.connect() as connection:
+        batch_size = GROUPS_PER_BATCH * GROUP_SIZE
+        await register_trainer(connection, batch_size=batch_size, max_token_len=2**20)
     sink = Sink(site)
     task = asyncio.create_task(sink.run())
     try:
@@ -197,10 +161,10 @@ def quantiles(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3g} / {p99:.3g} / {max(values):.3g}"
 
 
-def print_row(case: Case, row: Row) -> None:
+def add_row(table: Table, case: Case, row: Row) -> None:
     completions = GROUP_SIZE * row.num_groups
     rate, p99_ms = ORIGINAL.get((case.path, case.num_tokens), ("-", "-"))
-    cells = (
+    table.row(
         {"managed": "managed_server", "chat": "openai chat + tokenize_for_trainer"}[case.path],
         case.num_tokens,
         case.num_workers,
@@ -213,7 +177,6 @@ def print_row(case: Case, row: Row) -> None:
         f"{completions / row.wall_s:,.0f}",
         f"{row.rss_mb:.0f}",
     )
-    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 async def run(arguments: argparse.Namespace) -> None:
@@ -223,7 +186,8 @@ async def run(arguments: argparse.Namespace) -> None:
         directory = Path(folder)
         tokenizer = directory / "tokenizer"
         save_tokenizer(tokenizer)
-        columns = [
+        table = Table(
+            f"The environment process: groups of {GROUP_SIZE}",
             "path",
             "completion tokens",
             "items in flight",
@@ -235,9 +199,7 @@ async def run(arguments: argparse.Namespace) -> None:
             "ticks late (net), p50 / p99 / max ms",
             "completions per wall s",
             "peak RSS MB",
-        ]
-        print(f"### The environment process: groups of {GROUP_SIZE}\n")
-        print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
+        )
         with running_engine(tokenizer, lengths, directory=directory) as engine_url:
             for case in cases:
                 row = await measure(
@@ -247,7 +209,7 @@ async def run(arguments: argparse.Namespace) -> None:
                     directory=directory,
                     seconds=arguments.seconds,
                 )
-                print_row(case, row)
+                add_row(table, case, row)
 
 
 def main() -> int:

@@ -45,18 +45,10 @@ def functions(modules: list[Module]) -> Iterator[int]:
                 yield (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def classes(modules: list[Module]) -> dict[str, int]:
-    """Return how often each class name is defined."""
-    names: Counter[str] = Counter()
-    for module in modules:
-        names.update(n.name for n in ast.walk(module.tree) if isinstance(n, ast.ClassDef))
-    return dict(names)
-
-
-def longest_class(modules: list[Module]) -> int:
-    """Return the lines of the longest class."""
+def classes(modules: list[Module]) -> list[tuple[str, int]]:
+    """Return the name and the lines of each class."""
     nodes = [n for m in modules for n in ast.walk(m.tree) if isinstance(n, ast.ClassDef)]
-    return max((n.end_lineno or n.lineno) - n.lineno + 1 for n in nodes)
+    return [(n.name, (n.end_lineno or n.lineno) - n.lineno + 1) for n in nodes]
 
 
 def repeated_blocks(modules: list[Module]) -> int:
@@ -98,7 +90,8 @@ def facts(root: Path) -> dict[str, str]:
         flat["/".join(folder.split("/")[:2])] += count
     largest, share = flat.most_common(1)[0]
     sizes = sorted(functions(shipped))
-    names = classes(shipped)
+    found = classes(shipped)
+    names = Counter(name for name, _ in found)
     files = Counter(m.name for m in shipped if not m.name.startswith("__"))
     packages = [m for m in shipped if m.name == "__init__"]
     rows = {
@@ -107,7 +100,7 @@ def facts(root: Path) -> dict[str, str]:
         "modules": f"{len(shipped)}",
         "largest folder": f"{largest} {share / total:.0%}",
         "functions, median and p90 lines": f"{sizes[len(sizes) // 2]}, {sizes[len(sizes) * 9 // 10]}",
-        "longest class": f"{longest_class(shipped)}",
+        "longest class": f"{max(length for _, length in found)}",
         "class names defined more than once": f"{sum(n > 1 for n in names.values())}",
         "file names used more than once": f"{sum(n > 1 for n in files.values())}",
         f"repeated blocks of {BLOCK_LINES} lines": f"{repeated_blocks(shipped)}",

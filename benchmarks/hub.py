@@ -51,35 +51,11 @@ from benchmarks._hub_load import (
     take_batch,
 )
 from benchmarks._hub_process import Cost, Hub, probing, running_hub, settled_cpu_s
+from benchmarks._table import Table, shown
 
 BATCHES_IN_FLIGHT = 3
 POLL_PAUSE_S = 0.1
 """Pause of the original's environments between two status requests."""
-
-
-# Tables
-
-
-class Table:
-    """The rows of one question, each printed at once."""
-
-    def __init__(self, title: str, *columns: str) -> None:
-        print(f"\n### {title}\n")
-        print("| " + " | ".join(columns) + " |")
-        print("|" + "---|" * len(columns), flush=True)
-
-    def row(self, *values: object) -> None:
-        print("| " + " | ".join(shown(value) for value in values) + " |", flush=True)
-
-
-def shown(value: object) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    if math.isnan(value):
-        return "-"
-    if value == 0 or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if abs(value) >= 0.001 else f"{value:.1g}"
 
 
 def middle(values: Sequence[float]) -> str:
@@ -113,17 +89,23 @@ class Findings:
     """Valid input that was not answered with 200, with the answer."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Options:
+class Options(argparse.Namespace):
+    """The flags, as `main` describes them."""
+
+    base_url: str
+    server_pid: int | None
+    token: str | None
+    stores: list[str]
+    data_dir: Path
+    run_api_flags: str
+    only: list[str]
+    quick: bool
+    scale: float
     group_size: int
     seq_len: int
     batch_groups: int
     queue_sizes: list[int]
-    env_counts: list[int]
-    is_quick: bool
-    scale: float
-    """Factor on the usual number of tokens."""
-    only: list[str]
+    envs: list[int]
 
     @property
     def tokens_per_group(self) -> int:
@@ -148,6 +130,15 @@ class Options:
         return self.group_size * self.batch_groups
 
 
+async def fresh_bodies(site: Site, options: Options, encoding: Encoding) -> Bodies:
+    """Begin a run of the usual size; return bodies with groups for it."""
+    with site.connect() as connection:
+        env_ids = await fresh_run(
+            connection, batch_size=options.batch_size, group_size=options.group_size
+        )
+    return Bodies(encoding, options.groups(env_ids))
+
+
 # Questions
 
 
@@ -158,16 +149,12 @@ async def ask_ingest(site: Site, options: Options, findings: Findings) -> None:
         "clients CPU s/Mtok",
     )  # fmt: skip
     for encoding in encodings_of(site):
-        async with site.connect() as connection:
-            env_ids = await fresh_run(
-                connection, batch_size=options.batch_size, group_size=options.group_size
-            )
-            bodies = Bodies(encoding, options.groups(env_ids))
-            await post_all(site, [bodies.one() for _ in range(8)], encoding)
-            wanted = options.groups_for(6e6 if encoding.is_packed else 3e6)
-            prepared = [bodies.one() for _ in range(wanted)]
-            async with Cost(site.hub) as cost:
-                latencies_ms = await post_all(site, prepared, encoding)
+        bodies = await fresh_bodies(site, options, encoding)
+        await post_all(site, [bodies.one() for _ in range(8)], encoding)
+        wanted = options.groups_for(6e6 if encoding.is_packed else 3e6)
+        prepared = [bodies.one() for _ in range(wanted)]
+        async with Cost(site.hub) as cost:
+            latencies_ms = await post_all(site, prepared, encoding)
         mtok = 1e-6 * len(latencies_ms) * options.tokens_per_group
         table.row(
             encoding.name,
@@ -196,11 +183,8 @@ async def ask_delivery(site: Site, options: Options, findings: Findings) -> None
         "encoding", "CPU s/Mtok", "wall ms per batch p50 / p99", "client CPU s/Mtok",
     )  # fmt: skip
     for encoding in encodings_of(site):
-        async with site.connect() as connection:
-            env_ids = await fresh_run(
-                connection, batch_size=options.batch_size, group_size=options.group_size
-            )
-            bodies = Bodies(site.native, options.groups(env_ids))
+        bodies = await fresh_bodies(site, options, site.native)
+        with site.connect() as connection:
             num_groups = options.groups_for(4e6 if encoding.is_packed else 2e6)
             filled = [bodies.one() for _ in range(num_groups + options.batch_groups)]
             await post_all(site, filled, site.native)
@@ -233,11 +217,7 @@ class Flow(NamedTuple):
 
 async def flow(site: Site, options: Options, encoding: Encoding, *, num_groups: int) -> Flow:
     """Post and fetch concurrently, at most `BATCHES_IN_FLIGHT` batches apart."""
-    async with site.connect() as connection:
-        env_ids = await fresh_run(
-            connection, batch_size=options.batch_size, group_size=options.group_size
-        )
-    bodies = Bodies(encoding, options.groups(env_ids))
+    bodies = await fresh_bodies(site, options, encoding)
 
     async def pass_through(num_groups: int) -> int:
         room = asyncio.Semaphore(BATCHES_IN_FLIGHT * options.batch_groups)
@@ -247,7 +227,7 @@ async def flow(site: Site, options: Options, encoding: Encoding, *, num_groups: 
 
         async def environment() -> None:
             nonlocal num_to_send, num_sent
-            async with site.connect() as connection:
+            with site.connect() as connection:
                 while num_to_send > 0:
                     await room.acquire()
                     # Past the deadline (slow hubs), send only enough to complete the last batch.
@@ -263,7 +243,7 @@ async def flow(site: Site, options: Options, encoding: Encoding, *, num_groups: 
 
         async def trainer(senders: Sequence[asyncio.Task[None]]) -> None:
             nonlocal num_taken
-            async with site.connect() as connection:
+            with site.connect() as connection:
                 while num_taken < num_sent or not all(sender.done() for sender in senders):
                     began = time.perf_counter()
                     taken = await take_batch(site, connection, encoding, wait_s=1)
@@ -298,7 +278,7 @@ async def ask_end_to_end(site: Site, options: Options, findings: Findings) -> No
         num_groups = options.groups_for(8e6 if encoding.is_packed else 2e6)
         flows = [
             await flow(site, options, encoding, num_groups=num_groups)
-            for _ in range(1 if options.is_quick else 3)
+            for _ in range(1 if options.quick else 3)
         ]
         costs = [each.server_s_per_mtok for each in flows]
         findings.end_to_end[site.hub.store, encoding.name] = statistics.median(costs)
@@ -319,22 +299,16 @@ async def ask_memory(site: Site, options: Options, findings: Findings) -> None:
         "encoding", "Mtok queued", "RSS B/token", "RSS at the end MB",
     )  # fmt: skip
     for encoding in (site.native, JSON) if site.native is not JSON else (JSON,):
-        async with site.connect() as connection:
-            env_ids = await fresh_run(
-                connection, batch_size=options.batch_size, group_size=options.group_size
-            )
-            bodies = Bodies(encoding, options.groups(env_ids))
-            # The first groups warm up the allocator and the connections' buffers.
-            num_groups = options.groups_for(24e6 if encoding.is_packed else 12e6)
-            for _ in range(max(4, num_groups // 64)):
-                await post_all(site, [bodies.one() for _ in range(32)], encoding)
-            before = site.hub.memory_bytes()
-            num_counted = 0
-            for _ in range(num_groups // 32):
-                num_counted += len(
-                    await post_all(site, [bodies.one() for _ in range(32)], encoding)
-                )
-            after = site.hub.memory_bytes()
+        bodies = await fresh_bodies(site, options, encoding)
+        # The first groups warm up the allocator and the connections' buffers.
+        num_groups = options.groups_for(24e6 if encoding.is_packed else 12e6)
+        for _ in range(max(4, num_groups // 64)):
+            await post_all(site, [bodies.one() for _ in range(32)], encoding)
+        before = site.hub.memory_bytes()
+        num_counted = 0
+        for _ in range(num_groups // 32):
+            num_counted += len(await post_all(site, [bodies.one() for _ in range(32)], encoding))
+        after = site.hub.memory_bytes()
         num_tokens = num_counted * options.tokens_per_group
         per_token = (after - before) / num_tokens
         key = site.hub.store
@@ -347,8 +321,8 @@ async def ask_status(site: Site, options: Options, findings: Findings) -> None:
         f"GET /status-env, {site.hub.store} store",
         "groups queued", "connection", "CPU ms per request", "p50 / p99 ms",
     )  # fmt: skip
-    num_requests = 200 if options.is_quick else 1000
-    async with site.connect() as connection:
+    num_requests = 200 if options.quick else 1000
+    with site.connect() as connection:
         env_ids = await fresh_run(connection, batch_size=256)
         body = json.dumps({"env_id": env_ids[0]}).encode()
         headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
@@ -382,10 +356,10 @@ async def ask_environments(site: Site, options: Options, findings: Findings) -> 
         "environments", "kind", "answers/s", "per environment", "p50 / p99 ms", "server cores",
         "CPU us per answer", "failed",
     )  # fmt: skip
-    duration_s = 2.0 if options.is_quick else 5.0
-    for num_envs in options.env_counts:
+    duration_s = 2.0 if options.quick else 5.0
+    for num_envs in options.envs:
         for is_native in (True, False) if site.is_long_polling else (False,):
-            async with site.connect() as connection:
+            with site.connect() as connection:
                 env_ids = await fresh_run(connection, batch_size=8, num_envs=num_envs, group_size=8)
                 polled = Polled()
                 tasks = [
@@ -444,7 +418,7 @@ async def poll(site: Site, env_id: int, polled: Polled, *, is_native: bool) -> N
     step = -1
     body = json.dumps({"env_id": env_id}).encode()
     headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
-    async with site.connect() as connection:
+    with site.connect() as connection:
         while True:
             began = time.perf_counter()
             try:
@@ -479,7 +453,7 @@ QUEUES: Mapping[str, tuple[Sequence[float | None] | None, Sequence[int]]] = {
 
 
 async def ask_queue(site: Site, options: Options, findings: Findings) -> None:
-    num_batches = 10 if options.is_quick else 20
+    num_batches = 10 if options.quick else 20
     table = Table(
         f"GET /batch of 256 sequences by queue length, {site.hub.store} store",
         "groups queued", "kind", "first CPU ms", f"next {num_batches} CPU ms, median",
@@ -487,7 +461,7 @@ async def ask_queue(site: Site, options: Options, findings: Findings) -> None:
     )  # fmt: skip
     for num_queued in options.queue_sizes:
         for kind, (shares, sizes) in QUEUES.items():
-            async with site.connect() as connection:
+            with site.connect() as connection:
                 env_ids = await fresh_run(
                     connection, batch_size=256, group_size=min(sizes), shares=shares
                 )
@@ -534,32 +508,33 @@ async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
             answer = await work()
             await asyncio.sleep(0.2)
         growth = site.hub.memory_bytes("VmHWM") - resident
-        worst = waits.worst(waits.net_ms)
+        is_known = site.hub.pid is not None
+        worst = max(waits.net_ms, default=math.nan) if is_known else math.nan
         if is_accepted and answer != "-" and not answer.endswith("200"):
             findings.refused.append(f"{name}: {answer}")
-        if is_accepted and site.hub.pid is not None:
+        if is_accepted and is_known:
             findings.block_ms[f"{name} ({site.hub.store})"] = worst
         table.row(
             name,
             answer,
-            f"{waits.quantile(waits.wall_ms, 0.5):.3g} / {waits.quantile(waits.wall_ms, 0.99):.3g}",
-            waits.worst(waits.wall_ms),
-            worst if site.hub.pid is not None else float("nan"),
-            waits.worst(waits.loop_cpu_ms) if site.hub.pid is not None else float("nan"),
+            quantiles(waits.wall_ms),
+            max(waits.wall_ms, default=math.nan),
+            worst,
+            max(waits.loop_cpu_ms, default=math.nan) if is_known else math.nan,
             worst_lag(lags, await loop_lags(site)),
             site.hub.cpu_s() - began_s,
             growth / 1e6,
         )
 
-    async with site.connect() as connection:
+    with site.connect() as connection:
         await observe("nothing", idle)
-        encodings = [site.native, JSON] if options.is_quick else list(encodings_of(site))
+        encodings = [site.native, JSON] if options.quick else list(encodings_of(site))
         for tokens in (2048, 32768):
             for encoding in encodings:
                 env_ids = await fresh_run(connection, batch_size=32)
                 groups = [make_group(num_sequences=8, num_tokens=tokens, env_id=env_ids[0], seed=0)]
                 bodies = Bodies(encoding, groups)
-                num_groups = (40 if options.is_quick else 100) * 2048 // tokens
+                num_groups = (40 if options.quick else 100) * 2048 // tokens
                 prepared = [bodies.one() for _ in range(max(4, num_groups))]
 
                 async def posts(
@@ -585,13 +560,15 @@ async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
             await observe(f"GET /batch of 0.5 Mtok, {encoding.name}", takes)
         for hostile in hostile_requests(options):
             await fresh_run(connection, batch_size=256)
-            body = hostile.make_body()
 
-            async def attack(hostile: Hostile = hostile, body: bytes = body) -> str:
-                headers = {"Content-Type": "application/json", **hostile.headers}
-                async with site.connect() as attacker:
+            async def attack(hostile: Hostile = hostile) -> str:
+                headers = {"Content-Type": "application/json"}
+                headers |= {"Content-Encoding": "gzip"} if hostile.is_gzip else {}
+                with site.connect() as attacker:
                     try:
-                        reply = await attacker.request("POST", "/scored_data", body, headers)
+                        reply = await attacker.request(
+                            "POST", "/scored_data", hostile.body, headers
+                        )
                     except (OSError, EOFError):
                         return "connection closed"
                 return str(reply.status)
@@ -605,53 +582,35 @@ async def idle() -> str:
     return "-"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hostile:
+class Hostile(NamedTuple):
     """A request that should not delay others."""
 
     name: str
-    make_body: Callable[[], bytes]
-    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes
+    is_gzip: bool = False
     is_accepted: bool = False
     """Whether it is a valid group, to which the limit on blocking applies."""
 
 
 def hostile_requests(options: Options) -> Iterator[Hostile]:
-    compressed = {"Content-Encoding": "gzip"}
-    bomb_mb = 128 if options.is_quick else 1024
+    """Make one body at a time: they are large."""
+    bomb_mb = 128 if options.quick else 1024
     group = make_group(num_sequences=8, num_tokens=8, env_id=0, seed=0)
-    valid = json.dumps(group).encode()
-    yield Hostile(
-        name=f"gzip bomb, {bomb_mb} MB of spaces and a group",
-        make_body=lambda: bomb(bomb_mb, b" ", valid),
-        headers=compressed,
-    )
-    if options.is_quick:
+    spaces = bomb(bomb_mb, b" ", json.dumps(group).encode())
+    yield Hostile(f"gzip bomb, {bomb_mb} MB of spaces and a group", spaces, is_gzip=True)
+    if options.quick:
         return
-    yield Hostile(
-        name="gzip bomb, 100 MB of zeros as tokens",
-        make_body=lambda: gzip.compress(
-            b'{"tokens":[[' + b"0," * (50 * MEBI) + b'0]],"masks":[[]],"scores":[0]}', 1
-        ),
-        headers=compressed,
-    )
+    zeros = b'{"tokens":[[' + b"0," * (50 * MEBI) + b'0]],"masks":[[]],"scores":[0]}'
+    yield Hostile("gzip bomb, 100 MB of zeros as tokens", gzip.compress(zeros, 1), is_gzip=True)
     row_tokens = 60 * MEBI // 31 // 8
-    yield Hostile(
-        name=f"a valid group of {8 * row_tokens / 1e6:.2g} Mtok as JSON",
-        make_body=lambda: json.dumps(
-            make_group(num_sequences=8, num_tokens=row_tokens, env_id=0, seed=0)
-        ).encode(),
-        is_accepted=True,
-    )
-    yield Hostile(
-        name="a valid group with 60 MB of messages as JSON",
-        make_body=lambda: json.dumps(
-            {**group, "messages": [[{"role": "user", "content": "x" * 100}] * 60_000] * 8}
-        ).encode(),
-        is_accepted=True,
-    )
-    yield Hostile(name="60 MB that are not JSON", make_body=lambda: b"[" * (60 * MEBI))
-    yield Hostile(name="60 MB of NaN", make_body=lambda: b"[" + b"NaN," * (15 * MEBI) + b"NaN]")
+    large = make_group(num_sequences=8, num_tokens=row_tokens, env_id=0, seed=0)
+    name = f"a valid group of {8 * row_tokens / 1e6:.2g} Mtok as JSON"
+    yield Hostile(name, json.dumps(large).encode(), is_accepted=True)
+    talk = {**group, "messages": [[{"role": "user", "content": "x" * 100}] * 60_000] * 8}
+    name = "a valid group with 60 MB of messages as JSON"
+    yield Hostile(name, json.dumps(talk).encode(), is_accepted=True)
+    yield Hostile("60 MB that are not JSON", b"[" * (60 * MEBI))
+    yield Hostile("60 MB of NaN", b"[" + b"NaN," * (15 * MEBI) + b"NaN]")
 
 
 def bomb(size_mb: int, filler: bytes, tail: bytes) -> bytes:
@@ -663,7 +622,7 @@ def bomb(size_mb: int, filler: bytes, tail: bytes) -> bytes:
 
 async def loop_lags(site: Site) -> dict[float, float]:
     """Return the hub's histogram of its event loop's lateness: observations up to each bound in seconds."""
-    async with site.connect() as connection:
+    with site.connect() as connection:
         reply = await get(connection, "/metrics", (200, 404))
     found = re.findall(
         rb'^atropos_event_loop_lag_seconds_bucket{le="(.*)"} (\S+)$', reply.body, re.M
@@ -752,57 +711,39 @@ def describe_machine(directory: Path) -> str:
 
 
 @contextlib.asynccontextmanager
-async def sites(arguments: argparse.Namespace) -> AsyncIterator[list[Callable[[], Any]]]:
-    """Yield one opener per hub to measure."""
-
-    @contextlib.asynccontextmanager
-    async def given() -> AsyncIterator[Site]:
-        hub = Hub(base_url=arguments.base_url, pid=arguments.server_pid, store="given")
-        site = Site(hub=hub, token=arguments.token)
+async def open_site(options: Options, store: str) -> AsyncIterator[Site]:
+    """Yield the hub at --base-url, or one started with this store."""
+    with contextlib.ExitStack() as stack:
+        if options.base_url:
+            hub = Hub(base_url=options.base_url, pid=options.server_pid, store=store)
+        else:
+            flags = options.run_api_flags.split()
+            hub = stack.enter_context(running_hub(store, directory=options.data_dir, extra=flags))
+        site = Site(hub=hub, token=options.token)
         await site.discover()
         yield site
 
-    def started(store: str) -> Callable[[], Any]:
-        @contextlib.asynccontextmanager
-        async def opener() -> AsyncIterator[Site]:
-            with running_hub(
-                store, directory=arguments.data_dir, extra=arguments.run_api_flags.split()
-            ) as hub:
-                site = Site(hub=hub)
-                await site.discover()
-                yield site
 
-        return opener
-
-    if arguments.base_url:
-        yield [given]
-    else:
-        yield [started(store) for store in arguments.stores.split(",")]
-
-
-async def run(arguments: argparse.Namespace) -> None:
-    options = Options(
-        group_size=arguments.group_size,
-        seq_len=arguments.seq_len,
-        batch_groups=arguments.batch_groups,
-        queue_sizes=[int(text) for text in arguments.queue_sizes.split(",")],
-        env_counts=[int(text) for text in arguments.envs.split(",")],
-        is_quick=arguments.quick,
-        scale=arguments.scale,
-        only=arguments.only.split(",") if arguments.only else list(QUESTIONS),
-    )
+async def run(options: Options) -> None:
     findings = Findings()
-    print(describe_machine(arguments.data_dir))
-    async with sites(arguments) as openers:
-        for index, opener in enumerate(openers):
-            repeated = QUICK_PER_STORE if options.is_quick else PER_STORE
-            async with opener() as site:
-                for name, ask in QUESTIONS.items():
-                    if name in options.only and (index == 0 or name in repeated):
-                        began = time.perf_counter()
-                        await ask(site, options, findings)
-                        print(f"\n({time.perf_counter() - began:.0f} s)")
+    print(describe_machine(options.data_dir))
+    for index, store in enumerate(["given"] if options.base_url else options.stores):
+        repeated = QUICK_PER_STORE if options.quick else PER_STORE
+        async with open_site(options, store) as site:
+            for name, ask in QUESTIONS.items():
+                if name in options.only and (index == 0 or name in repeated):
+                    began = time.perf_counter()
+                    await ask(site, options, findings)
+                    print(f"\n({time.perf_counter() - began:.0f} s)")
     print_targets(findings)
+
+
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def main() -> int:
@@ -812,29 +753,30 @@ def main() -> int:
     parser.add_argument("--base-url", help="measure this hub; its data is erased")
     parser.add_argument("--server-pid", type=int, help="process of --base-url, for CPU and memory")
     parser.add_argument("--token", help="bearer token of --base-url")
-    parser.add_argument("--stores", default="disk,memory", help="what to start run-api with")
+    parser.add_argument("--stores", type=names, default=["disk", "memory"], help="of run-api")
     parser.add_argument("--data-dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--run-api-flags", default="", help="more flags for run-api")
-    parser.add_argument("--only", default="", help=f"some of {','.join(QUESTIONS)}")
+    parser.add_argument("--only", type=names, help=f"some of {','.join(QUESTIONS)}")
     parser.add_argument("--quick", action="store_true", help="a minute instead of six")
     parser.add_argument("--scale", type=float, help="share of the usual number of tokens")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--batch-groups", type=int, default=4)
-    parser.add_argument("--queue-sizes", help="1000,10000,50000; quick 10000")
-    parser.add_argument("--envs", help="100,300,1000; quick 100")
-    arguments = parser.parse_args()
-    arguments.scale = arguments.scale or (0.2 if arguments.quick else 1.0)
-    arguments.queue_sizes = arguments.queue_sizes or (
-        "10000" if arguments.quick else "1000,10000,50000"
+    parser.add_argument("--queue-sizes", type=numbers, help="1000,10000,50000; quick 10000")
+    parser.add_argument("--envs", type=numbers, help="100,300,1000; quick 100")
+    options = parser.parse_args(namespace=Options())
+    options.only = options.only or list(QUESTIONS)
+    options.scale = options.scale or (0.2 if options.quick else 1.0)
+    options.queue_sizes = options.queue_sizes or (
+        [10_000] if options.quick else [1000, 10_000, 50_000]
     )
-    arguments.envs = arguments.envs or ("100" if arguments.quick else "100,300,1000")
-    if unknown := set(filter(None, arguments.only.split(","))) - set(QUESTIONS):
+    options.envs = options.envs or ([100] if options.quick else [100, 300, 1000])
+    if unknown := set(options.only) - set(QUESTIONS):
         parser.error(f"--only: {sorted(unknown)} is not among {', '.join(QUESTIONS)}")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
     began = time.perf_counter()
-    asyncio.run(run(arguments))
+    asyncio.run(run(options))
     print(f"\n{time.perf_counter() - began:.0f} s in all")
     return 0
 

@@ -15,10 +15,8 @@ import asyncio
 import contextlib
 import gc
 import os
-import re
 import statistics
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -35,6 +33,8 @@ from atroposlib.inference.servers.vllm import NEUTRAL_SAMPLING
 from atroposlib.utils.event_loop import loop_with_short_rounds
 from atroposlib.utils.garbage import collect_less_often
 from benchmarks._env_process import Probe
+from benchmarks._hub_process import listening, running
+from benchmarks._table import Table
 
 MODEL = "scripted"
 QUESTION = "Which group of sequences is cut into the next batch, and why? Question "
@@ -56,24 +56,14 @@ class Row(NamedTuple):
 @contextmanager
 def running_engine(script: Script, *, without: Sequence[str] = ()) -> Iterator[str]:
     """Run a scripted engine as a process during the block and yield its address."""
-    argv = ["--script", msgspec.json.encode(script).decode()]
+    argv = ["-m", "atroposlib.inference.scripted_engine"]
+    argv += ["--script", msgspec.json.encode(script).decode()]
     for path in without:
         argv += ["--without", path]
-    with subprocess.Popen(
-        [sys.executable, "-m", "atroposlib.inference.scripted_engine", *argv],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"listening on (\S+)", line)
-        if found is None:
-            raise RuntimeError(f"the engine said {line!r} and ended with {process.wait()}")
-        try:
-            yield found[1]
-        finally:
-            process.terminate()
-            process.wait(10)
+    with tempfile.TemporaryDirectory() as directory:
+        log_path = Path(directory) / "engine.log"
+        with running(argv, log_path=log_path) as process:
+            yield listening(process, log_path)
 
 
 def messages_of(i: int) -> list[dict[str, str]]:
@@ -129,21 +119,17 @@ async def open_manager(url: str, concurrency: int) -> AsyncIterator[ServerManage
         await manager.close()
 
 
-@asynccontextmanager
-async def token_calls(
-    manager: ServerManager, prompts: list[list[int]], num_tokens: int
-) -> AsyncIterator[Ask]:
+def token_calls(manager: ServerManager, prompts: list[list[int]], num_tokens: int) -> Asks:
     async def ask(i: int) -> int:
         answer = await manager.tokens_and_logprobs_completion(
             input_ids=prompts[i], max_tokens=num_tokens
         )
         return len(answer.output_tokens[0])
 
-    yield ask
+    return contextlib.nullcontext(ask)
 
 
-@asynccontextmanager
-async def managed_chats(manager: ServerManager, num_tokens: int) -> AsyncIterator[Ask]:
+def managed_chats(manager: ServerManager, num_tokens: int) -> Asks:
     tokenizer = ByteTokenizer()
 
     async def ask(i: int) -> int:
@@ -152,7 +138,7 @@ async def managed_chats(manager: ServerManager, num_tokens: int) -> AsyncIterato
             (node,) = managed.get_state()["nodes"]
         return len(node.masked_tokens) - node.masked_tokens.count(-100)
 
-    yield ask
+    return contextlib.nullcontext(ask)
 
 
 async def measure(ask: Ask, *, concurrency: int, per_worker: int, num_tokens: int) -> Row:
@@ -183,12 +169,14 @@ async def measure(ask: Ask, *, concurrency: int, per_worker: int, num_tokens: in
     return Row(cpu_s, wall_s, probe.loop_cpu_ms, probe.late_ms)
 
 
-def report(name: str, rows: list[Row], bare_rows: list[Row], num_requests: int) -> None:
+def report(
+    table: Table, name: str, rows: list[Row], bare_rows: list[Row], num_requests: int
+) -> None:
     cpu = statistics.median(row.cpu_s for row in rows)
     ratio = statistics.median(
         row.cpu_s / other.cpu_s for row, other in zip(rows, bare_rows, strict=True)
     )
-    cells = [
+    table.row(
         name,
         f"{1e6 * cpu / num_requests:.0f}",
         f"{ratio:.2f}",
@@ -196,11 +184,10 @@ def report(name: str, rows: list[Row], bare_rows: list[Row], num_requests: int) 
         f"{statistics.median(statistics.quantiles(row.loop_cpu_ms, n=100)[98] for row in rows):.1f}",
         f"{statistics.median(max(row.loop_cpu_ms) for row in rows):.1f}",
         f"{statistics.median(max(row.late_ms) for row in rows):.1f}",
-    ]
-    print("| " + " | ".join(cells) + " |", flush=True)
+    )
 
 
-async def compare(args: argparse.Namespace, url: str, num_tokens: int) -> None:
+async def compare(args: argparse.Namespace, url: str, num_tokens: int, table: Table) -> None:
     prompts = [prompt_of(i) for i in range(args.concurrency)]
 
     # One manager for all, whose limiter has adapted to the engine.
@@ -229,7 +216,8 @@ async def compare(args: argparse.Namespace, url: str, num_tokens: int) -> None:
                     rows[name].append(row)
     first = next(iter(rows.values()))
     for name, found in rows.items():
-        report(f"{name}, {num_tokens}", found, first, args.concurrency * args.per_worker)
+        num_requests = args.concurrency * args.per_worker
+        report(table, f"{name}, {num_tokens}", found, first, num_requests)
 
 
 def main() -> None:
@@ -243,17 +231,17 @@ def main() -> None:
     args = parser.parse_args()
     collect_less_often()  # like the commands of an environment, as is the event loop
     script = Script(latency=Latency(first_token_s=args.latency, sigma=SIGMA))
-    print(
-        f"\n### {args.concurrency} requests in flight, answers after {args.latency:g} s,"
-        f" median of {args.repeats}\n"
+    title = (
+        f"{args.concurrency} requests in flight, answers after {args.latency:g} s,"
+        f" median of {args.repeats}"
     )
-    columns = "requests, tokens | CPU us per request | times bare | wall s | loop p99 ms | loop max ms | late max ms"
-    print(f"| {columns} |\n" + "|---" * 7 + "|")
+    columns = ("requests, tokens", "CPU us per request", "times bare", "wall s")
+    table = Table(title, *columns, "loop p99 ms", "loop max ms", "late max ms")
     # All three use the route that stock vLLM has without further flags.
     with running_engine(script, without=["/inference/v1/generate", "/generate"]) as url:
         for num_tokens in args.tokens.split(","):
             with asyncio.Runner(loop_factory=loop_with_short_rounds) as runner:
-                runner.run(compare(args, url, int(num_tokens)))
+                runner.run(compare(args, url, int(num_tokens), table))
 
 
 if __name__ == "__main__":

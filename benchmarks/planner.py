@@ -9,16 +9,15 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from atroposlib.api.run.batching import NoBatch, Plan
 from atroposlib.api.run.queue import GroupQueue
 from atroposlib.api.run.types import GroupHeader
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     """One row: a queue in which environments alternate."""
 
     name: str
@@ -26,9 +25,14 @@ class Case:
     num_envs: int
     sizes: Sequence[int]
     batch_size: int
-    floors: Mapping[int, int] = field(default_factory=dict)
+    floor: int = 0
+    """Sequences that each environment has in every batch."""
     last_size: int | None = None
     """Size of one more group, the newest."""
+
+    @property
+    def floors(self) -> dict[int, int]:
+        return dict.fromkeys(range(self.num_envs), self.floor) if self.floor else {}
 
     def queue(self) -> GroupQueue:
         rng = random.Random(0)
@@ -42,50 +46,25 @@ class Case:
         return queue
 
 
-def each(num_envs: int, floor: int) -> dict[int, int]:
-    return dict.fromkeys(range(num_envs), floor)
-
-
-def case(
-    name: str, num_groups: int, num_envs: int, sizes: Sequence[int], batch_size: int, floor: int = 0
-) -> Case:
-    floors = each(num_envs, floor) if floor else {}
-    return Case(
-        name=name,
-        num_groups=num_groups,
-        num_envs=num_envs,
-        sizes=sizes,
-        batch_size=batch_size,
-        floors=floors,
-    )
-
-
 EVEN = range(2, 17, 2)
 CASES = [
-    case("one size", 50_000, 4, [8], 256),
-    case("one size, floors", 50_000, 4, [8], 256, 64),
-    case("1 to 16", 50_000, 4, range(1, 17), 256),
-    case("1 to 16, floors", 50_000, 4, range(1, 17), 256, 64),
-    case("1 to 16, floors, large batch", 50_000, 4, range(1, 17), 4096, 1024),
-    case("unknown environments, one size", 50_000, 50_000, [8], 256),
-    case("unknown environments, 1 to 16", 50_000, 50_000, range(1, 17), 256),
-    case("300 floors, one size", 20_000, 300, [8], 2400, 8),
-    case("300 floors, 4 to 16, the whole batch", 20_000, 300, range(4, 17), 2400, 8),
-    case("300 floors, 4 to 16, half the batch", 20_000, 300, range(4, 17), 4800, 8),
-    case("300 floors, 4 to 16, most of the batch", 20_000, 300, range(4, 17), 4096, 13),
-    case("1000 floors, 4 to 16", 50_000, 1000, range(4, 17), 8192, 6),
-    case("1 to 16, largest batch", 100_000, 4, range(1, 17), 16_384),
-    case("1 to 16, floors, largest batch", 100_000, 4, range(1, 17), 16_384, 4096),
-    case("1 to 1000, largest batch", 50_000, 4, range(1, 1001), 16_384),
-    case("even sizes, odd batch: none", 100_000, 1, EVEN, 16_383),
-    Case(
-        name="even sizes, odd batch, odd group last",
-        num_groups=100_000,
-        num_envs=1,
-        sizes=EVEN,
-        batch_size=16_383,
-        last_size=1,
-    ),
+    Case("one size", 50_000, 4, [8], 256),
+    Case("one size, floors", 50_000, 4, [8], 256, 64),
+    Case("1 to 16", 50_000, 4, range(1, 17), 256),
+    Case("1 to 16, floors", 50_000, 4, range(1, 17), 256, 64),
+    Case("1 to 16, floors, large batch", 50_000, 4, range(1, 17), 4096, 1024),
+    Case("unknown environments, one size", 50_000, 50_000, [8], 256),
+    Case("unknown environments, 1 to 16", 50_000, 50_000, range(1, 17), 256),
+    Case("300 floors, one size", 20_000, 300, [8], 2400, 8),
+    Case("300 floors, 4 to 16, the whole batch", 20_000, 300, range(4, 17), 2400, 8),
+    Case("300 floors, 4 to 16, half the batch", 20_000, 300, range(4, 17), 4800, 8),
+    Case("300 floors, 4 to 16, most of the batch", 20_000, 300, range(4, 17), 4096, 13),
+    Case("1000 floors, 4 to 16", 50_000, 1000, range(4, 17), 8192, 6),
+    Case("1 to 16, largest batch", 100_000, 4, range(1, 17), 16_384),
+    Case("1 to 16, floors, largest batch", 100_000, 4, range(1, 17), 16_384, 4096),
+    Case("1 to 1000, largest batch", 50_000, 4, range(1, 1001), 16_384),
+    Case("even sizes, odd batch: none", 100_000, 1, EVEN, 16_383),
+    Case("even sizes, odd batch, odd group last", 100_000, 1, EVEN, 16_383, last_size=1),
 ]
 
 

@@ -28,7 +28,7 @@ from benchmarks._trainer_measure import Result
 from benchmarks._trainer_work import Spec, make_step, step_flops
 from benchmarks.trainer import PARTS, Row, Session, parse, run_parts, same_work, set_mfu
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,22 +43,25 @@ def tables_of(output: str) -> dict[str, list[dict[str, str]]]:
     return tables
 
 
+def run_script(name: str, *argv: str) -> dict[str, list[dict[str, str]]]:
+    """Run a script of `benchmarks/` and return the tables that it prints."""
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / name), *argv],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return tables_of(run.stdout)
+
+
 @pytest.mark.e2e
 def test_a_quick_run_measures_a_started_hub(tmp_path: Path) -> None:
     with running_hub("memory", directory=tmp_path) as hub:
-        run = subprocess.run(
-            [
-                *(sys.executable, str(ROOT / "benchmarks/hub.py"), "--quick", "--scale", "0.01"),
-                *("--base-url", hub.base_url, "--server-pid", str(hub.pid)),
-                *("--only", "ingest,delivery,end-to-end,memory", "--seq-len", "256"),
-            ],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=50,
-        )
-    assert run.returncode == 0, run.stdout + run.stderr
-    tables = tables_of(run.stdout)
+        argv = ["--quick", "--scale", "0.01", "--base-url", hub.base_url, "--seq-len", "256"]
+        argv += ["--server-pid", str(hub.pid), "--only", "ingest,delivery,end-to-end,memory"]
+        tables = run_script("hub.py", *argv)
     encodings = ["packed", "packed + zstd", "JSON", "JSON + gzip"]
     assert [row["encoding"] for row in tables["Ingest"]] == encodings
     assert all(0 < float(row["CPU s/Mtok"]) < 100 for row in tables["Ingest"] + tables["Delivery"])
@@ -72,20 +75,9 @@ def test_a_quick_run_measures_a_started_hub(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(120)
 def test_a_short_run_measures_a_served_environment() -> None:
-    run = subprocess.run(
-        [
-            *(sys.executable, str(ROOT / "benchmarks/env.py"), "--seconds", "2"),
-            *("--only", "managed:512:8"),
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    [row] = tables_of(run.stdout)["The environment process"]
+    tables = run_script("env.py", "--seconds", "2", "--only", "managed:512:8")
+    [row] = tables["The environment process"]
     assert (row["path"], row["completion tokens"]) == ("managed_server", "512")
     rate = float(row["completions per CPU s"].replace(",", ""))
     per_group = float(row["CPU ms per group"])
@@ -238,18 +230,8 @@ def test_the_payload_masks_the_prompt_and_only_the_prompt() -> None:
 
 @pytest.mark.e2e
 def test_a_quick_run_compares_requests_with_bare_ones() -> None:
-    run = subprocess.run(
-        [
-            *(sys.executable, str(ROOT / "benchmarks/inference.py"), "--concurrency", "20"),
-            *("--per-worker", "1", "--tokens", "16", "--latency", "0.05", "--repeats", "1"),
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    (rows,) = tables_of(run.stdout).values()
+    argv = ["--per-worker", "1", "--tokens", "16", "--latency", "0.05", "--repeats", "1"]
+    (rows,) = run_script("inference.py", "--concurrency", "20", *argv).values()
     kinds = ("bare aiohttp", "bare, not decoded", "token calls", "managed chats")
     names = [f"{kind}, 16" for kind in kinds]
     assert [row["requests, tokens"] for row in rows] == names
@@ -275,18 +257,9 @@ os.execv({python!r}, [{python!r}, *argv])
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(120)
 def test_the_limiter_is_compared_with_no_limit_and_the_best_fixed_number() -> None:
     def rows_of(*options: str) -> dict[str, dict[str, dict[str, str]]]:
-        run = subprocess.run(
-            [sys.executable, str(ROOT / "benchmarks/concurrency.py"), "--seeds", "1", *options],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
-        tables = tables_of(run.stdout)
+        tables = run_script("concurrency.py", "--seeds", "1", *options)
         return {title: {row[""]: row for row in rows} for title, rows in tables.items()}
 
     [slow] = rows_of("--only", "slows down").values()

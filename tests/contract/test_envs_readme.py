@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 
 from atroposlib.checker import check_env
-from atroposlib.inference.harness import (
-    ByteTokenizer,
-    HarnessRequest,
-    ServerHarness,
-)
+from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.runtime.process import process
 from atroposlib.scored_data import Strictness, check_group
 
@@ -28,6 +24,16 @@ def namespace_of(name: str, **known: Any) -> dict[str, Any]:
     namespace: dict[str, Any] = {"__name__": "readme", **known}
     exec(compile(BLOCKS[name], f"README.md:{name}", "exec"), namespace)
     return namespace
+
+
+def offline(name: str, *, weight_version: str | None = None, **settings: Any) -> Any:
+    """Return the example's environment on a scripted engine."""
+    example = namespace_of(name)[name]
+    env_cls = type(name, (example,), {"load_tokenizer": lambda self: ByteTokenizer()})
+    config, servers = env_cls.config_init()
+    env = env_cls(config.model_copy(update=settings), servers)
+    env.server.servers = [ServerHarness(respond=RESPOND[name], weight_version=weight_version)]
+    return env
 
 
 EPISODES = itertools.count()
@@ -100,13 +106,9 @@ def test_example_is_a_whole_file_of_at_most_25_lines(name: str) -> None:
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 async def test_example_makes_groups_that_pass_the_strict_gate(name: str, tmp_path: Path) -> None:
-    example = namespace_of(name)[name]
-    offline = type(name, (example,), {"load_tokenizer": lambda self: ByteTokenizer()})
-    config, servers = offline.config_init()
     path = str(tmp_path / "groups.jsonl")
     settings = {"total_steps": 3, "max_num_workers": 1, "data_path_to_save_groups": path}
-    env = offline(config.model_copy(update=settings), servers)
-    env.server.servers = [ServerHarness(respond=RESPOND[name], weight_version="4")]
+    env = offline(name, weight_version="4", **settings)
     result = await process(env)
     assert result.num_groups == 3
     assert result.outbox.dropped == {}
@@ -122,12 +124,7 @@ async def test_example_makes_groups_that_pass_the_strict_gate(name: str, tmp_pat
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 async def test_example_evaluates(name: str, tmp_path: Path) -> None:
-    example = namespace_of(name)[name]
-    offline = type(name, (example,), {"load_tokenizer": lambda self: ByteTokenizer()})
-    config, servers = offline.config_init()
-    settings = {"data_dir_to_save_evals": str(tmp_path)}
-    env = offline(config.model_copy(update=settings), servers)
-    env.server.servers = [ServerHarness(respond=RESPOND[name])]
+    env = offline(name, data_dir_to_save_evals=str(tmp_path))
     await env.setup()
     metrics = await env.evaluate()
     await env.close()

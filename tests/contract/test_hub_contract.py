@@ -54,26 +54,10 @@ async def test_documented_conversation_is_replayed_word_for_word(hub: Hub) -> No
         "message": "Trainer not registered. Call /register first.",
         "batch": [],
     }
-    trainer = {
-        "wandb_group": "g",
-        "wandb_project": "p",
-        "batch_size": 4,
-        "max_token_len": 128,
-        "checkpoint_dir": "ck",
-        "save_checkpoint_interval": 1,
-        "starting_step": 0,
-        "num_steps": 3,
-    }
-    reply = await hub.post("/register", trainer)
+    reply = await hub.post("/register", registration())
     assert list(reply) == ["uuid"]
     assert 2**100 < reply["uuid"] < 2**128
-    env = {
-        "max_token_length": 2048,
-        "desired_name": "foo",
-        "weight": 1.0,
-        "min_batch_allocation": None,
-        "group_size": 2,
-    }
+    env = environment()
     assert await hub.post("/register-env", env) == {"status": "wait for trainer to start"}
     assert (await hub.http.get("/batch")).content == b'{"batch":null}'
     assert await hub.post("/register-env", env) == {

@@ -102,13 +102,30 @@ def wait_for(condition: Callable[[], bool], *, timeout_s: float, process: Proces
             raise AssertionError(
                 f"{process.name}: nothing after {timeout_s} s:\n{process.log()[-4000:]}"
             )
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
-def answers(url: str) -> bool:
+def engine_argv(model: Path, port: int) -> list[str]:
+    """The local engine with this model."""
+    return ["-m", "atroposlib.engine.server", f"--model={model}", f"--port={port}"]
+
+
+def parity_argv(model: Path, *, hub_url: str, engine_url: str) -> list[str]:
+    """The environment of `parity_env.py`, which gives groups with any model."""
+    return [
+        str(ROOT / "tests" / "e2e" / "parity_env.py"),
+        "serve",
+        f"--env.rollout_server_url={hub_url}",
+        f"--env.tokenizer_name={model}",
+        f"--openai.base_url={engine_url}/v1",
+        f"--openai.model_name={model}",
+    ]
+
+
+def answers(url: str, *, timeout_s: float = 5) -> bool:
     """Does a GET of `url` answer 200?"""
     try:
-        with urllib.request.urlopen(url, timeout=2) as response:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:
             return bool(response.status == 200)
     except OSError:
         return False

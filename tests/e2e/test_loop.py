@@ -8,40 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, Process, answers, free_port, running, wait_for
+from tests.faults.drivers import hub_process
+from tests.processes import Process, answers, engine_argv, free_port, parity_argv, running
 from tests.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-ENVIRONMENT = ROOT / "tests" / "e2e" / "parity_env.py"
 NUM_STEPS = 4
 
 
-def hub_argv(port: int) -> list[str]:
-    return ["-m", "atroposlib.cli.run_api", "--port", str(port)]
-
-
-def engine_argv(model: Path, port: int) -> list[str]:
-    return ["-m", "atroposlib.engine.server", "--model", str(model), "--port", str(port)]
-
-
-def environment_argv(hub: int, engine: int, model: Path) -> list[str]:
-    return [
-        str(ENVIRONMENT),
-        "serve",
-        f"--env.rollout_server_url=http://127.0.0.1:{hub}",
-        f"--env.tokenizer_name={model}",
-        f"--openai.base_url=http://127.0.0.1:{engine}/v1",
-        f"--openai.model_name={model}",
-    ]
-
-
-def trainer_argv(hub: int, engine: int, model: Path, bridge: str, out: Path) -> list[str]:
+def trainer_argv(hub_url: str, engine: int, model: Path, bridge: str, out: Path) -> list[str]:
     return [
         "-m",
         "example_trainer.grpo",
         f"--model={model}",
-        f"--hub_url=http://127.0.0.1:{hub}",
+        f"--hub_url={hub_url}",
         f"--bridge={bridge}",
         "--engine=local",
         f"--vllm_port={engine}",
@@ -58,48 +39,39 @@ def trainer_argv(hub: int, engine: int, model: Path, bridge: str, out: Path) -> 
     ]
 
 
-def get(port: int, path: str) -> dict[str, object]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
-        value: dict[str, object] = json.load(response)
-        return value
-
-
 @pytest.mark.parametrize("bridge", ["reload", pytest.param("restart", marks=pytest.mark.drill)])
 def test_the_loop_trains_and_the_engine_follows(bridge: str, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
-    hub_port, engine_port = free_port(), free_port()
-    with running("hub", hub_argv(hub_port), log_path=tmp_path / "hub.log") as hub:
-        wait_for(lambda: answers(f"http://127.0.0.1:{hub_port}/"), timeout_s=30, process=hub)
+    engine_port = free_port()
+    engine_url = f"http://127.0.0.1:{engine_port}"
+    with hub_process(tmp_path) as hub:
+        environment_argv = parity_argv(model, hub_url=hub.url, engine_url=engine_url)
         engine: Process | None = None
         if bridge == "reload":  # with `restart` the trainer owns the engine
             engine = Process(
                 "engine", engine_argv(model, engine_port), log_path=tmp_path / "engine.log"
             )
         try:
-            trainer_args = trainer_argv(hub_port, engine_port, model, bridge, tmp_path)
+            trainer_args = trainer_argv(hub.url, engine_port, model, bridge, tmp_path)
             with (
                 running("trainer", trainer_args, log_path=tmp_path / "trainer.log") as trainer,
                 running(
-                    "environment",
-                    environment_argv(hub_port, engine_port, model),
-                    log_path=tmp_path / "environment.log",
+                    "environment", environment_argv, log_path=tmp_path / "environment.log"
                 ) as environment,
             ):
                 assert trainer.wait(200) == 0, trainer.log()[-4000:] + environment.log()[-4000:]
                 assert environment.popen.poll() in (None, 0), environment.log()[-4000:]
                 if engine is not None:
                     assert engine.popen.poll() is None, engine.log()[-4000:]
-                    version = get(engine_port, "/weight_info")["weight_version"]
-                    assert version == str(NUM_STEPS)
+                    with urllib.request.urlopen(f"{engine_url}/weight_info") as response:
+                        assert json.load(response)["weight_version"] == str(NUM_STEPS)
         finally:
             if engine is not None:
                 assert engine.stop() in (0, -15)
         if bridge == "restart":
-            assert not answers(f"http://127.0.0.1:{engine_port}/health"), (
-                "the engine was left behind"
-            )
+            assert not answers(f"{engine_url}/health"), "the engine was left behind"
 
-        ledger = get(hub_port, "/ledger")
+        ledger = hub.get("/ledger")
         assert ledger["rejected"] in ({}, 0), ledger
 
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

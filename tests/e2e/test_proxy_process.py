@@ -13,7 +13,7 @@ from openai import BadRequestError, OpenAI
 from transformers import AutoModelForCausalLM
 
 from atroposlib.scored_data import IGNORE_INDEX
-from tests.processes import answers, free_port, running, wait_for
+from tests.processes import answers, engine_argv, free_port, running, wait_for
 from tests.tiny_model import make_tiny_model, make_tiny_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.drill, pytest.mark.timeout(240)]
@@ -38,7 +38,6 @@ def test_agent_talks_to_a_model_through_the_proxy_and_its_tokens_are_the_models(
 ) -> None:
     model = make_tiny_model(tmp_path / "model")
     engine_port, proxy_port = free_port(), free_port()
-    engine_argv = ["-m", "atroposlib.engine.server", f"--model={model}", f"--port={engine_port}"]
     config = tmp_path / "proxy.json"
     engine = {"base_url": f"http://127.0.0.1:{engine_port}/v1"}
     config.write_text(json.dumps({"model_name": str(model), "servers": [engine]}))
@@ -47,7 +46,9 @@ def test_agent_talks_to_a_model_through_the_proxy_and_its_tokens_are_the_models(
     monkeypatch.setenv("ATROPOS_PROXY_URL", "http://127.0.0.1:9")  # for environments, not for it
     url = f"http://127.0.0.1:{proxy_port}"
     with (
-        running("engine", engine_argv, log_path=tmp_path / "engine.log") as engine_process,
+        running(
+            "engine", engine_argv(model, engine_port), log_path=tmp_path / "engine.log"
+        ) as engine_process,
         running("proxy", proxy_argv, log_path=tmp_path / "proxy.log") as proxy,
     ):
         for process, port in ((engine_process, engine_port), (proxy, proxy_port)):

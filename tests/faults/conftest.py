@@ -17,13 +17,13 @@ Open = Callable[..., Awaitable[tuple[DiskStore, SavedRun]]]
 
 @pytest.fixture
 async def opened(tmp_path: Path) -> AsyncIterator[Open]:
-    """Open the store in a directory below `tmp_path`, `run` unless named, with the options of `open_store`.
+    """Open the store in a directory, by default `run` in `tmp_path`, with the options of `open_store`.
 
     Every store is closed at the end of the test.
     """
     stores = []
 
-    async def open_here(name: str = "run", **options: Any) -> tuple[DiskStore, SavedRun]:
+    async def open_here(name: str | Path = "run", **options: Any) -> tuple[DiskStore, SavedRun]:
         store = open_store(tmp_path / name, **options)
         saved = await store.open()
         stores.append(store)

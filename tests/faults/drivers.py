@@ -2,23 +2,21 @@
 
 Every group can be made again from its first two tokens, so a reader compares it whole: a damaged or exchanged group
 cannot pass. `Traffic` is the account: what a producer was told is stored must be committed by the trainer exactly once.
-Run as a program, this is a trainer process that a test may kill (`trainer_process`). No test lives here.
+No test lives here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import random
 import signal
-import sys
 import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +34,7 @@ from atroposlib.client import (
 )
 from atroposlib.errors import HubUnavailable
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
-from tests.processes import Process, free_port
+from tests.processes import Process, answers, free_port, wait_for
 
 T = TypeVar("T")
 
@@ -44,6 +42,8 @@ BATCH_SIZE = 16
 SIZES = (2, 4, 8)
 """Sequences of groups in turn; any multiple of BATCH_SIZE sequences of them can be cut into exact batches."""
 LOAD_TOKENS = 512
+MAX_AHEAD = 100
+"""Groups that producers of `traffic` may be ahead of their trainer."""
 
 
 class GroupKey(NamedTuple):
@@ -142,17 +142,12 @@ class HubProcess:
             argv += ["--data-dir", str(self.directory / "data")]
         self.process = Process("hub", [*argv, *self.flags], log_path=self.directory / "hub.log")
 
-    def start(self, *, timeout_s: float = 60.0) -> None:
+    def start(self) -> None:
         """Start the process and wait until it is ready."""
         began = time.monotonic()
         self.launch()
         assert self.process is not None
-        while not is_ready(self.url):
-            code = self.process.popen.poll()
-            assert code is None, f"the hub ended with {code}:\n{self.process.log()[-4000:]}"
-            late = f"the hub is not ready after {timeout_s} s:\n{self.process.log()[-4000:]}"
-            assert time.monotonic() - began < timeout_s, late
-            time.sleep(0.01)
+        wait_for(lambda: answers(f"{self.url}/readyz"), timeout_s=60, process=self.process)
         self.start_times_s.append(time.monotonic() - began)
 
     def kill(self) -> None:
@@ -167,20 +162,17 @@ class HubProcess:
 
     def forget(self) -> None:
         """Begin a new run."""
-        with urllib.request.urlopen(f"{self.url}/reset_data", timeout=10) as response:
-            assert response.status == 200
+        assert answers(f"{self.url}/reset_data", timeout_s=30)
 
-    def get(self, path: str, *, timeout_s: float = 10.0) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
+    def register(self, **changes: Any) -> None:
+        """Register a trainer, and let environments in."""
+        with TrainerClient(self.url) as trainer:
+            trainer.register(registration(**changes))
+            assert trainer.lease_batch() is None
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:
             return json.load(response)
-
-
-def is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/readyz", timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
 
 
 @contextmanager
@@ -220,6 +212,20 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+async def stop_whole(process: Process, *, code: int = 0, times: int = 1) -> None:
+    """Send SIGTERM, the second time after a second; the process must end with `code`, and all that it started."""
+    popen = process.popen
+    assert popen.poll() is None, process.log()[-6000:]
+    descendants = children(popen.pid)
+    for pause_s in (0.0, 1.0)[:times]:
+        await asyncio.sleep(pause_s)
+        popen.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(process.wait, 90) == code, process.log()[-6000:]
+    assert has_group_ended(popen.pid), f"{process.name} left processes of its group behind"
+    survivors = [pid for pid in descendants if is_alive(pid)]
+    assert survivors == [], f"{process.name} left {survivors} behind"
+
+
 async def eventually(
     condition: Callable[[], bool], *, timeout_s: float, what: str, interval_s: float = 0.02
 ) -> float:
@@ -246,7 +252,6 @@ class Producer:
 
     number: int
     url: str
-    num_tokens: int = LOAD_TOKENS
     timeout_s: float = 5.0
     pause_s: float = 0.005
     may_send: Callable[[], bool] = lambda: True
@@ -276,7 +281,7 @@ class Producer:
         index = len(self.acknowledged)
         key = GroupKey(self.number, index)
         size = num_sequences or size_of(index)
-        group = make_group(key, num_sequences=size, num_tokens=self.num_tokens)
+        group = make_group(key, num_sequences=size)
         while True:
             self.num_attempts += 1
             try:
@@ -441,10 +446,19 @@ class Traffic:
             if task.done():
                 task.result()
 
-    async def finish(self, *, timeout_s: float = 60.0) -> None:
+    async def progress(self, num_groups: int) -> None:
+        """Wait until more than `num_groups` are acknowledged: fewer would be too little load to show anything."""
+
+        def is_done() -> bool:
+            self.check()
+            return self.num_acknowledged > num_groups
+
+        await eventually(is_done, timeout_s=60, what=f"{num_groups} groups; {self.account()}")
+
+    async def finish(self) -> None:
         """Stop producing, let the trainer commit every group, and assert: none lost, none twice."""
         self.stop_producing.set()
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(60):
             await asyncio.gather(*self.producing)
             first = self.producers[0]
             async with HubClient(first.url, timeout_s=first.timeout_s) as hub:
@@ -457,9 +471,7 @@ class Traffic:
             self.check()
             return len(self.trainer.committed) >= total
 
-        await eventually(
-            is_done, timeout_s=timeout_s, what=f"{total} groups committed: {self.account()}"
-        )
+        await eventually(is_done, timeout_s=60, what=f"{total} groups committed: {self.account()}")
         self.trainer.must_stop.set()
         assert self.training is not None
         await self.training
@@ -485,23 +497,17 @@ class Traffic:
 async def traffic(
     url: str,
     *,
-    trainer: LeaseTrainer | None = None,
+    trainer: LeaseTrainer,
     num_producers: int = 4,
-    num_tokens: int = LOAD_TOKENS,
-    timeout_s: float = 5.0,
-    max_ahead: int = 100,
 ) -> AsyncIterator[Traffic]:
     """Producers and a trainer at work for the length of the block; call `finish` for the verdict."""
-    trainer = trainer or LeaseTrainer(url, timeout_s=timeout_s)
     running = Traffic([], trainer)
 
     def may_send() -> bool:
-        return running.num_acknowledged - trainer.num_seen < max_ahead
+        return running.num_acknowledged - trainer.num_seen < MAX_AHEAD
 
     for number in range(num_producers):
-        producer = Producer(
-            number, url, num_tokens=num_tokens, timeout_s=timeout_s, may_send=may_send
-        )
+        producer = Producer(number, url, timeout_s=trainer.timeout_s, may_send=may_send)
         running.producers.append(producer)
         running.producing.append(asyncio.create_task(producer.run(running.stop_producing)))
     running.training = asyncio.create_task(asyncio.to_thread(trainer.run))
@@ -518,70 +524,45 @@ async def traffic(
             raise ended  # why nothing was trained any more
 
 
-# A trainer as a process
+# What the system says of processes
 
 
-def trainer_process(argv: Sequence[str]) -> None:
-    """Train to `num_steps`: weights are a hash of the group ids in the order in which they were consumed.
-
-    Resumes from `checkpoint`, a JSON file. Each batch received goes to `journal`, one line `step id id ...`.
-    """
-    url, checkpoint_path, journal_path, num_steps, every = argv
-    checkpoint, num_batches = Path(checkpoint_path), int(num_steps)
-    saved: dict[str, Any] = {"step": 0, "weights": "", "groups": []}
-    if checkpoint.exists():
-        saved = json.loads(checkpoint.read_text())
-    step, weights, groups = saved["step"], saved["weights"], list(saved["groups"])
-    with TrainerClient(url) as hub, Path(journal_path).open("a") as journal:
-        hub.register(registration(), resume_step=step)
-        while step < num_batches:
-            batch = hub.lease_batch(wait_s=5.0)
-            if batch is None:
-                continue
-            keys = ["{}-{}".format(*read_group(group)) for group in batch.groups]
-            assert batch.step == step + 1, f"step {batch.step} after {step}"
-            print(batch.step, *keys, file=journal, flush=True)
-            for key in keys:
-                weights = hashlib.sha256(f"{weights}{key}".encode()).hexdigest()
-            groups += keys
-            time.sleep(0.005)  # a step takes time: this is when most kills arrive
-            hub.ack(batch)
-            step = batch.step
-            if step % int(every) == 0 or step == num_batches:
-                state = {"step": step, "weights": weights, "groups": groups}
-                written = checkpoint.with_suffix(".new")
-                written.write_text(json.dumps(state))
-                written.replace(checkpoint)
-                hub.checkpoint(step)
-
-
-# Memory
-
-
-def peak_rss_bytes(pid: int) -> int:
-    """Highest resident memory so far of a process and its children, each at its own highest."""
+def peak_rss_bytes(*pids: int) -> int:
+    """Highest resident memory so far of these processes, each at its own highest."""
     total = 0
-    for each in [pid, *children(pid)]:
-        status = Path(f"/proc/{each}/status").read_text()
+    for pid in pids:
+        status = Path(f"/proc/{pid}/status").read_text()
         if "VmHWM:" in status:  # a zombie has none
             total += int(status.split("VmHWM:")[1].split()[0]) * 1024
     return total
 
 
+def forget_peak(pid: int) -> None:
+    """Count the highest resident memory from now on."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU seconds, of all its threads, of a process; 0 once it has gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def own_children(pid: int) -> list[int]:
     """Return the children of all its threads: a child belongs to the thread that started it."""
-    return [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            found += map(int, (task / "children").read_text().split())
+        except OSError:
+            continue  # the thread has just ended
+    return found
 
 
 def children(pid: int) -> list[int]:
     """Return all descendants."""
     found = own_children(pid)
     return found + [each for child in found for each in children(child)]
-
-
-if __name__ == "__main__":
-    trainer_process(sys.argv[1:])

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from tests.processes import free_port
+
 CHUNK_BYTES = 16_384
 """At most this much is read, and kept, per direction of a connection."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -47,7 +49,7 @@ class Proxy:
     """Passes `port` on to `target_port`. Open it with `async with`."""
 
     def __init__(self, target_port: int, *, seed: int = 0) -> None:
-        self.port = 0
+        self.port = free_port()
         self.num_passed: Counter[Direction] = Counter()
         """Bytes passed on."""
         self.num_resets = 0
@@ -105,7 +107,6 @@ class Proxy:
             self._listener = await asyncio.start_server(
                 self._accept, "127.0.0.1", self.port, limit=CHUNK_BYTES
             )
-            self.port = self._listener.sockets[0].getsockname()[1]
 
     async def cut(self) -> None:
         """Reset every connection and refuse others until `heal`."""

@@ -119,6 +119,7 @@ def open_store(
     files: Files | None = None,
     durability: Durability = Durability.POWER,
     segment_bytes: int = 20_000,
+    min_free_bytes: int = 0,
     on_failure: Callable[[BaseException], None] | None = None,
     clock: Callable[[], float] | None = None,
 ) -> DiskStore:
@@ -127,7 +128,7 @@ def open_store(
     return DiskStore(
         directory,
         durability=durability,
-        min_free_bytes=0,
+        min_free_bytes=min_free_bytes,
         segment_bytes=segment_bytes,
         files=files or SmallDisk(),
         on_failure=on_failure,

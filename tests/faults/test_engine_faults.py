@@ -8,14 +8,10 @@ What is asserted is that nothing else is repeated, and nothing that was answered
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import signal
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +36,9 @@ from atroposlib.inference.servers.api_server import APIServer
 from atroposlib.inference.servers.sglang import SGLangServer
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.sequences import SequenceNode
+from tests.faults.drivers import eventually
+from tests.processes import answers, free_port, running, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 GROUP_SIZE = 4
 NUM_TOKENS = 16
 NUM_TURNS = 3
@@ -74,7 +71,7 @@ async def manager_of(
             APIServerConfig(
                 base_url=f"{url}/v1",
                 model_name="scripted",
-                **{"timeout": 10, "health_wait_s": 10, **config},
+                **{"timeout": 10, "health_wait_s": 30, **config},
             )
             for url in urls
         ],
@@ -112,10 +109,9 @@ async def collect_all(
     *,
     name: str = "",
     num_turns: int = 1,
-    within_s: float = 20,
 ) -> list[Group]:
     """Collect groups at the same time; `name` keeps their questions apart from those of other calls."""
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(50):
         return await asyncio.gather(
             *(collect(manager, f"{name}{i}", num_turns=num_turns) for i in range(num_groups))
         )
@@ -147,6 +143,12 @@ def check(group: Group, *, num_turns: int = 1, version: str | None = "default") 
                 prompt, seed=0, choice=choice, spans=spans, alphabet=PRINTABLE
             )
             assert node.logprobs[start:end] == made_up_logprobs(prompt, sampled, spans=spans)
+
+
+def check_all(groups: Sequence[Group], *, num_turns: int = 1) -> None:
+    for group in groups:
+        assert group.error is None
+        check(group, num_turns=num_turns)
 
 
 def sampled_runs(node: SequenceNode) -> list[tuple[int, int]]:
@@ -188,9 +190,8 @@ async def test_five_per_cent_dropped_connections_lose_nothing_and_repeat_only_th
         groups += await collect_all(manager, 60, name="long ", num_turns=NUM_TURNS)
     met = sum(engine.counts[fault.kind] for fault in faults)
     assert met >= 5
-    for i, group in enumerate(groups):
-        assert group.error is None
-        check(group, num_turns=1 if i < 200 else NUM_TURNS)
+    check_all(groups[:200])
+    check_all(groups[200:], num_turns=NUM_TURNS)
     for attempts in attempts_by_prompt(engine.served).values():
         assert [each.fault is None for each in attempts[:-1]] == [False] * (len(attempts) - 1)
         assert attempts[-1].fault is None
@@ -210,13 +211,11 @@ async def test_a_connection_that_always_breaks_fails_the_group_after_a_bounded_n
 
 
 async def test_429_storms_are_waited_out_as_long_as_the_server_asks() -> None:
-    storm = Fault(kind="status", status=429, retry_after_s=0.3, for_s=0.8)
+    storm = Fault(kind="status", status=429, retry_after_s=0.3, times=90)
     async with ScriptedEngine(Script(faults=(storm,))) as engine:
         async with manager_of([engine.url]) as manager:
             groups = await collect_all(manager, 60)
-    for group in groups:
-        assert group.error is None
-        check(group)
+    check_all(groups)
     assert engine.counts["status 429"] >= 1
     for attempts in attempts_by_prompt(engine.served).values():
         times = [each.at_s for each in attempts]
@@ -276,15 +275,14 @@ async def swap(engine: ScriptedEngine, *, every_s: float) -> None:
 
 
 async def test_an_engine_that_tells_no_spans_is_never_credited_with_the_wrong_version() -> None:
-    script = Script(latency=Latency(per_token_s=0.004), reports_spans=False)
+    script = Script(latency=Latency(per_token_s=0.01), reports_spans=False)
     async with ScriptedEngine(script, weight_version="1", missing_paths=[TOKENS_ROUTE]) as engine:
         async with manager_of([engine.url]) as manager:
-            swapping = asyncio.create_task(swap(engine, every_s=0.15))
-            groups: list[Group] = []
-            for i in range(4):
-                groups += await collect_all(manager, 10, name=f"{i} ")
-            swapping.cancel()
-            await asyncio.gather(swapping, return_exceptions=True)
+            groups = await collect_all(manager, 20)
+            collecting = asyncio.create_task(collect_all(manager, 20, name="later "))
+            await eventually(lambda: engine.num_running > 0, timeout_s=20, what="it generates")
+            engine.weight_version = "2"
+            groups += await collecting
     claims = 0
     for group in groups:
         check(group, version=None)
@@ -315,37 +313,38 @@ async def test_an_engine_that_never_answers_fails_the_group_when_its_time_is_ove
     script = Script(faults=(Fault(kind="slow_first_byte", delay_s=60),))
     async with ScriptedEngine(script) as engine:
         async with manager_of([engine.url], timeout=1) as manager:
-            (group,) = await collect_all(manager, 1, within_s=10)
+            (group,) = await collect_all(manager, 1)
     assert group.error is not None
     assert "no answer within 1 s" in str(group.error)
 
 
 @pytest.mark.e2e
-async def test_an_engine_killed_in_the_middle_of_groups_fails_or_finishes_them_all() -> None:
+async def test_an_engine_killed_in_the_middle_of_groups_fails_or_finishes_them_all(
+    tmp_path: Path,
+) -> None:
     script = '{"latency": {"first_token_s": 0.1, "per_token_s": 0.01, "sigma": 0.3}}'
+    port = free_port()
+    argv = ["-m", "atroposlib.inference.scripted_engine", f"--port={port}", f"--script={script}"]
+    url = f"http://127.0.0.1:{port}"
     async with ScriptedEngine(Script(latency=Latency(first_token_s=0.1))) as steady:
-        with process(script, port=0) as (victim, url):
-            async with manager_of([steady.url, url]) as manager:
+        async with manager_of([steady.url, url]) as manager:
+            with running("victim", argv, log_path=tmp_path / "victim.log") as victim:
+                wait_for(lambda: answers(f"{url}/health"), timeout_s=30, process=victim)
                 collecting = asyncio.create_task(collect_all(manager, 40, num_turns=NUM_TURNS))
                 await asyncio.sleep(0.4)
-                victim.send_signal(signal.SIGKILL)
-                await asyncio.to_thread(victim.wait)
-                await asyncio.sleep(0.5)
-                with process(script, port=int(url.rpartition(":")[2])) as (_, again):
-                    assert again == url
-                    groups = await collecting
-                    # Both are used again.
-                    served = len(steady.served)
-                    later = await collect_all(manager, 20, name="later ")
-                    assert len(steady.served) - served < 20
+                victim.stop(signal.SIGKILL)
+            await asyncio.sleep(0.5)
+            with running("again", argv, log_path=tmp_path / "again.log"):
+                groups = await collecting
+                # Both are used again.
+                served = len(steady.served)
+                later = await collect_all(manager, 20, name="later ")
+                assert len(steady.served) - served < 20
     whole = [group for group in groups if group.error is None]
     print(f"{len(whole)} of {len(groups)} groups whole")
     assert len(whole) >= len(groups) // 2  # those of the other engine felt nothing
-    for group in whole:
-        check(group, num_turns=NUM_TURNS)
-    for group in later:
-        assert group.error is None
-        check(group)
+    check_all(whole, num_turns=NUM_TURNS)
+    check_all(later)
     for attempts in attempts_by_prompt(steady.served).values():
         assert len(attempts) == 1
 
@@ -355,7 +354,11 @@ async def test_an_engine_that_does_not_come_back_fails_its_sessions_and_gets_no_
     async with ScriptedEngine(script) as steady, ScriptedEngine(script) as lost:
         async with manager_of([steady.url, lost.url], health_wait_s=1) as manager:
             collecting = asyncio.create_task(collect_all(manager, 40, num_turns=NUM_TURNS))
-            await asyncio.sleep(0.3)
+            await eventually(
+                lambda: len(steady.served) + len(lost.served) >= 40,
+                timeout_s=20,
+                what="every group has its engine",
+            )
             await lost.stop()
             num_lost = len(lost.served)
             groups = await collecting
@@ -368,27 +371,4 @@ async def test_an_engine_that_does_not_come_back_fails_its_sessions_and_gets_no_
             check(group, num_turns=NUM_TURNS)
         else:
             assert lost.url in str(group.error)
-    for group in later:
-        assert group.error is None
-        check(group)
-
-
-@contextmanager
-def process(script: str, *, port: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A scripted engine that can be killed."""
-    with subprocess.Popen(
-        [
-            *(sys.executable, "-m", "atroposlib.inference.scripted_engine"),
-            *("--port", str(port), "--script", script),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as engine:
-        try:
-            assert engine.stdout is not None
-            found = re.fullmatch(r"listening on (http://\S+)\n", engine.stdout.readline())
-            assert found is not None
-            yield engine, found[1]
-        finally:
-            engine.kill()
+    check_all(later)

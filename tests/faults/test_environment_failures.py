@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atroposlib.client import TrainerClient
 from atroposlib.errors import EnvError
 from atroposlib.inference.scripted_engine import ScriptedEngine
-from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.process import process
-from atroposlib.runtime.serve import Timings, serve
+from atroposlib.runtime.serve import serve
 from tests.faults.answers import script
 from tests.faults.closing import MARK, closing_counts
 from tests.faults.drivers import (
@@ -25,10 +22,17 @@ from tests.faults.drivers import (
     children,
     eventually,
     hub_process,
-    registration,
 )
 from tests.processes import ROOT, running
-from tests.runtime.helpers_runtime import LoopbackHub, ScriptedEnv, make_group
+from tests.runtime.helpers_runtime import (
+    FAST,
+    LoopbackHub,
+    ScriptedEnv,
+    make_group,
+    produced,
+    serving,
+    until,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -36,20 +40,11 @@ SCRIPT = str(ROOT / "tests" / "faults" / "faulty_env.py")
 MAX_CONSECUTIVE = 5
 
 
-async def open_run(hub: HubProcess) -> None:
-    """Register a trainer and let environments in."""
-    with TrainerClient(hub.url) as trainer:
-        await asyncio.to_thread(trainer.register, registration(max_token_len=64))
-        assert await asyncio.to_thread(trainer.lease_batch) is None
-
-
 def environment_argv(hub: HubProcess, engine: ScriptedEngine, *flags: str) -> list[str]:
     return [
         *(SCRIPT, "serve", f"--env.rollout_server_url={hub.url}", "--env.max_batches_offpolicy=3"),
-        *(
-            f"--env.max_consecutive_failures={MAX_CONSECUTIVE}",
-            f"--openai.base_url={engine.url}/v1",
-        ),
+        f"--env.max_consecutive_failures={MAX_CONSECUTIVE}",
+        f"--openai.base_url={engine.url}/v1",
         *flags,
     ]
 
@@ -65,7 +60,7 @@ async def test_equal_failures_end_the_run_with_that_error_and_the_hub_is_told(
 ) -> None:
     with hub_process(tmp_path) as hub:
         async with ScriptedEngine(script()) as engine:
-            await open_run(hub)
+            hub.register(max_token_len=64)
             argv = environment_argv(hub, engine, "--env.has_faults=false", "--env.fails_from=6")
             with running("environment", argv, log_path=tmp_path / "log") as environment:
                 code = await asyncio.to_thread(environment.wait, 60)
@@ -93,7 +88,7 @@ async def test_environment_whose_code_exits_goes_on_and_counts_it(tmp_path: Path
     """SystemExit and KeyboardInterrupt would stop the event loop with every group that is held."""
     with hub_process(tmp_path) as hub:
         async with ScriptedEngine(script()) as engine:
-            await open_run(hub)
+            hub.register(max_token_len=64)
             argv = environment_argv(hub, engine)
             with running("environment", argv, log_path=tmp_path / "log") as environment:
 
@@ -116,18 +111,6 @@ async def test_environment_whose_code_exits_goes_on_and_counts_it(tmp_path: Path
 # In one process, with a hub on a loopback port
 
 
-FAST = Timings(
-    tick_s=0.01, control_refill_s=0.01, control_burst=10, backoff_first_s=0.02, backoff_cap_s=0.05
-)
-
-
-async def serve_until(env: ScriptedEnv, claim: Callable[[], bool]) -> Outbox:
-    run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
-    await eventually(lambda: claim() or run.done(), timeout_s=20, what="the claim")
-    stop.set()
-    return await run
-
-
 async def test_item_whose_group_is_refused_asks_for_its_backlog_once() -> None:
     attempts: Counter[int] = Counter()
 
@@ -141,7 +124,9 @@ async def test_item_whose_group_is_refused_asks_for_its_backlog_once() -> None:
 
     async with LoopbackHub(batch_size=4) as hub:
         env = Asking(rollout_server_url=hub.url, num_items=2)
-        outbox = await serve_until(env, lambda: attempts[100] > 0 and not env.running_items)
+        async with serving(env):
+            await until(lambda: attempts[100] > 0 and not env.running_items)
+    outbox: Any = env.group_sink
     assert attempts == {0: 2, 1: 1, 100: 1}
     assert (outbox.num_stored, outbox.dropped) == (3, {"malformed": 1})
 
@@ -154,12 +139,12 @@ async def test_override_that_fails_after_the_groups_are_handed_over_does_not_giv
             await super().handle_env(item_uuid)
             raise OSError("the author's own log is full")
 
+    caplog.set_level(logging.INFO)
     async with LoopbackHub(batch_size=4) as hub:
         env = Failing(rollout_server_url=hub.url, num_items=3)
-        with caplog.at_level(logging.INFO):
-            outbox = await serve_until(
-                env, lambda: caplog.text.count("the author's own log is full") >= 3
-            )
+        async with serving(env):
+            await until(lambda: caplog.text.count("the author's own log is full") >= 3)
+    outbox: Any = env.group_sink
     assert env.started == [0, 1, 2]
     assert (outbox.num_accepted, outbox.num_stored) == (3, 3)
     counts = closing_counts(caplog.text + MARK + "{}")
@@ -188,16 +173,10 @@ async def test_failures_of_one_moment_end_the_run_only_if_a_later_attempt_fails_
             max_consecutive_failures=max_failures,
         )
         run = asyncio.create_task(serve(env, timings=FAST, stop=(stop := asyncio.Event())))
-        await eventually(
-            lambda: len(env.running_items) == num_workers, timeout_s=20, what="all under way"
-        )
+        await until(lambda: len(env.running_items) == num_workers)
         has_struck.set()
         if is_over:
-            await eventually(
-                lambda: hub.coordinator.ledger().produced == num_workers or run.done(),
-                timeout_s=20,
-                what="every item has its group",
-            )
+            await until(lambda: produced(hub) == num_workers or run.done())
             stop.set()
             assert (await run).num_stored == num_workers
         else:

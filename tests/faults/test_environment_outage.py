@@ -21,12 +21,11 @@ import pytest
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.inference.scripted_engine import ScriptedEngine
 from atroposlib.runtime import hub_link
-from atroposlib.runtime import serve as serving
-from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.pace import Pace
+from atroposlib.runtime.timings import Timings
 from tests.faults.answers import script
 from tests.faults.faulty_env import FaultyEnv, FaultyEnvConfig
-from tests.runtime.helpers_runtime import LoopbackHub
+from tests.runtime.helpers_runtime import LoopbackHub, produced, serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -35,7 +34,7 @@ ENGINE_AWAY_S = 1500.0
 """Twice as long as a request waits for its engine, and as an item may take."""
 BACK_S = 8.0
 """Both that send and those that ask have noticed a hub that is back: the longest pause, and turns to wait for."""
-TIMINGS = serving.Timings(tick_s=1.0)
+TIMINGS = Timings(tick_s=1.0)
 """An hour has too many of the usual ticks, in which the loop only looks at the environment; the rest is as always."""
 
 
@@ -45,7 +44,7 @@ class SkippingClock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._real = time.monotonic
         self._skipped_s = 0.0
-        self.grace_s = 0.001
+        self.grace_s = 0.01
         """What answers from loopback and from threads may take before the clock goes on without them."""
         selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
         self._select = selector.select
@@ -78,7 +77,7 @@ class SkippingClock:
         began = self.now()
         while not claim():
             assert self.now() - began < within_s, f"not within {within_s} s"
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
         return self.now() - began
 
 
@@ -87,46 +86,23 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> SkippingClock:
     return SkippingClock(monkeypatch)
 
 
-class Run:
-    """One environment that serves, and what it did so far."""
-
-    def __init__(self, hub: LoopbackHub, engine: ScriptedEngine) -> None:
-        self.hub = hub
-        config = FaultyEnvConfig(
-            has_faults=False,
-            group_size=4,
-            max_num_workers=6,
-            max_token_length=64,
-            use_wandb=False,
-            steps_per_eval=0,
-            rollout_server_url=hub.url,
-            total_steps=1_000_000,
-        )
-        servers = [APIServerConfig(server_type="vllm", model_name="m", base_url=f"{engine.url}/v1")]
-        self.env = FaultyEnv(config, servers)
-        self.stop = asyncio.Event()
-        self.task: asyncio.Task[Outbox] = asyncio.create_task(
-            serving.serve(self.env, timings=TIMINGS, stop=self.stop)
-        )
-
-    @property
-    def ledger(self) -> Any:
-        return self.hub.coordinator.ledger()
-
-    async def train(self, num_batches: int) -> None:
-        while num_batches:
-            num_batches -= await self.hub.take_batch() > 0
-            await asyncio.sleep(0.05)
+def environment(hub: LoopbackHub, engine: ScriptedEngine) -> FaultyEnv:
+    config = FaultyEnvConfig(
+        has_faults=False,
+        group_size=4,
+        max_num_workers=6,
+        max_token_length=64,
+        use_wandb=False,
+        steps_per_eval=0,
+        rollout_server_url=hub.url,
+        total_steps=1_000_000,
+    )
+    server = APIServerConfig(server_type="vllm", model_name="m", base_url=f"{engine.url}/v1")
+    return FaultyEnv(config, [server])
 
 
-@asynccontextmanager
-async def run_on(hub: LoopbackHub, engine: ScriptedEngine) -> AsyncIterator[Run]:
-    run = Run(hub, engine)
-    try:
-        yield run
-    finally:
-        run.stop.set()
-        await asyncio.gather(run.task, return_exceptions=True)
+async def take(hub: LoopbackHub, num_batches: int) -> None:
+    await hub.train(hub.coordinator.status().current_step + num_batches)
 
 
 @pytest.fixture
@@ -153,15 +129,15 @@ async def test_hub_away_for_an_hour_costs_no_group(
     async with (
         ScriptedEngine(script()) as engine,
         LoopbackHub(batch_size=16) as hub,
-        run_on(hub, engine) as run,
+        serving(environment(hub, engine), timings=TIMINGS) as env,
     ):
-        await clock.until(lambda: run.ledger.produced >= 4, within_s=60)
+        await clock.until(lambda: produced(hub) >= 4, within_s=60)
         engine.set_script(script(delay_s=5.0))
-        await run.train(2)
-        await clock.until(lambda: len(run.env.running_items) >= 4, within_s=60)
+        await take(hub, 2)
+        await clock.until(lambda: len(env.running_items) >= 4, within_s=60)
         await hub.stop()
-        before = run.ledger
-        num_begun = run.env.num_given
+        before = produced(hub)
+        num_begun = env.num_given
         if comes_back == "empty":
             await hub.coordinator.reset()
         hub.calls.clear()
@@ -170,21 +146,22 @@ async def test_hub_away_for_an_hour_costs_no_group(
         async with clock.without_grace():
             await asyncio.sleep(duration_s - 30)
         away_s = clock.now() - left_at
-        held = run.env.group_sink.num_held
+        outbox: Any = env.group_sink
+        held = outbox.num_held
         # What was under way is finished and held; nothing new is started without knowing the hub's state.
-        assert run.env.num_given - num_begun <= 6
+        assert env.num_given - num_begun <= 6
         assert held >= 4
-        assert not run.env.running_items
+        assert not env.running_items
         assert hub.calls == {}
         engine.set_script(script())
         await hub.start()
         if comes_back == "empty":
             await hub.start_trainer()
-            assert run.ledger.produced == 0
-            before = run.ledger
+            assert produced(hub) == 0
+            before = 0
         back_s = await clock.until(
             lambda: (
-                run.ledger.produced >= before.produced + held
+                produced(hub) >= before + held
                 and "the hub answers again" in log.text
                 and hub.coordinator.state.environments.num_active == 1
             ),
@@ -196,12 +173,9 @@ async def test_hub_away_for_an_hour_costs_no_group(
         assert log.text.count("the hub answers again") == 1
         assert log.text.count("the hub is available again") == 1
         assert log.text.count("registering again") == (comes_back == "empty")
-        num_batches = 6
-        await run.train(num_batches)
-        run.stop.set()
-        outbox = await run.task
-        ledger = run.ledger
-        state = hub.coordinator.explain().environments
+        await take(hub, 6)
+    ledger = hub.coordinator.ledger()
+    state = hub.coordinator.explain().environments
     assert outbox.num_accepted == outbox.num_stored
     assert (outbox.num_held, outbox.dropped) == (0, {})
     sent_before = 0 if comes_back == "as it was" else outbox.num_stored - ledger.produced
@@ -221,27 +195,26 @@ async def test_engine_away_for_longer_than_any_wait_costs_no_item(
     async with (
         ScriptedEngine(script()) as engine,
         LoopbackHub(batch_size=16) as hub,
-        run_on(hub, engine) as run,
+        serving(environment(hub, engine), timings=TIMINGS) as env,
     ):
-        await clock.until(lambda: run.ledger.produced >= 8, within_s=60)  # two batches
+        await clock.until(lambda: produced(hub) >= 8, within_s=60)  # two batches
         await engine.stop()
-        await run.train(2)
+        await take(hub, 2)
         await asyncio.sleep(30)
-        num_begun, produced = run.env.num_given, run.ledger.produced
+        num_begun, before = env.num_given, produced(hub)
         left_at = clock.now()
         async with clock.without_grace():
             await asyncio.sleep(ENGINE_AWAY_S)
         away_s = clock.now() - left_at
-        assert run.ledger.produced == produced
-        assert run.env.num_given == num_begun
+        assert produced(hub) == before
+        assert env.num_given == num_begun
         assert hub.coordinator.explain().environments[0].state == "active"
         await engine.start()
-        back_s = await clock.until(lambda: run.ledger.produced >= produced + 6, within_s=60)
+        back_s = await clock.until(lambda: produced(hub) >= before + 6, within_s=60)
         assert log.text.count("the engine answers again") == 1
-        await run.train(4)
-        run.stop.set()
-        outbox = await run.task
-        ledger = run.ledger
+        await take(hub, 4)
+    outbox: Any = env.group_sink
+    ledger = hub.coordinator.ledger()
     items = items_of(log)
     assert items["begun"] == items["gave groups"] + items["unfinished"]
     assert items["gave groups"] == outbox.num_accepted == outbox.num_stored == ledger.produced

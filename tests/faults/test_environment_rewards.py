@@ -34,14 +34,15 @@ from tests.faults.drivers import (
     HubProcess,
     assert_balanced,
     children,
+    cpu_s,
     eventually,
-    has_group_ended,
     hub_process,
     is_alive,
     kill_group,
     make_group,
     own_children,
-    registration,
+    peak_rss_bytes,
+    stop_whole,
 )
 from tests.processes import Process
 
@@ -51,7 +52,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl"),
 ]
 
-HANG_S = 4.0
+HANG_S = 8.0
 """Deadline of calls that are to reach it; those beside them must not, on a busy machine either."""
 PATIENT_S = 60.0
 """Deadline of all others: none of them waits for it."""
@@ -66,12 +67,6 @@ def survivors(folder: Path) -> list[int]:
     return [pid for pid in noted(folder) if is_alive(pid)]
 
 
-def peak_rss_mb(pid: int) -> float:
-    """Highest resident memory of this process alone."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
-
-
 # The workers alone
 
 
@@ -80,6 +75,7 @@ async def test_misdeed_comes_to_what_is_declared_and_the_next_call_is_served(
     function: Callable[[str], Any], tmp_path: Path
 ) -> None:
     reason = KINDS[function]
+    children_before = own_children(os.getpid())
     async with RewardWorkers() as workers:
         assert await workers.run(bad_rewards.score, "good", 3, "", timeout_s=PATIENT_S) == 3.0
         timeout_s = 1.0 if reason == "timeout" else PATIENT_S
@@ -95,14 +91,8 @@ async def test_misdeed_comes_to_what_is_declared_and_the_next_call_is_served(
         assert workers.failures == ({} if reason is None else {reason: 1})
         assert workers.num_calls == 5
     assert survivors(tmp_path) == []
-    assert [pid for pid in children_of_this_process() if not is_alive(pid)] == []  # no zombie
-
-
-def children_of_this_process() -> list[int]:
-    text = "".join(
-        file.read_text() for file in Path("/proc/self/task").glob("*/children") if file.exists()
-    )
-    return [int(pid) for pid in text.split()]
+    started = set(own_children(os.getpid())) - set(children_before)
+    assert [pid for pid in started if not is_alive(pid)] == []  # no zombie
 
 
 async def test_worker_whose_calls_leave_processes_behind_is_replaced(tmp_path: Path) -> None:
@@ -183,14 +173,6 @@ async def test_environment_that_is_killed_leaves_no_process_of_its_rewards(
     )
 
 
-def cpu_s(pid: int) -> float:
-    try:
-        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    return sum(map(int, times)) / 100
-
-
 # Whole environments
 
 HANGING = [each.__name__ for each, reason in KINDS.items() if reason == "timeout"]
@@ -246,12 +228,7 @@ class Judged:
             timeout_s=20,
             what="workers that died are collected",
         )
-        found = children(popen.pid)
-        popen.send_signal(signal.SIGTERM)
-        code = await asyncio.to_thread(self.process.wait, 60)
-        assert code == 0, self.process.log()[-6000:]
-        assert has_group_ended(popen.pid)
-        assert [pid for pid in found if is_alive(pid)] == []
+        await stop_whole(self.process)
         assert survivors(self.folder) == []
 
     def check_log(self) -> None:
@@ -308,11 +285,7 @@ async def test_run_goes_on_whatever_its_rewards_do_and_every_lost_score_is_count
     began = time.monotonic()
     with hub_process(tmp_path) as hub:
         async with ScriptedEngine(script()) as engine:
-            with TrainerClient(hub.url) as trainer:
-                await asyncio.to_thread(
-                    trainer.register, registration(batch_size=12, max_token_len=64)
-                )
-                assert await asyncio.to_thread(trainer.lease_batch) is None  # lets them in
+            hub.register(batch_size=12, max_token_len=64)
             kinds = {"drop": HANGING + DEADLY, "mask": DEADLY, "retry": DEADLY + HARMLESS}
             environments = [
                 Judged(hub, engine, tmp_path / policy, policy, kinds[policy]) for policy in kinds
@@ -325,7 +298,7 @@ async def test_run_goes_on_whatever_its_rewards_do_and_every_lost_score_is_count
                         what=f"{each.policy}: {each.num_rows} groups, not {each.num_groups()}",
                         interval_s=0.1,
                     )
-                peaks = [peak_rss_mb(each.process.popen.pid) for each in environments]
+                peaks = [peak_rss_bytes(each.process.popen.pid) for each in environments]
                 for each in environments:
                     await each.stop()
             finally:
@@ -355,6 +328,6 @@ async def test_run_goes_on_whatever_its_rewards_do_and_every_lost_score_is_count
         f"{sum(each.num_rows for each in environments)} rows, {len(own)} groups trained,"
         f" {sum(each.reasons.total() for each in environments)} scores lost"
         f" ({dict(environments[0].reasons)} under drop), peak memory of the environments"
-        f" {max(peaks):.0f} MiB; {time.monotonic() - began:.0f} s"
+        f" {max(peaks) / 2**20:.0f} MiB; {time.monotonic() - began:.0f} s"
     )
-    assert max(peaks) < 300
+    assert max(peaks) < 300 * 2**20

@@ -34,12 +34,10 @@ from tests.faults.drivers import (
     BATCH_SIZE,
     HubProcess,
     assert_balanced,
-    children,
     eventually,
-    has_group_ended,
     hub_process,
-    is_alive,
     kill_group,
+    stop_whole,
 )
 from tests.faults.faulty_env import kind_of
 from tests.faults.proxy import Proxy, Toxics
@@ -99,10 +97,6 @@ class Stage:
         return self.directory / "checkpoint.json"
 
     @property
-    def drain(self) -> Path:
-        return self.directory / "drain"
-
-    @property
     def num_refusals(self) -> int:
         """How often the hub has said that it is full."""
         assert self.hub.process is not None
@@ -119,8 +113,8 @@ class Stage:
         self.trainer = Process(
             "trainer",
             [
-                *("-m", "tests.faults.journal_trainer", self.proxy.url),
-                *(str(self.checkpoint), str(self.drain), "0.15"),
+                *("-m", "tests.faults.journal_trainer", self.proxy.url, str(self.directory)),
+                *("prompts", "1000000", "4", "0.15"),
             ],
             log_path=self.directory / "trainer.log",
         )
@@ -147,22 +141,9 @@ class Stage:
         self.members[name] = Member(f"{name}{number}", process, groups)
 
     async def stop_environment(self, name: str, *, code: int, times: int = 1) -> None:
-        """Send SIGTERM, a second time after a moment if so told, and check how the process ends."""
         member = self.members.pop(name)
         self.left.append(member)
-        popen = member.process.popen
-        assert popen.poll() is None, member.log()[-4000:]
-        descendants = children(popen.pid)
-        popen.send_signal(signal.SIGTERM)
-        if times == 2:
-            await asyncio.sleep(1.0)
-            popen.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(member.process.wait, RECOVERY_S) == code, member.log()[
-            -4000:
-        ]
-        assert has_group_ended(popen.pid), f"{member.run} left processes of its group behind"
-        survivors = [pid for pid in descendants if is_alive(pid)]
-        assert survivors == [], f"{member.run} left {survivors} behind"
+        await stop_whole(member.process, code=code, times=times)
 
     def check(self) -> None:
         """Fail with the log of whatever has ended by itself."""
@@ -428,7 +409,7 @@ async def test_no_group_is_lost_or_trained_twice_under_a_schedule_of_faults(
             await on.stop_environment(name, code=0)
         accepted = [name for member in on.left for name in member.accepted()]
         accepted += await fill_up(on.hub.url, len(accepted))
-        on.drain.touch()
+        (tmp_path / "drain").touch()
         await eventually(
             lambda: len(on.committed["groups"]) >= len(accepted),
             timeout_s=RECOVERY_S,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
-import os
 import re
 import socket
 import threading
@@ -28,28 +27,20 @@ import pytest
 import zstandard
 
 from atroposlib.client import TrainerClient
+from tests.faults.asking import asking, assert_prompt, describe
 from tests.faults.drivers import (
     HubProcess,
     assert_balanced,
+    children,
+    cpu_s,
+    forget_peak,
     hub_process,
     peak_rss_bytes,
-    registration,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 MIB = 2**20
-STATUS_BOUND_S = 0.1
-TRAINER = {
-    "wandb_group": "g",
-    "wandb_project": "p",
-    "batch_size": 4,
-    "max_token_len": 128,
-    "checkpoint_dir": "ck",
-    "save_checkpoint_interval": 1,
-    "starting_step": 0,
-    "num_steps": 3,
-}
 GOOD = json.dumps({"tokens": [[1]] * 4, "masks": [[1]] * 4, "scores": [0] * 4}).encode()
 
 
@@ -61,22 +52,17 @@ class Meanwhile:
     """What others saw of the hub, and what it spent, for the length of a block."""
 
     waits_s: list[float] = field(default_factory=list)
-    """Of every `/status`, in order of length once the block is over."""
+    """Of every `/status`."""
     cpu_s: float = 0.0
     grown_bytes: int = 0
     """From the resident memory before to the highest during."""
     lags: Counter[float] = field(default_factory=Counter)
     """Samples of the event loop's lag, by upper bound in seconds."""
 
-    def quantile(self, q: float) -> float:
-        return self.waits_s[int(q * (len(self.waits_s) - 1))]
-
     def __str__(self) -> str:
         late = {bound: n for bound, n in self.lags.items() if bound > 0.05 and n}
         return (
-            f"{len(self.waits_s)} x /status: median {self.quantile(0.5) * 1e3:.1f} ms, p95"
-            f" {self.quantile(0.95) * 1e3:.1f}, p99 {self.quantile(0.99) * 1e3:.1f}, longest"
-            f" {self.waits_s[-1] * 1e3:.0f}; hub: {self.cpu_s:.2f} CPU s, grown by"
+            f"/status: {describe(self.waits_s)}; hub: {self.cpu_s:.2f} CPU s, grown by"
             f" {self.grown_bytes / MIB:.1f} MiB, loop late by more than 50 ms {sum(late.values())}"
             f" times of {sum(self.lags.values())}"
         )
@@ -86,45 +72,18 @@ class Meanwhile:
 def watched(hub: HubProcess) -> Iterator[Meanwhile]:
     """Ask for `/status` every 5 ms, and measure the hub."""
     seen = Meanwhile()
-    is_over = threading.Event()
-    failures: list[Exception] = []
-
-    def ask() -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", hub.port, timeout=30)
-        try:
-            while not is_over.wait(0.005):
-                began = time.perf_counter()
-                connection.request("GET", "/status")
-                response = connection.getresponse()
-                response.read()
-                seen.waits_s.append(time.perf_counter() - began)
-                assert response.status == 200
-        except Exception as e:  # noqa: BLE001 - raised where the block ends
-            failures.append(e)
-        finally:
-            connection.close()
-
-    asker = threading.Thread(target=ask)
-    Path(f"/proc/{hub.pid}/clear_refs").write_text("5")  # the highest memory counts from here
-    before, cpu_before, lags_before = peak_rss_bytes(hub.pid), cpu_s(hub), lags(hub)
-    asker.start()
-    try:
+    forget_peak(hub.pid)
+    before, cpu_before, lags_before = memory(hub), cpu_s(hub.pid), lags(hub)
+    with asking(hub, "/status") as seen.waits_s:
         yield seen
         time.sleep(0.1)  # a quiet moment at the end belongs to every attack
-    finally:
-        is_over.set()
-        asker.join()
-    if failures:
-        raise failures[0]
-    seen.waits_s.sort()
-    seen.cpu_s = cpu_s(hub) - cpu_before
-    seen.grown_bytes = peak_rss_bytes(hub.pid) - before
+    seen.cpu_s = cpu_s(hub.pid) - cpu_before
+    seen.grown_bytes = memory(hub) - before
     seen.lags = lags(hub) - lags_before
 
 
-def cpu_s(hub: HubProcess) -> float:
-    fields = Path(f"/proc/{hub.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def memory(hub: HubProcess) -> int:
+    return peak_rss_bytes(hub.pid, *children(hub.pid))
 
 
 def lags(hub: HubProcess) -> Counter[float]:
@@ -143,8 +102,7 @@ def assert_unmoved(seen: Meanwhile, *, cpu_s: float, grown_bytes: int = 64 * MIB
     assert seen.grown_bytes <= grown_bytes, seen
     asking_s = 0.002 * len(seen.waits_s)  # what the questions themselves may cost
     assert seen.cpu_s <= cpu_s + asking_s, seen
-    assert seen.quantile(0.5) <= STATUS_BOUND_S / 2, seen
-    assert seen.quantile(0.95) <= STATUS_BOUND_S, seen
+    assert_prompt(seen.waits_s)
 
 
 def assert_works(hub: HubProcess) -> None:
@@ -157,8 +115,7 @@ def assert_works(hub: HubProcess) -> None:
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
     with hub_process(tmp_path_factory.mktemp("hub"), "--memory") as running:
-        assert post(running, "/register", json.dumps(TRAINER).encode()) == 200
-        running.get("/batch")
+        running.register(batch_size=4)
         assert_works(running)
         yield running
         assert running.process is not None
@@ -333,8 +290,8 @@ def test_crowd_larger_than_the_open_files_of_the_hub_stops_no_work(
     begun = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
     with ExitStack() as opened:
         hub = opened.enter_context(hub_process(tmp_path, max_files=256))
+        hub.register(batch_size=4)
         trainer = opened.enter_context(TrainerClient(hub.url))
-        trainer.register(registration(batch_size=4))
         for _ in range(3):
             assert post(hub, "/scored_data", GOOD) == 200
         held = trainer.lease_batch(10.0)
@@ -458,8 +415,12 @@ def test_malformed_http_has_one_answer(name: str, hub: HubProcess) -> None:
     sent, status = RAW[name]
     with socket.create_connection(("127.0.0.1", hub.port), 30) as connection:
         connection.sendall(sent)
-        connection.shutdown(socket.SHUT_WR)
-        answer = last_words(connection)
+        answer = connection.recv(4096)  # closing this side sooner might cut the answer off
+        connection.settimeout(0.1)
+        try:
+            answer += last_words(connection)
+        except TimeoutError:
+            pass  # it waits for the next request
     assert answer.startswith(b"HTTP/1.1 %d " % status)
     assert answer.count(b"HTTP/1.1 ") == 1
 

@@ -38,6 +38,7 @@ from atroposlib.api.stores.base import Durability
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.runs import DirectoryRuns
 from atroposlib.wire import CONTENT_TYPE_PACKED
+from tests.api.helpers_api import registration
 from tests.faults.asgi_calls import Answer, Caller
 from tests.faults.drivers import assert_balanced
 
@@ -101,20 +102,13 @@ MORE_STATUSES = {
     "DELETE /runs/{run}": {404},
 }
 
+_ROW = {"type": "array", "maxItems": 3, "items": {"type": "integer"}}
 GROUP_SCHEMA = {
     "type": "object",
     "required": ["tokens", "masks", "scores"],
     "properties": {
-        "tokens": {
-            "type": "array",
-            "maxItems": 4,
-            "items": {"type": "array", "maxItems": 3, "items": {"type": "integer"}},
-        },
-        "masks": {
-            "type": "array",
-            "maxItems": 4,
-            "items": {"type": "array", "maxItems": 3, "items": {"type": "integer"}},
-        },
+        "tokens": {"type": "array", "maxItems": 4, "items": _ROW},
+        "masks": {"type": "array", "maxItems": 4, "items": _ROW},
         "scores": {"type": "array", "maxItems": 4, "items": {"type": "number"}},
         "env_id": {"type": ["integer", "null"]},
         "group_id": {"type": ["string", "null"]},
@@ -126,16 +120,6 @@ GROUP_SCHEMA = {
 }
 """The document leaves groups open, for their checks are no JSON schema; generated ones should come near to a group."""
 
-TRAINER: dict[str, Any] = {
-    "wandb_group": "g",
-    "wandb_project": "p",
-    "batch_size": 4,
-    "max_token_len": 128,
-    "checkpoint_dir": "ck",
-    "save_checkpoint_interval": 1,
-    "starting_step": 0,
-    "num_steps": 3,
-}
 JSON_TYPE = ("Content-Type", "application/json")
 
 
@@ -392,7 +376,7 @@ async def test_no_generated_request_is_a_server_error_or_gets_past_the_rights() 
 async def prepare(call: Caller) -> None:
     """Bring a run to where most routes have something to do."""
     admin = [JSON_TYPE, ("Authorization", "Bearer secret-of-admin")]
-    await call("POST", "/register", to_json(TRAINER), headers=admin)
+    await call("POST", "/register", to_json(registration()), headers=admin)
     await call("GET", "/batch", headers=admin)
     environment = {"max_token_length": 64, "desired_name": "e", "weight": 1, "group_size": 2}
     await call("POST", "/register-env", to_json(environment), headers=admin)
@@ -466,10 +450,8 @@ class Talk:
             "min_batch_allocation": rng.choice([None, None, 0.0, 0.3, 1.0, 5.0, 1000.0]),
             "env_uid": rng.choice([None, "u", "v"]),
         }
-        trainer = TRAINER | {
-            "starting_step": step,
-            "batch_size": rng.choice([4] * 9 + [1, 8, 16_384]),
-        }
+        batch_size = rng.choice([4] * 9 + [1, 8, 16_384])
+        trainer = registration(starting_step=step, batch_size=batch_size)
         resumed = trainer | {"resume_step": max(0, min(step, 2**62 - 1))}
         resumed |= {"resume": rng.choice(["replay", "requeue", "discard"])}
         resumed |= {"max_staleness": rng.choice([None, 0, 1, 2**62 - 1])}

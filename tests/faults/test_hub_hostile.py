@@ -319,6 +319,13 @@ def group_cases() -> Iterator[Case]:
     yield Case(name="an empty list", target="/scored_data_list", body=b"[]", statuses=(200,))
 
 
+def headed(
+    name: str, body: bytes, header: str, value: str, *, target: str = "/scored_data", **answer: Any
+) -> Case:
+    headers = [(header, value)]
+    return Case(name=f"coding: {name}", target=target, body=body, headers=headers, **answer)
+
+
 def coding_cases() -> Iterator[Case]:
     """Bodies that are not what their headers say."""
     good = to_json(a_group())
@@ -356,60 +363,25 @@ def coding_cases() -> Iterator[Case]:
         ("identity", "identity", good, 200, "received"),
     ]
     for name, coding, body, status, says in rows:
-        yield Case(
-            name=f"coding: {name}",
-            target="/scored_data",
-            body=body,
-            headers=[("Content-Encoding", coding)],
-            statuses=(status,),
-            says=says,
-        )
+        yield headed(name, body, "Content-Encoding", coding, statuses=(status,), says=says)
     for encoding, whole in (("gzip", packed), ("zstd", zstandard.compress(good))):
         for end in range(1, len(whole), 5):
-            yield Case(
-                name=f"coding: {encoding} cut after {end} bytes",
-                target="/scored_data",
-                body=whole[:end],
-                headers=[("Content-Encoding", encoding)],
-                statuses=(400,),
-                says=f"Invalid {encoding}",
-            )
+            name = f"{encoding} cut after {end} bytes"
+            answer: dict[str, Any] = {"statuses": (400,), "says": f"Invalid {encoding}"}
+            yield headed(name, whole[:end], "Content-Encoding", encoding, **answer)
     for target in ("/register", "/status-env", "/register-env", "/policy"):
         bomb = gzip.compress(b" " * (2 * 2**20))
-        yield Case(
-            name=f"coding: a bomb for {target}",
-            target=target,
-            body=bomb,
-            headers=[("Content-Encoding", "gzip")],
-            statuses=(413,),
-        )
+        name = f"a bomb for {target}"
+        yield headed(name, bomb, "Content-Encoding", "gzip", target=target, statuses=(413,))
         large = b" " * (2**20 + 1)
         yield Case(name=f"a large body for {target}", target=target, body=large, statuses=(413,))
     lengths = [("-1", (200, 400)), ("1e3", (200, 400)), ("9" * 30, (413,)), ("x", (200, 400))]
     for text, statuses in lengths:
-        yield Case(
-            name=f"Content-Length: {text}",
-            target="/scored_data",
-            body=good,
-            headers=[("Content-Length", text)],
-            statuses=statuses,
-        )
-    for content_type in (
-        "text/plain",
-        "application/xml",
-        "multipart/form-data",
-        "",
-        "\xff",
-        "x" * 9999,
-    ):
-        yield Case(
-            name=f"Content-Type: {content_type[:20]}",
-            target="/scored_data",
-            body=good,
-            headers=[("Content-Type", content_type)],
-            statuses=(200,),
-            says="received",
-        )
+        yield headed(f"length {text}", good, "Content-Length", text, statuses=statuses)
+    types = ("text/plain", "application/xml", "multipart/form-data", "", "\xff", "x" * 9999)
+    for kind in types:
+        name = f"type {kind[:20]}"
+        yield headed(name, good, "Content-Type", kind, statuses=(200,), says="received")
 
 
 ZSTD_4_EIB = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 2**62) + bytes(8)
@@ -589,71 +561,33 @@ ENVELOPES: list[tuple[str, bytes, str]] = [
 ]
 
 
+def packed(name: str, body: bytes, *, target: str = "/scored_data", **answer: Any) -> Case:
+    return Case(name=f"packed: {name}", target=target, body=body, headers=PACKED, **answer)
+
+
 def packed_cases() -> Iterator[Case]:
     """Groups in the packed encoding."""
     for name, changes, says in BLOBS:
-        body = envelope(blob(**changes))
-        yield Case(
-            name=f"packed: {name}", target="/scored_data", body=body, headers=PACKED, says=says
-        )
+        yield packed(name, envelope(blob(**changes)), says=says)
     for name, body, says in ENVELOPES:
-        yield Case(
-            name=f"packed: {name}", target="/scored_data", body=body, headers=PACKED, says=says
-        )
+        yield packed(name, body, says=says)
     whole = envelope(RICH)
-    yield Case(
-        name="packed: everything",
-        target="/scored_data",
-        body=whole,
-        headers=PACKED,
-        statuses=(200,),
-    )
+    yield packed("everything", whole, statuses=(200,))
     for end in range(1, len(whole), 3):
-        yield Case(
-            name=f"packed: cut after {end} bytes",
-            target="/scored_data",
-            body=whole[:end],
-            headers=PACKED,
-            says="not a packed message",
-        )
+        yield packed(f"cut after {end} bytes", whole[:end], says="not a packed message")
     for end in range(1, len(RICH), 3):
-        yield Case(
-            name=f"packed: group cut after {end} bytes",
-            target="/scored_data",
-            body=envelope(RICH[:end]),
-            headers=PACKED,
-            says="not a packed group",
-        )
+        cut_off = envelope(RICH[:end])
+        yield packed(f"group cut after {end} bytes", cut_off, says="not a packed group")
     # A flipped bit may make another valid group, such as one with another token; never an error of ours.
     for position in range(len(whole)):
         flipped = bytearray(whole)
         flipped[position] ^= 1 << (position % 8)
-        yield Case(
-            name=f"packed: byte {position} flipped",
-            target="/scored_data",
-            body=bytes(flipped),
-            headers=PACKED,
-            statuses=(200, 422),
-        )
-    yield Case(
-        name="packed: 1025 groups",
-        target="/scored_data_list",
-        body=envelope(*[blob()] * 1025),
-        headers=PACKED,
-    )
-    yield Case(
-        name="packed: the second of two is bad",
-        target="/scored_data_list",
-        body=envelope(blob(), blob(scores=b"")),
-        headers=PACKED,
-        says="[1].scores",
-    )
-    yield Case(
-        name="packed: JSON said to be packed",
-        target="/scored_data_list",
-        body=to_json([a_group()]),
-        headers=PACKED,
-    )
+        yield packed(f"byte {position} flipped", bytes(flipped), statuses=(200, 422))
+    many = "/scored_data_list"
+    yield packed("1025 groups", envelope(*[blob()] * 1025), target=many)
+    second_is_bad = envelope(blob(), blob(scores=b""))
+    yield packed("the second of two is bad", second_is_bad, target=many, says="[1].scores")
+    yield packed("JSON said to be packed", to_json([a_group()]), target=many)
 
 
 TRAINER = registration(batch_size=BATCH_SIZE)

@@ -50,10 +50,10 @@ async def test_killed_hub_loses_no_group_and_commits_none_twice(
     began = time.monotonic()
     with hub_process(tmp_path) as hub:
         trainer = LeaseTrainer(hub.url, crash_chance=0.05)
-        async with traffic(hub.url, trainer=trainer, num_producers=4) as load:
+        async with traffic(hub.url, trainer=trainer) as load:
             for cycle in range(num_cycles):
                 await asyncio.sleep(0.15 + 0.35 * rng.random())
-                load.check()
+                await load.progress(3 * (cycle + 1))
                 await asyncio.to_thread(hub.kill)
                 if cycle % 10 == 9:  # once more while it recovers
                     hub.launch()
@@ -71,7 +71,6 @@ async def test_killed_hub_loses_no_group_and_commits_none_twice(
         f" p50 {statistics.median(hub.start_times_s):.2f} s, max {max(hub.start_times_s):.2f} s;"
         f" {load.account()}; lost 0, committed twice 0, corrupt 0"
     )
-    assert load.num_acknowledged > 3 * num_cycles, "too little load to show anything"
 
 
 @asynccontextmanager
@@ -112,6 +111,7 @@ async def test_experiments_that_take_turns_are_each_trained_on_their_own_groups_
         for turn in range(num_turns):
             async with its_turn(experiments[turn % len(experiments)]):
                 await asyncio.sleep(0.1 + 0.6 * rng.random())
+                await experiments[turn % 3].progress(4 * (turn // 3 + 1))
                 if turn % 3 == 2:
                     os.kill(hub.pid, signal.SIGSTOP)
                     await asyncio.sleep(0.3)
@@ -133,7 +133,6 @@ async def test_experiments_that_take_turns_are_each_trained_on_their_own_groups_
     print(f"{num_turns} turns: {num_refused} sends for another experiment refused")
     for each in experiments:
         print(f"  {each.account()}; lost 0, committed twice 0")
-        assert each.num_acknowledged > num_turns, "too little load to show anything"
 
 
 @pytest.mark.timeout(60)
@@ -152,12 +151,12 @@ async def test_killed_hub_leaves_no_process_behind(tmp_path: Path) -> None:
             await asyncio.wait(posting, return_when=asyncio.FIRST_COMPLETED)
             assert children(hub.pid), "the bodies are decoded in the hub itself"
             killed = hub.pid
-            await asyncio.to_thread(hub.kill)
+            hub.kill()
             outcomes = await asyncio.gather(*posting, return_exceptions=True)
         num_answered = sum(isinstance(each, httpx.Response) for each in outcomes)
         assert 1 <= num_answered < num_groups, outcomes
         gone_s = await eventually(
-            lambda: has_group_ended(killed), timeout_s=5, what="the decoder processes end"
+            lambda: has_group_ended(killed), timeout_s=30, what="the decoder processes end"
         )
         await asyncio.to_thread(hub.start)
         ledger = hub.get("/ledger")

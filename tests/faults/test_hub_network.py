@@ -38,7 +38,8 @@ T = TypeVar("T")
 
 TIMEOUT_S = 2.0
 """The clients' own; silence shorter than it is only slowness."""
-RECOVERY_S = 5.0
+RECOVERY_S = 60.0
+"""Generous: the machine may be slow. The time is printed."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ async def test_proxy_passes_exactly_the_bytes_it_is_told_to() -> None:
         writer.write(b"abcdefghij")
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await reader.readexactly(10)
-        await eventually(lambda: len(received) == 14, timeout_s=5, what="four more bytes")
+        await eventually(lambda: len(received) == 14, timeout_s=30, what="four more bytes")
         assert (bytes(received), proxy.num_resets) == (b"0123456789abcd", 1)
         writer.close()
 
@@ -122,15 +123,17 @@ async def test_bad_network_loses_nothing_and_repeats_nothing(
 ) -> None:
     async with fresh_run(hub, seed=3) as proxy:
         trainer = LeaseTrainer(proxy.url, timeout_s=TIMEOUT_S)
-        async with traffic(
-            proxy.url, trainer=trainer, num_producers=3, timeout_s=TIMEOUT_S
-        ) as load:
+        async with traffic(proxy.url, trainer=trainer, num_producers=3) as load:
             await eventually(
-                lambda: trainer.num_batches >= 5, timeout_s=20, what="batches over a good network"
+                lambda: trainer.num_batches >= 5, timeout_s=60, what="batches over a good network"
             )
             before = load.num_acknowledged
             proxy.toxics = toxics
             await asyncio.sleep(duration_s)
+            if toxics.reset_chance:
+                await eventually(
+                    lambda: proxy.num_resets > 0, timeout_s=RECOVERY_S, what="a connection is reset"
+                )
             during = load.num_acknowledged - before
             await proxy.heal()
             healed = time.monotonic()
@@ -159,9 +162,7 @@ async def test_network_that_is_cut_again_and_again_loses_nothing(hub: HubProcess
     rng = random.Random(1)
     async with fresh_run(hub) as proxy:
         trainer = LeaseTrainer(proxy.url, timeout_s=TIMEOUT_S)
-        async with traffic(
-            proxy.url, trainer=trainer, num_producers=3, timeout_s=TIMEOUT_S
-        ) as load:
+        async with traffic(proxy.url, trainer=trainer, num_producers=3) as load:
             for _ in range(num_cuts):
                 await asyncio.sleep(0.1 + 0.1 * rng.random())
                 await proxy.cut()

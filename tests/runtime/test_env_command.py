@@ -45,6 +45,11 @@ def test_api_key_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "api_key: '***'" in out
 
 
+def beginning_with(config: BaseEnvConfig, servers: Any) -> type[ScriptedEnv]:
+    """Return an environment whose `config_init` returns this."""
+    return type("Own", (ScriptedEnv,), {"config_init": classmethod(lambda cls: (config, servers))})
+
+
 ONE = APIServerConfig(base_url="http://a/v1", model_name="m")
 TWO = [ONE, APIServerConfig(base_url="http://b/v1")]
 
@@ -87,14 +92,8 @@ def test_flag_for_several_servers_is_refused(default: Any, from_yaml: Any) -> No
 
 
 def test_base_url_flag_reaches_the_server_that_is_called() -> None:
-    class Bare(ScriptedEnv):
-        @classmethod
-        def config_init(cls) -> Any:
-            config, servers = super().config_init()
-            return config, servers[0]
-
     argv = ["--openai.base_url", "http://localhost:1234/v1"]
-    for env_cls in (Bare, ScriptedEnv):
+    for env_cls in (beginning_with(BaseEnvConfig(), ONE), ScriptedEnv):
         env = build_environment(env_cls, "serve", argv, prog="env.py")
         assert [s.config.base_url for s in env.server.servers] == ["http://localhost:1234/v1"]
 
@@ -203,12 +202,8 @@ def test_secrets_are_masked_wherever_they_are_named(capsys: pytest.CaptureFixtur
         hf_token: str = "hf-secret"
         extra: dict[str, str] = {"password": "nested-secret"}
 
-    class WithSecrets(ScriptedEnv):
-        @classmethod
-        def config_init(cls) -> Any:
-            return Config(group_size=2), [APIServerConfig(base_url="http://me:url-secret@h/v1")]
-
-    env = build(env_cls=WithSecrets)
+    server = APIServerConfig(base_url="http://me:url-secret@h/v1")
+    env = build(env_cls=beginning_with(Config(group_size=2), [server]))
     out = capsys.readouterr().out
     assert "secret" not in out
     assert "max_token_length: 2048" in out
@@ -277,12 +272,7 @@ def test_evaluate_opens_a_wandb_run_when_asked(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("mode", ["process", "evaluate"])
 def test_use_wandb_of_config_init_is_respected(mode: str) -> None:
     def env_with(**fields: Any) -> type[ScriptedEnv]:
-        class Own(ScriptedEnv):
-            @classmethod
-            def config_init(cls) -> Any:
-                return BaseEnvConfig(**fields), [APIServerConfig(base_url="http://h/v1")]
-
-        return Own
+        return beginning_with(BaseEnvConfig(**fields), [ONE])
 
     assert build(mode=mode, env_cls=env_with(use_wandb=False)).config.use_wandb is False
     assert build(mode=mode, env_cls=env_with(use_wandb=True)).config.use_wandb is True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,17 @@ from tests.runtime.helpers_runtime import ScriptedEnv, make_group
 
 
 class FakeHub:
-    """Answers `send` from a script of errors; an empty script stores."""
+    """Answers `send` from a script of errors; an empty script stores, and answers what `on_stored` returns."""
 
-    def __init__(self, *script: Exception | None, refuse: set[str] | None = None) -> None:
+    def __init__(
+        self,
+        *script: Exception | None,
+        refuse: set[str] | None = None,
+        on_stored: Callable[[Sequence[ScoredGroup]], EnvStatus | None] = lambda groups: None,
+    ) -> None:
         self.script = list(script)
         self.refuse = refuse or set()
+        self.on_stored = on_stored
         self.stored: list[ScoredGroup] = []
         self.num_attempts = 0
 
@@ -40,7 +46,7 @@ class FakeHub:
         if any(group.group_id in self.refuse for group in groups):
             raise HubRejected("422 no", status=422, detail="no")
         self.stored += groups
-        return SendReceipt(status="received")
+        return SendReceipt(status="received", env_status=self.on_stored(groups))
 
 
 async def deliver(outbox: Outbox, hub: Any, *, env_id: list[int] | None = None) -> None:
@@ -201,17 +207,12 @@ async def test_restored_groups_are_sent_first_and_reported_once_when_stored() ->
 
 
 async def test_group_keeps_its_id_over_retries() -> None:
-    class LosesTheReply(FakeHub):
-        async def send(
-            self, groups: Sequence[ScoredGroup], *, experiment: str | None = None
-        ) -> SendReceipt:
-            await super().send(groups)
-            if self.num_attempts < 3:
-                raise HubUnavailable("reset by peer")
-            return SendReceipt(status="received")
+    def lose_two_replies(groups: Sequence[ScoredGroup]) -> None:
+        if hub.num_attempts < 3:
+            raise HubUnavailable("reset by peer")
 
     naps: list[float] = []
-    outbox, hub = make_outbox(ScriptedEnv(), naps=naps), LosesTheReply()
+    outbox, hub = make_outbox(ScriptedEnv(), naps=naps), FakeHub(on_stored=lose_two_replies)
     await outbox.accept(make_group())
     await deliver(outbox, hub)
     assert len(hub.stored) == 3
@@ -221,18 +222,9 @@ async def test_group_keeps_its_id_over_retries() -> None:
 
 
 async def test_large_groups_are_sent_in_bodies_a_hub_takes() -> None:
-    class CountsTokens(FakeHub):
-        async def send(
-            self, groups: Sequence[ScoredGroup], *, experiment: str | None = None
-        ) -> SendReceipt:
-            sizes.append([group.num_tokens for group in groups])
-            return await super().send(groups)
-
     sizes: list[list[int]] = []
-    outbox, hub = (
-        make_outbox(ScriptedEnv(group_size=1, ensure_scores_are_not_same=False)),
-        CountsTokens(),
-    )
+    hub = FakeHub(on_stored=lambda groups: sizes.append([group.num_tokens for group in groups]))
+    outbox = make_outbox(ScriptedEnv(group_size=1, ensure_scores_are_not_same=False))
     for num_tokens in (600_000, 300_000, 200_000, 1_500_000, 3):
         row = [[7] * num_tokens]
         group = {"tokens": row, "masks": row, "scores": [1.0]}
@@ -304,38 +296,28 @@ def env_status(**changes: Any) -> EnvStatus:
 
 
 async def test_status_that_rides_on_an_answer_is_handed_on_after_the_groups_are_counted() -> None:
-    class Tells(FakeHub):
-        async def send(
-            self, groups: Sequence[ScoredGroup], *, experiment: str | None = None
-        ) -> SendReceipt:
-            await super().send(groups)
-            status = env_status(queue_size=len(self.stored))
-            return SendReceipt(status="received", env_status=status)
-
+    hub = FakeHub(on_stored=lambda groups: env_status(queue_size=len(hub.stored)))
     outbox = make_outbox(ScriptedEnv())
     told: list[tuple[int, int]] = []
     outbox.on_status = lambda status: told.append((status.queue_size, outbox.num_stored))
     for _ in range(3):
         await outbox.accept(make_group())
-    await deliver(outbox, Tells())
+    await deliver(outbox, hub)
     assert told == [(3, 3)]
 
 
 async def test_status_of_an_id_that_was_given_up_meanwhile_is_not_handed_on() -> None:
     ids = [3]
 
-    class ChangesId(FakeHub):
-        async def send(
-            self, groups: Sequence[ScoredGroup], *, experiment: str | None = None
-        ) -> SendReceipt:
-            ids[0] += 1  # the watcher registers again while the answer is on its way
-            return SendReceipt(status="received", env_status=env_status())
+    def register_again(groups: Sequence[ScoredGroup]) -> EnvStatus:
+        ids[0] += 1  # by the watcher, while the answer is on its way
+        return env_status()
 
     outbox = make_outbox(ScriptedEnv())
     told: list[EnvStatus] = []
     outbox.on_status = told.append
     await outbox.accept(make_group())
-    await deliver(outbox, ChangesId(), env_id=ids)
+    await deliver(outbox, FakeHub(on_stored=register_again), env_id=ids)
     assert (told, outbox.num_stored) == ([], 1)
 
 

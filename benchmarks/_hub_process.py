@@ -7,6 +7,7 @@ processes that are measured; `hub.py` also attaches to a running hub by its proc
 from __future__ import annotations
 
 import asyncio
+import glob
 import json
 import os
 import re
@@ -29,22 +30,12 @@ def family(pid: int) -> list[int]:
     """Return the process and its running descendants."""
     found = [pid]
     for each in found:
-        for thread in _threads(each):
+        for file in glob.glob(f"/proc/{each}/task/*/children"):
             try:
-                found += [
-                    int(child)
-                    for child in Path(f"/proc/{each}/task/{thread}/children").read_text().split()
-                ]
+                found += map(int, Path(file).read_text().split())
             except OSError:  # the thread has just ended
                 continue
     return found
-
-
-def _threads(pid: int) -> list[str]:
-    try:
-        return os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return []
 
 
 def cpu_s(pid: int) -> float:

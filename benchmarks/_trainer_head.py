@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from benchmarks._trainer_measure import Result, peak_memory
+from benchmarks._trainer_measure import Peak, Result
 from example_trainer.head import head_logprobs
 
 
@@ -26,9 +26,11 @@ def head_memory(num_positions: int, vocabulary: int, *, hidden: int, device: str
     ids = torch.randint(0, vocabulary, (num_positions, 1), generator=rng).to(device)
     temperature = torch.ones(num_positions, device=device)
     began_cpu_s, began_s = time.process_time(), time.perf_counter()
-    with peak_memory(device) as peak:
-        out = head_logprobs(states, weight, None, ids_NK=ids, temperature_N=temperature)
-        out.logprobs_NK.sum().backward()
+    peak = Peak(device)
+    peak.begin()
+    out = head_logprobs(states, weight, None, ids_NK=ids, temperature_N=temperature)
+    out.logprobs_NK.sum().backward()
+    peak.end()
     logits_bytes = 4 * num_positions * vocabulary
     return Result(
         cpu_s=[time.process_time() - began_cpu_s],

@@ -78,15 +78,6 @@ class Peak:
         self.num_bytes = max(self.num_bytes, peak - self.base_bytes)
 
 
-@contextmanager
-def peak_memory(device: str) -> Iterator[Peak]:
-    """Measure the block; `Peak.num_bytes` is set when it ends."""
-    peak = Peak(device)
-    peak.begin()
-    yield peak
-    peak.end()
-
-
 class Meter:
     """Measures time and memory of each step; create it right after loading the model."""
 

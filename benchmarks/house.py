@@ -10,9 +10,8 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SHIPPED = ("atroposlib", "example_trainer", "environments")
 BLOCK_LINES = 8
@@ -37,18 +36,10 @@ def read(root: Path, packages: tuple[str, ...]) -> list[Module]:
     return found
 
 
-def functions(modules: list[Module]) -> Iterator[int]:
-    """Yield the number of lines of each function and method."""
-    for module in modules:
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield (node.end_lineno or node.lineno) - node.lineno + 1
-
-
-def classes(modules: list[Module]) -> list[tuple[str, int]]:
-    """Return the name and the lines of each class."""
-    nodes = [n for m in modules for n in ast.walk(m.tree) if isinstance(n, ast.ClassDef)]
-    return [(n.name, (n.end_lineno or n.lineno) - n.lineno + 1) for n in nodes]
+def definitions(modules: list[Module], *kinds: type[ast.stmt]) -> list[tuple[str, int]]:
+    """Return the name and the number of lines of each function or class of these kinds."""
+    nodes: list[Any] = [n for m in modules for n in ast.walk(m.tree) if isinstance(n, kinds)]
+    return [(n.name, n.end_lineno - n.lineno + 1) for n in nodes]
 
 
 def repeated_blocks(modules: list[Module]) -> int:
@@ -89,9 +80,10 @@ def facts(root: Path) -> dict[str, str]:
     for folder, count in lines.items():
         flat["/".join(folder.split("/")[:2])] += count
     largest, share = flat.most_common(1)[0]
-    sizes = sorted(functions(shipped))
-    found = classes(shipped)
-    names = Counter(name for name, _ in found)
+    functions = definitions(shipped, ast.FunctionDef, ast.AsyncFunctionDef)
+    sizes = sorted(length for _, length in functions)
+    classes = definitions(shipped, ast.ClassDef)
+    names = Counter(name for name, _ in classes)
     files = Counter(m.name for m in shipped if not m.name.startswith("__"))
     packages = [m for m in shipped if m.name == "__init__"]
     rows = {
@@ -100,7 +92,7 @@ def facts(root: Path) -> dict[str, str]:
         "modules": f"{len(shipped)}",
         "largest folder": f"{largest} {share / total:.0%}",
         "functions, median and p90 lines": f"{sizes[len(sizes) // 2]}, {sizes[len(sizes) * 9 // 10]}",
-        "longest class": f"{max(length for _, length in found)}",
+        "longest class": f"{max(length for _, length in classes)}",
         "class names defined more than once": f"{sum(n > 1 for n in names.values())}",
         "file names used more than once": f"{sum(n > 1 for n in files.values())}",
         f"repeated blocks of {BLOCK_LINES} lines": f"{repeated_blocks(shipped)}",

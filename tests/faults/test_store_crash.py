@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import random
 import shutil
 import signal
@@ -46,6 +45,7 @@ from tests.faults.store_faults import (
     open_store,
     ram_directory,
 )
+from tests.processes import ROOT
 
 # Torn tails.
 
@@ -346,7 +346,7 @@ def kill_producers(run: Path) -> set[int]:
     acknowledged: set[int] = set()
     for cycle in range(3):
         child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(run), str(cycle), os.getcwd()],
+            [sys.executable, "-c", _CHILD, str(run), str(cycle), str(ROOT)],
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -14,7 +14,9 @@ import pytest
 
 from atroposlib.errors import EnvError, HubUnavailable
 from atroposlib.runtime import spool
+from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.serve import serve
+from atroposlib.runtime.timings import Timings
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from atroposlib.wire import content_digest
 from tests.runtime.helpers_runtime import (
@@ -40,8 +42,10 @@ def checked(number: int) -> ScoredGroup:
     return check_group(group, strictness=Strictness.MEANING)
 
 
-async def leave_groups_behind(hub: LoopbackHub, path: Path, *, num_groups: int) -> str:
-    """Serve while the hub goes away for good; return the error."""
+async def stop_with_groups(
+    hub: LoopbackHub, path: Path, *, num_groups: int, timings: Timings
+) -> asyncio.Task[Outbox]:
+    """Stop a run that holds groups because the hub has gone; return it."""
     release = asyncio.Event()
 
     async def answer(item: int) -> Any:
@@ -54,12 +58,18 @@ async def leave_groups_behind(hub: LoopbackHub, path: Path, *, num_groups: int) 
         num_items=num_groups,
         data_path_to_save_groups=str(path),
     )
-    run = asyncio.create_task(serve(env, timings=QUICK, stop=(stop := asyncio.Event())))
+    run = asyncio.create_task(serve(env, timings=timings, stop=(stop := asyncio.Event())))
     await until(lambda: len(env.running_items) == num_groups)
     await hub.stop()
     release.set()
     await until(lambda: not env.running_items)
     stop.set()
+    return run
+
+
+async def leave_groups_behind(hub: LoopbackHub, path: Path, *, num_groups: int) -> str:
+    """Serve while the hub goes away for good; return the error."""
+    run = await stop_with_groups(hub, path, num_groups=num_groups, timings=QUICK)
     with pytest.raises(HubUnavailable) as raised:
         await run
     return str(raised.value)
@@ -118,25 +128,8 @@ async def test_next_run_that_fails_too_keeps_them(tmp_path: Path) -> None:
 async def test_groups_delivered_late_leave_no_file(tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
     async with LoopbackHub() as hub:
-        release = asyncio.Event()
-
-        async def answer(item: int) -> Any:
-            await release.wait()
-            return make_group()
-
-        env = ScriptedEnv(
-            rollout_server_url=hub.url,
-            answer=answer,
-            num_items=2,
-            data_path_to_save_groups=str(path),
-        )
         timings = replace(QUICK, flush_s=60.0)
-        run = asyncio.create_task(serve(env, timings=timings, stop=(stop := asyncio.Event())))
-        await until(lambda: len(env.running_items) == 2)
-        await hub.stop()
-        release.set()
-        await until(lambda: not env.running_items)
-        stop.set()
+        run = await stop_with_groups(hub, path, num_groups=2, timings=timings)
         await until(lambda: any((tmp_path / "spool").glob("*.groups")))
         await hub.start()
         outbox = await run

@@ -12,12 +12,11 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -48,38 +47,24 @@ LEASE = {"lease_id": "0" * 32}
 NOBODY, PRODUCER, ADMIN = "nobody", "producer of another run", "admin of another run"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     """A request, and the answer it gets."""
 
     client: str
     method: str
     path: str
     status: int
-    body: bytes = b""
-    headers: tuple[tuple[str, str], ...] = ()
+    body: bytes
+    headers: tuple[tuple[str, str], ...]
 
 
-def case(
-    client: str, line: str, status: int, body: Any = None, **headers: str | Sequence[str]
-) -> Case:
+def case(client: str, line: str, status: int, body: Any = None, **headers: str) -> Case:
     """Write a row; a `line` is a method and a path, `body` bytes as they are or anything as JSON."""
     method, _, path = line.partition(" ")
-    content = (
-        body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    )
-    sent = [("Content-Type", "application/json")]
-    for name, values in headers.items():
-        many = [values] if isinstance(values, str) else values
-        sent += [(name.replace("_", "-"), value) for value in many]
-    return Case(
-        client=client,
-        method=method,
-        path=path,
-        status=status,
-        body=content,
-        headers=tuple(sent),
-    )
+    if not isinstance(body, bytes):
+        body = b"" if body is None else json.dumps(body).encode()
+    more = ((name.replace("_", "-"), value) for name, value in headers.items())
+    return Case(client, method, path, status, body, (("Content-Type", "application/json"), *more))
 
 
 CALLS: list[tuple[str, Any]] = [

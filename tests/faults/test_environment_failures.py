@@ -30,7 +30,6 @@ from tests.runtime.helpers_runtime import (
     ScriptedEnv,
     make_group,
     produced,
-    serving,
     until,
 )
 
@@ -122,10 +121,8 @@ async def test_item_whose_group_is_refused_asks_for_its_backlog_once() -> None:
                 group["masks"] = group["masks"][:1]
             return group, [100] if item == 0 else []
 
-    async with LoopbackHub(batch_size=4) as hub:
-        env = Asking(rollout_server_url=hub.url, num_items=2)
-        async with serving(env):
-            await until(lambda: attempts[100] > 0 and not env.running_items)
+    async with LoopbackHub(batch_size=4) as hub, hub.serve(Asking, num_items=2) as env:
+        await until(lambda: attempts[100] > 0 and not env.running_items)
     outbox: Any = env.group_sink
     assert attempts == {0: 2, 1: 1, 100: 1}
     assert (outbox.num_stored, outbox.dropped) == (3, {"malformed": 1})
@@ -140,10 +137,8 @@ async def test_override_that_fails_after_the_groups_are_handed_over_does_not_giv
             raise OSError("the author's own log is full")
 
     caplog.set_level(logging.INFO)
-    async with LoopbackHub(batch_size=4) as hub:
-        env = Failing(rollout_server_url=hub.url, num_items=3)
-        async with serving(env):
-            await until(lambda: caplog.text.count("the author's own log is full") >= 3)
+    async with LoopbackHub(batch_size=4) as hub, hub.serve(Failing, num_items=3) as env:
+        await until(lambda: caplog.text.count("the author's own log is full") >= 3)
     outbox: Any = env.group_sink
     assert env.started == [0, 1, 2]
     assert (outbox.num_accepted, outbox.num_stored) == (3, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 import uvicorn
@@ -177,6 +177,12 @@ class LoopbackHub:
             return 0
         await self.coordinator.confirm(delivery.batch_id)
         return len(delivery.payloads)
+
+    def serve(
+        self, env_cls: type[ScriptedEnv] = ScriptedEnv, *, timings: Timings = FAST, **fields: Any
+    ) -> AbstractAsyncContextManager[ScriptedEnv]:
+        """Serve an environment to this hub during the block."""
+        return serving(env_cls(rollout_server_url=self.url, **fields), timings=timings)
 
     async def train(self, num_steps: int) -> None:
         """Take batches until the trainer is at step `num_steps`."""

@@ -201,10 +201,8 @@ async def test_step_checks_come_at_every_tick_and_workers_only_with_a_status() -
             assert self.status_dict["queue_size"] == 0
 
     timings = replace(FAST, poll_wait_s=60.0)
-    async with LoopbackHub() as hub:
-        env = Watching(rollout_server_url=hub.url)
-        async with serving(env, timings=timings):
-            await until(lambda: env.checks > 5)
+    async with LoopbackHub() as hub, hub.serve(Watching, timings=timings) as env:
+        await until(lambda: env.checks > 5)
     assert hub.calls["/status-env"] < 5
 
 
@@ -283,12 +281,10 @@ async def test_sender_that_changes_the_group_and_calls_super_stores_what_it_made
             scored_data["scores"] = [10.0 * score for score in scored_data["scores"]]
             await super()._send_scored_data_to_api(scored_data)
 
-    async with LoopbackHub() as hub:
-        env = Scaled(rollout_server_url=hub.url, num_items=1)
-        async with serving(env):
-            await until(lambda: produced(hub) == 1)
-        outbox: Any = env.group_sink
-        latest = hub.coordinator.ledger()
+    async with LoopbackHub() as hub, hub.serve(Scaled, num_items=1) as env:
+        await until(lambda: produced(hub) == 1)
+    outbox: Any = env.group_sink
+    latest = hub.coordinator.ledger()
     assert (outbox.num_accepted, outbox.num_stored, latest.queued) == (1, 1, 1)
 
 

@@ -46,12 +46,13 @@ async def test_total_steps_minus_one_takes_the_trainers_number() -> None:
 
 
 async def test_queue_never_exceeds_the_offpolicy_bound() -> None:
-    async with LoopbackHub(batch_size=4) as hub:
-        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=2, max_num_workers=16)
-        async with serving(env):
-            await until(lambda: produced(hub) >= 4)
-            await asyncio.sleep(0.15)
-        assert produced(hub) == len(env.started) == 4  # 2 batches of 4 sequences in groups of 2
+    async with (
+        LoopbackHub(batch_size=4) as hub,
+        hub.serve(max_batches_offpolicy=2, max_num_workers=16) as env,
+    ):
+        await until(lambda: produced(hub) >= 4)
+        await asyncio.sleep(0.15)
+    assert produced(hub) == len(env.started) == 4  # 2 batches of 4 sequences in groups of 2
 
 
 async def test_hub_that_goes_away_and_comes_back_loses_no_group(
@@ -65,24 +66,25 @@ async def test_hub_that_goes_away_and_comes_back_loses_no_group(
         return make_group()
 
     caplog.set_level(logging.INFO)
-    async with LoopbackHub(batch_size=4) as hub:
-        env = ScriptedEnv(rollout_server_url=hub.url, answer=answer, max_batches_offpolicy=50)
-        async with serving(env):
-            await until(lambda: produced(hub) == 2 and len(env.running_items) == 4)
-            await hub.stop()
-            release.set()
-            await until(lambda: not env.running_items)
-            num_started = len(env.started)
-            await asyncio.sleep(0.2)
-            assert len(env.started) == num_started  # no new work while the hub is unavailable
-            assert produced(hub) == 2
-            await hub.start()
-            await until(lambda: produced(hub) > num_started)
-        outbox: Any = env.group_sink
-        assert produced(hub) == outbox.num_accepted == outbox.num_stored
-        assert hub.coordinator.ledger().duplicates == 0
-        assert caplog.text.count("the hub is unavailable; starting no new work") == 1
-        assert caplog.text.count("the hub answers again") == 1
+    async with (
+        LoopbackHub(batch_size=4) as hub,
+        hub.serve(answer=answer, max_batches_offpolicy=50) as env,
+    ):
+        await until(lambda: produced(hub) == 2 and len(env.running_items) == 4)
+        await hub.stop()
+        release.set()
+        await until(lambda: not env.running_items)
+        num_started = len(env.started)
+        await asyncio.sleep(0.2)
+        assert len(env.started) == num_started  # no new work while the hub is unavailable
+        assert produced(hub) == 2
+        await hub.start()
+        await until(lambda: produced(hub) > num_started)
+    outbox: Any = env.group_sink
+    assert produced(hub) == outbox.num_accepted == outbox.num_stored
+    assert hub.coordinator.ledger().duplicates == 0
+    assert caplog.text.count("the hub is unavailable; starting no new work") == 1
+    assert caplog.text.count("the hub answers again") == 1
 
 
 async def test_environment_outlives_the_trainer_and_serves_the_next_experiment() -> None:
@@ -115,18 +117,16 @@ async def test_environment_outlives_the_trainer_and_serves_the_next_experiment()
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.1])
 async def test_hub_that_forgot_the_environment_gets_it_back_under_its_uid(pause_s: float) -> None:
-    async with LoopbackHub(batch_size=4) as hub:
-        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=1)
-        async with serving(env):
-            await until(lambda: produced(hub) == 2)
-            uid = hub.coordinator.state.environments.get(0).registration.env_uid
-            assert uid is not None
-            await hub.coordinator.reset()
-            await asyncio.sleep(pause_s)
-            await hub.start_trainer()
-            await until(lambda: hub.coordinator.state.environments.num_active == 1)
-            assert hub.coordinator.state.environments.get(0).registration.env_uid == uid
-            await until(lambda: hub.coordinator.status_env(0).self_queue_size >= 2)
+    async with LoopbackHub(batch_size=4) as hub, hub.serve(max_batches_offpolicy=1):
+        await until(lambda: produced(hub) == 2)
+        uid = hub.coordinator.state.environments.get(0).registration.env_uid
+        assert uid is not None
+        await hub.coordinator.reset()
+        await asyncio.sleep(pause_s)
+        await hub.start_trainer()
+        await until(lambda: hub.coordinator.state.environments.num_active == 1)
+        assert hub.coordinator.state.environments.get(0).registration.env_uid == uid
+        await until(lambda: hub.coordinator.status_env(0).self_queue_size >= 2)
 
 
 async def test_engine_that_goes_away_costs_no_item(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,26 +136,23 @@ async def test_engine_that_goes_away_costs_no_item(caplog: pytest.LogCaptureFixt
         return EngineUnavailable("no engine at http://e") if is_away else make_group()
 
     caplog.set_level(logging.INFO)
-    async with LoopbackHub() as hub:
-        env = ScriptedEnv(
-            rollout_server_url=hub.url, answer=answer, num_items=3, max_consecutive_failures=2
-        )
-        async with serving(env):
-            await until(lambda: len(env.started) >= 6)
-            assert len(env.started) < 30
-            is_away = False
-            await until(lambda: produced(hub) == 3)
-        assert caplog.text.count("the engine is unavailable") == 1
-        assert caplog.text.count("the engine answers again") == 1
-        assert env.num_cleanups == len(env.started)
+    async with (
+        LoopbackHub() as hub,
+        hub.serve(answer=answer, num_items=3, max_consecutive_failures=2) as env,
+    ):
+        await until(lambda: len(env.started) >= 6)
+        assert len(env.started) < 30
+        is_away = False
+        await until(lambda: produced(hub) == 3)
+    assert caplog.text.count("the engine is unavailable") == 1
+    assert caplog.text.count("the engine answers again") == 1
+    assert env.num_cleanups == len(env.started)
 
 
 async def test_environment_without_items_says_so(caplog: pytest.LogCaptureFixture) -> None:
     timings = replace(FAST, no_item_reminder_s=0.1)
-    async with LoopbackHub() as hub:
-        env = ScriptedEnv(rollout_server_url=hub.url, num_items=2)
-        async with serving(env, timings=timings):
-            await until(lambda: caplog.text.count("get_next_item() returns None") == 2)
+    async with LoopbackHub() as hub, hub.serve(num_items=2, timings=timings):
+        await until(lambda: caplog.text.count("get_next_item() returns None") == 2)
     assert "returns None (step 0, policy version None)" in caplog.text
     assert produced(hub) == 2
 
@@ -164,12 +161,10 @@ async def test_failing_item_is_tried_three_times_then_counted() -> None:
     def answer(item: int) -> Any:
         return ValueError("bad item") if item == 0 else make_group()
 
-    async with LoopbackHub() as hub:
-        env = ScriptedEnv(rollout_server_url=hub.url, answer=answer, num_items=4)
-        async with serving(env):
-            await until(lambda: env.started.count(0) == 3 and produced(hub) == 3)
-            await asyncio.sleep(0.1)
-        assert env.started.count(0) == 3
+    async with LoopbackHub() as hub, hub.serve(answer=answer, num_items=4) as env:
+        await until(lambda: env.started.count(0) == 3 and produced(hub) == 3)
+        await asyncio.sleep(0.1)
+    assert env.started.count(0) == 3
 
 
 async def test_same_failure_many_times_in_a_row_ends_the_run() -> None:
@@ -340,41 +335,41 @@ async def test_original_hub_is_polled_at_the_pace_and_its_bound_holds() -> None:
 async def test_groups_sent_since_the_last_status_count_against_the_bound() -> None:
     """The original's status is old by a poll, which here never comes."""
     timings = replace(FAST, control_refill_s=60.0)
-    async with LoopbackHub(batch_size=4, is_original=True) as hub:
-        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=3, max_num_workers=1)
-        async with serving(env, timings=timings):
-            await until(lambda: produced(hub) == 6)
-            await asyncio.sleep(0.2)
-            assert hub.calls["/status-env"] == 1
-            assert produced(hub) == len(env.started) == 6
+    async with (
+        LoopbackHub(batch_size=4, is_original=True) as hub,
+        hub.serve(max_batches_offpolicy=3, max_num_workers=1, timings=timings) as env,
+    ):
+        await until(lambda: produced(hub) == 6)
+        await asyncio.sleep(0.2)
+        assert hub.calls["/status-env"] == 1
+        assert produced(hub) == len(env.started) == 6
 
 
 async def test_id_that_became_another_environments_is_noticed() -> None:
-    async with LoopbackHub(batch_size=4) as hub:
-        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=1)
-        async with serving(env):
-            await until(lambda: produced(hub) == 2)
-            assert env.env_id == 0
-            await hub.stop()
-            await hub.coordinator.reset()  # as a hub without a disk forgets
-            await hub.start_trainer()
-            assert await hub.start_stranger() == 0
-            await hub.start()
-            await until(lambda: env.env_id == 1)
-            await until(lambda: hub.coordinator.status_env(1).self_queue_size == 2)
-            assert hub.coordinator.status_env(0).self_queue_size == 0
+    async with LoopbackHub(batch_size=4) as hub, hub.serve(max_batches_offpolicy=1) as env:
+        await until(lambda: produced(hub) == 2)
+        assert env.env_id == 0
+        await hub.stop()
+        await hub.coordinator.reset()  # as a hub without a disk forgets
+        await hub.start_trainer()
+        assert await hub.start_stranger() == 0
+        await hub.start()
+        await until(lambda: env.env_id == 1)
+        await until(lambda: hub.coordinator.status_env(1).self_queue_size == 2)
+        assert hub.coordinator.status_env(0).self_queue_size == 0
 
 
 async def test_full_hub_slows_the_environment_and_loses_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with LoopbackHub(batch_size=4, max_queued_sequences=8) as hub:
-        env = ScriptedEnv(rollout_server_url=hub.url, max_batches_offpolicy=50, num_items=12)
-        async with serving(env):
-            await until(lambda: len(env.started) >= 5 and "429" in caplog.text)
-            assert hub.coordinator.status().queue_size <= 4
-            await hub.train(6)
-        outbox: Any = env.group_sink
-        ledger = hub.coordinator.ledger()
+    async with (
+        LoopbackHub(batch_size=4, max_queued_sequences=8) as hub,
+        hub.serve(max_batches_offpolicy=50, num_items=12) as env,
+    ):
+        await until(lambda: len(env.started) >= 5 and "429" in caplog.text)
+        assert hub.coordinator.status().queue_size <= 4
+        await hub.train(6)
+    outbox: Any = env.group_sink
+    ledger = hub.coordinator.ledger()
     assert (outbox.num_accepted, outbox.num_stored, outbox.dropped) == (12, 12, {})
     assert (ledger.produced, ledger.trained, ledger.duplicates) == (12, 12, 0)

@@ -270,7 +270,8 @@ def test_the_limiter_is_compared_with_no_limit_and_the_best_fixed_number() -> No
 
     http = rows_of("--only", "no such server", "--http", "4")["Over HTTP"]
     refused = {name: float(row["refused per completion"]) for name, row in http.items()}
-    assert 0 <= refused["adaptive"] < 0.5 < refused["none"]
+    # A request that is under way when counting begins is counted at its end alone.
+    assert -0.2 < refused["adaptive"] < 0.5 < refused["none"]
 
 
 @pytest.mark.e2e

@@ -12,11 +12,18 @@ import json
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import zstandard
 from starlette.types import ASGIApp, Message
+
+from atroposlib.api.run.hub import Hub
+from atroposlib.api.stores.base import Durability
+from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.runs import DirectoryRuns
 
 Headers = Sequence[tuple[str, str]]
 
@@ -39,6 +46,11 @@ class Answer:
 
     def text(self) -> str:
         return self.body.decode("utf-8", "replace")
+
+
+def hub_on_disk(directory: Path) -> Hub:
+    """Return a hub that stores its runs below `directory`."""
+    return Hub(DirectoryRuns(directory, partial(DiskStore, durability=Durability.PROCESS)))
 
 
 class Caller:

@@ -32,14 +32,10 @@ from schemathesis import GenerationMode
 from atroposlib.api.http.handlers import ROUTES
 from atroposlib.api.http.limits import HubLimits
 from atroposlib.api.http.security import Scope, Token, TokenSet
-from atroposlib.api.run.hub import Hub
 from atroposlib.api.server import create_app
-from atroposlib.api.stores.base import Durability
-from atroposlib.api.stores.disk import DiskStore
-from atroposlib.api.stores.runs import DirectoryRuns
 from atroposlib.wire import CONTENT_TYPE_PACKED
 from tests.api.helpers_api import registration
-from tests.faults.asgi_calls import Answer, Caller
+from tests.faults.asgi_calls import Answer, Caller, hub_on_disk
 from tests.faults.drivers import assert_balanced
 
 SCALE = int(os.environ.get("ATROPOS_FUZZ_SCALE", "1"))
@@ -318,7 +314,7 @@ def faults_of(sent: Generated, role: Role, answer: Answer) -> Iterator[str]:
             answer.json()
 
 
-@pytest.mark.timeout(240 * SCALE)
+@pytest.mark.timeout(480 * SCALE)
 async def test_no_generated_request_is_a_server_error_or_gets_past_the_rights() -> None:
     own = {f"{r.method} {r.template}": " ".join(sorted(r.scopes)) or "anyone" for r in ROUTES}
     for name, scopes in RIGHTS.items():
@@ -505,13 +501,6 @@ class Talk:
             self.env_ids = [*self.env_ids[-5:], told["env_id"]]
         if "current_step" in told:
             self.steps = [*self.steps[-5:], told["current_step"]]
-
-
-def hub_on_disk(directory: Path) -> Hub:
-    def make_store(path: Path) -> DiskStore:
-        return DiskStore(path, durability=Durability.PROCESS)
-
-    return Hub(DirectoryRuns(directory, make_store))
 
 
 async def converse(call: Callable[..., Any], talk: Talk, num_requests: int) -> list[str]:

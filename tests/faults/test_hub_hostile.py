@@ -22,16 +22,11 @@ import msgspec
 import pytest
 import zstandard
 
-from atroposlib.api.run.hub import Hub
-from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.server import create_app
-from atroposlib.api.stores.base import Durability
-from atroposlib.api.stores.disk import DiskStore
-from atroposlib.api.stores.runs import DirectoryRuns
 from atroposlib.scored_data import Strictness
 from atroposlib.wire import CONTENT_TYPE_PACKED, split_packed, unpack_group
 from tests.api.helpers_api import registration
-from tests.faults.asgi_calls import Answer, Caller, Headers
+from tests.faults.asgi_calls import Answer, Caller, Headers, hub_on_disk
 from tests.faults.drivers import assert_balanced
 
 BATCH_SIZE = 4
@@ -761,11 +756,7 @@ def problem(case: Case, answer: Answer) -> str | None:
 async def test_hostile_input_gets_the_answer_of_the_table_and_harms_nobody(tmp_path: Path) -> None:
     assert len(CASES) > 1500
 
-    def make_store(directory: Path) -> DiskStore:
-        return DiskStore(directory, durability=Durability.PROCESS)
-
-    hub = Hub(DirectoryRuns(tmp_path, make_store), policy=RunPolicy())
-    app = create_app(hub)
+    app = create_app(hub_on_disk(tmp_path))
     call = Caller(app)
     async with app.router.lifespan_context(app):
         assert (await call("POST", "/register", to_json(TRAINER), headers=JSON)).status == 200

@@ -192,7 +192,7 @@ class _Deeds:
     """Carries out the plan of a life.
 
     Deeds: "kill", "terminate" (SIGTERM to itself), "kill the hub" (whose pid is in the file `<journal>.hub`), "fill the
-    disk" (no file may grow beyond 64 KiB), "raise", and "raise 1" on the second rank alone.
+    disk" (no file may grow beyond 64 KiB), and "raise 0" or "raise 1" on that rank alone.
     """
 
     def __init__(self, life: Life, rank: int) -> None:
@@ -219,8 +219,8 @@ class _Deeds:
                 os.kill(int(Path(self._life.journal + ".hub").read_text()), signal.SIGKILL)
             case "fill the disk":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
-            case "raise" | "raise 0" | "raise 1":
-                if deed in ("raise", f"raise {self._rank}"):
+            case "raise 0" | "raise 1":
+                if deed == f"raise {self._rank}":
                     raise RuntimeError(f"as planned: {deed}")
             case _:
                 raise AssertionError(deed)

@@ -97,7 +97,8 @@ def environment(hub: LoopbackHub, engine: ScriptedEngine) -> FaultyEnv:
         rollout_server_url=hub.url,
         total_steps=1_000_000,
     )
-    server = APIServerConfig(server_type="vllm", model_name="m", base_url=f"{engine.url}/v1")
+    url = f"{engine.url}/v1"
+    server = APIServerConfig(server_type="vllm", model_name="scripted", base_url=url)
     return FaultyEnv(config, [server])
 
 

@@ -404,7 +404,8 @@ def _likelier(token: int, logprob: float, num_top: int, model: Model) -> list[tu
 def _prompt_values(ask: GenerationRequest, model: Model) -> list[float | None]:
     """[P] the logprobs of the prompt's own tokens; None at the first."""
     first, rest = ask.prompt_tokens[:1], ask.prompt_tokens[1:]
-    return [None, *made_up_logprobs(first, rest, spans=[(model.weight_version, len(rest))])]
+    values = made_up_logprobs(first, rest, spans=[(model.weight_version, len(rest))])
+    return [None, *values] if first else []
 
 
 def _prompt_logprobs(

@@ -142,6 +142,8 @@ class StatusQuery(EnvIdentifier):
     """Seconds to hold the answer while the step is `seen_step` and the policy version `seen_policy`."""
     seen_step: Int64 | None = None
     seen_policy: Int64 | None = None
+    seen_waiting: bool | None = None
+    """Also answer when the trainer begins or ends to wait for a batch: whether it waited."""
     env_uid: Annotated[str, Field(max_length=128)] | None = None
     """Refuse if the id belongs to another process."""
     experiment: ExperimentId | None = None
@@ -240,6 +242,16 @@ class EnvStatus(BaseModel):
     """Largest queued group of any environment, at least 1."""
     env_weight: float
     policy_version: int | None = None
+    trainer_step_s: float | None = None
+    """Seconds that the trainer needs for a batch, without waiting: the median of its last steps. None: unknown."""
+    trainer_waits_s: float | None = None
+    """Seconds that the trainer has waited for a batch; None if it has one or has not asked."""
+    recent_share: float = 0.0
+    """Share of this environment's sequences in the trainer's last batches."""
+
+
+NATIVE_STATUS_FIELDS = ("trainer_step_s", "trainer_waits_s", "recent_share")
+"""Fields of `EnvStatus` that original clients do not get."""
 
 
 class PolicyUpdate(BaseModel):

@@ -51,6 +51,7 @@ class Run:
             versions=lambda: {10: 4, 7: 2, -40: 1},
         ),
         environments=SimpleNamespace(num_active=2),
+        trainer_times=SimpleNamespace(step_s=2.5, waited_s=30.0),
     )
 
     def __init__(self, policy_version: int | None = 10) -> None:

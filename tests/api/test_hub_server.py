@@ -14,6 +14,7 @@ import pytest
 from atroposlib.api.http.handlers import ROUTES
 from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.run.types import RunPolicy
+from atroposlib.api.schemas import NATIVE_STATUS_FIELDS
 from atroposlib.api.server import create_app
 from atroposlib.api.stores.base import Durability, GroupStore
 from atroposlib.api.stores.disk import DiskStore
@@ -395,7 +396,11 @@ async def test_status_rides_on_the_answer_to_our_own_clients_only(hub: Hub) -> N
         "/scored_data", json=group(2, env_id=0), headers={"Atropos-Client": "test"}
     )
     status = await hub.get("/status-env?env_id=0")
-    assert ours.json() == {"status": "received", "env_status": status}
+    riding = ours.json()
+    times = {name: riding["env_status"].pop(name, None) for name in NATIVE_STATUS_FIELDS}
+    assert riding == {"status": "received", "env_status": status}
+    assert times["trainer_waits_s"] > 0
+    assert times["trainer_step_s"] is None
 
 
 async def test_status_poll_waits_for_the_step_to_change(hub: Hub) -> None:
@@ -407,6 +412,25 @@ async def test_status_poll_waits_for_the_step_to_change(hub: Hub) -> None:
     await hub.get("/batch")
     assert (await waiting)["current_step"] == 1
     assert (await hub.get("/status-env?env_id=0&wait=20&seen_step=0"))["current_step"] == 1
+
+
+async def test_status_that_waits_answers_when_the_trainer_begins_to_wait(hub: Hub) -> None:
+    await hub.start(environment())
+    await hub.post("/scored_data", group(4, env_id=0))
+    lease = await hub.get("/batch?lease=1")
+    asking = hub.http.get(
+        f"/status-env?env_id=0&wait=20&seen_step={lease['step']}&seen_waiting=0",
+        headers={"Atropos-Client": "test"},
+    )
+    waiting = asyncio.create_task(asking)
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await hub.post(f"/batches/{lease['batch_id']}/ack", {"lease_id": lease["lease_id"]})
+    assert (await hub.get("/batch?lease=1"))["batch"] is None
+    status = (await waiting).json()
+    assert status["trainer_waits_s"] >= 0
+    assert status["trainer_step_s"] >= 0.05
+    assert status["recent_share"] == 1.0
 
 
 # Runs

@@ -196,6 +196,7 @@ async def status_env(request: Request) -> Response:
     while (
         found.current_step == query.seen_step
         and query.seen_policy in (None, found.policy_version)
+        and query.seen_waiting in (None, found.trainer_waits_s is not None)
         and not run.progress.is_closed
         and (remaining_s := deadline - time.monotonic()) > 0
     ):
@@ -203,7 +204,11 @@ async def status_env(request: Request) -> Response:
         if await request.is_disconnected():
             break  # `status_env` would record the environment as alive
         found = run.status_env(query.env_id, **asking)
-    return Response(found.model_dump_json(exclude_none=True), media_type=CONTENT_TYPE_JSON)
+    fields = found.model_dump(exclude_none=True)
+    if not is_native(request.scope):
+        for name in schemas.NATIVE_STATUS_FIELDS:
+            fields.pop(name, None)
+    return _json_response(fields)
 
 
 async def _read_status_query(request: Request) -> schemas.StatusQuery:

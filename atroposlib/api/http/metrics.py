@@ -43,10 +43,12 @@ _GAUGES: Final = {
     "atropos_leases": "Open leases",
     "atropos_oldest_lease_age_seconds": "Age of the oldest open lease",
     "atropos_store_free_bytes": "Bytes left before the store is full",
+    "atropos_trainer_step_seconds": "Median time of the trainer's last steps, without waiting for batches; 0: none yet",
 }
 _COUNTERS: Final = {
     "atropos_ingested_tokens": "Tokens of groups taken in",
     "atropos_delivered_tokens": "Tokens of delivered groups",
+    "atropos_trainer_wait_seconds": "Time the trainer waited for batches, since the hub started",
 }
 
 
@@ -154,6 +156,8 @@ class _RunCollector(Collector):
                 "atropos_store_free_bytes": usage.free_bytes,
                 "atropos_ingested_tokens": run.tokens_in,
                 "atropos_delivered_tokens": run.tokens_out,
+                "atropos_trainer_step_seconds": run.state.trainer_times.step_s or 0.0,
+                "atropos_trainer_wait_seconds": run.state.trainer_times.waited_s,
             }
             for family in one_per_run:
                 value = values[family.name]

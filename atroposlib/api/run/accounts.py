@@ -27,7 +27,7 @@ def status(run: RunState) -> HubStatus:
     )
 
 
-def env_status(run: RunState, environment: Environment) -> EnvStatus:
+def env_status(run: RunState, environment: Environment, *, now: float) -> EnvStatus:
     """Return how much work is ahead of an environment, by the original's formulas, without their side effects.
 
     Other environments' sequences are rounded up to the largest queued group. The cost is independent of queue length.
@@ -45,6 +45,9 @@ def env_status(run: RunState, environment: Environment) -> EnvStatus:
         max_group_size=max_group_size,
         env_weight=run.environments.weight(environment),
         policy_version=run.policy_version,
+        trainer_step_s=run.trainer_times.step_s,
+        trainer_waits_s=run.trainer_waits_s(now),
+        recent_share=run.trainer_times.share_of(env_id),
     )
 
 

@@ -224,6 +224,7 @@ class Coordinator:
         """
         self._check_trainer(lease)
         self.state.trainer_seen = self._clock()
+        self._note_request()
         if not self.state.has_started:
             self.state.has_started = True
             await self._save()
@@ -242,7 +243,15 @@ class Coordinator:
                 return None
             payloads = await self._read(batch, is_new=is_new)
             if payloads is not None and self.state.leases.holds(batch):
+                self.state.note_delivery(batch, now=self._clock())
                 return self._delivery(batch, payloads)
+
+    def _note_request(self) -> None:
+        """Note a trainer's request; the first that cannot be answered at once wakes the environments that wait."""
+        was_waiting = self.state.trainer_waits_s(self._clock()) is not None
+        self.state.trainer_times.ask(self._clock())
+        if not was_waiting and not isinstance(self.state.look(), Plan):
+            self.progress.notify()
 
     async def _read(self, batch: HeldBatch, *, is_new: bool) -> list[bytes] | None:
         """Read a batch once its lease is stored; None if the lease ended meanwhile, or payloads are damaged."""
@@ -312,6 +321,7 @@ class Coordinator:
             await self.store.commit(Change())  # as durable as the first answer
             return known
         batch = self._held(batch_id, lease_id)
+        self.state.trainer_times.acknowledge(self._clock(), leased_at=batch.leased_at)
         self.state.acknowledge(batch, step)
         await self._save()
         return batch.row.step
@@ -421,7 +431,7 @@ class Coordinator:
         if experiment is not None and experiment != self.state.experiment:
             raise EnvironmentNotFound("another experiment has begun; register again")
         self.state.hear_of(environment, now=self._clock())
-        return accounts.env_status(self.state, environment)
+        return accounts.env_status(self.state, environment, now=self._clock())
 
     # Groups
 

@@ -24,6 +24,7 @@ from atroposlib.api.run.dead_letters import DeadLetters
 from atroposlib.api.run.environments import Backlog, Environment, Environments
 from atroposlib.api.run.leases import HeldBatch, LeaseRequest, Leases
 from atroposlib.api.run.queue import GroupQueue
+from atroposlib.api.run.trainer_times import TrainerTimes
 from atroposlib.api.run.types import GroupHeader, IncomingGroup, Receipt, RunPolicy, version_of
 from atroposlib.api.schemas import Registration
 from atroposlib.api.stores.base import Appended, Change, End, Fate, Move, NewGroup, Place
@@ -60,6 +61,7 @@ class RunState:
         """Id of the training that the run holds; None before a trainer has registered."""
         self.trainer_seen: float | None = None
         """Time of the trainer's last call, injected clock; None: none since this process opened the run."""
+        self.trainer_times = TrainerTimes()
         self.conflicts: list[str] = []
         """What a trainer that joined the live run asked for and does not get."""
         self.has_started = False
@@ -98,6 +100,19 @@ class RunState:
     def current_version(self) -> int:
         """The policy version of groups sampled now; the step if no trainer publishes versions."""
         return self.current_step if self.policy_version is None else self.policy_version
+
+    def trainer_waits_s(self, now: float) -> float | None:
+        """Return how long the trainer has waited for a batch; None if it has one or has not asked."""
+        return self.trainer_times.waits_s(now, num_held=self._num_leased())
+
+    def note_delivery(self, batch: HeldBatch, *, now: float) -> None:
+        """Note that a batch is about to be sent to the trainer."""
+        is_plain = batch.row.is_plain
+        num_others = self._num_leased() - (not is_plain)
+        self.trainer_times.deliver(now, batch.headers, is_plain=is_plain, num_held=num_others)
+
+    def _num_leased(self) -> int:
+        return sum(not batch.row.is_plain for batch in self.leases.leased.values())
 
     @property
     def max_staleness(self) -> int | None:

@@ -1,0 +1,78 @@
+"""How long the trainer works on a batch, waits for the next one, and from which environments its batches came.
+
+Time is an argument.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from atroposlib.api.run.types import GroupHeader
+
+NUM_STEPS = 4
+"""Recent steps of which the median counts: a trainer that becomes faster or slower is noticed after two."""
+
+
+class TrainerTimes:
+    """Times of one run's trainer, forgotten at a restart of the hub.
+
+    A leased batch is worked on from its delivery, or from the acknowledgement of the one before if that came later (a
+    trainer that prefetches), to its acknowledgement. A batch without a lease is worked on until the next request.
+    """
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        """Total, up to the last delivery."""
+        self._steps_s: deque[float] = deque(maxlen=NUM_STEPS)
+        self._taken: deque[Counter[int | None]] = deque(maxlen=NUM_STEPS)
+        """Sequences by environment in recent batches."""
+        self._asked_at: float | None = None
+        self._plain_since: float | None = None
+        self._ended_at: float | None = None
+        """When the trainer ended its last batch."""
+
+    @property
+    def step_s(self) -> float | None:
+        """Median of recent steps, without waiting; None before the first has ended."""
+        return statistics.median(self._steps_s) if self._steps_s else None
+
+    def ask(self, now: float) -> None:
+        """Record a request for a batch; a trainer that polls repeats it until it gets one."""
+        if self._plain_since is not None:
+            self._end(now, since=self._plain_since)
+            self._plain_since = None
+        if self._asked_at is None:
+            self._asked_at = now
+
+    def deliver(
+        self, now: float, groups: Iterable[GroupHeader], *, is_plain: bool, num_held: int
+    ) -> None:
+        """Record a delivery while `num_held` other batches are leased."""
+        taken: Counter[int | None] = Counter()
+        for header in groups:
+            taken[header.env_id] += header.num_sequences
+        self._taken.append(taken)
+        self.waited_s += self.waits_s(now, num_held=num_held) or 0.0
+        self._asked_at = None
+        self._plain_since = now if is_plain else None
+
+    def share_of(self, env_id: int) -> float:
+        """Return which share of the recent batches came from an environment."""
+        total = sum(taken.total() for taken in self._taken)
+        return sum(taken[env_id] for taken in self._taken) / total if total else 0.0
+
+    def acknowledge(self, now: float, *, leased_at: float) -> None:
+        """Record that the trainer has trained on a leased batch."""
+        self._end(now, since=max(leased_at, self._ended_at or leased_at))
+
+    def waits_s(self, now: float, *, num_held: int) -> float | None:
+        """Return how long the trainer has waited for a batch; None if it has one or has not asked."""
+        if self._asked_at is None or num_held:
+            return None
+        return now - max(self._asked_at, self._ended_at or self._asked_at)
+
+    def _end(self, now: float, *, since: float) -> None:
+        self._steps_s.append(now - since)
+        self._ended_at = now

@@ -1,0 +1,54 @@
+"""How long a trainer works and waits, for trainers with leases, without, and with a prefetched batch."""
+
+from __future__ import annotations
+
+from atroposlib.api.run.trainer_times import TrainerTimes
+from atroposlib.api.run.types import GroupHeader
+
+
+def header(env_id: int, num_sequences: int) -> GroupHeader:
+    return GroupHeader(
+        number=0, env_id=env_id, num_sequences=num_sequences, policy_version=None,
+        arrival_step=0, num_tokens=1, num_bytes=1,
+    )  # fmt: skip
+
+
+def test_a_trainer_with_leases_works_until_it_acknowledges() -> None:
+    times = TrainerTimes()
+    times.ask(0.0)
+    assert times.waits_s(3.0, num_held=0) == 3.0
+    times.deliver(4.0, [], is_plain=False, num_held=0)
+    assert times.waits_s(5.0, num_held=1) is None
+    times.acknowledge(6.0, leased_at=4.0)
+    times.ask(6.5)
+    assert (times.step_s, times.waited_s, times.waits_s(7.0, num_held=0)) == (2.0, 4.0, 0.5)
+
+
+def test_a_trainer_without_leases_works_until_it_asks_again() -> None:
+    times = TrainerTimes()
+    times.ask(0.0)
+    times.deliver(1.0, [], is_plain=True, num_held=0)
+    for asked_at in (4.0, 5.0, 6.0):  # it polls until there is a batch
+        times.ask(asked_at)
+    assert (times.step_s, times.waits_s(7.0, num_held=0)) == (3.0, 3.0)
+
+
+def test_a_prefetched_batch_is_worked_on_from_the_end_of_the_one_before() -> None:
+    times = TrainerTimes()
+    times.ask(0.0)
+    times.deliver(0.0, [], is_plain=False, num_held=0)
+    times.ask(0.1)
+    assert times.waits_s(1.0, num_held=1) is None
+    times.deliver(1.0, [], is_plain=False, num_held=1)
+    times.acknowledge(5.0, leased_at=0.0)
+    times.acknowledge(10.0, leased_at=1.0)
+    assert (times.step_s, times.waited_s) == (5.0, 0.0)
+
+
+def test_recent_shares_are_those_of_the_last_batches() -> None:
+    times = TrainerTimes()
+    assert times.share_of(0) == 0.0
+    times.deliver(0.0, [header(0, 4)], is_plain=True, num_held=0)
+    for now in range(4):
+        times.deliver(now, [header(0, 1), header(1, 3)], is_plain=True, num_held=0)
+    assert (times.share_of(0), times.share_of(1), times.share_of(2)) == (0.25, 0.75, 0.0)

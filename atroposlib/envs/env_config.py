@@ -6,7 +6,7 @@ Unknown keys are ignored with a warning that names them: existing environments p
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -34,7 +34,8 @@ class BaseEnvConfig(BaseModel):
     group_size: int = Field(default=4, ge=1)
     """Sequences per group."""
     max_num_workers: int = -1
-    """Limit of items in flight; -1 means max_num_workers_per_node for every server."""
+    """Limit of items in flight; -1 means max_num_workers_per_node for every server. With neither set, `serve` keeps as
+    many in flight as the trainer needs."""
     max_eval_workers: int = 16
     """Concurrency hint for `evaluate`; the runtime does not enforce it."""
     max_num_workers_per_node: int = 8
@@ -100,6 +101,16 @@ class BaseEnvConfig(BaseModel):
         if isinstance(data, dict):
             warn_unknown_keys(cls, map(str, data))
         return data
+
+
+WORKER_FIELDS: Final = frozenset({"max_num_workers", "max_num_workers_per_node"})
+
+
+def workers_are_set(config: BaseEnvConfig) -> bool:
+    """Whether the author or user chose the number of items in flight; else it follows the trainer's demand."""
+    return not WORKER_FIELDS.isdisjoint(config.model_fields_set) or any(
+        getattr(config, name) != BaseEnvConfig.model_fields[name].default for name in WORKER_FIELDS
+    )
 
 
 def max_workers(*, configured: int, per_node: int, num_servers: int) -> int:

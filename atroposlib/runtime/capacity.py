@@ -1,14 +1,83 @@
-"""How many items may be in flight: pure arithmetic on the hub's status.
+"""How many items may be in flight: pure arithmetic on the hub's status and on what finished items took.
 
-Two bounds hold at once. Workers: no more than the environment may run. Staleness: groups queued at the hub, held here
-and in flight add up to at most `max_batches_offpolicy` batches, so that a sequence is at most that many steps old when
-it is trained on. The result says how many items to start; running items are never cancelled.
+Two bounds hold at once. Staleness: groups queued at the hub, held here and in flight add up to at most
+`max_batches_offpolicy` batches, so that a sequence is at most that many steps old when it is trained on. Workers: the
+number that the author set, or else as many items as the trainer's pace needs (`Demand`). The result says how many
+items to start; running items are never cancelled.
+
+Who limits what: this module decides how many items are begun; `inference/servers/concurrency.py` decides how many
+requests an inference server gets. They do not adjust to each other: a demand is computed from durations that contain
+the wait for a server, and it is bounded by the requests that the servers' settings allow.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+SAFETY = 1.0
+"""Standard deviations by which the stock exceeds the expected need. 0: the trainer waits 3-5 % of the time instead of
+0-1 %; 2: groups are 0.1 to 0.3 steps older (benchmarks/README.md, pace.py)."""
+MAX_STEPS = 64
+"""Longest item considered, in steps, if there is no staleness bound."""
+MIN_YIELD = 0.1
+"""Groups per item assumed at least: an environment that gives none must not begin ever more items."""
+HISTORY = 128
+"""Items whose durations and yields count."""
+MIN_DURATIONS = 8
+"""Finished items before their durations say anything; until then the default number of workers applies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What the trainer takes, and what items take and yield; recent measurements, no averages over the run."""
+
+    step_s: float
+    """Seconds the trainer needs for a batch, without waiting for it."""
+    durations_s: Sequence[float]
+    """Of recent items, and the ages of items in flight that are older than a step."""
+    groups_per_item: float
+    """Mean of recent items; below 1 if groups are dropped."""
+    missing_sequences: int = 0
+    """What the trainer's next batch lacks, if it has waited for it longer than an item takes; else 0."""
+
+
+class History:
+    """How long recent items took and how many groups they gave."""
+
+    def __init__(self) -> None:
+        self._durations_s: deque[float] = deque(maxlen=HISTORY)
+        self._num_accepted: deque[int] = deque([0], maxlen=HISTORY + 1)
+        """Groups accepted in total, at the end of each item."""
+
+    def add(self, duration_s: float, *, num_accepted: int) -> None:
+        """Record an item that ended; `num_accepted` counts the groups of the whole run."""
+        self._durations_s.append(duration_s)
+        self._num_accepted.append(num_accepted)
+
+    def demand(
+        self,
+        *,
+        step_s: float,
+        ages_s: Iterable[float],
+        missing_sequences: int,
+        trainer_waits_s: float | None,
+    ) -> Demand | None:
+        """Return the demand for items of which those in flight have these ages; None if too few have ended."""
+        if len(self._durations_s) < MIN_DURATIONS:
+            return None
+        num_groups = self._num_accepted[-1] - self._num_accepted[0]
+        has_waited = (trainer_waits_s or 0.0) > statistics.median(self._durations_s)
+        return Demand(
+            step_s=step_s,
+            durations_s=[*self._durations_s, *(age_s for age_s in ages_s if age_s > step_s)],
+            groups_per_item=max(MIN_YIELD, num_groups / len(self._durations_s)),
+            missing_sequences=missing_sequences if has_waited else 0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +85,7 @@ class Load:
     """The inputs of the decision. Groups are counted in this environment's group size."""
 
     max_workers: int
+    """Items that may be in flight; with a `demand`, only an upper limit."""
     running: int
     """Items in flight."""
     held: int = 0
@@ -33,6 +103,12 @@ class Load:
     """Share of a batch that no environment has reserved."""
     min_batch_allocation: float | None = None
     """Share of a batch this environment has reserved."""
+    weight: float = 1.0
+    """Share of this environment in the unreserved part of a batch."""
+    recent_share: float = 0.0
+    """Share of this environment in the last batches; above `weight` where others supply less than theirs."""
+    demand: Demand | None = None
+    """None: the author set the number of workers, or too little is known yet."""
 
 
 def num_to_start(load: Load) -> int:
@@ -42,7 +118,50 @@ def num_to_start(load: Load) -> int:
     ...                   max_batches_offpolicy=2, queue_size=3))
     3
     """
-    return max(0, min(load.max_workers, _staleness_bound(load)) - load.running)
+    workers = load.max_workers
+    if load.demand is not None and load.batch_size > 0:
+        workers = min(workers, _wanted(load, load.demand))
+    return max(0, min(workers, _staleness_bound(load)) - load.running)
+
+
+def stock(load: Load, demand: Demand) -> float:
+    """Return how many groups of this environment should be queued, held and in flight.
+
+    An order-up-to level (Scarf 1960, for batch demand every `step_s` and random lead times): a batch's share, plus the
+    groups that are expected to be still in flight when the trainer asks, plus a safety for their variance. An item
+    begun j steps before the trainer asks is still in flight if it takes longer than j steps: the expected number is
+    the sum over j of the share times P(duration > j steps).
+    """
+    share = _share(load) * load.batch_size / load.group_size
+    late = 0.0
+    variance = share * max(0.0, 1.0 - demand.groups_per_item)
+    steps = load.max_batches_offpolicy if load.max_batches_offpolicy > 0 else MAX_STEPS
+    durations_s = sorted(demand.durations_s)
+    for num_steps in range(1, steps + 1):
+        num_in_time = bisect.bisect_right(durations_s, num_steps * demand.step_s)
+        fraction = 1.0 - num_in_time / len(durations_s)
+        if not fraction:
+            break
+        late += share * fraction
+        variance += share * fraction * (1.0 - fraction)
+    return share + late + SAFETY * math.sqrt(variance)
+
+
+def _wanted(load: Load, demand: Demand) -> int:
+    """Return how many items should be in flight, given the groups already queued or held."""
+    missing = demand.missing_sequences / load.group_size
+    groups = max(stock(load, demand) - load.self_queue_size, missing) - load.held
+    return math.ceil(groups / demand.groups_per_item)
+
+
+def _share(load: Load) -> float:
+    """Return the share of a batch that this environment should supply: its own, or more if it has supplied more.
+
+    Others that supply less than their share do not make the trainer wait, and get it back as soon as they can: their
+    groups then displace the surplus.
+    """
+    own = load.unallocated_fraction * load.weight + (load.min_batch_allocation or 0.0)
+    return min(1.0, max(own, load.recent_share))
 
 
 def _staleness_bound(load: Load) -> int:
@@ -54,4 +173,5 @@ def _staleness_bound(load: Load) -> int:
     share = min(1.0, load.unallocated_fraction + reserved)
     room = int(ahead * share) // load.group_size - load.queue_size - load.held
     floor = math.ceil(ahead * reserved / load.group_size) - load.self_queue_size - load.held
-    return max(room, floor)
+    groups = max(room, floor)
+    return groups if load.demand is None else math.ceil(groups / load.demand.groups_per_item)

@@ -21,7 +21,7 @@ from atroposlib.checker.command import check_environment
 from atroposlib.config import SectionValues, build, parse_sections, read_yaml
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
-from atroposlib.envs.env_config import BaseEnvConfig
+from atroposlib.envs.env_config import WORKER_FIELDS, BaseEnvConfig
 from atroposlib.errors import ConfigError, EnvError, cli_boundary
 from atroposlib.inference.config import (
     APIServerConfig,
@@ -243,6 +243,8 @@ def _env_config(
     env_cls: type[BaseEnv], defaults: BaseEnvConfig, values: SectionValues, mode: str
 ) -> BaseEnvConfig:
     own = {name: getattr(defaults, name) for name in type(defaults).model_fields}
+    for name in WORKER_FIELDS - defaults.model_fields_set:
+        del own[name]  # so that the runtime sees that the author left them to it
     forced: dict[str, Any] = {}
     if own.get("wandb_name") is None:
         forced["wandb_name"] = env_cls.name or env_cls.__name__

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -54,6 +55,8 @@ class HubLink:
         self._follows_total_steps = env.config.total_steps == -1
         """Whether `total_steps` is taken from the trainer at each registration."""
         self._num_polls = 0
+        self._status_at = 0.0
+        """When `status` arrived, `time.monotonic`."""
         self._stored_at_status = 0
         self.hub_unavailable = False
         """Whether the hub failed to answer the last control call."""
@@ -65,6 +68,11 @@ class HubLink:
     def num_uncounted(self) -> int:
         """Groups that are finished but not counted in the queue sizes of `status`."""
         return self._outbox.num_held + self._outbox.num_stored - self._stored_at_status
+
+    def trainer_waits_s(self) -> float | None:
+        """Return how long the trainer has waited for a batch; None if it has one, or the hub does not say."""
+        waited_s = None if self.status is None else self.status.trainer_waits_s
+        return None if waited_s is None else waited_s + time.monotonic() - self._status_at
 
     @property
     def is_done(self) -> bool:
@@ -191,6 +199,7 @@ class HubLink:
                 wait_s=0.0 if known is None or self.hub_unavailable else self._timings.poll_wait_s,
                 seen_step=None if known is None else known.current_step,
                 seen_policy=None if known is None else known.policy_version,
+                seen_waiting=None if known is None else known.trainer_waits_s is not None,
                 env_uid=self._uid,
                 experiment=self._outbox.experiment,
             )
@@ -233,6 +242,7 @@ class HubLink:
 
     def _set_status(self, status: EnvStatus) -> None:
         self.status, self._env.status_dict = status, status.model_dump()
+        self._status_at = time.monotonic()
         self._on_news()
 
     async def _call(self, request: Callable[[], Awaitable[T]]) -> T:

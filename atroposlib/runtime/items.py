@@ -17,12 +17,13 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from atroposlib.client import EnvStatus
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import collect_timed
-from atroposlib.envs.env_config import EvalHandlingEnum, max_workers
+from atroposlib.envs.env_config import EvalHandlingEnum, max_workers, workers_are_set
 from atroposlib.errors import EngineUnavailable, EnvError, cause_of
 from atroposlib.inference.servers.sampling_notes import noting_sampling
-from atroposlib.runtime.capacity import Load, num_to_start
+from atroposlib.runtime.capacity import Demand, History, Load, num_to_start
 from atroposlib.runtime.exits import as_failures
 from atroposlib.runtime.hub_link import HubLink
 from atroposlib.runtime.outbox import Outbox, sampling_for
@@ -41,6 +42,8 @@ class Work:
     """Whether the current attempt has been counted."""
     began_after: int = 0
     """`Outcomes.num_failed` when the current attempt began."""
+    began_at: float = 0.0
+    """When the current attempt began, `time.monotonic`."""
 
 
 class Outcomes:
@@ -202,6 +205,7 @@ class Items:
         self._idle_since: float | None = None
         self._num_idle_reminders = 0
         self.outcomes = Outcomes(max_consecutive=env.config.max_consecutive_failures)
+        self._history = History()
 
     # Starting
 
@@ -215,6 +219,10 @@ class Items:
             per_node=config.max_num_workers_per_node,
             num_servers=len(env.server.servers),
         )
+        demand = self._demand(status)
+        if demand is not None:
+            num_requests = sum(server.sem.capacity for server in env.server.servers)
+            workers = max(workers, num_requests // config.group_size)
         env.max_num_workers = workers
         if env.eval_runner is not None and not env.eval_runner.done():
             if config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
@@ -233,11 +241,26 @@ class Items:
                 self_queue_size=status.self_queue_size,
                 unallocated_fraction=status.unallocated_fraction,
                 min_batch_allocation=config.min_batch_allocation,
+                weight=status.env_weight,
+                recent_share=status.recent_share,
+                demand=demand,
             )
         )
         if not self._engine.is_on:
             return allowed
         return min(1, allowed) if self._engine.may_try() and not env.running_items else 0
+
+    def _demand(self, status: EnvStatus) -> Demand | None:
+        """Return what the trainer takes and items yield; None if the author set the workers, or not enough is known."""
+        if status.trainer_step_s is None or workers_are_set(self._env.config):
+            return None
+        now, config = time.monotonic(), self._env.config
+        return self._history.demand(
+            step_s=status.trainer_step_s,
+            ages_s=[now - work.began_at for work in self._work.values()],
+            missing_sequences=config.batch_size - status.queue_size * config.group_size,
+            trainer_waits_s=self._link.trainer_waits_s(),
+        )
 
     async def start(self) -> None:
         """Start as many items as `capacity` allows."""
@@ -311,6 +334,7 @@ class Items:
         """Run one item through the environment's `handle_env`; an error in an override counts as the item's failure."""
         work.is_settled = False
         work.began_after = self.outcomes.num_failed
+        work.began_at = time.monotonic()
         try:
             with as_failures():
                 groups = await self._env.handle_env(key)
@@ -358,6 +382,7 @@ class Items:
 
     def _succeeded(self, work: Work, *, gave_groups: bool) -> None:
         work.is_settled = True
+        self._history.add(time.monotonic() - work.began_at, num_accepted=self._outbox.num_accepted)
         self.outcomes.succeeded(gave_groups=gave_groups)
         self._engine.end()
 

@@ -1,7 +1,9 @@
-"""How many items to start: a table, and two properties over random loads."""
+"""How many items to start: tables, properties over random loads, and trainers in virtual time."""
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.envs.env_config import max_workers
-from atroposlib.runtime.capacity import Load, num_to_start
+from atroposlib.runtime.capacity import MIN_DURATIONS, Demand, History, Load, num_to_start
+from benchmarks._pace_simulation import Environment, simulate
 
 BASE: dict[str, Any] = {
     "max_workers": 8, "running": 0, "group_size": 4, "batch_size": 16, "max_batches_offpolicy": 2,
@@ -73,3 +76,102 @@ def test_idle_environment_with_an_empty_queue_always_works(load: Load) -> None:
 def test_workers_follow_the_servers_unless_set() -> None:
     assert max_workers(configured=-1, per_node=8, num_servers=3) == 24
     assert max_workers(configured=5, per_node=8, num_servers=3) == 5
+
+
+# Without a set number of workers
+
+
+def demanding(**changes: Any) -> Load:
+    demand = {"step_s": 2.0, "durations_s": [1.0] * 10, "groups_per_item": 1.0}
+    demand |= changes.pop("demand", {})
+    return Load(**BASE | {"max_workers": 100, "demand": Demand(**demand)} | changes)
+
+
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        (demanding(), 4),  # one batch
+        (demanding(self_queue_size=3, queue_size=3), 1),
+        (demanding(running=4), 0),
+        (demanding(weight=0.5), 2),
+        (demanding(weight=0.5, recent_share=1.0), 4),  # the others supplied nothing
+        (demanding(weight=0.0, min_batch_allocation=0.5, unallocated_fraction=0.5), 2),
+        # All late by one step, so two batches are on their way; half late: one and a half, and sqrt(4 / 4) for safety.
+        (demanding(demand={"durations_s": [3.0] * 10}), 8),
+        (demanding(demand={"durations_s": [1.0, 3.0] * 5}), 7),
+        (demanding(demand={"durations_s": [3.0] * 10}, max_batches_offpolicy=1), 4),
+        # Half of the items give no group: (4 + sqrt(4 / 2)) * 2.
+        (demanding(demand={"groups_per_item": 0.5}), 11),
+        (demanding(self_queue_size=4, queue_size=4, demand={"missing_sequences": 8}), 2),
+        (demanding(batch_size=-1), 100),
+    ],
+)  # fmt: skip
+def test_items_follow_the_demand(load: Load, expected: int) -> None:
+    assert num_to_start(load) == expected
+
+
+def test_history_waits_for_evidence_and_bounds_a_yield_of_nothing() -> None:
+    history = History()
+    known = {"step_s": 1.0, "missing_sequences": 5, "ages_s": [0.5, 7.0]}
+    for _ in range(MIN_DURATIONS):
+        assert history.demand(**known, trainer_waits_s=None) is None
+        history.add(2.0, num_accepted=0)
+    demand = history.demand(**known, trainer_waits_s=1.9)
+    assert demand is not None
+    assert demand.durations_s == [2.0] * MIN_DURATIONS + [7.0]
+    assert (demand.groups_per_item, demand.missing_sequences) == (0.1, 0)
+    waited = history.demand(**known, trainer_waits_s=2.1)
+    assert waited is not None
+    assert waited.missing_sequences == 5
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_trainer_starves_and_no_number_oscillates(seed: int) -> None:
+    """Items of up to two steps, 1 to 3 environments of random weight, yields of 30 to 100 %, a generous bound."""
+    rng = random.Random(seed)
+    mean_s, sigma = 10 ** rng.uniform(-1, 1), rng.choice([0.0, 0.5, 1.0])
+    step_s = mean_s * 10 ** rng.uniform(-0.3, 1)
+    weights = [rng.uniform(0.2, 1.0) for _ in range(rng.choice([1, 1, 2, 3]))]
+    group_size, groups_per_item = rng.choice([2, 4, 8, 16]), rng.choice([1.0, 0.6, 0.3])
+    found = simulate(
+        [
+            Environment(
+                duration_s=lambda r: r.lognormvariate(math.log(mean_s) - sigma**2 / 2, sigma),
+                groups_per_item=groups_per_item,
+                group_size=group_size,
+                weight=weight / sum(weights),
+            )
+            for weight in weights
+        ],
+        batch_size=64,
+        step_s=lambda _: step_s,
+        max_batches_offpolicy=8,
+        num_steps=120,
+        num_before=40,
+        seed=seed,
+    )
+    assert found.waits < 0.05
+    assert found.staleness < 5.0
+    most = max(map(sum, zip(*found.groups_in_flight, strict=True)))
+    assert most * groups_per_item * group_size < 64 * 4
+    for share, weight in zip(found.shares, weights, strict=True):
+        assert abs(share - weight / sum(weights)) < 0.3
+
+
+def test_the_pace_follows_a_trainer_that_changes_its_step() -> None:
+    env = Environment(duration_s=lambda rng: rng.expovariate(1 / 2.0))
+    found = simulate(
+        [env], batch_size=64, step_s=lambda step: 3.0 if 150 <= step < 220 else 1.0, num_steps=300
+    )
+    assert found.waits < 0.05
+    fast, slow = env.in_flight[100:150], env.in_flight[156:220]
+    assert sum(slow) / len(slow) < 0.6 * sum(fast) / len(fast)
+    assert sum(env.in_flight[228:]) / 72 > 0.8 * sum(fast) / len(fast)
+
+
+def test_another_environment_covers_for_one_that_gives_nothing() -> None:
+    barren = Environment(duration_s=lambda _: 5.0, groups_per_item=0.0, weight=0.5)
+    able = Environment(duration_s=lambda _: 0.5, weight=0.5)
+    found = simulate([barren, able], batch_size=64, step_s=lambda _: 2.0)
+    assert found.waits < 0.05
+    assert found.shares == [0.0, 1.0]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.env_config import BaseEnvConfig
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
 from atroposlib.runtime.serve import serve
 from tests.runtime.helpers_runtime import (
@@ -53,6 +54,31 @@ async def test_queue_never_exceeds_the_offpolicy_bound() -> None:
         await until(lambda: produced(hub) >= 4)
         await asyncio.sleep(0.15)
     assert produced(hub) == len(env.started) == 4  # 2 batches of 4 sequences in groups of 2
+
+
+@pytest.mark.parametrize(("workers", "most"), [({}, 32), ({"max_num_workers_per_node": 8}, 8)])
+async def test_items_follow_the_demand_unless_the_author_set_their_number(
+    workers: dict[str, int], most: int
+) -> None:
+    async def answer(item: int) -> Any:
+        in_flight.append(len(env.running_items))
+        await asyncio.sleep(0.05)
+        return make_group()
+
+    in_flight: list[int] = []
+    async with LoopbackHub(batch_size=64) as hub:
+        config = BaseEnvConfig(group_size=2, use_wandb=False, rollout_server_url=hub.url, **workers)
+        env = ScriptedEnv(config, answer=answer)
+        stop = asyncio.Event()
+        run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
+        for _ in range(5):
+            while not await hub.take_batch():
+                await hub.coordinator.arrivals.wait(1.0)
+            await asyncio.sleep(0.2)  # a step
+        stop.set()
+        await run
+    assert max(in_flight[:8]) == 8
+    assert max(in_flight) == most  # a batch is 32 groups
 
 
 async def test_hub_that_goes_away_and_comes_back_loses_no_group(

@@ -1,0 +1,224 @@
+"""How long does the trainer wait for batches, and how old are the groups it gets?
+
+`PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/pace.py` runs the hub, environments whose items take time, and a
+trainer whose steps take time as processes: with default settings, with the original's default of 8 items in flight, and
+with fixed numbers. One row per case: the share of the time that the trainer waits, and the policy versions that groups
+lie behind when they are trained on. `--virtual` simulates the same, and more cases, in virtual time (a minute of CPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from atroposlib.client import TrainerClient, TrainerRegistration
+from benchmarks._hub_process import running_hub
+from benchmarks._pace_simulation import Environment, Outcome, Sample, simulate
+
+BATCH_SIZE = 64
+MEAN_S = 2.0
+DEFAULT, ORIGINAL = None, 8
+"""Items in flight: as the trainer needs, and the original's default."""
+SWEEP = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+MAY_WAIT = 0.05
+"""Of the fixed numbers, the best is the least stale that waits no longer than this, else the one that waits least."""
+
+
+class Case(NamedTuple):
+    shape: str
+    step_s: float
+    group_size: int
+    useful: float
+    """Share of the items that give a group."""
+    num_environments: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.shape} | {self.step_s:g} | {self.group_size} | {self.useful:.0%} |"
+            f" {self.num_environments}"
+        )
+
+
+HEAD = "| answers | step s | group | useful | environments |"
+CASES = [
+    Case(shape, step_s, group_size, useful)
+    for shape in ("exponential", "log-normal")
+    for step_s in (0.2, 1.0, 5.0)
+    for group_size in (4, 16)
+    for useful in (1.0, 0.3)
+]
+MEASURED = [
+    Case("exponential", 5.0, 4, 1.0),
+    Case("log-normal", 5.0, 4, 1.0),
+    Case("exponential", 5.0, 4, 0.3),
+    Case("exponential", 5.0, 4, 1.0, 3),
+    Case("exponential", 1.0, 4, 1.0),
+]
+
+
+def answers(case: Case) -> Sample:
+    """Return a function that samples how long an item takes: as long as the slowest answer of its group."""
+
+    def sample(rng: random.Random) -> float:
+        if case.shape == "exponential":
+            return max(rng.expovariate(1 / MEAN_S) for _ in range(case.group_size))
+        return max(rng.lognormvariate(math.log(MEAN_S) - 0.5, 1) for _ in range(case.group_size))
+
+    return sample
+
+
+def simulated(case: Case, num_workers: int | None) -> Outcome:
+    environments = [
+        Environment(
+            duration_s=answers(case),
+            groups_per_item=case.useful,
+            group_size=case.group_size,
+            weight=1 / case.num_environments,
+            num_workers=num_workers,
+        )
+        for _ in range(case.num_environments)
+    ]
+    return simulate(environments, batch_size=BATCH_SIZE, step_s=lambda _: case.step_s)
+
+
+def best_fixed(case: Case) -> tuple[int, Outcome]:
+    """Return the best fixed number of items in flight, found by trying them."""
+    tried = {number: simulated(case, number) for number in SWEEP}
+
+    def rank(number: int) -> tuple[float, float]:
+        found = tried[number]
+        return round(max(0.0, found.waits - MAY_WAIT), 2), found.staleness
+
+    best = min(SWEEP, key=rank)
+    return best, tried[best]
+
+
+def show(found: Outcome) -> str:
+    return f"{found.waits:.0%} | {found.staleness:.2f}, {found.max_staleness}"
+
+
+def virtual() -> None:
+    print(
+        f"{HEAD} waits, 8 in flight | staleness mean, max | best number | waits | staleness |",
+        end="",
+    )
+    print(" waits, default | staleness |")
+    print("|---" * 12 + "|")
+    for case in CASES:
+        number, best = best_fixed(case)
+        columns = [
+            show(simulated(case, ORIGINAL)),
+            str(number),
+            show(best),
+            show(simulated(case, DEFAULT)),
+        ]
+        print(f"| {case} | {' | '.join(columns)} |", flush=True)
+
+
+def measured(case: Case, num_workers: int | None, *, num_steps: int, directory: Path) -> str:
+    """Run processes; return the columns of a row."""
+    with ExitStack() as stack:
+        hub = stack.enter_context(running_hub("memory", directory=directory))
+        trainer = stack.enter_context(TrainerClient(hub.base_url))
+        trainer.register(
+            TrainerRegistration(
+                wandb_group="pace",
+                wandb_project="pace",
+                batch_size=BATCH_SIZE,
+                max_token_len=64,
+                checkpoint_dir="",
+                save_checkpoint_interval=0,
+                starting_step=0,
+                num_steps=10**6,
+            )
+        )
+        for index in range(case.num_environments):
+            stack.enter_context(environment(case, num_workers, hub.base_url, directory, index))
+        staleness: list[int] = []
+        waited_s = 0.0
+        began = time.monotonic()
+        for version in range(num_steps):
+            if version == num_steps // 3:
+                began, waited_s, staleness = time.monotonic(), 0.0, []
+            asked = time.monotonic()
+            while (batch := trainer.lease_batch(wait_s=10.0)) is None:
+                pass
+            waited_s += time.monotonic() - asked
+            staleness += [version - int(group.tokens[0]) for group in batch.groups]
+            time.sleep(case.step_s)
+            trainer.ack(batch)
+            trainer.publish_policy(version + 1)
+        share = waited_s / (time.monotonic() - began)
+        return f"{share:.0%} | {statistics.fmean(staleness):.2f}, {max(staleness)}"
+
+
+@contextmanager
+def environment(
+    case: Case, num_workers: int | None, hub_url: str, directory: Path, index: int
+) -> Iterator[None]:
+    flags = {
+        "rollout_server_url": hub_url,
+        "group_size": case.group_size,
+        "shape": case.shape,
+        "mean_s": MEAN_S,
+        "useful": case.useful,
+    }
+    if num_workers is not None:
+        flags["max_num_workers"] = num_workers
+    script = Path(__file__).with_name("_pace_env.py")
+    arguments = [f"--env.{name}={value}" for name, value in flags.items()]
+    with (directory / f"env-{index}-{time.monotonic_ns()}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(script), "serve", *arguments],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--virtual", action="store_true", help="simulate all cases")
+    parser.add_argument(
+        "--steps", type=int, default=24, help="per measurement; the first third is not counted"
+    )
+    options = parser.parse_args(argv)
+    if options.virtual:
+        virtual()
+        return
+    print(f"{HEAD} waits, 8 in flight | staleness mean, max | waits, default | staleness |")
+    print("|---" * 9 + "|")
+    with tempfile.TemporaryDirectory() as name:
+        for case in MEASURED:
+            columns = [
+                measured(case, number, num_steps=options.steps, directory=Path(name))
+                for number in (ORIGINAL, DEFAULT)
+            ]
+            print(f"| {case} | {' | '.join(columns)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

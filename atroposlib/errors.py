@@ -19,8 +19,12 @@ A class exists only where a caller handles it differently.
 from __future__ import annotations
 
 import importlib
+import json
+import shlex
 import sys
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 
 
@@ -98,6 +102,23 @@ class MissingDependency(AtroposError, ImportError):
     """A package of an optional extra is not installed."""
 
 
+def install_command(extra: str) -> str:
+    """Return the shell command that adds an extra to this installation.
+
+    It names the source folder or the URL that this package came from (PEP 610): under the plain name the package index
+    has another package.
+    """
+    source = Path(__file__).resolve().parents[1]
+    if (source / "pyproject.toml").is_file():
+        return f"pip install -e {shlex.quote(f'{source}[{extra}]')}"
+    try:
+        origin = metadata.distribution("atroposlib").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        origin = None
+    url = "" if origin is None else f" @ {json.loads(origin)['url']}"
+    return f"pip install {shlex.quote(f'atroposlib[{extra}]{url}')}"
+
+
 def require(module: str, *, extra: str) -> ModuleType:
     """Import `module`; if it is missing, raise `MissingDependency` naming its extra."""
     try:
@@ -106,7 +127,7 @@ def require(module: str, *, extra: str) -> ModuleType:
         if e.name is None or e.name.split(".")[0] != module.split(".")[0]:
             raise
         raise MissingDependency(
-            f"{module.partition('.')[0]} is not installed; run: pip install 'atroposlib[{extra}]'",
+            f"{module.partition('.')[0]} is not installed; run: {install_command(extra)}",
             name=module,
         ) from e
 

@@ -43,7 +43,13 @@ from atroposlib.cli._demo.parts import Parts, free_port, terminate_like_interrup
 from atroposlib.cli._demo.progress import Display, JsonLines, StepMetrics
 from atroposlib.cli._demo.report import draw_learning_curve, write_rollouts_page
 from atroposlib.config import parse_flags
-from atroposlib.errors import AtroposError, ConfigError, MissingDependency, cli_boundary
+from atroposlib.errors import (
+    AtroposError,
+    ConfigError,
+    MissingDependency,
+    cli_boundary,
+    install_command,
+)
 from atroposlib.utils.letter_reversal import Split, distinct_prompts
 from atroposlib.utils.owned_process import OwnedProcess
 
@@ -202,7 +208,7 @@ def _check_prerequisites(config: DemoConfig) -> None:
     if missing:
         extra = "demo,wandb" if config.wandb else "demo"
         raise MissingDependency(
-            f"the demo needs {', '.join(missing)}; run: pip install 'atroposlib[{extra}]'"
+            f"the demo needs {', '.join(missing)}; run: {install_command(extra)}"
         )
     if config.engine == "vllm" and config.vllm_python is None:
         raise ConfigError(

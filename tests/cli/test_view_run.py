@@ -10,6 +10,7 @@ from atroposlib.cli import view_run, view_run_multimodal
 from atroposlib.cli._group_page import images_in, page_of
 from atroposlib.cli.view_run import ViewConfig, build_page, read_page
 from atroposlib.client import TrainerClient
+from atroposlib.errors import install_command
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from tests.cli.helpers_cli import TOKENIZER, HubServer, text_group
 
@@ -189,7 +190,7 @@ def test_a_missing_gradio_names_its_extra(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gradio", None)
     assert view_run.main([]) == 1
-    assert "pip install 'atroposlib[view]'" in capsys.readouterr().err
+    assert install_command("view") in capsys.readouterr().err
 
 
 def test_tokenizers_default_to_the_originals() -> None:

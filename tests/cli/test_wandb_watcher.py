@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from atroposlib.cli import inference_node_wandb_watcher as watcher
 from atroposlib.cli.inference_node_wandb_watcher import WatcherConfig
+from atroposlib.errors import install_command
 
 
 class Wandb:
@@ -195,4 +196,4 @@ def test_a_missing_wandb_names_its_extra(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     assert watcher.main(["--api_addr=http://h", "--tp=1", "--node_num=0"]) == 1
-    assert "pip install 'atroposlib[wandb]'" in capsys.readouterr().err
+    assert install_command("wandb") in capsys.readouterr().err

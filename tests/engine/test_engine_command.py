@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from atroposlib.engine.command import main
+from atroposlib.errors import install_command
 
 
 def test_help_and_flags_need_no_torch() -> None:
@@ -20,7 +21,7 @@ def test_help_and_flags_need_no_torch() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert run.returncode == 0
     assert run.stdout.startswith("2 1\nusage: atropos-engine")
-    assert "torch is not installed; run: pip install 'atroposlib[engine]'" in run.stderr
+    assert f"torch is not installed; run: {install_command('engine')}" in run.stderr
     assert "Traceback" not in run.stderr
 
 

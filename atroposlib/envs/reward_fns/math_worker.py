@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from atroposlib.envs.rewards import JsonValue, RewardFailure, RewardWorkers
-from atroposlib.errors import MissingDependency
+from atroposlib.errors import MissingDependency, install_command
 
 NUM_WORKERS = 2
 
@@ -64,7 +64,7 @@ def math_workers() -> BlockingWorkers:
     """Return this process's pool for `is_equal`; raises `MissingDependency` without math-verify."""
     if importlib.util.find_spec("math_verify") is None:
         raise MissingDependency(
-            "math_verify is not installed; run: pip install 'atroposlib[math]'", name="math_verify"
+            f"math_verify is not installed; run: {install_command('math')}", name="math_verify"
         )
     return BlockingWorkers(preload=("math_verify", __name__))
 

@@ -207,6 +207,20 @@ class Items:
         self.outcomes = Outcomes(max_consecutive=env.config.max_consecutive_failures)
         self._history = History()
 
+    def waits_for(self) -> str | None:
+        """Return why nothing is in flight; None if something is."""
+        if self._link.hub_unavailable or self._outbox.hub_unavailable:
+            return "the hub"
+        if self._engine.is_on:
+            return "the engine"
+        if self._env.running_items:
+            return None
+        if self._link.status is None:
+            return "the trainer to start"
+        if not self._allowed():
+            return "the trainer, which has enough groups"
+        return "the next item"
+
     # Starting
 
     def _allowed(self) -> int:

@@ -136,6 +136,7 @@ class Outbox:
         """Whether the hub was unavailable at the last attempt."""
         self.num_accepted = 0
         """Groups that passed gate 1 and the drop rules."""
+        self._score_sum, self._num_scores = 0.0, 0
         self.num_stored = 0
         """Groups the hub has confirmed."""
         self.dropped: Counter[str] = Counter()
@@ -193,6 +194,8 @@ class Outbox:
             await self._record(group, checked, item)
             accepted += 1
             self.num_accepted += 1
+            self._score_sum += float(checked.scores.sum())
+            self._num_scores += len(checked.scores)
             if not send:
                 continue
             self._env.items_sent_this_step += 1
@@ -237,6 +240,11 @@ class Outbox:
         except TimeoutError:
             logger.warning("%d groups not delivered after %.0f s", self.num_held, timeout_s)
         return self.num_held
+
+    @property
+    def mean_score(self) -> float | None:
+        """Mean of the scores of all accepted groups; None before the first."""
+        return self._score_sum / self._num_scores if self._num_scores else None
 
     def summary(self) -> str:
         """Return one line: groups accepted, stored, held, and dropped by reason."""

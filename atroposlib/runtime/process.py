@@ -20,6 +20,8 @@ from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.runtime.items import Outcomes, Work
 from atroposlib.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.runtime.outbox import GroupLog, Outbox
+from atroposlib.runtime.progress import Progress, report
+from atroposlib.runtime.timings import Timings
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class ProcessResult:
     outbox: Outbox
 
 
-async def process(env: BaseEnv) -> ProcessResult:
+async def process(env: BaseEnv, *, timings: Timings | None = None) -> ProcessResult:
     """Write `total_steps` groups to `data_path_to_save_groups`; fewer if the items run out.
 
     Raises ConfigError without a path or a positive number of groups, EnvError when items fail or give no group too
@@ -58,7 +60,7 @@ async def process(env: BaseEnv) -> ProcessResult:
     try:
         if config.use_wandb:
             start_wandb(env, project=None, group=None)
-        await _fill(env, log)
+        await _fill(env, log, outbox, timings or Timings())
     finally:
         await close(env)
         log.close()
@@ -75,8 +77,20 @@ async def process_and_render(env: BaseEnv) -> None:
         logger.info("page: %s", page)
 
 
-async def _fill(env: BaseEnv, log: GroupLog) -> None:
+async def _fill(env: BaseEnv, log: GroupLog, outbox: Outbox, timings: Timings) -> None:
     """Run items ahead of the writer and write their groups in order, until enough are written."""
+
+    def progress_line(progress: Progress, now: float) -> str:
+        return progress.line(
+            now,
+            num_groups=log.num_groups,
+            wanted=wanted,
+            mean_score=outbox.mean_score,
+            dropped=outbox.dropped,
+            num_in_flight=len(running),
+            waits_for=None,
+        )
+
     wanted = env.config.total_steps
     width = max_workers(
         configured=env.config.max_num_workers,
@@ -88,6 +102,7 @@ async def _fill(env: BaseEnv, log: GroupLog) -> None:
     retries: deque[Work] = deque()
     running: deque[tuple[Work, asyncio.Task[Any]]] = deque()
     has_more = True
+    reporter = asyncio.create_task(report(progress_line, every_s=timings.progress_s))
     try:
         while log.num_groups < wanted:
             while has_more and len(running) < min(width, wanted - log.num_groups):
@@ -128,9 +143,10 @@ async def _fill(env: BaseEnv, log: GroupLog) -> None:
                     f"{num_empty} items in a row gave no group; the last reason is in the log above"
                 )
     finally:
-        for _, task in running:
+        tasks = [reporter, *(task for _, task in running)]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         logger.info("%s", outcomes.summary())
 
 

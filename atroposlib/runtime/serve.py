@@ -24,6 +24,7 @@ from atroposlib.runtime.hub_link import HubLink
 from atroposlib.runtime.items import Items
 from atroposlib.runtime.metrics import finish_wandb, require_wandb
 from atroposlib.runtime.outbox import GroupLog, Outbox
+from atroposlib.runtime.progress import Progress, report
 from atroposlib.runtime.spool import Spool
 from atroposlib.runtime.timings import Timings
 
@@ -116,6 +117,7 @@ class _Run:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 driver = self._own(self._guard(self._drive()), name="driver")
+                self._own(report(self._progress, every_s=self._timings.progress_s), name="progress")
                 await self._stop.wait()
                 driver.cancel()
                 if self._error is None and not self._link.is_done:
@@ -157,6 +159,19 @@ class _Run:
             self._fail(error)
         finally:
             self._stop.set()
+
+    def _progress(self, progress: Progress, now: float) -> str:
+        outbox = self._outbox
+        line = progress.line(
+            now,
+            num_groups=outbox.num_accepted,
+            wanted=None,
+            mean_score=outbox.mean_score,
+            dropped=outbox.dropped,
+            num_in_flight=len(self._env.running_items),
+            waits_for=self._items.waits_for(),
+        )
+        return f"step {self._env.curr_step} of {self._env.config.total_steps}: {line}"
 
     async def _send(self) -> None:
         await self._outbox.run(

@@ -28,6 +28,8 @@ class Timings:
     """Between two log lines while the engine is unavailable."""
     no_item_reminder_s: float = 30.0
     """Between two log lines while there is capacity, nothing is in flight and the author's code produces nothing."""
+    progress_s: float = 10.0
+    """Between two lines about the run."""
     drain_s: float = 10.0
     """Wait for items in flight after a signal; a second signal ends it."""
     flush_s: float = 30.0

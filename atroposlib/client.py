@@ -242,15 +242,13 @@ class HubClient:
         wait_s: float = 0.0,
         seen_step: int | None = None,
         seen_policy: int | None = None,
-        seen_waiting: bool | None = None,
         env_uid: str | None = None,
         experiment: str | None = None,
     ) -> EnvStatus:
         """Return the work ahead of the environment.
 
         With `wait_s` the hub answers when its step is no longer `seen_step` (or its policy version no longer
-        `seen_policy`, or whether the trainer waits for a batch no longer `seen_waiting`), or after `wait_s` seconds;
-        an original server answers at once. Raises `UnknownEnvironment` if
+        `seen_policy`), or after `wait_s` seconds; an original server answers at once. Raises `UnknownEnvironment` if
         the id is unknown or belongs to another `env_uid`, or if the hub holds another experiment than `experiment`.
         """
         asked: dict[str, str | int | float | None] = {
@@ -258,7 +256,6 @@ class HubClient:
             "wait": wait_s or None,
             "seen_step": seen_step,
             "seen_policy": seen_policy,
-            "seen_waiting": None if seen_waiting is None else int(seen_waiting),
             "env_uid": env_uid,
             "experiment": experiment,
         }

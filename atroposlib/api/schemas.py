@@ -142,8 +142,6 @@ class StatusQuery(EnvIdentifier):
     """Seconds to hold the answer while the step is `seen_step` and the policy version `seen_policy`."""
     seen_step: Int64 | None = None
     seen_policy: Int64 | None = None
-    seen_waiting: bool | None = None
-    """Also answer when the trainer begins or ends to wait for a batch: whether it waited."""
     env_uid: Annotated[str, Field(max_length=128)] | None = None
     """Refuse if the id belongs to another process."""
     experiment: ExperimentId | None = None

@@ -6,8 +6,8 @@ number that the author set, or else as many items as the trainer's pace needs (`
 items to start; running items are never cancelled.
 
 Who limits what: this module decides how many items are begun; `inference/servers/concurrency.py` decides how many
-requests an inference server gets. They do not adjust to each other: a demand is computed from durations that contain
-the wait for a server, and it is bounded by the requests that the servers' settings allow.
+requests an inference server gets. No item is begun on demand while all servers are at their limit, so that a slow
+server does not make the demand for items, which grows with their durations, overtake it.
 """
 
 from __future__ import annotations

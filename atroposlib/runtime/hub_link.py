@@ -195,11 +195,9 @@ class HubLink:
         try:
             status = await self._hub.status_env(
                 env_id,
-                # After an outage, probe instead of long-polling.
-                wait_s=0.0 if known is None or self.hub_unavailable else self._timings.poll_wait_s,
+                wait_s=self._poll_wait_s(),
                 seen_step=None if known is None else known.current_step,
                 seen_policy=None if known is None else known.policy_version,
-                seen_waiting=None if known is None else known.trainer_waits_s is not None,
                 env_uid=self._uid,
                 experiment=self._outbox.experiment,
             )
@@ -209,6 +207,17 @@ class HubLink:
             return
         if env_id == self._env.env_id:
             self._take_poll(status, known, stored)
+
+    def _poll_wait_s(self) -> float:
+        """Return how long the hub may hold a poll: not after an outage, and not much longer than a step.
+
+        If a step takes twice its usual time, the trainer probably waits for a batch, and only a new status says so.
+        """
+        if self.status is None or self.hub_unavailable:
+            return 0.0
+        step_s = self.status.trainer_step_s
+        longest_s = self._timings.poll_wait_s
+        return longest_s if step_s is None else min(longest_s, max(1.0, 2.0 * step_s))
 
     def _take_over(self, status_dict: dict[str, Any]) -> None:
         """Store the status that an author's own `get_status` left in `status_dict`."""

@@ -235,8 +235,7 @@ class Items:
         )
         demand = self._demand(status)
         if demand is not None:
-            num_requests = sum(server.sem.capacity for server in env.server.servers)
-            workers = max(workers, num_requests // config.group_size)
+            workers = max(workers, self._num_served())
         env.max_num_workers = workers
         if env.eval_runner is not None and not env.eval_runner.done():
             if config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
@@ -263,6 +262,13 @@ class Items:
         if not self._engine.is_on:
             return allowed
         return min(1, allowed) if self._engine.may_try() and not env.running_items else 0
+
+    def _num_served(self) -> int:
+        """Return how many items the servers can serve at once: no more than now while requests wait for a slot."""
+        slots = [server.sem for server in self._env.server.servers]
+        if slots and all(sem.in_use >= sem.capacity for sem in slots):
+            return len(self._env.running_items)
+        return sum(sem.max_val for sem in slots) // self._env.config.group_size
 
     def _demand(self, status: EnvStatus) -> Demand | None:
         """Return what the trainer takes and items yield; None if the author set the workers, or not enough is known."""

@@ -114,7 +114,7 @@ async def test_missing_wandb_is_named_with_both_cures(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # what Python does for an absent package
     env = env_at(tmp_path, use_wandb=True)
-    with pytest.raises(MissingDependency, match=r"atroposlib\[wandb\].*--env.use_wandb false"):
+    with pytest.raises(MissingDependency, match=r"\[wandb\].*--env.use_wandb false"):
         await process(env)
 
 

@@ -56,9 +56,12 @@ async def test_queue_never_exceeds_the_offpolicy_bound() -> None:
     assert produced(hub) == len(env.started) == 4  # 2 batches of 4 sequences in groups of 2
 
 
-@pytest.mark.parametrize(("workers", "most"), [({}, 32), ({"max_num_workers_per_node": 8}, 8)])
+@pytest.mark.parametrize(
+    ("workers", "is_full", "most"),
+    [({}, False, 32), ({"max_num_workers_per_node": 8}, False, 8), ({}, True, 8)],
+)
 async def test_items_follow_the_demand_unless_the_author_set_their_number(
-    workers: dict[str, int], most: int
+    workers: dict[str, int], is_full: bool, most: int
 ) -> None:
     async def answer(item: int) -> Any:
         in_flight.append(len(env.running_items))
@@ -69,6 +72,10 @@ async def test_items_follow_the_demand_unless_the_author_set_their_number(
     async with LoopbackHub(batch_size=64) as hub:
         config = BaseEnvConfig(group_size=2, use_wandb=False, rollout_server_url=hub.url, **workers)
         env = ScriptedEnv(config, answer=answer)
+        if is_full:
+            [server] = env.server.servers
+            server.sem.update_limit(1)
+            await server.sem.acquire()
         stop = asyncio.Event()
         run = asyncio.create_task(serve(env, timings=FAST, stop=stop))
         for _ in range(5):

@@ -196,7 +196,6 @@ async def status_env(request: Request) -> Response:
     while (
         found.current_step == query.seen_step
         and query.seen_policy in (None, found.policy_version)
-        and query.seen_waiting in (None, found.trainer_waits_s is not None)
         and not run.progress.is_closed
         and (remaining_s := deadline - time.monotonic()) > 0
     ):

@@ -224,7 +224,7 @@ class Coordinator:
         """
         self._check_trainer(lease)
         self.state.trainer_seen = self._clock()
-        self._note_request()
+        self.state.trainer_times.ask(self._clock())
         if not self.state.has_started:
             self.state.has_started = True
             await self._save()
@@ -245,13 +245,6 @@ class Coordinator:
             if payloads is not None and self.state.leases.holds(batch):
                 self.state.note_delivery(batch, now=self._clock())
                 return self._delivery(batch, payloads)
-
-    def _note_request(self) -> None:
-        """Note a trainer's request; the first that cannot be answered at once wakes the environments that wait."""
-        was_waiting = self.state.trainer_waits_s(self._clock()) is not None
-        self.state.trainer_times.ask(self._clock())
-        if not was_waiting and not isinstance(self.state.look(), Plan):
-            self.progress.notify()
 
     async def _read(self, batch: HeldBatch, *, is_new: bool) -> list[bytes] | None:
         """Read a batch once its lease is stored; None if the lease ended meanwhile, or payloads are damaged."""

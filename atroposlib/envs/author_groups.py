@@ -58,7 +58,9 @@ def drop_rule(
     if checked.num_sequences != expected:
         return Dropped("group_size", f"{checked.num_sequences} sequences, expected {expected}")
     if config.ensure_scores_are_not_same and (checked.scores == checked.scores[0]).all():
-        return Dropped("equal_scores", f"every score is {checked.scores[0]}")
+        return Dropped(
+            "equal_scores", f"every score is {checked.scores[0]}; see ensure_scores_are_not_same"
+        )
     longest = int(checked.lengths.max())
     if abort_on_max_length and 0 < max_token_len <= longest:
         detail = f"{longest} tokens, the trainer accepts fewer than {max_token_len}"

@@ -484,6 +484,12 @@ class DatasetEnv(BaseEnv):
         has_failed = isinstance(rollout.outcome, RewardFailure)
         self.num_reward_failures += has_failed
         self.num_too_short += not has_failed
+        if self.num_too_short == 1 and not has_failed:
+            logger.warning(
+                "an answer with %d trained tokens is left out, as will be all with fewer than min_trained_tokens (%d)",
+                trained,
+                self.config.min_trained_tokens,
+            )
         return False
 
     async def _judge(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:

@@ -121,13 +121,14 @@ class Outcomes:
         return (
             f"{self.num_begun} items begun: {self.num_with_groups} gave groups, "
             f"{self.num_without_groups} gave none, {self.given_up.total()} given up "
-            f"({_listed(self.given_up)}), {self.num_unfinished} unfinished; "
-            f"failed attempts: {_listed(self.by_type)}; "
+            f"({listed(self.given_up)}), {self.num_unfinished} unfinished; "
+            f"failed attempts: {listed(self.by_type)}; "
             f"put back for an unavailable engine: {self.num_put_back}"
         )
 
 
-def _listed(counts: Counter[str]) -> str:
+def listed(counts: Counter[str]) -> str:
+    """Return the counts as text, `name count, name count`; "none" if there are none."""
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
 
 

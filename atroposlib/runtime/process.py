@@ -17,7 +17,7 @@ from atroposlib.envs.collecting import close, collect_timed
 from atroposlib.envs.env_config import max_workers
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError, cause_of
 from atroposlib.frontend.jsonl2html import generate_html
-from atroposlib.runtime.items import Outcomes, Work
+from atroposlib.runtime.items import Outcomes, Work, listed
 from atroposlib.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.runtime.outbox import GroupLog, Outbox
 from atroposlib.runtime.progress import Progress, report
@@ -87,6 +87,8 @@ async def _fill(env: BaseEnv, log: GroupLog, outbox: Outbox, timings: Timings) -
             wanted=wanted,
             mean_score=outbox.mean_score,
             dropped=outbox.dropped,
+            failed=outcomes.by_type,
+            num_empty=outcomes.num_without_groups,
             num_in_flight=len(running),
             waits_for=None,
         )
@@ -140,7 +142,8 @@ async def _fill(env: BaseEnv, log: GroupLog, outbox: Outbox, timings: Timings) -
             num_empty = 0 if groups else num_empty + 1
             if num_empty >= env.config.max_consecutive_failures:
                 raise EnvError(
-                    f"{num_empty} items in a row gave no group; the last reason is in the log above"
+                    f"{num_empty} items in a row gave no group: {outcomes.num_without_groups} gave none to send,"
+                    f" dropped: {listed(outbox.dropped)}"
                 )
     finally:
         tasks = [reporter, *(task for _, task in running)]

@@ -29,10 +29,16 @@ class Progress:
         wanted: int | None,
         mean_score: float | None,
         dropped: Mapping[str, int],
+        failed: Mapping[str, int],
+        num_empty: int,
         num_in_flight: int,
         waits_for: str | None,
     ) -> str:
-        """Return the line; with `wanted` groups as the end of the run it has the time left."""
+        """Return the line; with `wanted` groups as the end of the run it has the time left.
+
+        `dropped` are groups by reason, `failed` attempts at an item by exception, `num_empty` items without a
+        group.
+        """
         per_s = self._rate(now, num_groups)
         parts = [f"{num_groups} groups" if wanted is None else f"{num_groups} of {wanted} groups"]
         parts.append(f"{per_s * 60:.1f} a minute")
@@ -40,9 +46,12 @@ class Progress:
             parts.append(f"{_duration(max(0, wanted - num_groups) / per_s)} left")
         if mean_score is not None:
             parts.append(f"mean score {mean_score:.3f}")
-        if dropped:
-            reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(dropped.items()))
-            parts.append(f"dropped: {reasons}")
+        for what, counts in (("dropped", dropped), ("failed attempts", failed)):
+            if counts:
+                listed = ", ".join(f"{name} {number}" for name, number in sorted(counts.items()))
+                parts.append(f"{what}: {listed}")
+        if num_empty:
+            parts.append(f"{num_empty} items gave no group")
         parts.append(f"{num_in_flight} items in flight")
         if waits_for is not None:
             parts.append(f"waiting for {waits_for}")

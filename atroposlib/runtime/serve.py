@@ -168,6 +168,8 @@ class _Run:
             wanted=None,
             mean_score=outbox.mean_score,
             dropped=outbox.dropped,
+            failed=self._items.outcomes.by_type,
+            num_empty=self._items.outcomes.num_without_groups,
             num_in_flight=len(self._env.running_items),
             waits_for=self._items.waits_for(),
         )

@@ -320,7 +320,7 @@ async def test_missing_mcp_package_names_the_extra(monkeypatch: pytest.MonkeyPat
         mcp_servers = (McpServer(command=sys.executable),)
 
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(MissingDependency, match=r"atroposlib\[mcp\]"):
+    with pytest.raises(MissingDependency, match=r"\[mcp\]"):
         await make("3", env_cls=OverMcp).setup()
 
 

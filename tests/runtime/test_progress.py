@@ -14,7 +14,8 @@ from atroposlib.runtime.serve import Timings, serve
 from tests.runtime.helpers_runtime import LoopbackHub, ScriptedEnv, make_group, until
 
 KNOWN: dict[str, Any] = {
-    "wanted": None, "mean_score": None, "dropped": {}, "num_in_flight": 4, "waits_for": None,
+    "wanted": None, "mean_score": None, "dropped": {}, "failed": {}, "num_empty": 0,
+    "num_in_flight": 4, "waits_for": None,
 }  # fmt: skip
 
 
@@ -34,11 +35,12 @@ def test_drops_are_named_by_reason_with_what_the_run_waits_for() -> None:
         10.0,
         num_groups=0,
         **KNOWN
-        | {"mean_score": 0.25, "dropped": {"too_long": 1, "same_scores": 3}, "num_in_flight": 0},
-        **{},
+        | {"mean_score": 0.25, "dropped": {"too_long": 1, "same_scores": 3}, "num_in_flight": 0}
+        | {"failed": {"TimeoutError": 2}, "num_empty": 7},
     )
     assert line == (
         "0 groups; 0.0 a minute; mean score 0.250; dropped: same_scores 3, too_long 1;"
+        " failed attempts: TimeoutError 2; 7 items gave no group;"
         " 0 items in flight"
     )
 

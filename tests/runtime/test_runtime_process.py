@@ -78,7 +78,11 @@ async def test_failures_of_one_kind_are_logged_with_one_traceback(
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"), [(None, "gave no group"), (ValueError("x"), "failed with ValueError: x")]
+    ("answer", "said"),
+    [
+        (None, "gave no group: 4 gave none to send, dropped: none"),
+        (ValueError("x"), "failed with ValueError: x"),
+    ],
 )
 async def test_environment_that_never_yields_ends_with_an_error(
     tmp_path: Path, answer: Any, said: str

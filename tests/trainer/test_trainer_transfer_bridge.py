@@ -209,7 +209,7 @@ def test_a_trainer_without_vllm_is_told_how_to_install_it(model_dir: Path) -> No
     on_gpu = object.__new__(OnGpu)
     for name, value in fields.items():
         object.__setattr__(on_gpu, name, value)
-    with fake_engine() as engine, pytest.raises(MissingDependency, match=r"atroposlib\[transfer\]"):
+    with fake_engine() as engine, pytest.raises(MissingDependency, match=r"\[transfer\]"):
         bridge_to(engine, open_sender=vllm_sender).start(on_gpu, 0)
     assert engine.calls == []
 

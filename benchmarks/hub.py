@@ -491,7 +491,7 @@ async def ask_queue(site: Site, options: Options, findings: Findings) -> None:
 
 async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
     table = Table(
-        "How long others wait: GET /healthz 200 times a second while something else goes on,"
+        "How long others wait: GET /healthz 200 times a second during another request,"
         f" {site.hub.store} store, ms",
         "meanwhile", "answer", "wall p50 / p99", "wall max", "net max",
         "loop CPU max", "own lag figure", "server CPU s", "peak RSS growth MB",

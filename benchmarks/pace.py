@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
-import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 from atroposlib.client import TrainerClient, TrainerRegistration
-from benchmarks._hub_process import running_hub
+from benchmarks._hub_process import running, running_hub
 from benchmarks._pace_simulation import Environment, Outcome, Sample, simulate
 
 BATCH_SIZE = 64
@@ -164,10 +161,10 @@ def measured(case: Case, num_workers: int | None, *, num_steps: int, directory: 
         return f"{share:.0%} | {statistics.fmean(staleness):.2f}, {max(staleness)}"
 
 
-@contextmanager
 def environment(
     case: Case, num_workers: int | None, hub_url: str, directory: Path, index: int
-) -> Iterator[None]:
+) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """Serve an environment of the case during the block."""
     flags = {
         "rollout_server_url": hub_url,
         "group_size": case.group_size,
@@ -179,22 +176,8 @@ def environment(
         flags["max_num_workers"] = num_workers
     script = Path(__file__).with_name("_pace_env.py")
     arguments = [f"--env.{name}={value}" for name, value in flags.items()]
-    with (directory / f"env-{index}-{time.monotonic_ns()}.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(script), "serve", *arguments],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    log_path = directory / f"env-{index}-{time.monotonic_ns()}.log"
+    return running([str(script), "serve", *arguments], log_path=log_path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

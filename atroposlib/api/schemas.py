@@ -248,7 +248,7 @@ class EnvStatus(BaseModel):
     """Share of this environment's sequences in the trainer's last batches."""
 
 
-NATIVE_STATUS_FIELDS = ("trainer_step_s", "trainer_waits_s", "recent_share")
+NATIVE_STATUS_FIELDS = {"trainer_step_s", "trainer_waits_s", "recent_share"}
 """Fields of `EnvStatus` that original clients do not get."""
 
 

@@ -1,9 +1,10 @@
 """How many items may be in flight: pure arithmetic on the hub's status and on what finished items took.
 
-Two bounds hold at once. Staleness: groups queued at the hub, held here and in flight add up to at most
-`max_batches_offpolicy` batches, so that a sequence is at most that many steps old when it is trained on. Workers: the
-number that the author set, or else as many items as the trainer's pace needs (`Demand`). The result says how many
-items to start; running items are never cancelled.
+Two bounds hold at once. Staleness: groups queued at the hub, held here and expected from the items in flight add up to
+at most `max_batches_offpolicy` batches, so that a group is trained on about that many steps after its start at the
+latest; one item that takes much longer than the others is older. Workers: the number that the author set, in which case
+every item counts as a group, or else as many items as the trainer needs (`Demand`). The result says how many items to
+start; running items are never cancelled.
 
 Who limits what: this module decides how many items are begun; `inference/servers/concurrency.py` decides how many
 requests an inference server gets. No item is begun on demand while all servers are at their limit, so that a slow

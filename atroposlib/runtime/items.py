@@ -27,6 +27,7 @@ from atroposlib.runtime.capacity import Demand, History, Load, num_to_start
 from atroposlib.runtime.exits import as_failures
 from atroposlib.runtime.hub_link import HubLink
 from atroposlib.runtime.outbox import Outbox, sampling_for
+from atroposlib.runtime.progress import listed
 from atroposlib.runtime.timings import Timings
 
 logger = logging.getLogger(__name__)
@@ -127,11 +128,6 @@ class Outcomes:
         )
 
 
-def listed(counts: Counter[str]) -> str:
-    """Return the counts as text, `name count, name count`; "none" if there are none."""
-    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
-
-
 class EngineOutage:
     """Whether the engine is unavailable, and when one item may try it again."""
 
@@ -209,7 +205,7 @@ class Items:
         self._history = History()
 
     def waits_for(self) -> str | None:
-        """Return why nothing is in flight; None if something is."""
+        """Return what keeps items from starting or from ending; None while items are in flight as they should be."""
         if self._link.hub_unavailable or self._outbox.hub_unavailable:
             return "the hub"
         if self._engine.is_on:
@@ -218,6 +214,8 @@ class Items:
             return None
         if self._link.status is None:
             return "the trainer to start"
+        if self._is_stopped_by_evaluation():
+            return "the evaluation (eval_handling)"
         if not self._allowed():
             return "the trainer, which has enough groups"
         return "the next item"
@@ -238,11 +236,10 @@ class Items:
         if demand is not None:
             workers = max(workers, self._num_served())
         env.max_num_workers = workers
-        if env.eval_runner is not None and not env.eval_runner.done():
-            if config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
-                return 0
-            if config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN:
-                workers = max(1, int(workers * config.eval_limit_ratio))
+        if self._is_stopped_by_evaluation():
+            return 0
+        if self._is_evaluating() and config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN:
+            workers = max(1, int(workers * config.eval_limit_ratio))
         allowed = num_to_start(
             Load(
                 max_workers=workers,
@@ -263,6 +260,14 @@ class Items:
         if not self._engine.is_on:
             return allowed
         return min(1, allowed) if self._engine.may_try() and not env.running_items else 0
+
+    def _is_evaluating(self) -> bool:
+        runner = self._env.eval_runner
+        return runner is not None and not runner.done()
+
+    def _is_stopped_by_evaluation(self) -> bool:
+        handling = self._env.config.eval_handling
+        return self._is_evaluating() and handling is EvalHandlingEnum.STOP_TRAIN
 
     def _num_served(self) -> int:
         """Return how many items the servers can serve at once: no more than now while requests wait for a slot."""

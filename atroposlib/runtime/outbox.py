@@ -33,6 +33,7 @@ from atroposlib.envs.env_config import BaseEnvConfig
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.inference.servers.sampling_notes import noted
 from atroposlib.patience import Backoff
+from atroposlib.runtime.progress import listed
 from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
 
 logger = logging.getLogger(__name__)
@@ -248,10 +249,9 @@ class Outbox:
 
     def summary(self) -> str:
         """Return one line: groups accepted, stored, held, and dropped by reason."""
-        reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(self.dropped.items())) or "none"
         return (
             f"{self.num_accepted} groups accepted, {self.num_stored} stored by the hub, "
-            f"{self.num_held} held; dropped: {reasons}"
+            f"{self.num_held} held; dropped: {listed(self.dropped)}"
         )
 
     async def _send_some(

@@ -17,10 +17,10 @@ from atroposlib.envs.collecting import close, collect_timed
 from atroposlib.envs.env_config import max_workers
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError, cause_of
 from atroposlib.frontend.jsonl2html import generate_html
-from atroposlib.runtime.items import Outcomes, Work, listed
+from atroposlib.runtime.items import Outcomes, Work
 from atroposlib.runtime.metrics import finish_wandb, require_wandb, start_wandb
 from atroposlib.runtime.outbox import GroupLog, Outbox
-from atroposlib.runtime.progress import Progress, report
+from atroposlib.runtime.progress import Progress, listed, report
 from atroposlib.runtime.timings import Timings
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,9 @@ async def _fill(env: BaseEnv, log: GroupLog, outbox: Outbox, timings: Timings) -
         tasks = [reporter, *(task for _, task in running)]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ended, *_ = await asyncio.gather(*tasks, return_exceptions=True)
+        if isinstance(ended, Exception):
+            logger.error("the line about the run could not be made", exc_info=ended)
         logger.info("%s", outcomes.summary())
 
 

@@ -48,8 +48,7 @@ class Progress:
             parts.append(f"mean score {mean_score:.3f}")
         for what, counts in (("dropped", dropped), ("failed attempts", failed)):
             if counts:
-                listed = ", ".join(f"{name} {number}" for name, number in sorted(counts.items()))
-                parts.append(f"{what}: {listed}")
+                parts.append(f"{what}: {listed(counts)}")
         if num_empty:
             parts.append(f"{num_empty} items gave no group")
         parts.append(f"{num_in_flight} items in flight")
@@ -64,6 +63,15 @@ class Progress:
             self._counts.popleft()
         then, before = self._counts[0]
         return (num_groups - before) / (now - then) if now > then else 0.0
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """Return counts as text, sorted by name; "none" if there are none.
+
+    >>> listed({"too_long": 1, "equal_scores": 3})
+    'equal_scores 3, too_long 1'
+    """
+    return ", ".join(f"{name} {number}" for name, number in sorted(counts.items())) or "none"
 
 
 async def report(line: Callable[[Progress, float], str], *, every_s: float) -> None:

@@ -452,7 +452,7 @@ async def test_lease_outlives_a_restart_of_the_hub(tmp_path: Path) -> None:
             assert batch is not None
             assert (batch.step, [g.group_id for g in batch.groups]) == (1, ["a"])
     with TrainerClient(url) as trainer, ThreadPoolExecutor(1) as pool:
-        done = pool.submit(trainer.ack, batch, step=1)  # while nobody listens
+        done = pool.submit(trainer.ack, batch, step=1)  # while no hub listens
         with serving_disk(tmp_path, port):
             assert done.result(timeout=10) == 1
             assert trainer.ack(batch, step=1) == 1

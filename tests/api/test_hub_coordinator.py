@@ -349,7 +349,7 @@ async def test_superseded_trainer_takes_and_lets_go_of_nothing() -> None:
     old = await leased(coordinator, epoch=0)
     await coordinator.ack(old.batch_id, old.lease_id)
     assert (await resumed(coordinator, 1)).epoch == 1
-    assert coordinator.may_deliver(LeaseRequest(epoch=0))  # whoever waits is told at once
+    assert coordinator.may_deliver(LeaseRequest(epoch=0))  # a waiting request is refused at once
     with pytest.raises(Superseded, match="it has epoch 1, this one 0"):
         await coordinator.deliver(LeaseRequest(epoch=0))
     with pytest.raises(Superseded):

@@ -137,7 +137,7 @@ async def test_environments_outlive_the_trainer_and_their_old_groups_are_refused
     plain = await hub.post("/register-env", environment(desired_name="original"))
     assert (named["experiment"], "experiment" in plain) == ("first", False)
     await begin(hub, "second")
-    # One of the original asks on under its id; ours is told to register again, and keeps its id.
+    # An original client continues with its id; a native one must register again, and keeps its id.
     assert (await hub.http.get("/status-env", params={"env_id": plain["env_id"]})).is_success
     ours = {"env_id": named["env_id"], "env_uid": "e", "experiment": "first"}
     assert (await hub.http.get("/status-env", params=ours)).status_code == 404

@@ -477,7 +477,7 @@ async def test_who_stops_waiting_for_the_budget_leaves_no_trace() -> None:
     assert (budget.free_bytes, len(budget.waiting)) == (10, 0)
 
 
-async def test_whoever_came_first_may_exceed_the_budget() -> None:
+async def test_the_oldest_request_may_exceed_the_budget() -> None:
     budget = ByteBudget(10)
     with Share(budget) as share:
         await share.grow(11)

@@ -185,7 +185,7 @@ async def test_large_body_is_not_taken_for_a_head() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_body_nobody_wants_may_end_but_not_go_on_for_ever() -> None:
+async def test_unread_body_may_end_but_not_continue_for_ever() -> None:
     request = b"POST / HTTP/1.1\r\nHost: hub\r\nContent-Length: 4\r\n\r\n"
     async with serving(hello) as server:
         patient = await server.connect()
@@ -273,7 +273,7 @@ def ask(path: str) -> bytes:
     return b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode()
 
 
-async def test_idle_crowd_keeps_nobody_out_and_cuts_off_no_client() -> None:
+async def test_idle_connections_keep_no_client_out_and_cuts_off_no_client() -> None:
     async with serving(Access(hello, ROUTES, None), max_connections=8) as server:
         trainers = [await server.connect() for _ in range(3)]
         for trainer in trainers:

@@ -87,7 +87,7 @@ async def test_each_route_lets_in_exactly_its_scopes_and_admin(route: Route) -> 
         is_let_in = not route.scopes or scope in route.scopes or scope is Scope.ADMIN
         assert response.status_code == (204 if is_let_in else 403), scope
     without = await call(route.method, path, tokens=ONE_PER_SCOPE)
-    wrong = await call(route.method, path, tokens=ONE_PER_SCOPE, secret="secret-of-nobody")
+    wrong = await call(route.method, path, tokens=ONE_PER_SCOPE, secret="unknown-secret")
     assert without.status_code == wrong.status_code == (401 if route.scopes else 204)
 
 
@@ -299,7 +299,7 @@ async def test_without_tokens_only_this_machine_may_destroy(
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP"])
-async def test_without_tokens_nobody_behind_a_proxy_may_destroy(name: str) -> None:
+async def test_without_tokens_no_client_behind_a_proxy_may_destroy(name: str) -> None:
     headers = {name: "127.0.0.1"}
     assert (await call("GET", "/reset_data", headers=headers)).status_code == 403
     assert (await call("GET", "/status", headers=headers)).status_code == 204
@@ -447,7 +447,7 @@ async def test_tokens_are_never_logged_or_echoed(caplog: pytest.LogCaptureFixtur
     transport = httpx.ASGITransport(app)
     answers = []
     async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
-        for secret in ("secret-of-read", "secret-of-nobody"):
+        for secret in ("secret-of-read", "unknown-secret"):
             for headers in (
                 {"Authorization": f"Bearer {secret}"},
                 {"Authorization": secret},
@@ -460,7 +460,7 @@ async def test_tokens_are_never_logged_or_echoed(caplog: pytest.LogCaptureFixtur
     said = re.sub(r"HTTP Request: .*", "", said)  # the test's own client logs its URL
     assert "status=401" in said
     assert "secret-of" not in said
-    assert "token=read" in said  # the name is shown, for whoever has to look into it
+    assert "token=read" in said  # the name is shown, for the administrator
 
 
 # The hub as a whole

@@ -159,7 +159,7 @@ def wait_until_asked_for_a_batch(url: str) -> None:
         if reply["status"] == "success":
             return
         time.sleep(0.05)
-    raise AssertionError("nobody asked for a batch")
+    raise AssertionError("no client asked for a batch")
 
 
 def test_waiting_trainer_does_not_hold_up_the_stop(tmp_path: Path) -> None:

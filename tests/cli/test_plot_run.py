@@ -14,7 +14,7 @@ def test_a_run_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     pytest.importorskip("matplotlib")
     lines = [{"step": i, "reward_mean": i / 10, "loss": None, "train_s": 0.5} for i in range(1, 6)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 6, "rew')  # a run that goes on
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 6, "rew')  # a run in progress
     assert plot_run.main([str(tmp_path)]) == 0
     picture = tmp_path / "learning_curve.png"
     assert capsys.readouterr().out.strip() == str(picture)

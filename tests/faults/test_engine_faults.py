@@ -1,8 +1,8 @@
 """Groups against failing inference servers: whole and right, or failed and counted; never half, wrong or hanging.
 
 The engines' samples are a function of prompt, choice and weight version, so every token and logprob of a group can be
-checked. Sampling is the one call that is repeated after a lost answer: nobody saw the sample, another one is as good.
-What is asserted is that nothing else is repeated, and nothing that was answered.
+checked. Only sampling is repeated after a lost answer, since the sample reached no client. The tests assert that no
+other call and no answered call is repeated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Failures of an environment's own code: when they end the run, who is told, what is counted."""
+"""Failures of an environment's own code: when they end the run, what is logged, what is counted."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ async def test_exit_from_a_hook_is_its_failure_and_stops_no_loop(
         while hook == "evaluate" and not run.done():
             await hub.take_batch()
             await asyncio.sleep(0.01)
-        if hook == "evaluate":  # training goes on
+        if hook == "evaluate":  # training continues
             assert (await run).num_stored >= 4
         else:
             with pytest.raises(EnvError, match=f"code raised {type(raised).__name__}"):

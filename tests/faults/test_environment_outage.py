@@ -45,7 +45,7 @@ class SkippingClock:
         self._real = time.monotonic
         self._skipped_s = 0.0
         self.grace_s = 0.01
-        """What answers from loopback and from threads may take before the clock goes on without them."""
+        """How long the clock waits for answers from loopback and threads."""
         selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
         self._select = selector.select
         monkeypatch.setattr(time, "monotonic", self.now)

@@ -224,7 +224,7 @@ def test_body_of_a_gigabyte_is_refused_without_being_kept(
 # Slow and idle clients
 
 
-def test_slow_and_idle_clients_are_cut_off_and_hold_up_nobody(hub: HubProcess) -> None:
+def test_slow_and_idle_clients_are_cut_off_and_delay_no_other_client(hub: HubProcess) -> None:
     half_a_head = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
     begun = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{"
     large = b'{"tokens": [[' + b"1, " * 70_000 + b'1]], "masks": 0}'
@@ -257,7 +257,7 @@ def test_slow_and_idle_clients_are_cut_off_and_hold_up_nobody(hub: HubProcess) -
             while time.monotonic() - began < 9:
                 for each in [*small, *greedy]:
                     each.sendall(b" ")
-                assert post(hub, "/scored_data", GOOD) == 200, "a small group waits for nobody"
+                assert post(hub, "/scored_data", GOOD) == 200, "a small group is accepted at once"
                 time.sleep(0.9)
             answers = [last_words(each) for each in [*small, *greedy[:8]]]
             cut = [last_words(each) for each in [*heads, *idle]]
@@ -411,7 +411,7 @@ RAW: dict[str, tuple[bytes, int]] = {
 
 @pytest.mark.parametrize("name", RAW)
 def test_malformed_http_has_one_answer(name: str, hub: HubProcess) -> None:
-    """One: whoever reads a request in two ways can be made to read two requests."""
+    """One: a server that can read a request in two ways may read two requests (request smuggling)."""
     sent, status = RAW[name]
     with socket.create_connection(("127.0.0.1", hub.port), 30) as connection:
         connection.sendall(sent)

@@ -1,4 +1,4 @@
-"""Generated requests: no answer is a 5xx, nobody gets past the rights, and the account closes whatever is said.
+"""Generated requests: no answer is a 5xx, no request exceeds the rights of its token, and the ledger always adds up.
 
 schemathesis makes requests from the hub's own OpenAPI document, valid and invalid, and every one is sent as each of
 nine roles. Random conversations then call the routes in any order, several at once, on disk. Both are seeded: a run
@@ -148,8 +148,8 @@ class Role:
 ROLES = [
     Role(name="no tokens, same machine", has_tokens=False, peer="127.0.0.1"),
     Role(name="no tokens, other machine", has_tokens=False),
-    Role(name="nobody"),
-    Role(name="wrong token", secret="secret-of-nobody"),
+    Role(name="no token"),
+    Role(name="wrong token", secret="unknown-secret"),
     Role(name="elsewhere", secret="secret-of-elsewhere"),
     *(Role(name=scope.value, secret=f"secret-of-{scope.value}") for scope in Scope),
 ]
@@ -295,7 +295,7 @@ def faults_of(sent: Generated, role: Role, answer: Answer) -> Iterator[str]:
         is_near = role.peer == "127.0.0.1"
         if is_addressed and is_refused != (sent.operation in DESTRUCTIVE and not is_near):
             yield "destroying is for this machine, all else for everyone"
-    elif role.name in ("nobody", "wrong token"):
+    elif role.name in ("no token", "wrong token"):
         if status != 401:
             yield "expected 401"
     elif role.name not in (*rights, "admin"):

@@ -2,7 +2,7 @@
 
 Each sends its table of requests to a real hub process, over and over and all at once, while the run's trainer
 acknowledges and a supervisor asks for health. Every answer is the table's, the run's account is the same to the last
-group, the hub's memory stays where it was, and nobody waits.
+group, the hub's memory does not grow, and other requests are answered in time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ ENVIRONMENT = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "grou
 BOMB = gzip.compress(b'{"tokens": [[' + b"0, " * (10 * MIB))
 LEASE = {"lease_id": "0" * 32}
 
-NOBODY, PRODUCER, ADMIN = "nobody", "producer of another run", "admin of another run"
+STRANGER, PRODUCER, ADMIN = (
+    "client without a token",
+    "producer of another run",
+    "admin of another run",
+)
 
 
 class Case(NamedTuple):
@@ -101,7 +105,7 @@ BAD_TOKENS = ["Bearer", "Bearer x", "Basic eDp4", "Bearer a b", "bearer " + "x" 
 
 
 def cases() -> Iterator[Case]:
-    for client, status in [(NOBODY, 401), (PRODUCER, 403), (ADMIN, 403)]:
+    for client, status in [(STRANGER, 401), (PRODUCER, 403), (ADMIN, 403)]:
         for line, body in CALLS:
             yield case(client, line.format(run=VICTIM), status, body)
         for line in (f"DELETE {VICTIM}", "DELETE /runs/default", "GET /reset_data", "GET /ledger"):
@@ -114,13 +118,13 @@ def cases() -> Iterator[Case]:
             yield case(client, f"DELETE {path}", 404)
             yield case(client, f"GET {path}/ledger", 404)
     for authorization in BAD_TOKENS:
-        yield case(NOBODY, f"GET {VICTIM}/ledger", 401, Authorization=authorization)
-    yield case(NOBODY, f"GET {VICTIM}/ledger?token=secret", 401)
-    yield case(NOBODY, f"POST {VICTIM}/scored_data", 401, BOMB, Content_Encoding="gzip")
-    yield case(NOBODY, f"POST {VICTIM}/scored_data", 401, b"[" * MIB)
-    yield case(NOBODY, f"GET {VICTIM}/reset_data", 401, X_Forwarded_For="127.0.0.1")
-    yield case(NOBODY, "GET /healthz", 200, X_Original_URL="/reset_data")
-    yield case(NOBODY, "POST /healthz", 401, X_HTTP_Method_Override="GET")
+        yield case(STRANGER, f"GET {VICTIM}/ledger", 401, Authorization=authorization)
+    yield case(STRANGER, f"GET {VICTIM}/ledger?token=secret", 401)
+    yield case(STRANGER, f"POST {VICTIM}/scored_data", 401, BOMB, Content_Encoding="gzip")
+    yield case(STRANGER, f"POST {VICTIM}/scored_data", 401, b"[" * MIB)
+    yield case(STRANGER, f"GET {VICTIM}/reset_data", 401, X_Forwarded_For="127.0.0.1")
+    yield case(STRANGER, "GET /healthz", 200, X_Original_URL="/reset_data")
+    yield case(STRANGER, "POST /healthz", 401, X_HTTP_Method_Override="GET")
 
     send = f"POST {OTHER}/scored_data"
     yield case(PRODUCER, send, 200, GROUP | {"group_id": "the same every time"})
@@ -175,16 +179,18 @@ def send(hub: HubProcess, row: Case, secret: str | None) -> int:
 
 def test_the_table_is_large_enough_and_says_each_thing_once() -> None:
     assert len(CASES) == len(set(CASES))
-    for client in (NOBODY, PRODUCER, ADMIN):
+    for client in (STRANGER, PRODUCER, ADMIN):
         assert sum(row.client == client for row in CASES) >= 40
 
 
-def test_hostile_neighbours_touch_nothing_of_a_run_and_make_nobody_wait(tmp_path: Path) -> None:
+def test_hostile_neighbours_touch_nothing_of_a_run_and_delay_no_other_request(
+    tmp_path: Path,
+) -> None:
     tokens = tmp_path / "tokens.yaml"
     keeper = add_token(tokens, name="keeper", scopes=[Scope.ADMIN], runs=None)
     as_keeper = {"Authorization": f"Bearer {keeper}", "Content-Type": "application/json"}
     secrets: dict[str, str | None] = {
-        NOBODY: None,
+        STRANGER: None,
         PRODUCER: add_token(tokens, name="p", scopes=[Scope.PRODUCE], runs=["other"]),
         ADMIN: add_token(tokens, name="a", scopes=[Scope.ADMIN], runs=["other"]),
     }

@@ -1,4 +1,4 @@
-"""Trainers that are killed, cut off or hang cost no group and stop nobody else (real processes, real sockets)."""
+"""Trainers that are killed, cut off or hang cost no group and delay no other client (real processes, real sockets)."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ async def test_plain_batch_that_arrived_does_not_come_again_after_kill_9(tmp_pat
 
 
 @pytest.mark.timeout(120)
-async def test_trainer_that_never_reads_its_batch_stops_nobody(tmp_path: Path) -> None:
+async def test_trainer_that_never_reads_its_batch_delays_no_other_client(tmp_path: Path) -> None:
     with hub_process(tmp_path) as hub:
         with TrainerClient(hub.url) as trainer:
             await asyncio.to_thread(trainer.register, registration(max_token_len=40_000))

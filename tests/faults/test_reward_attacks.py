@@ -1,4 +1,4 @@
-"""Programs of a model that attack their judge get the score they earned, and change nobody else's.
+"""Programs of a model that attack their judge get the score they earned, and do not change those of other answers.
 
 Every group holds a right program, some attacks and a wrong program. They are run in a sandbox below the reward
 workers; the workers and this process hold the expected answer.

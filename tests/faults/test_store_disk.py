@@ -87,7 +87,7 @@ async def test_a_second_hub_on_the_directory_is_told_so(tmp_path: Path, opened: 
     assert len(saved.groups) == 1
 
 
-async def test_nobody_else_may_look_into_the_directory(tmp_path: Path, opened: Open) -> None:
+async def test_other_users_cannot_read_the_directory(tmp_path: Path, opened: Open) -> None:
     store, _ = await opened()
     await store.append(make_groups(1))
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700

@@ -52,7 +52,7 @@ def fleet(num: int, bad: Member) -> ServerManager:
 
 
 FAULTS = {
-    "dead": ConnectionResetError("nobody listens"),
+    "dead": ConnectionResetError("no server listens"),
     "failing": EngineUnavailable("answered 500", status=500),
     "refusing": EngineHttpRejected("the model 'm' does not exist", status=404),
     "lying": EngineProtocolError("3 logprobs for 4 token ids"),

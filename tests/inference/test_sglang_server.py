@@ -113,7 +113,7 @@ async def test_weight_versions_become_spans() -> None:
 @pytest.mark.parametrize(
     ("reply", "claimed"),
     [
-        (Reply(b"<html>"), [("3", 1)]),  # nobody to ask: what the answer says is all there is
+        (Reply(b"<html>"), [("3", 1)]),  # no version route: only the answer says it
         (Reply({"model_path": "x"}), [("3", 1)]),
         (Reply(b'{"weight_version": "\xff"}'), [("3", 1)]),
         (Reply({"weight_version": 3}), [("3", 1)]),

@@ -28,7 +28,7 @@ def encoded(value: Any) -> bytes:
 
 
 def completions(**changes: Any) -> bytes:
-    """One choice as vLLM 0.32 writes it, with the fields nobody reads."""
+    """One choice as vLLM 0.32 writes it, with the fields that no client reads."""
     choice = {
         "index": 0,
         "text": "ab",

@@ -1,4 +1,4 @@
-"""Whatever is sent to a session, the answer is a completion or a 4xx with a reason: nothing of ours breaks."""
+"""Whatever is sent to a session, the answer is a completion or a 4xx with a reason, never a 5xx."""
 
 from __future__ import annotations
 

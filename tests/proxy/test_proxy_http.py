@@ -409,7 +409,7 @@ async def test_sequences_of_a_session_with_an_owner_are_not_the_agents_to_drop()
         uuid = await proxy.open(owner_key=key)
         await proxy.post(chat_url(uuid), HELLO)
         owner = {"X-Atropos-Owner-Key": key}
-        wrong = {"X-Atropos-Owner-Key": "another key of somebody"}
+        wrong = {"X-Atropos-Owner-Key": "key of another owner"}
         for method, path in [
             ("GET", f"/{uuid}/nodes"),
             ("DELETE", f"/{uuid}/nodes"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ExtraServers, ServerBaseline
+from atroposlib.envs.env_config import workers_are_set
 from atroposlib.errors import ConfigError, HubUnavailable
 from atroposlib.inference.harness import ServerHarness
 from atroposlib.runtime.command import build_environment, resolve_servers, run_environment
@@ -30,6 +31,23 @@ def test_flags_win_over_yaml_over_config_init(tmp_path: Path) -> None:
     path.write_text("env:\n  group_size: 3\n  total_steps: 7\ntinker:\n  ignored: 1\n")
     config = build("--config", str(path), "--env.group_size", "5").config
     assert (config.group_size, config.total_steps, config.max_num_workers) == (5, 7, 4)
+
+
+@pytest.mark.parametrize(
+    ("default", "flags", "expected"),
+    [
+        ({}, [], False),
+        ({}, ["--env.max_num_workers_per_node=8"], True),
+        ({}, ["--max_num_workers", "-1"], True),
+        ({"max_num_workers": 4}, [], True),
+        ({"max_num_workers_per_node": 8}, [], True),
+    ],
+)
+def test_the_number_of_workers_counts_as_set_where_someone_wrote_it(
+    default: dict[str, int], flags: list[str], expected: bool
+) -> None:
+    own = beginning_with(BaseEnvConfig(group_size=2, **default), [ONE])
+    assert workers_are_set(build(*flags, env_cls=own).config) is expected
 
 
 def test_flat_names_reach_their_section(capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,6 +123,6 @@ async def test_missing_wandb_is_named_with_both_cures(
 
 
 async def test_engine_that_stays_away_ends_the_run(tmp_path: Path) -> None:
-    env = env_at(tmp_path, answer=lambda i: EngineUnavailable("nobody answers at http://e"))
-    with pytest.raises(EngineUnavailable, match="nobody answers at http://e"):
+    env = env_at(tmp_path, answer=lambda i: EngineUnavailable("no answer from http://e"))
+    with pytest.raises(EngineUnavailable, match="no answer from http://e"):
         await process(env)

@@ -54,7 +54,7 @@ def wait_gone(pid: int) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether `pid` does work; a zombie that nobody has reaped yet does not."""
+    """Whether `pid` does work; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A run whose engines stay away ends, and says which; one whose engines come back goes on."""
+"""A run ends, naming the engines, if they stay unavailable; it continues if they come back."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_vllm_that_swaps_no_adapters_is_told_the_switches(policy: Policy, tmp_pa
 
 
 def test_an_adapter_that_cannot_be_loaded_is_an_error(policy: Policy, tmp_path: Path) -> None:
-    """The original prints it and goes on with the old adapter."""
+    """The original prints it and continues with the old adapter."""
     with (
         fake_engine() as vllm,
         fake_engine("sglang") as sglang,

@@ -1,4 +1,4 @@
-"""A run that is stopped and goes on is the run that was never stopped."""
+"""A run that is stopped and resumed gives the same weights as one that was not stopped."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_weights_that_a_killed_trainer_left_in_memory_are_removed_those_of_a_liv
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = tmp_path / "shm"
-    (shared / "atropos-weights-of-somebody").mkdir(parents=True)
+    (shared / "atropos-weights-of-another").mkdir(parents=True)
     monkeypatch.setattr("example_trainer.weights._SHARED_MEMORY", shared)
     config = config_for(model_dir, tmp_path, weights_dir=None)
     policy = load_policy(config)
@@ -337,10 +337,10 @@ def test_weights_that_a_killed_trainer_left_in_memory_are_removed_those_of_a_liv
     killed._lock.close()  # as the kernel does for a process that is gone
     with WeightsDirectory(config, policy) as weights:
         found = {path.name for path in shared.iterdir()}
-        assert found == {"atropos-weights-of-somebody", living.path.name, weights.path.name}
+        assert found == {"atropos-weights-of-another", living.path.name, weights.path.name}
         assert (living.path / "version_1/model.safetensors").is_file()
     living.__exit__(None, None, None)
-    assert [path.name for path in shared.iterdir()] == ["atropos-weights-of-somebody"]
+    assert [path.name for path in shared.iterdir()] == ["atropos-weights-of-another"]
 
 
 def test_versions_of_an_earlier_life_are_removed_once_there_is_a_newer_one(

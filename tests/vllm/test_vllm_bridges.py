@@ -85,7 +85,7 @@ def adapting_vllm(directory: Path, *flags: str) -> Iterator[Served]:
 
 
 def long_samples(engine: EngineProcess, model_name: str) -> list[Sample]:
-    """Sample so many tokens that whoever asks can hand over weights meanwhile."""
+    """Sample so many tokens that the caller can publish weights meanwhile."""
     answer = httpx.post(
         f"{engine.url}/v1/completions",
         json={

@@ -203,11 +203,8 @@ async def status_env(request: Request) -> Response:
         if await request.is_disconnected():
             break  # `status_env` would record the environment as alive
         found = run.status_env(query.env_id, **asking)
-    fields = found.model_dump(exclude_none=True)
-    if not is_native(request.scope):
-        for name in schemas.NATIVE_STATUS_FIELDS:
-            fields.pop(name, None)
-    return _json_response(fields)
+    hidden = None if is_native(request.scope) else schemas.NATIVE_STATUS_FIELDS
+    return _json_response(found.model_dump(exclude_none=True, exclude=hidden))
 
 
 async def _read_status_query(request: Request) -> schemas.StatusQuery:

@@ -32,6 +32,7 @@ from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
 from atroposlib.envs.lengths import length_scores
 from atroposlib.envs.rewards import RewardFailure
+from atroposlib.utils.files import replace_file
 
 WIKISQL_URL = "https://github.com/salesforce/WikiSQL/raw/master/data.tar.bz2"
 AGGREGATES = ["", "MAX", "MIN", "COUNT", "SUM", "AVG"]
@@ -61,10 +62,7 @@ class WikiSqlRows:
         if not path.is_file():
             with urllib.request.urlopen(WIKISQL_URL, timeout=60) as response:
                 content = response.read()
-            cache.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}")
-            part.write_bytes(content)
-            part.replace(path)
+            replace_file(path, content)
         with tarfile.open(path) as archive:
             tables = {table["id"]: table for table in _lines(archive, f"{self.split}.tables")}
             return [tables[row["table_id"]] | row for row in _lines(archive, self.split)]

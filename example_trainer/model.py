@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.files import sync_to_disk
 from example_trainer.adapters import add_adapters, freeze_other_layers, merged_weights
 from example_trainer.config import TrainerConfig
 from example_trainer.data import MicroBatch
@@ -331,21 +331,13 @@ def finish_directory(fresh: Path, target: Path) -> None:
     A reader sees the old directory, for an instant none, or the new one, never part of one.
     """
     for path in [*fresh.rglob("*"), fresh]:
-        _fsync(path)
+        sync_to_disk(path)
     old = fresh.with_name(fresh.name + ".old")
     with contextlib.suppress(FileNotFoundError):
         target.rename(old)
     fresh.rename(target)
-    _fsync(target.parent)
+    sync_to_disk(target.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_path(name: str) -> bool:

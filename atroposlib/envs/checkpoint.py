@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.files import replace_file
 
 
 def checkpoint_folder(checkpoint_dir: str, registered_name: str) -> Path:
@@ -17,11 +17,7 @@ def checkpoint_folder(checkpoint_dir: str, registered_name: str) -> Path:
 
 def save(folder: Path, step: int, data: dict[str, Any]) -> None:
     """Write `data` for `step`; a reader sees the whole file or none."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{step}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(data, default=_plain), encoding="utf-8")
-    os.replace(partial, path)
+    replace_file(folder / f"step-{step}.json", json.dumps(data, default=_plain))
 
 
 def load(folder: Path, step: int) -> dict[str, Any]:

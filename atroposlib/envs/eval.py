@@ -28,12 +28,12 @@ from atroposlib.envs.eval_run import (
     keep_earlier,
     lines_of,
     plain,
-    write_whole,
 )
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
 from atroposlib.utils.display import display_metrics_table
 from atroposlib.utils.estimates import Estimate, estimate_mean, with_estimates
+from atroposlib.utils.files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def evaluate_log(
     ).exists():  # samples without metrics are of the evaluation in progress
         keep_earlier(folder, (METRICS_FILE, SAMPLES_FILE))
     for name, text in texts.items():
-        write_whole(folder / name, text)
+        replace_file(folder / name, text)
     if verbose:
         display_metrics_table(task, measured, start, end)
 

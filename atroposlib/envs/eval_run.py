@@ -26,6 +26,7 @@ import yaml
 
 from atroposlib.errors import ConfigError
 from atroposlib.inference.servers.choices import run_together
+from atroposlib.utils.files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +95,13 @@ class EvalRun:
         path = self.folder / SAMPLES_FILE
         if self._is_resumed:
             self._stored = _complete_items(path)
-            write_whole(path, "".join(map(lines_of, self._stored.values())))
+            replace_file(path, "".join(map(lines_of, self._stored.values())))
             (self.folder / METRICS_FILE).unlink(missing_ok=True)
             logger.info("resumed: %d items are in %s", len(self._stored), path)
         else:
             keep_earlier(self.folder, (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, VERSIONS_FILE))
-            write_whole(self.folder / CONFIG_FILE, self._config)
-            write_whole(self.folder / VERSIONS_FILE, json.dumps(_versions(), indent=2) + "\n")
+            replace_file(self.folder / CONFIG_FILE, self._config)
+            replace_file(self.folder / VERSIONS_FILE, json.dumps(_versions(), indent=2) + "\n")
 
     def close(self) -> None:
         """Let other processes open the directory."""
@@ -231,13 +232,6 @@ def stored_samples(path: Path) -> list[Sample]:
     if not samples:
         raise ConfigError(f"{source}: the file has no samples")
     return sorted(samples, key=lambda sample: int(sample["item_index"]))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file in one step."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def keep_earlier(folder: Path, names: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import EnvError, GroupError, HubUnavailable
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.scored_data import ScoredGroup, Strictness
+from atroposlib.utils.files import replace_file
 from atroposlib.wire import join_packed, pack_group, split_packed, unpack_group
 
 logger = logging.getLogger(__name__)
@@ -77,20 +78,10 @@ def write(
     step: int,
 ) -> None:
     """Write `groups`, sampled up to `step`, atomically and durably."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
     meta = {"hub_url": owner.hub_url, "environment": owner.environment, "step": step}
     meta |= {"experiment": experiment}
-    with partial.open("wb") as file:
-        file.write(join_packed([pack_group(group) for group in groups], meta))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    packed = join_packed([pack_group(group) for group in groups], meta)
+    replace_file(path, packed, is_durable=True)
 
 
 def claim(folder: Path, *, owner: Owner, experiment: str | None, step: int) -> list[Spooled]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import secrets
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -29,6 +28,7 @@ from atroposlib.api.http.routes import Scope as Scope
 from atroposlib.api.stores.runs import RUN_NAME
 from atroposlib.errors import ConfigError
 from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site, is_loopback
+from atroposlib.utils.files import replace_file
 
 MIN_SECRET_CHARS = 8
 _FORWARDING = (b"forwarded", b"x-forwarded-for", b"x-real-ip")
@@ -130,17 +130,9 @@ def _read(path: Path) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(partial, path)
+        replace_file(path, text, is_durable=True, mode=0o600)
     except OSError as e:
-        partial.unlink(missing_ok=True)
         raise ConfigError(f"cannot write the token file {str(path)!r}: {e.strerror}") from e
 
 

@@ -6,7 +6,6 @@ directory as a run and says whether it was set aside; other directories are neve
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -17,14 +16,14 @@ import msgspec
 
 from atroposlib.api.stores.base import GroupStore
 from atroposlib.api.stores.memory import MemoryStore
-from atroposlib.api.stores.segments import Files
 from atroposlib.errors import ConfigError
+from atroposlib.utils.files import replace_file, sync_to_disk
 
 RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Valid run names: part of a URL path and of a file name."""
 MARKER: Final = "run.json"
 _OURS: Final = re.compile(
-    r"run\.json(\.partial)?|lock|ballast|\d{10}\.seg|(damaged-\d+-)?state\.db(-wal|-shm|-journal)?"
+    r"run\.json((\.[0-9a-f]{8})?\.partial)?|lock|ballast|\d{10}\.seg|(damaged-\d+-)?state\.db(-wal|-shm|-journal)?"
 )
 """Names of the files that a store or this module creates in a run's directory."""
 
@@ -153,13 +152,13 @@ class DirectoryRuns:
         kept = _kept(name, {path.name for path in self._root.iterdir()}, experiment, step)
         _write_marker(self._root / name, _Marker(kept=kept))
         (self._root / name).rename(self._root / kept.name)
-        Files().sync_directory(self._root)
+        sync_to_disk(self._root)
         return kept.name
 
     def bring_back(self, kept: Kept) -> None:
         (self._root / kept.name).rename(self._root / kept.of_run)
         _write_marker(self._root / kept.of_run, _Marker())
-        Files().sync_directory(self._root)
+        sync_to_disk(self._root)
 
     def forget(self, name: str) -> None:
         delete_run(self._root / name)
@@ -232,12 +231,7 @@ def _is_of_earlier_version(directory: Path) -> bool:
 
 
 def _write_marker(directory: Path, marker: _Marker) -> None:
-    partial = directory / f"{MARKER}.partial"
-    with partial.open("wb") as file:
-        file.write(msgspec.json.encode(marker))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(directory / MARKER)
+    replace_file(directory / MARKER, msgspec.json.encode(marker), is_durable=True)
 
 
 def _kept(of_run: str, taken: Iterable[str], experiment: str, step: int) -> Kept:

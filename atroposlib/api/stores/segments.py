@@ -21,6 +21,7 @@ import msgspec
 from isal.isal_zlib import crc32
 
 from atroposlib.api.stores.base import NewGroup, Place
+from atroposlib.utils.files import sync_to_disk
 
 _FILE_MAGIC: Final = b"ATROSEG1"
 _FILE_HEAD: Final = struct.Struct("<8s8sI")
@@ -58,8 +59,7 @@ class Files:
         getattr(os, "fdatasync", os.fsync)(fd)
 
     def sync_directory(self, path: Path) -> None:
-        with opened(path) as fd:
-            os.fsync(fd)
+        sync_to_disk(path)
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)

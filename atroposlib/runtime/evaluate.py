@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.collecting import close
 from atroposlib.envs.eval_run import METRICS_FILE, EvalRun, dated_folder, stored_samples
+from atroposlib.runtime.closing import closed_at_end
 from atroposlib.runtime.masking import without_secrets
-from atroposlib.runtime.metrics import finish_wandb, require_wandb, start_wandb
+from atroposlib.runtime.metrics import require_wandb, start_wandb
 from atroposlib.runtime.progress import RunStatus, sign_of_life
 from atroposlib.runtime.timings import Timings
 
@@ -55,8 +55,8 @@ async def evaluate(env: BaseEnv, *, timings: Timings | None = None) -> Path:
         require_wandb(env)
     run = env.eval_run = env.eval_run or eval_run_of(env)
     env.config.data_dir_to_save_evals = str(run.folder)
-    await env.setup()
-    try:
+    async with closed_at_end(env):
+        await env.setup()
         with run:
             if env.config.use_wandb:
                 start_wandb(env, project=None, group=None)
@@ -67,9 +67,6 @@ async def evaluate(env: BaseEnv, *, timings: Timings | None = None) -> Path:
                 )
             if not (run.folder / METRICS_FILE).exists():
                 await _log_other_metrics(env, result)
-    finally:
-        await close(env)
-        finish_wandb(env)
     return run.folder
 
 

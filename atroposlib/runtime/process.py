@@ -21,17 +21,18 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.collecting import close, collect_timed
+from atroposlib.envs.collecting import collect_timed
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.env_config import max_workers
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError, MissingDependency, cause_of
 from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampling
 from atroposlib.inference.servers.usage import Usage
+from atroposlib.runtime.closing import closed_at_end
 from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.items import Outcomes, Work
 from atroposlib.runtime.losses import explain
-from atroposlib.runtime.metrics import finish_wandb, require_wandb, start_wandb
+from atroposlib.runtime.metrics import require_wandb, start_wandb
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.progress import RunStatus, sign_of_life
 from atroposlib.runtime.rows import Provenance, fingerprint, item_json, totals
@@ -85,27 +86,26 @@ async def process(
         )
     if config.use_wandb:
         require_wandb(env)
-    await env.setup()
-    open_log = GroupLog.append_to if options.append else GroupLog.open
-    log = open_log(config.data_path_to_save_groups)
-    config.data_path_to_save_groups = str(log.path)
-    env.jsonl_writer = log
-    outbox = Outbox(env, environment=env.registered_name, log=log, provenance=Provenance(env))
-    env.group_sink = outbox
-    run = _Run(env, log, outbox, epochs=options.epochs)
-    try:
-        if config.use_wandb:
-            start_wandb(env, project=None, group=None)
-        async with sign_of_life(env.server, run.status, timings=timings):
-            await run.fill()
-    finally:
-        await close(env)
-        log.close()
-        finish_wandb(env)
-        if log.num_groups:
-            logger.info("%d groups in %s", log.num_groups, log.path)
-        for line in usage_lines(run.usage):
-            logger.info("%s", line)
+    async with closed_at_end(env):
+        await env.setup()
+        open_log = GroupLog.append_to if options.append else GroupLog.open
+        log = open_log(config.data_path_to_save_groups)
+        config.data_path_to_save_groups = str(log.path)
+        env.jsonl_writer = log
+        outbox = Outbox(env, environment=env.registered_name, log=log, provenance=Provenance(env))
+        env.group_sink = outbox
+        run = _Run(env, log, outbox, epochs=options.epochs)
+        try:
+            if config.use_wandb:
+                start_wandb(env, project=None, group=None)
+            async with sign_of_life(env.server, run.status, timings=timings):
+                await run.fill()
+        finally:
+            log.close()
+            if log.num_groups:
+                logger.info("%d groups in %s", log.num_groups, log.path)
+            for line in usage_lines(run.usage):
+                logger.info("%s", line)
     return ProcessResult(path=log.path, num_groups=log.num_groups, outbox=outbox)
 
 

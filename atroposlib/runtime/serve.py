@@ -18,12 +18,12 @@ from typing import Any
 
 from atroposlib.client import EnvStatus, HubClient
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.collecting import close
+from atroposlib.runtime.closing import closed_at_end
 from atroposlib.runtime.exits import as_failures, contained
 from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.hub_link import HubLink
 from atroposlib.runtime.items import Items
-from atroposlib.runtime.metrics import finish_wandb, require_wandb
+from atroposlib.runtime.metrics import require_wandb
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.progress import RunStatus, sign_of_life
 from atroposlib.runtime.spool import Spool
@@ -98,13 +98,12 @@ class _Run:
 
     async def run(self) -> Outbox:
         try:
-            with _signals(self._stop, self._skip_wait), contained():
-                async with sign_of_life(self._env.server, self._status, timings=self._timings):
-                    await self._run()
+            async with closed_at_end(self._env):
+                with _signals(self._stop, self._skip_wait), contained():
+                    async with sign_of_life(self._env.server, self._status, timings=self._timings):
+                        await self._run()
         finally:
             self._spool.close()
-            await close(self._env)
-            finish_wandb(self._env)
             if self._log is not None:
                 self._log.close()
             logger.info("%s", self._outbox.summary())

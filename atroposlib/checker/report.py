@@ -211,6 +211,47 @@ class Finding:
         return "" if is_checked else self.reason or "nothing was seen that could break it"
 
 
+class Verdicts:
+    """A finding per rule, filled while an environment is judged."""
+
+    def __init__(self) -> None:
+        self.findings = {rule.name: Finding(rule=rule) for rule in RULES}
+
+    def look(self, name: str, count: int = 1) -> None:
+        """Note that `count` things were seen that could have broken a rule."""
+        self.findings[name].num_looks += count
+
+    def fail(
+        self,
+        name: str,
+        what: str,
+        *,
+        item: int | None = None,
+        sequence: int | None = None,
+        hint: str = "",
+    ) -> None:
+        """Add evidence against a rule, unless the rule is not judged."""
+        finding = self.findings[name]
+        if not finding.reason:
+            finding.evidence.append(Evidence(what=what, item=item, sequence=sequence, hint=hint))
+
+    def skip(self, reason: str, *names: str) -> None:
+        """Do not judge these rules, except those that failed or were skipped before."""
+        for name in names:
+            finding = self.findings[name]
+            if not finding.evidence:
+                finding.reason = finding.reason or reason
+
+    def has_failed(self, name: str) -> bool:
+        return self.findings[name].status is Status.FAIL
+
+    def dismiss(self, cause: str, *names: str) -> None:
+        """Drop what was found about these rules: it follows from the fault that `cause` has found."""
+        for name in names:
+            self.findings[name].evidence.clear()
+        self.skip(f"{cause} fails", *names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The verdicts on one environment."""

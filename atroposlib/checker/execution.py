@@ -1,0 +1,269 @@
+"""Start an environment on the checker's engine, and run its items with scripted answers.
+
+Exceptions of the author's code become findings here; what they and the groups mean for the rules of rewards is judged
+in `earnings.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from atroposlib.checker.answers import FakeRewardModel, verdict
+from atroposlib.checker.calls import (
+    LoopWatch,
+    Unfinished,
+    author_files,
+    child_processes,
+    copy_of,
+    describe,
+    open_handles,
+    within,
+)
+from atroposlib.checker.engine import Answer, PairTokenizer, ProbeEngine, shown
+from atroposlib.checker.report import Verdicts
+from atroposlib.checker.runs import Run, Sink, fault_of, text_of
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.collecting import close, collect
+from atroposlib.envs.dataset_env import DatasetEnv
+from atroposlib.errors import (
+    AtroposError,
+    ConfigError,
+    EngineProtocolError,
+    EnvError,
+    GroupError,
+    cause_of,
+)
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers.http_peer import HttpPeer
+from atroposlib.scored_data import Strictness, check_group
+
+T = TypeVar("T")
+
+MIN_GROUP_SIZE = 8
+"""Minimum answers per group: guesses, nonsense, an empty answer and an echo."""
+
+
+class ScoreNotFinite(ValueError):
+    """A group has a score that is NaN or infinite."""
+
+
+@dataclass(kw_only=True)
+class Execution:
+    """The environment under check, its engine, and what it left behind after each run."""
+
+    env_cls: type[BaseEnv]
+    make: Callable[[], BaseEnv]
+    verdicts: Verdicts
+    timeout_s: float
+    seed: int
+    items: list[Any] = field(default_factory=list)
+    engine: ProbeEngine = field(default_factory=lambda: ProbeEngine(PairTokenizer()))
+    sink: Sink = field(default_factory=Sink)
+    group_size: int = MIN_GROUP_SIZE
+    fatal: set[Answer] = field(default_factory=set)
+    """Answers that make the whole item fail; they are not given again."""
+    tasks: list[set[Any]] = field(default_factory=list)
+    """Unfinished tasks after each run; like the next two."""
+    handles: list[set[Any]] = field(default_factory=list)
+    processes: list[set[Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.watch = LoopWatch(author_files(self.env_cls), patience_s=self.timeout_s)
+
+    async def within(self, call: Awaitable[T], what: str) -> T:
+        """Await the author's code; on a timeout, release requests that the engine holds."""
+        self.watch.run += 1
+        return await within(call, what, timeout_s=self.timeout_s, give_up=self.engine.release)
+
+    async def start(self, folder: Path, rule: str) -> BaseEnv | None:
+        """Return an environment after `setup`, with its own engine; None, with a finding, if that fails."""
+        env: BaseEnv | None = None
+        try:
+            env = self.make()
+            env.config.use_wandb = False
+            env.config.group_size = self.group_size = max(env.config.group_size, MIN_GROUP_SIZE)
+            env.config.worker_timeout = self.timeout_s
+            env.config.data_dir_to_save_evals = str(folder / "evals")
+            await env.server.close()
+            self.engine.tokenizer = env.tokenizer  # setup() may ask, and may replace it
+            self.engine.judge = getattr(env, "example_verdict", verdict)
+            for name, server in [*vars(env).items()]:  # a judge or a teacher has its own
+                if isinstance(server, ServerManager):
+                    server.servers = [self.engine]
+                elif isinstance(server, HttpPeer):
+                    setattr(env, name, FakeRewardModel(env, self.engine))
+            env.group_sink = self.sink
+            await self.within(env.setup(), "setup()")
+            self.engine.tokenizer = env.tokenizer
+            self.verdicts.look("starts")
+            return env
+        except Exception as error:
+            if env is None and isinstance(error, ConfigError):
+                raise
+            self.verdicts.fail(rule, describe(error), hint=hint_of(error))
+            if env is not None:
+                await self.stop(env)
+            return None
+
+    async def stop(self, env: BaseEnv) -> None:
+        try:
+            await self.within(close(env), "close()")
+        except Exception as error:  # noqa: BLE001 - boundary: the author's code
+            what = f"close() failed: {describe(error)}"
+            self.verdicts.fail("no_leaked_handles", what, hint=hint_of(error))
+
+    async def run(self, env: BaseEnv, index: int, answers: Sequence[Answer], seed: int = 0) -> Run:
+        """Run one item with scripted answers and judge its groups. Raises what the author's code raises."""
+        item = self.items[index]
+        self.engine.script(answers)
+        self.sink.groups = []
+        num_verdicts = self.engine.num_verdicts
+        seed_all(self.seed + seed)
+        groups, _ = await self.within(collect(env, copy_of(item)), "the item")
+        if groups:
+            await env.handle_send_to_api(
+                groups, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
+            )
+        run = Run(
+            item=index,
+            answers=list(answers),
+            samples=self.engine.samples,
+            num_verdicts=self.engine.num_verdicts - num_verdicts,
+        )
+        for group in self.sink.groups:
+            self._judge_group(env, run, group)
+        for _ in range(5):  # lets tasks that are about to end do so
+            await asyncio.sleep(0)
+        self.tasks.append(asyncio.all_tasks())
+        self.handles.append(open_handles())
+        self.processes.append(child_processes())
+        return run
+
+    def _judge_group(self, env: BaseEnv, run: Run, group: Any) -> None:
+        _refuse_infinite(group)
+        self.verdicts.look("collects")
+        try:
+            checked = check_group(group, strictness=Strictness.MEANING)
+        except GroupError as error:
+            self.verdicts.fail("aligned", str(error), item=run.item)
+            return
+        run.groups.append(checked)
+        num_sequences = checked.num_sequences
+        stated = (checked.group_overrides or {}).get("group_size", self.group_size)
+        self.verdicts.look("group_size")
+        if num_sequences != stated:
+            what = f"{num_sequences} sequences, expected {stated}"
+            self.verdicts.fail("group_size", what, item=run.item)
+        has_tokens = any(sample.tokens for sample in run.samples)
+        for sequence in range(num_sequences if run.samples else 0):
+            view = checked.sequence(sequence)
+            fault = fault_of(view, run.samples, env.tokenizer)
+            self.verdicts.look("aligned")
+            self.verdicts.look("token_exact", int(has_tokens))
+            if fault is not None:
+                self.verdicts.fail(
+                    fault.rule, fault.what, item=run.item, sequence=sequence, hint=fault.hint
+                )
+                if fault.rule == "aligned":
+                    continue  # the answer in it is not known
+            text = text_of(view, run.samples, env.tokenizer)
+            if text is not None:
+                run.earned[text] = sorted([*run.earned.get(text, ()), view.score])
+
+    async def collect(
+        self,
+        env: BaseEnv,
+        index: int,
+        answers: Sequence[Answer],
+        *,
+        seed: int = 0,
+        may_fail: bool = False,
+    ) -> Run | None:
+        """Run one item with scripted answers, without those that make it fail; None, with a finding, if all do."""
+        answers = [answer for answer in answers if answer not in self.fatal]
+        if not answers:
+            return None
+        before = _scoring_errors(env)
+        try:
+            run = await self.run(env, index, answers, seed)
+        except Exception as error:  # noqa: BLE001 - boundary: the author's code
+            if may_fail:
+                return None
+            if not await self._find_fatal(env, index, answers, cause_of(error)):
+                return None
+            return await self.collect(env, index, answers)
+        if may_fail:
+            return run
+        self.verdicts.look("grader_survives", len(run.scores))
+        self.verdicts.look("reward_finite", len(run.scores))
+        for kind in _scoring_errors(env) - before:
+            rule = "reward_finite" if kind == EnvError.__name__ else "grader_survives"
+            unscored = [answer for answer in answers if not run.scores_for(answer)]
+            what = f"scoring raised {kind}; answers without a score: "
+            self.verdicts.fail(rule, what + ", ".join(map(shown, unscored[:4])), item=index)
+        return run
+
+    async def _find_fatal(
+        self, env: BaseEnv, index: int, answers: Sequence[Answer], error: BaseException
+    ) -> bool:
+        """Find the answers that make an item fail; return whether there are others."""
+        bad: dict[Answer, BaseException] = {}
+        is_by_answer = not isinstance(error, Unfinished | TimeoutError | AtroposError)
+        for answer in dict.fromkeys(answers) if is_by_answer else ():
+            try:
+                await self.run(env, index, [answer])
+            except Exception as raised:  # noqa: BLE001 - boundary: the author's code
+                bad[answer] = cause_of(raised)
+        are_all_bad = len(bad) == len({*answers})
+        if not bad or (are_all_bad and not self.tasks):
+            rule = "reward_finite" if isinstance(error, ScoreNotFinite) else "collects"
+            self.verdicts.fail(rule, describe(error), item=index, hint=hint_of(error))
+            return False
+        for answer, fault in bad.items():
+            rule = "reward_finite" if isinstance(fault, ScoreNotFinite) else "grader_survives"
+            self.verdicts.fail(rule, f"{shown(answer)}: {describe(fault)}", item=index)
+        self.fatal |= bad.keys()
+        return not are_all_bad
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def hint_of(error: BaseException) -> str:
+    """Return what to do about an error; "" if the rule's advice says it."""
+    match error:
+        case ImportError():
+            return "install what is missing, or import it only where it is used"
+        case OSError():
+            return ""
+        case Unfinished():
+            return "end in time (--timeout SECONDS), and neither exit nor raise CancelledError"
+        case EngineProtocolError():
+            return "define example_reply(self, path, body): a reply of your reward model, as JSON"
+    return "correct what raises this"
+
+
+def _scoring_errors(env: BaseEnv) -> Counter[str]:
+    """Return what a `DatasetEnv` counts instead of raising it: exceptions of its scoring, by type."""
+    if not isinstance(env, DatasetEnv):
+        return Counter()
+    in_workers = env.reward_workers.failures["exception"]
+    return env.score_errors + Counter({"an exception in a worker": in_workers})
+
+
+def _refuse_infinite(group: Any) -> None:
+    """Raise `ScoreNotFinite` for a group with a score that is NaN or infinite."""
+    scores = group.get("scores") if isinstance(group, Mapping) else None
+    for index, score in enumerate(scores or ()):
+        if isinstance(score, float | np.floating) and not np.isfinite(score):
+            raise ScoreNotFinite(f"scores[{index}] is {score}")

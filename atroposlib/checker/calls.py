@@ -18,7 +18,8 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self, TypeVar
@@ -51,8 +52,9 @@ class LoopBlocked(BaseException):
 class LoopWatch:
     """Pings the running event loop from a thread, and adds up how long an author's function runs without an answer.
 
-    asyncio's debug mode reports slow callbacks, too, but names only their task. A look comes late if the process has
-    no CPU, which is no fault, or if C code keeps the GIL, which is one: CPU time tells which.
+    asyncio's debug mode reports slow callbacks, too, but names only their task. A busy machine is no fault of the
+    function's: time that a thread waits for a CPU is not counted, and of the time before a late look (C code kept the
+    GIL, also while it started a process, or this process was stopped) only the CPU time is.
     """
 
     def __init__(self, author_files: Collection[str], *, patience_s: float) -> None:
@@ -67,6 +69,7 @@ class LoopWatch:
 
     def __enter__(self) -> Self:
         self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
+        self._native_id = threading.get_native_id()
         self._thread = threading.Thread(target=self._watch, name="loop watch", daemon=True)
         self._thread.start()
         return self
@@ -76,19 +79,31 @@ class LoopWatch:
         self._thread.join()
 
     def _watch(self) -> None:
+        with (
+            _cpu_waits(self._native_id) as loop_waits,
+            _cpu_waits(threading.get_native_id()) as own_waits,
+        ):
+            self._look_until_stopped(loop_waits, own_waits)
+
+    def _look_until_stopped(
+        self, loop_waits: Callable[[], float], own_waits: Callable[[], float]
+    ) -> None:
         answered = threading.Event()
         answered.set()
         looked_at = asked_at = time.monotonic()
         used_at, blocked_s = time.process_time(), 0.0
         while not self._stop.wait(_LOOK_S):
-            late_s, used_s = time.monotonic() - looked_at, time.process_time() - used_at
-            looked_at, used_at = looked_at + late_s, used_at + used_s
+            passed_s, used_s = time.monotonic() - looked_at, time.process_time() - used_at
+            looked_at, used_at = looked_at + passed_s, used_at + used_s
+            is_late = passed_s - own_waits() > 1.5 * _LOOK_S
+            waited_s = loop_waits()
+            slept_s = 0.0 if is_late else _LOOK_S - waited_s
             if answered.is_set():
                 answered.clear()
                 self._loop.call_soon_threadsafe(answered.set)
                 asked_at, blocked_s = looked_at, 0.0
             if where := self._author_function():
-                blocked_s += max(_LOOK_S, min(late_s, used_s))
+                blocked_s += max(slept_s, min(passed_s, used_s))
                 if blocked_s > BLOCKED_S:
                     longest_s = self.stalls[where].get(self.run, 0.0)
                     self.stalls[where][self.run] = max(blocked_s, longest_s)
@@ -107,6 +122,29 @@ class LoopWatch:
                 return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
             frame = frame.f_back
         return None
+
+
+@contextmanager
+def _cpu_waits(native_thread_id: int) -> Iterator[Callable[[], float]]:
+    """Yield a function that returns how long a thread has waited for a CPU since the last call, in seconds.
+
+    It returns 0 where the kernel does not say. Its file stays open: `open_handles` counts descriptors.
+    """
+    path = Path(f"/proc/self/task/{native_thread_id}/schedstat")
+    if not path.exists():
+        yield lambda: 0.0
+        return
+    last_ns = 0
+    with path.open("rb", buffering=0) as stat:
+
+        def waited_s() -> float:
+            nonlocal last_ns
+            stat.seek(0)
+            before_ns, last_ns = last_ns, int(stat.read().split()[1])
+            return (last_ns - before_ns) / 1e9
+
+        waited_s()
+        yield waited_s
 
 
 def _frame_of(thread_id: int) -> FrameType | None:

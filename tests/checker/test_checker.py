@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import json
 import random
 import signal
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 
 from atroposlib.checker import RULES, Status, check_env
+from atroposlib.checker import check as checker_module
+from atroposlib.checker.calls import LoopWatch
 from atroposlib.checker.engine import PairTokenizer, tokens_apart
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError
@@ -38,14 +42,24 @@ NAMES = [rule.name for rule in RULES]
 OF_REWARDS = NAMES[NAMES.index("reward_repeatable") : NAMES.index("no_leaked_tasks")]
 
 
-@pytest.mark.parametrize("env_cls", SOUND, ids=lambda env_cls: env_cls.__name__)
+def _sound(env_cls: type[BaseEnv]) -> Any:
+    """Return a test case; the environments of `environments/` take seconds each."""
+    marks = () if env_cls.__module__.startswith("tests.") else pytest.mark.drill
+    return pytest.param(env_cls, marks=marks, id=env_cls.__name__)
+
+
+@pytest.mark.parametrize("env_cls", [_sound(env_cls) for env_cls in SOUND])
 def test_sound_environment_fails_no_rule(env_cls: type[BaseEnv]) -> None:
     report = check(env_cls)
     assert report.failed == [], report.to_text()
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case.rule}-{case.env_cls.__name__}")
-def test_broken_environment_fails_its_own_rule_alone(case: Broken) -> None:
+def test_broken_environment_fails_its_own_rule_alone(
+    case: Broken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case.rule == "no_leaked_tasks":  # waits for the tasks, which do not end
+        monkeypatch.setattr(checker_module, "GRACE_S", 0.1)
     report = check(case.env_cls)
     assert report.failed == [case.rule], report.to_text()
     assert case.hint in report.to_text()
@@ -180,6 +194,18 @@ def test_time_without_a_cpu_is_no_stall() -> None:
             time.sleep(0.3)
             process.send_signal(signal.SIGCONT)
         assert process.stdout.read() == "[]\n"
+
+
+async def test_c_code_that_waits_with_the_gil_is_no_stall() -> None:
+    """As a start of a process does, until the new process has a CPU: agents are started one right after another."""
+    usleep = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL
+    watch = LoopWatch({__file__}, patience_s=30.0)
+    with watch:
+        for watch.run in range(3):
+            await asyncio.sleep(0.1)
+            for _ in range(10):
+                usleep(50_000)
+    assert watch.stalls == {}
 
 
 def test_command_prints_the_report_and_exits_1_on_a_failure(

@@ -1,7 +1,7 @@
 """Which tests are drills, the order of all, and an interpreter that no test leaves changed to the next.
 
-Every test of `tests/faults` is a drill, with three exceptions; elsewhere the long ones carry the marker. The longest
-come first, so that several workers (`-n 2`) end together.
+Every test of `tests/faults` is a drill, with three exceptions; elsewhere the long ones carry the marker. A file whose
+tests are all left out is not even imported. The longest come first, so that several workers (`-n 2`) end together.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,22 @@ EVERY_RUN = (
     "tests/faults/test_store_full.py::test_a_full_disk_refuses_groups_while_every_commit_works",
 )
 """One kill, one outage and one full disk are no drills: `make test` has them."""
+
+
+FOLDER_MARKERS = {
+    "faults": "drill",
+    "gpu": "gpu",
+    "other_trainers": "other_trainers",
+    "vllm": "vllm",
+}
+"""The marker that every test of a folder has; those of `EVERY_RUN` have none."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    marker = FOLDER_MARKERS.get(collection_path.parent.name)
+    is_left_out = marker is not None and f"not {marker}" in config.getoption("markexpr")
+    in_every_run = any(collection_path.name in test for test in EVERY_RUN)
+    return True if is_left_out and not in_every_run else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

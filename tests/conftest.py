@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import gc
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.postgres import Cluster, binaries, running_cluster
 
 FIRST = ("tests/faults/", "tests/e2e/", "tests/trainer/")
 
@@ -58,3 +61,19 @@ def _same_interpreter() -> Iterator[None]:
     yield
     sys.setrecursionlimit(recursion_limit)
     gc.set_threshold(*thresholds)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Cluster]:
+    """A PostgreSQL for the tests of this process; each takes a schema of its own, or skips without PostgreSQL."""
+    if binaries() is None:
+        pytest.skip("NOT TESTED: PostgreSQL is not installed (Debian: apt install postgresql)")
+    pytest.importorskip("asyncpg", reason="NOT TESTED: pip install 'atroposlib[postgres]'")
+    with running_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def postgres_url(postgres: Cluster) -> str:
+    """The URL of an empty schema of this test's own."""
+    return postgres.create_schema(f"test_{uuid.uuid4().hex}")

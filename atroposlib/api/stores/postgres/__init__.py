@@ -1,0 +1,1 @@
+"""Runs in PostgreSQL, so that a run survives its host: schema, ownership, and one store per run. Extra `postgres`."""

@@ -207,7 +207,7 @@ async def test_kept_runs_survive_a_restart_closed_and_can_be_deleted(tmp_path: P
         assert await places(hub, "default.1") == {"queued": 1}
         assert (await hub.http.delete("/runs/default.1")).is_success
         assert (await hub.http.delete("/runs/default.1")).status_code == 404
-    assert stores().names() == ["default"]
+    assert await stores().names() == ["default"]
 
 
 async def test_waiting_clients_of_the_earlier_experiment_are_answered(hub: Hub) -> None:

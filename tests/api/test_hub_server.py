@@ -740,10 +740,10 @@ class SlowToForget(MemoryRuns):
         self.opened_too_early |= self.is_deleting.is_set() and not self.may_delete.is_set()
         return super().store(name)
 
-    def forget(self, name: str) -> None:
+    async def forget(self, name: str) -> None:
         self.is_deleting.set()
-        assert self.may_delete.wait(5)
-        super().forget(name)
+        assert await asyncio.to_thread(self.may_delete.wait, 5)
+        await super().forget(name)
 
 
 async def test_run_that_is_called_while_it_ends_begins_anew_when_its_files_are_gone() -> None:
@@ -762,14 +762,14 @@ async def test_run_that_is_called_while_it_ends_begins_anew_when_its_files_are_g
     await runs.close()
 
 
-def test_only_directories_of_stores_are_runs(tmp_path: Path) -> None:
+async def test_only_directories_of_stores_are_runs(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "math").mkdir()
     (tmp_path / "math" / "lock").touch()
     runs = DirectoryRuns(tmp_path, lambda path: MemoryStore())
-    assert runs.names() == []
+    assert await runs.names() == []
     runs.store("algebra")
-    assert runs.names() == ["algebra"]
+    assert await runs.names() == ["algebra"]
     (tmp_path / "math" / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="is not a run of a hub"):
         runs.store("math")

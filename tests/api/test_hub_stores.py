@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -30,6 +31,9 @@ from atroposlib.api.stores.base import (
 )
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from atroposlib.api.stores.postgres.runs import PostgresRuns
 
 Reopen = Callable[[GroupStore], Awaitable[tuple[GroupStore, SavedRun]]]
 
@@ -65,17 +69,34 @@ def new_batch(number: int, state: BatchState = BatchState.LEASED) -> StoredBatch
     )
 
 
-@pytest.fixture(params=["memory", "disk-power", "disk-process"])
+@pytest.fixture(params=["memory", "disk-power", "disk-process", "postgres"])
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
 
 
 @pytest.fixture
-async def store(kind: str, tmp_path: Path) -> AsyncIterator[GroupStore]:
+async def database(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[PostgresRuns | None]:
+    if kind != "postgres":
+        yield None
+        return
+    from atroposlib.api.stores.postgres.runs import PostgresRuns
+
+    runs = PostgresRuns(request.getfixturevalue("postgres_url"), segment_bytes=4096)
+    await runs.open()
+    yield runs
+    await runs.close()
+
+
+@pytest.fixture
+async def store(
+    kind: str, tmp_path: Path, database: PostgresRuns | None
+) -> AsyncIterator[GroupStore]:
     made: GroupStore
     if kind == "memory":
         made = MemoryStore()
+    elif database is not None:
+        made = database.store("run")
     else:
         made = disk_store(tmp_path, kind)
     assert await made.open() == SavedRun(groups=[], batches=[])
@@ -89,13 +110,16 @@ def disk_store(directory: Path, kind: str) -> DiskStore:
 
 
 @pytest.fixture
-async def reopen(kind: str, tmp_path: Path) -> AsyncIterator[Reopen]:
+async def reopen(kind: str, tmp_path: Path, database: PostgresRuns | None) -> AsyncIterator[Reopen]:
     """Close a store and open what it left behind."""
     opened: list[GroupStore] = []
 
     async def do(store: GroupStore) -> tuple[GroupStore, SavedRun]:
         await store.close()
-        again = store if kind == "memory" else disk_store(tmp_path, kind)
+        if database is not None:
+            again = database.store("run")
+        else:
+            again = store if kind == "memory" else disk_store(tmp_path, kind)
         opened.append(again)
         return again, await again.open()
 

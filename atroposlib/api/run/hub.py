@@ -87,8 +87,17 @@ class Hub:
 
         An unreadable run is logged and not served; for the default run, `UnreadableRun` is raised.
         """
-        kept = {each.name for each in self._stores.kept()}
-        names = [name for name in self._stores.names() if name not in kept]
+        await self._stores.open()
+        try:
+            await self._open_stored()
+        except BaseException:
+            await self.close()
+            raise
+        self.is_open = True
+
+    async def _open_stored(self) -> None:
+        kept = {each.name for each in await self._stores.kept()}
+        names = [name for name in await self._stores.names() if name not in kept]
         for name in dict.fromkeys([DEFAULT_RUN, *names]):
             try:
                 await self.run(name)
@@ -96,13 +105,12 @@ class Hub:
                 if name == DEFAULT_RUN:
                     raise
                 logger.error("run %r is not served and left as it is: %s", name, e)
-        self.is_open = True
 
     async def find(self, name: str) -> Coordinator | None:
         """Return a run, opened on first use; None if no trainer has created it. The default run always exists."""
         await self._until_unchanging(name)
         run = self.runs.get(name)
-        if run is None and (name == DEFAULT_RUN or self._stores.holds(name)):
+        if run is None and (name == DEFAULT_RUN or await self._stores.holds(name)):
             return await self.run(name)
         return run
 
@@ -121,7 +129,7 @@ class Hub:
         """
         async with self._registering:
             run = await self.run(name)
-            kept = self._kept(name, registration, run)
+            kept = await self._kept(name, registration, run)
             set_aside = None
             current = run.state.experiment
             begins = entry_to(run.state, registration, now=self._clock()) is Entry.BEGIN
@@ -133,12 +141,14 @@ class Hub:
         reply.set_aside = set_aside
         return reply
 
-    def _kept(self, name: str, registration: RegisterTrainer, run: Coordinator) -> Kept | None:
+    async def _kept(
+        self, name: str, registration: RegisterTrainer, run: Coordinator
+    ) -> Kept | None:
         """Return the experiment that the trainer resumes, if it was set aside."""
         asked = registration.experiment
         if registration.resume_step is None or asked in (None, run.state.experiment):
             return None
-        of_run = [each for each in self._stores.kept() if each.of_run == name]
+        of_run = [each for each in await self._stores.kept() if each.of_run == name]
         return next((each for each in of_run if each.experiment == asked), None)
 
     async def _until_unchanging(self, name: str) -> None:
@@ -193,16 +203,15 @@ class Hub:
         await earlier.close()
         set_aside = None
         if is_empty:
-            await asyncio.to_thread(self._stores.forget, name)
-        elif self._stores.holds(name):
-            set_aside = await asyncio.to_thread(
-                self._stores.set_aside,
+            await self._stores.forget(name)
+        elif await self._stores.holds(name):
+            set_aside = await self._stores.set_aside(
                 name,
                 experiment=earlier.state.experiment or "",
                 step=earlier.state.current_step,
                 resumed=kept,
             )
-            for gone in [each for each in self.runs if not self._stores.holds(each)]:
+            for gone in [each for each in list(self.runs) if not await self._stores.holds(each)]:
                 await self.runs.pop(gone).close()
             logger.warning(
                 "run %s: another experiment %s; the earlier one (%s) is set aside as %r: resume it with its trainer's"
@@ -214,7 +223,7 @@ class Hub:
                 set_aside,
             )
         if kept is not None:
-            await asyncio.to_thread(self._stores.bring_back, kept)
+            await self._stores.bring_back(kept)
         run = await self._open(name)
         await run.take_over(earlier)
         return set_aside
@@ -222,7 +231,7 @@ class Hub:
     async def forget(self, name: str) -> bool:
         """Delete a run and its stored data; False if there is none."""
         await self._until_unchanging(name)
-        if name not in self.runs and not self._stores.holds(name):
+        if name not in self.runs and not await self._stores.holds(name):
             return False
         await self._change(name, lambda: self._delete(name))
         return True
@@ -233,7 +242,7 @@ class Hub:
             self._last_epochs[name] = run.state.leases.epoch
             await run.reset()
             await run.close()
-        await asyncio.to_thread(self._stores.forget, name)
+        await self._stores.forget(name)
 
     async def tick(self) -> None:
         """Expire leases, groups and environments in every run."""
@@ -253,3 +262,4 @@ class Hub:
         for run in self.runs.values():
             await run.close()
         self.runs.clear()
+        await self._stores.close()

@@ -39,6 +39,18 @@ class StoreBroken(AtroposError):
     """A write failed, so the content of the disk is unknown; a restart checks and recovers it."""
 
 
+class TermLost(StoreBroken):
+    """Another replica has taken the run over: nothing was written, and nothing can be written any more."""
+
+
+class OwnedElsewhere(ConfigError):
+    """Another replica serves the run, at `address`."""
+
+    def __init__(self, name: str, address: str) -> None:
+        super().__init__(f"run {name!r} is served by another hub, at {address}")
+        self.address = address
+
+
 class UnreadableRun(ConfigError):
     """A stored run was written by a newer version, or is incomplete; it is left unchanged."""
 

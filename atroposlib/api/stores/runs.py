@@ -6,6 +6,7 @@ directory as a run and says whether it was set aside; other directories are neve
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -60,25 +61,33 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 class RunStores(Protocol):
     """Makes, lists, sets aside and forgets the stores of runs, by run name."""
 
-    def names(self) -> list[str]:
+    async def open(self) -> None:
+        """Called once, before anything else."""
+
+    async def close(self) -> None:
+        """Called once, after every store is closed."""
+
+    async def names(self) -> list[str]:
         """Names of the stored runs, including those set aside."""
 
-    def holds(self, name: str) -> bool:
+    async def holds(self, name: str) -> bool:
         """Whether the run is stored."""
 
-    def kept(self) -> list[Kept]:
+    async def kept(self) -> list[Kept]:
         """The experiments that were set aside, the latest first."""
 
     def store(self, name: str) -> GroupStore:
         """Return the store of a run, not yet opened. Called once per run, and again after any method below."""
 
-    def set_aside(self, name: str, *, experiment: str, step: int, resumed: Kept | None) -> str:
+    async def set_aside(
+        self, name: str, *, experiment: str, step: int, resumed: Kept | None
+    ) -> str:
         """Rename a closed run and return its new name. `resumed` is kept: it is brought back afterwards."""
 
-    def bring_back(self, kept: Kept) -> None:
+    async def bring_back(self, kept: Kept) -> None:
         """Rename a closed run that was set aside back to its old name, which must be free."""
 
-    def forget(self, name: str) -> None:
+    async def forget(self, name: str) -> None:
         """Delete the data of a closed store."""
 
 
@@ -89,32 +98,40 @@ class MemoryRuns:
         self._stores: dict[str, MemoryStore] = {}
         self._kept: dict[str, Kept] = {}
 
-    def names(self) -> list[str]:
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def names(self) -> list[str]:
         return sorted(self._stores)
 
-    def holds(self, name: str) -> bool:
+    async def holds(self, name: str) -> bool:
         return name in self._stores
 
-    def kept(self) -> list[Kept]:
+    async def kept(self) -> list[Kept]:
         return list(self._kept.values())[::-1]
 
     def store(self, name: str) -> GroupStore:
         return self._stores.setdefault(name, MemoryStore())
 
-    def set_aside(self, name: str, *, experiment: str, step: int, resumed: Kept | None) -> str:
+    async def set_aside(
+        self, name: str, *, experiment: str, step: int, resumed: Kept | None
+    ) -> str:
         for older in list(self._kept.values()):
             if older.of_run == name and older != resumed:
-                self.forget(older.name)
-        kept = _kept(name, self._stores, experiment, step)
+                await self.forget(older.name)
+        kept = kept_as(name, self._stores, experiment, step)
         self._stores[kept.name] = self._stores.pop(name)
         self._kept[kept.name] = kept
         return kept.name
 
-    def bring_back(self, kept: Kept) -> None:
+    async def bring_back(self, kept: Kept) -> None:
         del self._kept[kept.name]
         self._stores[kept.of_run] = self._stores.pop(kept.name)
 
-    def forget(self, name: str) -> None:
+    async def forget(self, name: str) -> None:
         self._stores.pop(name, None)
         self._kept.pop(name, None)
 
@@ -126,13 +143,19 @@ class DirectoryRuns:
         self._root = root
         self._make_store = make_store
 
-    def names(self) -> list[str]:
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def names(self) -> list[str]:
         return [name for name, _ in stored_markers(self._root)]
 
-    def holds(self, name: str) -> bool:
+    async def holds(self, name: str) -> bool:
         return _read_marker(self._root / name) is not None
 
-    def kept(self) -> list[Kept]:
+    async def kept(self) -> list[Kept]:
         found = [marker.kept for _, marker in stored_markers(self._root) if marker.kept is not None]
         return sorted(found, key=lambda kept: kept.set_aside_at, reverse=True)
 
@@ -148,20 +171,29 @@ class DirectoryRuns:
         _write_marker(directory, marker or _Marker())
         return self._make_store(directory)
 
-    def set_aside(self, name: str, *, experiment: str, step: int, resumed: Kept | None) -> str:
-        kept = _kept(name, {path.name for path in self._root.iterdir()}, experiment, step)
-        _write_marker(self._root / name, _Marker(kept=kept))
-        (self._root / name).rename(self._root / kept.name)
-        sync_to_disk(self._root)
+    async def set_aside(
+        self, name: str, *, experiment: str, step: int, resumed: Kept | None
+    ) -> str:
+        kept = kept_as(name, {path.name for path in self._root.iterdir()}, experiment, step)
+
+        def rename() -> None:
+            _write_marker(self._root / name, _Marker(kept=kept))
+            (self._root / name).rename(self._root / kept.name)
+            sync_to_disk(self._root)
+
+        await asyncio.to_thread(rename)
         return kept.name
 
-    def bring_back(self, kept: Kept) -> None:
-        (self._root / kept.name).rename(self._root / kept.of_run)
-        _write_marker(self._root / kept.of_run, _Marker())
-        sync_to_disk(self._root)
+    async def bring_back(self, kept: Kept) -> None:
+        def rename() -> None:
+            (self._root / kept.name).rename(self._root / kept.of_run)
+            _write_marker(self._root / kept.of_run, _Marker())
+            sync_to_disk(self._root)
 
-    def forget(self, name: str) -> None:
-        delete_run(self._root / name)
+        await asyncio.to_thread(rename)
+
+    async def forget(self, name: str) -> None:
+        await asyncio.to_thread(delete_run, self._root / name)
 
 
 def stored_runs(root: Path) -> list[StoredRun]:
@@ -234,7 +266,7 @@ def _write_marker(directory: Path, marker: _Marker) -> None:
     replace_file(directory / MARKER, msgspec.json.encode(marker), is_durable=True)
 
 
-def _kept(of_run: str, taken: Iterable[str], experiment: str, step: int) -> Kept:
+def kept_as(of_run: str, taken: Iterable[str], experiment: str, step: int) -> Kept:
     """Describe an experiment that is set aside now; its name is the run's with the next free number."""
     base = of_run[:56]
     pattern = re.compile(re.escape(base) + r"\.(\d{1,6})")

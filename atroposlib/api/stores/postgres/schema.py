@@ -35,20 +35,20 @@ MIGRATIONS: Final = (
         kept_at double precision
     );
     create table states (
-        run_id bigint primary key references runs on delete cascade,
+        run_id bigint primary key,
         serial bigint not null default 0,
         next_number bigint not null default 0,
         document bytea,
         changed_at timestamptz not null default clock_timestamp()
     ) with (fillfactor = 50);
     create table ids (
-        run_id bigint references runs on delete cascade,
+        run_id bigint,
         key bytea,
         digest bytea not null,
         primary key (run_id, key)
     );
     create table groups (
-        run_id bigint references runs on delete cascade,
+        run_id bigint,
         number bigint,
         key bytea not null,
         env_id bigint,
@@ -59,33 +59,33 @@ MIGRATIONS: Final = (
         place smallint not null,
         batch bigint,
         deliveries integer not null default 0,
-        reason text,
+        reason bytea,
         segment integer not null,
         num_bytes integer not null,
         crc bigint not null,
         primary key (run_id, number)
     ) with (fillfactor = 80);
     create table ended (
-        run_id bigint references runs on delete cascade,
+        run_id bigint,
         fate text,
         num_groups bigint not null,
         primary key (run_id, fate)
     );
     create table batches (
-        run_id bigint references runs on delete cascade,
+        run_id bigint,
         number bigint,
         state smallint not null,
         step bigint not null,
         epoch bigint not null,
-        lease_id text not null,
+        lease_id bytea not null,
         ttl_s double precision not null,
-        request_id text,
+        request_id bytea,
         is_plain boolean not null,
         primary key (run_id, number)
     );
     create table facts (
-        run_id bigint references runs on delete cascade,
-        name text,
+        run_id bigint,
+        name bytea,
         value bytea not null,
         primary key (run_id, name)
     );
@@ -93,8 +93,9 @@ MIGRATIONS: Final = (
 )
 """The schema has as many versions; each string leads from one to the next. Never change one that was released.
 
-A run's state has a `serial`, which every transaction of its store increases: after a lost connection it says whether
-the last transaction was committed.
+No foreign keys: each inserted row would be checked against its run. Strings of clients are bytes, since `text` takes no
+NUL. A run's state has a `serial`, which every transaction of its store increases: after a lost connection, it says
+whether the last transaction was committed.
 """
 
 

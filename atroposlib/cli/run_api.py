@@ -1,8 +1,8 @@
 """`run-api` serves the hub.
 
-One process; it stores its state on disk unless `--memory` is given, and a restart resumes. It refuses to listen for
-other machines without a token. It does not restart itself: a store failure ends the process with exit code 1, and the
-next start recovers the stored data.
+One process; it stores its state on disk, or with `--database` in PostgreSQL, unless `--memory` is given, and a restart
+resumes. It refuses to listen for other machines without a token. It does not restart itself: a store failure ends the
+process with exit code 1, and the next start recovers the stored data.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ from atroposlib.api.stores.runs import (
     DirectoryRuns,
     MemoryRuns,
     RunStores,
+    StoredRun,
     delete_run,
     stored_runs,
 )
 from atroposlib.api.stores.space import DiskSpace
+from atroposlib.cli import hub_database
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
 from atroposlib.http_guard import is_loopback
@@ -81,8 +83,11 @@ class RunApiConfig(BaseModel):
     """Where runs are stored, one directory each."""
     memory: bool = False
     """Keep runs in memory: they end with the process."""
+    database: str | None = None
+    """Keep runs in this PostgreSQL, in place of a directory: postgresql://USER@HOST/NAME. The password: PGPASSWORD,
+    PGPASSFILE, or the whole URL in ATROPOS_DATABASE."""
     fresh: bool = False
-    """Erase every run in the data directory at startup."""
+    """Erase every stored run at startup."""
     durability: Literal["power", "process"] = "power"
     """Whether accepted groups survive loss of power, or only the end of the process."""
     min_free_bytes: int | None = Field(default=None, ge=0)
@@ -116,9 +121,9 @@ class RunApiConfig(BaseModel):
     keep_acked_batches: int = Field(default=_POLICY.keep_trained_batches, ge=0)
     """Acknowledged batches kept without a checkpoint, for a trainer that rolls back."""
     list_runs: bool = Field(default=False, alias="list")
-    """Also --list: show the runs in the data directory, including those set aside."""
+    """Also --list: show the stored runs, including those set aside."""
     forget: str | None = None
-    """Delete this run from the data directory and exit."""
+    """Delete this stored run and exit."""
     reload: bool = False
     """Accepted for compatibility; does nothing."""
     add_token: str | None = None
@@ -163,11 +168,20 @@ def serve(argv: Sequence[str] | None) -> int:
     )
     if config.add_token is not None:
         return _add_token(config)
+    database = _database(config)
     if config.list_runs:
-        print(list_runs(config.data_dir))
+        if database is None:
+            runs = stored_runs(config.data_dir)
+        else:
+            runs = asyncio.run(hub_database.stored(database))
+        print(list_runs(runs, _place(config, database)))
         return 0
     if config.forget is not None:
-        print(erase(config.data_dir, only=config.forget))
+        if database is None:
+            print(erase(config.data_dir, only=config.forget))
+        else:
+            runs = asyncio.run(hub_database.erase(database, only=config.forget))
+            print(erased(runs, _place(config, database)))
         return 0
     if config.reload:
         _warn("--reload does nothing; restart the hub to load new code")
@@ -215,10 +229,11 @@ async def _serve(
     # How long other threads keep the GIL before the event loop may run; Python's 5 ms add up.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
-    hub = Hub(_stores(config, on_failure), policy=policy_of(config))
-    app = create_app(hub, tokens=tokens)
     scheme = "https" if config.ssl_certfile else "http"
-    shown = f"[{config.host}]" if ":" in config.host else config.host
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = f"{scheme}://{host}:{listener.getsockname()[1]}"
+    hub = Hub(await _stores(config, on_failure, address=address), policy=policy_of(config))
+    app = create_app(hub, tokens=tokens)
     server = _HubServer(
         uvicorn.Config(
             app,
@@ -238,13 +253,14 @@ async def _serve(
             ssl_ca_certs=str(config.ssl_ca_certs) if config.ssl_ca_certs else None,
             ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
         ),
-        on_start=f"atropos hub listening on {scheme}://{shown}:{listener.getsockname()[1]}",
+        on_start=f"atropos hub listening on {address}",
         stop_waiting=hub.stop_waiting,
     )
     # Not only in the application's startup, where uvicorn would log an error with a traceback.
     await hub.open()
     if hub.found:
-        logger.info("resuming the runs in %s; --fresh erases them", config.data_dir)
+        where = _place(config, _database(config))
+        logger.info("resuming the runs in %s; --fresh erases them", where)
     collect_less_often()
     await server.serve(sockets=[listener])
     # Everything is stored: a second signal must not kill the interpreter while it exits.
@@ -257,11 +273,18 @@ async def _serve(
     return 0
 
 
-def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -> RunStores:
+async def _stores(
+    config: RunApiConfig, on_failure: Callable[[BaseException], None], *, address: str = ""
+) -> RunStores:
     if config.memory:
         return MemoryRuns()
+    if (database := _database(config)) is not None:
+        if config.fresh:
+            runs = await hub_database.erase(database)
+            _print_fresh(erased(runs, _place(config, database)))
+        return hub_database.runs_in(database, address=address, on_failure=on_failure)
     if config.fresh:
-        print(f"--fresh: {erase(config.data_dir)}", file=sys.stderr, flush=True)
+        _print_fresh(erase(config.data_dir))
     try:
         config.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as e:
@@ -274,6 +297,22 @@ def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -
         return DiskStore(directory, durability=durability, space=space, on_failure=on_failure)
 
     return DirectoryRuns(config.data_dir, make_store)
+
+
+def _print_fresh(text: str) -> None:
+    print(f"--fresh: {text}", file=sys.stderr, flush=True)
+
+
+def _database(config: RunApiConfig) -> str | None:
+    """Return the URL of the database that keeps the runs, if one does. Raises `ConfigError`."""
+    others = {"memory", "data_dir", "durability", "min_free_bytes"} & config.model_fields_set
+    return hub_database.url_of(
+        config.database, conflicting=["--" + name.replace("_", "-") for name in sorted(others)]
+    )
+
+
+def _place(config: RunApiConfig, database: str | None) -> str:
+    return str(config.data_dir) if database is None else hub_database.shown(database)
 
 
 def policy_of(config: RunApiConfig) -> RunPolicy:
@@ -316,16 +355,20 @@ def erase(data_dir: Path, *, only: str | None = None) -> str:
     finally:
         for descriptor in held:
             os.close(descriptor)
+    return erased(runs, str(data_dir))
+
+
+def erased(runs: Sequence[StoredRun], where: str) -> str:
+    """Return a line with the names and the size of runs that were erased."""
     names = ", ".join(run.name for run in runs) or "none"
     num_bytes = sum(run.num_bytes for run in runs)
-    return f"erased {len(runs)} runs ({names}), {num_bytes / 2**20:.1f} MiB, in {data_dir}"
+    return f"erased {len(runs)} runs ({names}), {num_bytes / 2**20:.1f} MiB, in {where}"
 
 
-def list_runs(data_dir: Path) -> str:
-    """Return one line per run stored under `data_dir`: name, size, last change, and the run set aside."""
-    runs = stored_runs(data_dir)
+def list_runs(runs: Sequence[StoredRun], where: str) -> str:
+    """Return one line per run stored in `where`: name, size, last change, and the run set aside."""
     if not runs:
-        return f"{data_dir} holds no run"
+        return f"{where} holds no run"
     width = max(len(run.name) for run in runs)
     lines = []
     for run in runs:

@@ -85,8 +85,11 @@ class Hub:
     async def open(self) -> None:
         """Open the default run and every stored run that is not set aside.
 
-        An unreadable run is logged and not served; for the default run, `UnreadableRun` is raised.
+        An unreadable run is logged and not served; for the default run, `UnreadableRun` is raised. An open hub stays
+        as it is.
         """
+        if self.is_open:
+            return
         await self._stores.open()
         try:
             await self._open_stored()

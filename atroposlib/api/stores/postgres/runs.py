@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -15,7 +16,7 @@ import asyncpg
 
 from atroposlib.api.stores.base import GroupStore, OwnedElsewhere
 from atroposlib.api.stores.postgres import rows
-from atroposlib.api.stores.postgres.owners import Owner, Owners
+from atroposlib.api.stores.postgres.owners import LAPSE_S, Owner, Owners
 from atroposlib.api.stores.postgres.schema import migrate
 from atroposlib.api.stores.postgres.store import MAX_DROPS, UNAVAILABLE, PostgresStore
 from atroposlib.api.stores.runs import Kept, StoredRun, kept_as
@@ -81,10 +82,27 @@ class PostgresRuns:
         self._address = address
         self._on_failure = on_failure
         self._segment_bytes = segment_bytes
+        self._is_connected = False
         self._renewing: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[PostgresRuns]:
+        """The runs for a command, which serves none and is no member."""
+        await self._connect()
+        try:
+            yield self
+        finally:
+            await self.close()
 
     async def open(self) -> None:
         """Connect, migrate and join. Raises `ConfigError`, `UnreadableRun`."""
+        await self._connect()
+        if await self._control.fetchval("show fsync") == "off":
+            logger.warning("the database runs with fsync = off: a loss of power loses groups")
+        await self.owners.join(self._address)
+        self._renewing = asyncio.create_task(self._renew(), name="membership")
+
+    async def _connect(self) -> None:
         self._control = await connect(self._url, max_size=2)
         try:
             await migrate(self._control)
@@ -92,11 +110,8 @@ class PostgresRuns:
         except BaseException:
             self._control.terminate()
             raise
-        if await self._control.fetchval("show fsync") == "off":
-            logger.warning("the database runs with fsync = off: a loss of power loses groups")
         self.owners = Owners(self._control)
-        await self.owners.join(self._address)
-        self._renewing = asyncio.create_task(self._renew(), name="membership")
+        self._is_connected = True
 
     async def _renew(self) -> None:
         while True:
@@ -108,10 +123,12 @@ class PostgresRuns:
 
     async def close(self) -> None:
         """Release every run and leave."""
-        if self._renewing is None:
+        if not self._is_connected:
             return
-        self._renewing.cancel()
-        await asyncio.wait([self._renewing])
+        self._is_connected = False
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait([self._renewing])
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await self.owners.leave()
@@ -201,6 +218,15 @@ class PostgresRuns:
             if held is None:
                 raise OwnedElsewhere(name, "another address")
             yield connection, claimed.run_id
+
+    async def other_hub(self) -> str | None:
+        """Return the address of another living hub; waits for the lapse of one that died."""
+        deadline_s = time.monotonic() + LAPSE_S + 1
+        while others := [each for each in await self.owners.members() if each.id != self.owners.id]:
+            if time.monotonic() >= deadline_s:
+                return others[0].address
+            await asyncio.sleep(0.25)
+        return None
 
     async def stored(self) -> list[StoredRun]:
         """The runs with their sizes, by name, as `run-api --list` shows them."""

@@ -1,0 +1,90 @@
+"""The database of `run-api --database`: its URL, which never shows a password, and the commands on its runs."""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from atroposlib.api.stores.runs import StoredRun
+from atroposlib.errors import ConfigError, require
+
+if TYPE_CHECKING:
+    from atroposlib.api.stores.postgres.runs import PostgresRuns
+
+DATABASE_VARIABLE: Final = "ATROPOS_DATABASE"
+
+
+def url_of(flag: str | None, *, conflicting: Sequence[str]) -> str | None:
+    """Return the URL that --database or ATROPOS_DATABASE gives; None if there is none.
+
+    `conflicting`: flags given that describe another place for the runs; they win over the variable. Raises
+    `ConfigError` for a flag with a password.
+    """
+    if flag is None:
+        url = None if conflicting else os.environ.get(DATABASE_VARIABLE) or None
+        return None if url is None else _checked(url, DATABASE_VARIABLE)
+    if conflicting:
+        raise ConfigError(f"--database and {conflicting[0]}: the database keeps the runs; drop one")
+    parts = urllib.parse.urlsplit(flag)
+    if parts.password or {"password", "sslpassword"} & urllib.parse.parse_qs(parts.query).keys():
+        raise ConfigError(
+            "--database: the URL has a password, which process lists and shell histories show; change the password,"
+            " and give it in PGPASSWORD or a file named by PGPASSFILE, or give the whole URL in"
+            f" {DATABASE_VARIABLE}"
+        )
+    return _checked(flag, "--database")
+
+
+def _checked(url: str, source: str) -> str:
+    if urllib.parse.urlsplit(url).scheme not in ("postgresql", "postgres"):
+        raise ConfigError(f"{source}: not a URL like postgresql://USER@HOST:PORT/NAME")
+    return url
+
+
+def shown(url: str) -> str:
+    """Return the URL of a database without its password and parameters.
+
+    >>> shown("postgresql://hub:secret@db:5432/runs?sslmode=require")
+    'postgresql://hub@db:5432/runs'
+    """
+    parts = urllib.parse.urlsplit(url)
+    user, at, place = parts.netloc.rpartition("@")
+    return f"{parts.scheme}://{user.partition(':')[0]}{at}{place}{parts.path}"
+
+
+def runs_in(
+    url: str,
+    *,
+    address: str = "",
+    on_failure: Callable[[BaseException], None] | None = None,
+) -> PostgresRuns:
+    """Return the runs of a database, not yet opened. Raises `MissingDependency` without the driver."""
+    require("asyncpg", extra="postgres")
+    from atroposlib.api.stores.postgres.runs import PostgresRuns
+
+    return PostgresRuns(url, address=address, on_failure=on_failure)
+
+
+async def stored(url: str) -> list[StoredRun]:
+    """Return the runs of a database, by name."""
+    async with runs_in(url).connected() as runs:
+        return await runs.stored()
+
+
+async def erase(url: str, *, only: str | None = None) -> list[StoredRun]:
+    """Erase one run, or all; return what was erased.
+
+    Raises `ConfigError`, with nothing erased, for a run that is unknown or served by a hub, and for all while another
+    hub uses the database.
+    """
+    async with runs_in(url).connected() as runs:
+        found = [run for run in await runs.stored() if only in (None, run.name)]
+        if only is not None and not found:
+            raise ConfigError(f"--forget {only}: no such run in {shown(url)}; --list shows them")
+        if only is None and (address := await runs.other_hub()) is not None:
+            raise ConfigError(f"--fresh: the hub at {address} uses {shown(url)}; stop it first")
+        for run in found:
+            await runs.forget(run.name)
+        return found

@@ -17,9 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.postgres import running_cluster
 
 START_TIMEOUT_S = 60.0
 CPUCLOCK_SCHED = 2
@@ -70,11 +72,14 @@ class Hub:
     pid: int | None
     """None: unknown; only what a client sees is measured."""
     store: str
-    """"disk", "memory", or "given" for `--base-url`."""
+    """"disk", "memory", "postgres", or "given" for `--base-url`."""
+    database_pid: int | None = None
 
     def cpu_s(self) -> float:
-        """Return the process's CPU seconds; NaN without a pid."""
-        return float("nan") if self.pid is None else cpu_s(self.pid)
+        """Return the CPU seconds of the process, and of its database; NaN without a pid."""
+        if self.pid is None:
+            return float("nan")
+        return cpu_s(self.pid) + (0.0 if self.database_pid is None else cpu_s(self.database_pid))
 
     def memory_bytes(self, key: str = "VmRSS") -> float:
         return float("nan") if self.pid is None else float(memory_bytes(self.pid, key))
@@ -154,12 +159,20 @@ def listening(process: subprocess.Popen[bytes], log_path: Path) -> str:
 @contextmanager
 def running_hub(store: str, *, directory: Path, extra: Sequence[str] = ()) -> Iterator[Hub]:
     """Run `run-api` on a free port during the block; its data is removed afterwards."""
-    with tempfile.TemporaryDirectory(dir=directory, prefix="hub-") as data:
+    with ExitStack() as stack:
+        data = stack.enter_context(tempfile.TemporaryDirectory(dir=directory, prefix="hub-"))
         argv = ["-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", "0", *extra]
-        argv += ["--memory"] if store == "memory" else ["--data-dir", str(Path(data) / "runs")]
+        database_pid = None
+        if store == "postgres":
+            database = stack.enter_context(running_cluster(is_synced=True, directory=directory))
+            database_pid = database.pid
+            argv += ["--database", database.url()]
+        else:
+            argv += ["--memory"] if store == "memory" else ["--data-dir", str(Path(data) / "runs")]
         log_path = Path(data) / "hub.log"
-        with running(argv, log_path=log_path) as process:
-            yield Hub(base_url=listening(process, log_path), pid=process.pid, store=store)
+        process = stack.enter_context(running(argv, log_path=log_path))
+        url = listening(process, log_path)
+        yield Hub(base_url=url, pid=process.pid, store=store, database_pid=database_pid)
 
 
 @dataclass(slots=True)

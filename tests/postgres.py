@@ -115,15 +115,15 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running_cluster(*, is_synced: bool = False) -> Iterator[Cluster]:
-    """A started cluster in a directory that another user can reach; both end with the block."""
-    directory = Path(tempfile.mkdtemp(prefix="atropos-postgres-"))
+def running_cluster(*, is_synced: bool = False, directory: Path | None = None) -> Iterator[Cluster]:
+    """A started cluster in a directory below `directory`, which another user must reach; both end with the block."""
+    below = Path(tempfile.mkdtemp(prefix="atropos-postgres-", dir=directory))
     try:
-        cluster = Cluster(directory, is_synced=is_synced)
+        cluster = Cluster(below, is_synced=is_synced)
         cluster.start()
         try:
             yield cluster
         finally:
             cluster.stop()
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(below, ignore_errors=True)

@@ -57,6 +57,7 @@ UNAVAILABLE: Final = (
     OSError,  # TimeoutError is one
     asyncpg.PostgresConnectionError,
     asyncpg.InterfaceError,
+    asyncpg.InternalClientError,  # the server ended the session just before the call
     asyncpg.OperatorInterventionError,
     asyncpg.TooManyConnectionsError,
     asyncpg.TransactionRollbackError,

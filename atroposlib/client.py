@@ -244,12 +244,15 @@ class HubClient:
         seen_policy: int | None = None,
         env_uid: str | None = None,
         experiment: str | None = None,
+        items_in_flight: int | None = None,
+        oldest_item_s: float | None = None,
     ) -> EnvStatus:
         """Return the work ahead of the environment.
 
         With `wait_s` the hub answers when its step is no longer `seen_step` (or its policy version no longer
         `seen_policy`), or after `wait_s` seconds; an original server answers at once. Raises `UnknownEnvironment` if
         the id is unknown or belongs to another `env_uid`, or if the hub holds another experiment than `experiment`.
+        `GET /explain` names the items in flight and how long ago the oldest began.
         """
         asked: dict[str, str | int | float | None] = {
             "env_id": env_id,
@@ -258,6 +261,8 @@ class HubClient:
             "seen_policy": seen_policy,
             "env_uid": env_uid,
             "experiment": experiment,
+            "items_in_flight": items_in_flight,
+            "oldest_item_s": oldest_item_s,
         }
         try:
             reply = await self._call(

@@ -146,6 +146,9 @@ class StatusQuery(EnvIdentifier):
     """Refuse if the id belongs to another process."""
     experiment: ExperimentId | None = None
     """Experiment that the environment registered for; refuse if the run holds another one."""
+    items_in_flight: Annotated[Int64, Field(ge=0)] | None = None
+    oldest_item_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Seconds since the oldest item in flight began."""
 
 
 class BatchQuery(BaseModel):
@@ -378,6 +381,10 @@ class EnvironmentView(BaseModel):
     buffered_sequences: int
     floor: int
     """Sequences of every batch that it must supply."""
+    items_in_flight: int | None = None
+    """At its last status request; None from an original client."""
+    oldest_item_s: float | None = None
+    """Seconds since the oldest of these items began."""
 
 
 class Explanation(BaseModel):
@@ -403,6 +410,8 @@ class Explanation(BaseModel):
     """What a trainer that joined the live run asked for and does not get."""
     oldest_version: int | None = None
     """Of the queued groups."""
+    trainer_waits_s: float | None = None
+    """Seconds that the trainer has waited for a batch; None if it has one or has not asked."""
     policy_version: int
     max_staleness: int | None = None
     environments: list[EnvironmentView]

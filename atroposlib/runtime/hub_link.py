@@ -192,6 +192,7 @@ class HubLink:
     async def _poll(self) -> None:
         """Poll the status once; register again if this environment is unknown to the hub."""
         env_id, known, stored = self._env.env_id or 0, self.status, self._outbox.num_stored
+        now, items = time.time(), self._env.running_items.values()
         try:
             status = await self._hub.status_env(
                 env_id,
@@ -200,6 +201,10 @@ class HubLink:
                 seen_policy=None if known is None else known.policy_version,
                 env_uid=self._uid,
                 experiment=self._outbox.experiment,
+                items_in_flight=len(items),
+                oldest_item_s=max(
+                    (max(0.0, now - item["start_time"]) for item in items), default=None
+                ),
             )
         except UnknownEnvironment:
             logger.warning("the hub does not know this environment any more; registering again")

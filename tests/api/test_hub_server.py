@@ -691,6 +691,25 @@ async def test_batch_that_cannot_be_encoded_goes_back(monkeypatch: pytest.Monkey
         assert len((await hub.get("/batch"))["batch"]) == 1
 
 
+async def test_explain_names_the_long_item_that_the_trainer_waits_for() -> None:
+    now = 1000.0
+    async with running_hub(runs=Runs(clock=lambda: now)) as hub:
+        await hub.start(environment(), environment(desired_name="slow"))
+        await hub.get("/batch")
+        await hub.get("/status-env?env_id=0")
+        await hub.get("/status-env?env_id=1&items_in_flight=3&oldest_item_s=20.5")
+        now += 10
+        why = await hub.get("/explain")
+        assert why["reason"].endswith(
+            "the trainer has waited for 10 s; slow_0 has reported 3 items in flight, the oldest begun 30 s ago"
+        )
+        assert why["trainer_waits_s"] == 10
+        views = [(each["items_in_flight"], each["oldest_item_s"]) for each in why["environments"]]
+        assert views == [(None, None), (3, 30.5)]
+        await hub.get("/status-env?env_id=1&items_in_flight=0")
+        assert (await hub.get("/explain"))["reason"].endswith("the trainer has waited for 10 s")
+
+
 async def test_long_poll_of_an_environment_that_died_is_no_sign_of_life() -> None:
     now = 1000.0
     runs = Runs(policy=RunPolicy(env_timeout_s=60), clock=lambda: now)

@@ -353,6 +353,24 @@ async def test_environment_that_waits_costs_the_hub_next_to_nothing() -> None:
             await until(lambda: env.status_dict["policy_version"] == 7)
 
 
+async def test_hub_can_explain_that_the_trainer_waits_for_one_long_item() -> None:
+    async def answer(item: int) -> Any:
+        if item == 1:
+            await asyncio.Event().wait()
+        return make_group()
+
+    timings = replace(FAST, poll_wait_s=0.05)
+    async with LoopbackHub(batch_size=4) as hub:
+        await hub.coordinator.deliver()
+        async with hub.serve(num_items=2, answer=answer, timings=timings):
+            await until(
+                lambda: (
+                    produced(hub) == 1
+                    and "reported 1 items in flight" in hub.coordinator.explain().reason
+                )
+            )
+
+
 async def test_original_hub_is_polled_at_the_pace_and_its_bound_holds() -> None:
     timings = replace(FAST, control_refill_s=0.1, poll_wait_s=10.0)
     async with LoopbackHub(batch_size=4, is_original=True) as hub:

@@ -115,6 +115,10 @@ def explain(run: RunState, *, now: float) -> Explanation:
             reason += f"; {buffered} sequences of odd-sized groups are buffered"
         if num_leased:
             reason += f"; {num_leased} batches are leased to the trainer"
+        waits_s = run.trainer_waits_s(now)
+        if waits_s is not None:
+            reason += f"; the trainer has waited for {waits_s:.0f} s"
+        reason += _oldest_item(run, env_id, now=now)
     floors = sequence_floors(run.batch_size, run.environments.shares()) if plan else {}
     return Explanation(
         batch="ready" if blocker is None else "none",
@@ -129,6 +133,7 @@ def explain(run: RunState, *, now: float) -> Explanation:
         queued_sequences=run.queue.total_sequences,
         leased_batches=num_leased,
         replay_batches=len(run.leases.to_replay),
+        trainer_waits_s=run.trainer_waits_s(now),
         oldest_version=min(run.queue.versions(), default=None),
         policy_version=run.current_version,
         max_staleness=run.max_staleness,
@@ -143,10 +148,36 @@ def explain(run: RunState, *, now: float) -> Explanation:
                 queued_sequences=run.queue.num_sequences(each.env_id),
                 buffered_sequences=each.num_buffered_sequences,
                 floor=floors.get(each.env_id, 0),
+                items_in_flight=each.items_in_flight,
+                oldest_item_s=_age_s(each, now=now),
             )
             for each in run.environments
         ],
     )
+
+
+def _oldest_item(run: RunState, env_id: int | None, *, now: float) -> str:
+    """Name the active environment with the oldest item in flight, of all or of `env_id`; empty if there is none."""
+    ages_s = [
+        (age_s, each)
+        for each in run.environments
+        if each.is_active
+        and env_id in (None, each.env_id)
+        and (age_s := _age_s(each, now=now)) is not None
+    ]
+    if not ages_s:
+        return ""
+    age_s, oldest = max(ages_s, key=lambda pair: pair[0])
+    return (
+        f"; {oldest.name} has reported {oldest.items_in_flight} items in flight,"
+        f" the oldest begun {age_s:.0f} s ago"
+    )
+
+
+def _age_s(environment: Environment, *, now: float) -> float | None:
+    """Return the age of the oldest item in flight at the last status request; None if none was reported."""
+    since = environment.oldest_item_since
+    return None if since is None else now - since
 
 
 def _state(environment: Environment) -> str:

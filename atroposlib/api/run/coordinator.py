@@ -426,6 +426,12 @@ class Coordinator:
         self.state.hear_of(environment, now=self._clock())
         return accounts.env_status(self.state, environment, now=self._clock())
 
+    def note_items(self, env_id: int, num_in_flight: int, *, oldest_s: float | None) -> None:
+        """Record how many items an environment has in flight and how long ago the oldest began."""
+        environment = self.state.environments.get(env_id)
+        environment.items_in_flight = num_in_flight
+        environment.oldest_item_since = None if oldest_s is None else self._clock() - oldest_s
+
     # Groups
 
     async def accept(

@@ -48,6 +48,10 @@ class Environment:
     """Injected clock, seconds."""
     buffered: list[GroupHeader] = field(default_factory=list)
     """Odd-sized groups that wait for others to make up one full group."""
+    items_in_flight: int | None = None
+    """At its last status request; None from an original client."""
+    oldest_item_since: float | None = None
+    """When the oldest of these items began, injected clock; None if there is none."""
 
     @property
     def is_active(self) -> bool:

@@ -125,7 +125,11 @@ class Cost:
 def running(
     argv: Sequence[str], *, log_path: Path, **variables: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a Python command during the block, with more environment variables; SIGTERM ends it."""
+    """Run a Python command during the block, with more environment variables.
+
+    SIGTERM ends it. A SIGTERM to this process raises KeyboardInterrupt in the block, so that it ends the command, too.
+    """
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, *argv],
@@ -144,6 +148,7 @@ def running(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        signal.signal(signal.SIGTERM, earlier)
 
 
 def listening(process: subprocess.Popen[bytes], log_path: Path) -> str:

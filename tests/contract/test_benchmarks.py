@@ -339,6 +339,30 @@ def test_all_parts_of_a_day_with_a_gpu_run_on_the_cpu_and_one_that_fails_ends_no
     assert len({line.count("|") for line in lines.splitlines()}) == 1
 
 
+STARTS_A_PROCESS = """
+import pathlib, sys, time
+from benchmarks._hub_process import running
+with running(["-c", "import time; time.sleep(60)"], log_path=pathlib.Path(sys.argv[1])) as process:
+    print(process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_benchmark_that_gets_sigterm_ends_what_it_started(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTS_A_PROCESS, str(tmp_path / "log")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as benchmark:
+        assert benchmark.stdout is not None
+        pid = int(benchmark.stdout.readline())
+        os.kill(pid, 0)
+        benchmark.terminate()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 TIDIES_UP = """
 import pathlib, signal, sys, time
 try:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atroposlib.cli._demo.commands import DemoConfig, RunFiles, environment_command
+from atroposlib.envs.env_config import workers_are_set
+from atroposlib.runtime.command import read_flags
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.utils.letter_reversal import Split, split_of
 from tests.environments.helpers_environments import load, make_env
@@ -88,6 +92,18 @@ async def test_nothing_is_asked_between_a_batch_and_its_weights(
     await lagging.setup()
     lagging.curr_step, lagging.status_dict = 3, {"policy_version": 2}
     assert await lagging.get_next_item() is not None
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_demo_waits_for_weights_and_limits_the_items_unless_asynchronous(
+    is_async: bool, tmp_path: Path
+) -> None:
+    demo = DemoConfig(asynchronous=is_async)
+    urls = {"hub_url": "http://127.0.0.1:1", "engine_url": "http://127.0.0.1:2"}
+    _, _, _, mode, *flags = environment_command(demo, RunFiles(tmp_path), **urls)
+    given = read_flags(letters.LetterReversalEnv, mode, flags, prog="demo").flags["env"]
+    config = letters.LetterReversalConfig(**given)
+    assert (config.strictly_on_policy, workers_are_set(config)) == (not is_async, not is_async)
 
 
 async def test_evaluation_measures_heldout_prompts(

@@ -169,7 +169,9 @@ def environment_command(
         "openai.model_name": MODEL_NAME,
         "openai.server_type": "vllm",
     }
-    if not config.asynchronous:
+    if config.asynchronous:
+        flags |= {"env.strictly_on_policy": False}
+    else:
         flags |= {"env.max_num_workers": PROMPTS_PER_STEP, "env.max_batches_offpolicy": 1}
     module = "atroposlib.environments.letter_reversal_server"
     return [sys.executable, "-m", module, "serve", *_flags(flags)]

@@ -20,9 +20,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SAFETY = 1.0
-"""Standard deviations by which the stock exceeds the expected need. 0: the trainer waits 3-5 % of the time instead of
-0-1 %; 2: groups are 0.1 to 0.3 steps older (benchmarks/README.md, pace.py)."""
+SAFETY = 0.5
+"""Standard deviations by which the stock exceeds the expected need. At steps of 5 s the trainer waits up to 9 % of the
+time with 0, up to 5 % with 0.5, up to 2 % with 1 for groups that are up to 0.2 steps older (benchmarks/README.md,
+pace.py)."""
 MAX_STEPS = 64
 """Longest item considered, in steps, if there is no staleness bound."""
 MIN_YIELD = 0.05
@@ -139,14 +140,16 @@ def stock(load: Load, demand: Demand) -> float:
     """Return how many groups of this environment should be queued, held and in flight.
 
     An order-up-to level (Scarf 1960, for batch demand every `step_s` and random lead times): a batch's share, plus the
-    groups that are expected to be still in flight when the trainer asks, plus a safety for their variance. An item
-    begun j steps before the trainer asks is still in flight if it takes longer than j steps: the expected number is
-    the sum over j of the share times P(duration > j steps), estimated from ended items and from the ages of the others
-    (Kaplan and Meier 1958).
+    groups that are expected to be still in flight when the trainer asks, plus a safety for the variances of their
+    number and of what items yield. An item begun j steps before the trainer asks is still in flight if it takes longer
+    than j steps: the expected number is the sum over j of the share times P(duration > j steps), estimated from ended
+    items and from the ages of the others (Kaplan and Meier 1958).
+
+    The trainer takes groups of any environment, so one safety is enough for all of them: if environments are alike, the
+    variance of the sum is `variance / share`, and this environment keeps its share of the standard deviation.
     """
     share = load.wanted_share * load.batch_size / load.group_size
-    late = 0.0
-    variance = share * max(0.0, 1.0 - demand.groups_per_item)
+    late = variance = 0.0
     steps = load.max_batches_offpolicy if load.max_batches_offpolicy > 0 else MAX_STEPS
     durations_s, ages_s = sorted(demand.durations_s), sorted(demand.ages_s)
     fraction, num_longer = 1.0, len(durations_s)
@@ -160,7 +163,8 @@ def stock(load: Load, demand: Demand) -> float:
         num_longer = len(durations_s) - num_ended
         late += share * fraction
         variance += share * fraction * (1.0 - fraction)
-    return share + late + SAFETY * math.sqrt(variance)
+    variance += (share + late) * max(0.0, 1.0 - demand.groups_per_item)
+    return share + late + SAFETY * math.sqrt(load.wanted_share * variance)
 
 
 def _wanted(load: Load, demand: Demand) -> int:

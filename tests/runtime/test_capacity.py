@@ -93,12 +93,13 @@ def demanding(**changes: Any) -> Load:
         (demanding(self_queue_size=3, queue_size=3), 1),
         (demanding(running=4), 0),
         (demanding(wanted_share=0.5), 2),
-        # All late by one step, so two batches are on their way; half late: one and a half, and sqrt(4 / 4) for safety.
+        # All late by one step, so two batches are on their way; half late: one and a half, and sqrt(4 / 4) / 2 for safety.
         (demanding(demand={"durations_s": [3.0] * 10}), 8),
         (demanding(demand={"durations_s": [1.0, 3.0] * 5}), 7),
         (demanding(demand={"durations_s": [3.0] * 10}, max_batches_offpolicy=1), 4),
-        # Half of the items give no group: (4 + sqrt(4 / 2)) * 2.
-        (demanding(demand={"groups_per_item": 0.5}), 11),
+        # Half of the items give no group: (4 + sqrt(4 / 2) / 2) * 2; half of a batch: (2 + sqrt(2 / 2 / 2) / 2) * 2.
+        (demanding(demand={"groups_per_item": 0.5}), 10),
+        (demanding(demand={"groups_per_item": 0.5}, wanted_share=0.5), 5),
         (demanding(self_queue_size=4, queue_size=4, demand={"missing_sequences": 8}), 2),
         (demanding(batch_size=-1), 100),
     ],

@@ -5,7 +5,7 @@ environments, and a trainer whose steps take time as processes: with default set
 8 items in flight. One row per case: the share of the time that the trainer waits, the policy versions that groups lie
 behind when they are trained on, and the share of the groups that became too old and were thrown away. `--virtual`
 simulates the same, and more cases, in virtual time (ten minutes of CPU); `--settings N` simulates N random settings,
-10,000 in twenty minutes of CPU.
+10,000 in twenty minutes of CPU. `--outage` kills one of two engines and starts it again: one row per phase.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import random
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import yaml
 
 from atroposlib.client import TrainerClient, TrainerRegistration
 from benchmarks._hub_process import listening, running, running_hub
@@ -36,6 +38,8 @@ MAX_STALENESS = 4
 """Older groups are thrown away."""
 NUM_TOKENS = 16
 """Of an answer."""
+ENOUGH_SLOTS = 40
+"""Answers that an engine gives at once, in the outage: at steps of 5 s the trainer takes 25.6 on average."""
 DEFAULT, ORIGINAL = None, 8
 """Items in flight: as the trainer needs, and the original's default."""
 SWEEP = (4, 8, 12, 16, 24, 32, 48)
@@ -141,6 +145,40 @@ def virtual() -> None:
         print(f"| {case} | {' | '.join(columns)} |", flush=True)
 
 
+def long_items() -> None:
+    """Print what it brings to begin known long items first: one item of 100 takes ten times as long."""
+    case = CASES[0]
+    sample = answers(case)
+
+    def heavy_tailed(rng: random.Random) -> float:
+        return sample(rng) * (10 if rng.random() < 0.01 else 1)
+
+    print("| order of the items | waits | staleness mean, max | thrown away |")
+    print("|---" * 4 + "|")
+    for num_known, name in ((1, "as they come"), (16, "longest of 16"), (100, "longest of 100")):
+        env = Environment(duration_s=longest_first(heavy_tailed, num_known=num_known))
+        found = simulate(
+            [env],
+            batch_size=BATCH_SIZE,
+            step_s=lambda _: case.step_s,
+            max_staleness=MAX_STALENESS,
+            num_steps=1000,
+        )
+        print(f"| {name} | {show(found)} |", flush=True)
+
+
+def longest_first(sample: Sample, *, num_known: int) -> Sample:
+    """Sample `num_known` durations at a time and return the longest first."""
+    known: list[float] = []
+
+    def longest(rng: random.Random) -> float:
+        if not known:
+            known.extend(sorted(sample(rng) for _ in range(num_known)))
+        return known.pop()
+
+    return longest
+
+
 def settings(num_settings: int) -> None:
     """Print the distribution of what random settings show."""
     found = [try_setting(seed, num_steps=80) for seed in range(num_settings)]
@@ -156,12 +194,33 @@ def settings(num_settings: int) -> None:
     print(f"waits at most {MAY_WAIT:.0%}: {fed:.2%}; shares within one group: {within:.2%}")
 
 
-def measured(case: Case, num_workers: int | None, *, num_steps: int, directory: Path) -> str:
-    """Run processes; return the columns of a row."""
-    with ExitStack() as stack:
-        hub = stack.enter_context(running_hub("memory", directory=directory))
-        trainer = stack.enter_context(TrainerClient(hub.base_url))
-        trainer.register(
+class Steps(NamedTuple):
+    """What a trainer saw in some steps."""
+
+    waits: float
+    """Share of the time."""
+    staleness: list[int]
+    """Of the groups."""
+
+    def __str__(self) -> str:
+        return f"{self.waits:.0%} | {statistics.fmean(self.staleness):.2f}, {max(self.staleness)}"
+
+
+class Run:
+    """A hub, environments and a trainer; engines are started before."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        case: Case,
+        num_workers: int | None,
+        engine_urls: Sequence[str],
+        directory: Path,
+    ) -> None:
+        self._case = case
+        self._hub = stack.enter_context(running_hub("memory", directory=directory))
+        self._trainer = stack.enter_context(TrainerClient(self._hub.base_url))
+        self._trainer.register(
             TrainerRegistration(
                 wandb_group="pace",
                 wandb_project="pace",
@@ -174,66 +233,115 @@ def measured(case: Case, num_workers: int | None, *, num_steps: int, directory: 
                 max_staleness=MAX_STALENESS,
             )
         )
-        engine_url = stack.enter_context(engine(case, directory))
-        serving = [
+        self._version = 0
+        self._environments = [
             stack.enter_context(
-                environment(case, num_workers, hub.base_url, engine_url, directory, index)
+                environment(case, num_workers, self._hub.base_url, engine_urls, directory, index)
             )
             for index in range(case.num_environments)
         ]
+
+    def train(self, num_steps: int) -> Steps:
         staleness: list[int] = []
         waited_s = 0.0
         began = time.monotonic()
-        for version in range(num_steps):
-            if version == num_steps // 3:
-                began, waited_s, staleness = time.monotonic(), 0.0, []
+        for _ in range(num_steps):
             asked = time.monotonic()
-            while (batch := trainer.lease_batch(wait_s=10.0)) is None:
-                if any(process.poll() is not None for process in serving):
-                    raise RuntimeError(f"an environment of the case {case} has ended")
+            while (batch := self._trainer.lease_batch(wait_s=10.0)) is None:
+                if any(process.poll() is not None for process in self._environments):
+                    raise RuntimeError(f"an environment of the case {self._case} has ended")
             waited_s += time.monotonic() - asked
-            staleness += [version - int(group.tokens[0]) for group in batch.groups]
-            time.sleep(case.step_s)
-            trainer.ack(batch)
-            trainer.publish_policy(version + 1)
-        share = waited_s / (time.monotonic() - began)
-        ledger = httpx.get(f"{hub.base_url}/ledger").raise_for_status().json()
-        return (
-            f"{share:.0%} | {statistics.fmean(staleness):.2f}, {max(staleness)} |"
-            f" {ledger['expired'] / (ledger['expired'] + ledger['trained']):.0%}"
-        )
+            staleness += [self._version - int(group.tokens[0]) for group in batch.groups]
+            time.sleep(self._case.step_s)
+            self._trainer.ack(batch)
+            self._version += 1
+            self._trainer.publish_policy(self._version)
+        return Steps(waited_s / (time.monotonic() - began), staleness)
+
+    def thrown_away(self) -> float:
+        """Return the share of the groups that became too old."""
+        ledger = httpx.get(f"{self._hub.base_url}/ledger").raise_for_status().json()
+        return float(ledger["expired"] / (ledger["expired"] + ledger["trained"]))
+
+
+def measured(case: Case, num_workers: int | None, *, num_steps: int, directory: Path) -> str:
+    """Run processes; return the columns of a row."""
+    with ExitStack() as stack:
+        _, engine_url = stack.enter_context(engine(case, directory))
+        run = Run(stack, case, num_workers, [engine_url], directory)
+        run.train(num_steps // 3)
+        counted = run.train(num_steps - num_steps // 3)
+        return f"{counted} | {run.thrown_away():.0%}"
+
+
+def outage(num_steps: int, directory: Path) -> None:
+    """Kill one of two engines, each of which can just feed the trainer alone, and start it again."""
+    case = MEASURED[0]
+    print(
+        "| engines | waits, first 4 steps | staleness mean, max | waits, later steps | staleness |"
+    )
+    print("|---" * 5 + "|")
+    with ExitStack() as stack:
+        _, kept_url = stack.enter_context(engine(case, directory, num_slots=ENOUGH_SLOTS))
+        killed, url = stack.enter_context(engine(case, directory, num_slots=ENOUGH_SLOTS))
+        run = Run(stack, case, DEFAULT, [kept_url, url], directory)
+        run.train(4)
+
+        def show_phase(name: str) -> None:
+            print(f"| {name} | {run.train(4)} | {run.train(num_steps - 4)} |", flush=True)
+
+        show_phase("two")
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        show_phase("one killed")
+        port = httpx.URL(url).port or 0
+        stack.enter_context(engine(case, directory, num_slots=ENOUGH_SLOTS, port=port))
+        show_phase("started again")
+        print(f"thrown away: {run.thrown_away():.0%}")
 
 
 @contextmanager
-def engine(case: Case, directory: Path) -> Iterator[str]:
-    """Serve an engine whose answers take as long as the case says; yield its address."""
+def engine(
+    case: Case, directory: Path, *, num_slots: int = 0, port: int = 0
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Serve an engine whose answers take as long as the case says; yield its process and its address."""
     latency: dict[str, object] = {"first_token_s": MEAN_S, "distribution": "exponential"}
     if case.shape == "log-normal":
         latency = {"first_token_s": MEAN_S * math.exp(-0.5), "sigma": 1.0}
-    script = json.dumps({"latency": latency})
+    script = json.dumps({"latency": latency, "num_slots": num_slots})
     log_path = directory / f"engine-{time.monotonic_ns()}.log"
-    argv = ["-m", "atroposlib.inference.scripted_engine", "--script", script]
+    module = "atroposlib.inference.scripted_engine"
+    argv = ["-m", module, "--script", script, "--port", str(port)]
     with running(argv, log_path=log_path) as process:
-        yield listening(process, log_path)
+        yield process, listening(process, log_path)
 
 
 def environment(
-    case: Case, num_workers: int | None, hub_url: str, engine_url: str, directory: Path, index: int
+    case: Case,
+    num_workers: int | None,
+    hub_url: str,
+    engine_urls: Sequence[str],
+    directory: Path,
+    index: int,
 ) -> AbstractContextManager[subprocess.Popen[bytes]]:
     """Serve an environment of the case during the block."""
-    flags = {
-        "env.rollout_server_url": hub_url,
-        "env.group_size": case.group_size,
-        "env.max_token_length": NUM_TOKENS,
-        "env.useful": case.useful,
-        "openai.base_url": f"{engine_url}/v1",
+    settings: dict[str, object] = {
+        "rollout_server_url": hub_url,
+        "group_size": case.group_size,
+        "max_token_length": NUM_TOKENS,
+        "useful": case.useful,
     }
     if num_workers is not None:
-        flags["env.max_num_workers"] = num_workers
+        settings["max_num_workers"] = num_workers
+    name = f"env-{index}-{time.monotonic_ns()}"
+    server = {"server_type": "vllm", "model_name": "scripted"}
+    servers = [{**server, "base_url": f"{url}/v1"} for url in engine_urls]
+    config = {"env": settings, "openai": servers}
+    config_path = directory / f"{name}.yaml"
+    config_path.write_text(yaml.safe_dump(config))
     script = Path(__file__).with_name("_pace_env.py")
-    arguments = [f"--{name}={value}" for name, value in flags.items()]
-    log_path = directory / f"env-{index}-{time.monotonic_ns()}.log"
-    return running([str(script), "serve", *arguments], log_path=log_path)
+    argv = [str(script), "serve", f"--config={config_path}"]
+    return running(argv, log_path=directory / f"{name}.log")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -245,12 +353,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--steps", type=int, default=24, help="per measurement; the first third is not counted"
     )
     parser.add_argument("--settings", type=int, default=0, help="simulate random settings")
+    parser.add_argument("--outage", action="store_true", help="kill one of two engines")
     options = parser.parse_args(argv)
     if options.settings:
         settings(options.settings)
         return
     if options.virtual:
         virtual()
+        long_items()
+        return
+    if options.outage:
+        with tempfile.TemporaryDirectory() as name:
+            outage(options.steps, Path(name))
         return
     print(
         f"{HEAD} waits, 8 in flight | staleness mean, max | thrown away |"

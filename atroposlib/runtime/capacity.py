@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 SAFETY = 0.5
 """Standard deviations by which the stock exceeds the expected need. At steps of 5 s the trainer waits up to 9 % of the
-time with 0, up to 5 % with 0.5, up to 2 % with 1 for groups that are up to 0.2 steps older (benchmarks/README.md,
+time with 0, up to 5 % with 0.5, up to 2 % with 1 for groups that are up to 0.3 steps older (benchmarks/README.md,
 pace.py)."""
 MAX_STEPS = 64
 """Longest item considered, in steps, if there is no staleness bound."""

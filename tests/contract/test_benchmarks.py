@@ -20,6 +20,7 @@ from atroposlib.inference.servers.vllm_bodies import read_completions
 from atroposlib.samples import group_advantages
 from atroposlib.scored_data import Strictness
 from atroposlib.wire import split_packed, unpack_group
+from benchmarks import pace
 from benchmarks._env_engine import Choice, Engine
 from benchmarks._env_process import Probe
 from benchmarks._hub_load import JSON, PACKED, Bodies, make_group
@@ -337,6 +338,20 @@ def test_all_parts_of_a_day_with_a_gpu_run_on_the_cpu_and_one_that_fails_ends_no
     assert lines.count("NOT RUN: ") == 3
     assert lines.count("FAILED: ") == 1
     assert len({line.count("|") for line in lines.splitlines()}) == 1
+
+
+def test_the_trainer_gets_every_batch_while_an_engine_dies_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pace, "MEAN_S", 0.2)
+    monkeypatch.setattr(pace, "MEASURED", [pace.Case("exponential", 0.5, 4, 1.0)])
+    pace.outage(8, tmp_path)
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows[2:5]] == ["| two", "| one killed", "| started again"]
+    for row in rows[2:5]:
+        for ages in (row[2], row[4]):
+            mean, oldest = map(float, ages.strip("| ").split(", "))
+            assert mean <= oldest <= pace.MAX_STALENESS + 1
 
 
 STARTS_A_PROCESS = """

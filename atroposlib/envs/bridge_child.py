@@ -1,0 +1,158 @@
+"""The child process of a `Bridge`: loads a Python file in its own interpreter and serves its functions over a pipe.
+
+Uses only the standard library, because the interpreter is that of another library's virtual environment. The file
+defines an async context manager `bridge(**settings)` that yields a description and a dict of coroutine functions.
+Messages are JSON lines. Parent: the settings, then `{"id", "call", "arguments"}` or `{"cancel": id}`. Child:
+`{"ready": description}` or `{"failed": reason}`, then `{"id", "result"}` or `{"id", "error"}`. Output of the file's own
+code goes to stderr.
+
+On Linux it is two processes: a server, which does this, and its keeper. The keeper adopts what the server starts,
+daemons included, and kills it all when the server ends or the parent closes the pipe, also by being killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine
+from types import ModuleType
+from typing import IO, Any
+
+_PR_SET_CHILD_SUBREAPER = 36
+"""From linux/prctl.h."""
+_CLOSE_GRACE_S = 5.0
+"""For the file's own cleanup, after the parent has closed the pipe."""
+
+
+def _keep(script: str) -> int:
+    """Run the server, then kill every process that it left; return its exit status."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    server = subprocess.Popen([sys.executable, __file__, "--serve", script])
+    # Only the server holds the reply pipe, so its end of file means that the server ended.
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    threading.Thread(target=_kill_after_hang_up, args=(server,), daemon=True).start()
+    status = server.wait()
+    while left := _children():
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        os.waitpid(-1, 0)
+    return status if status >= 0 else 128 - status
+
+
+def _kill_after_hang_up(server: subprocess.Popen[bytes]) -> None:
+    poll = select.poll()
+    # The server reads the pipe; a hang-up is reported without registering for it.
+    poll.register(0, 0)
+    poll.poll()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(_CLOSE_GRACE_S)
+    server.kill()
+
+
+def _children() -> list[int]:
+    """Return this process's children, unreaped dead ones included."""
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            with open(f"/proc/self/task/{task}/children") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def _serve(script: str) -> None:
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(2, 1)
+    sys.path[0] = ""  # the working directory, as for `python -m`, instead of this file's folder
+    asyncio.run(_Server(requests, replies).run(script))
+
+
+class _Server:
+    """Serves the calls of one parent."""
+
+    def __init__(self, requests: IO[bytes], replies: IO[bytes]) -> None:
+        self._requests = requests
+        self._replies = replies
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._closed = asyncio.Event()
+
+    async def run(self, script: str) -> None:
+        settings = json.loads(self._requests.readline())
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                bridge = _load(script).bridge(**settings)
+                description, functions = await stack.enter_async_context(bridge)
+            except Exception as error:  # noqa: BLE001 - the parent raises it
+                traceback.print_exc()
+                self._send({"failed": _described(error)})
+                return
+            self._send({"ready": description})
+            loop = asyncio.get_running_loop()
+            threading.Thread(target=self._read, args=(loop, functions), daemon=True).start()
+            await self._closed.wait()
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _read(self, loop: asyncio.AbstractEventLoop, functions: dict[str, Any]) -> None:
+        for line in self._requests:
+            loop.call_soon_threadsafe(self._take, json.loads(line), functions)
+        loop.call_soon_threadsafe(self._closed.set)
+
+    def _take(self, message: dict[str, Any], functions: dict[str, Any]) -> None:
+        if "cancel" in message:
+            if task := self._tasks.get(message["cancel"]):
+                task.cancel()
+            return
+        answer = self._answer(message["id"], functions[message["call"]], message["arguments"])
+        self._tasks[message["id"]] = asyncio.create_task(answer)
+
+    async def _answer(
+        self,
+        call_id: int,
+        function: Callable[..., Coroutine[Any, Any, Any]],
+        arguments: dict[str, Any],
+    ) -> None:
+        reply: dict[str, Any] = {"id": call_id, "error": "cancelled"}
+        try:
+            reply = {"id": call_id, "result": await function(**arguments)}
+            json.dumps(reply)
+        except Exception as error:  # noqa: BLE001 - the parent raises it
+            reply = {"id": call_id, "error": _described(error)}
+        finally:
+            del self._tasks[call_id]
+            self._send(reply)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._replies.write(json.dumps(message).encode() + b"\n")
+            self._replies.flush()
+
+
+def _load(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("atropos_bridge", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _described(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+if __name__ == "__main__":
+    if sys.platform == "linux" and sys.argv[1] != "--serve":
+        sys.exit(_keep(sys.argv[1]))
+    _serve(sys.argv[-1])

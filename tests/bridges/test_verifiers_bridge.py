@@ -1,0 +1,181 @@
+"""Environments of verifiers v1 and of the old verifiers run in their own interpreters; their groups reach a hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from atroposlib.environments.verifiers_env import VerifiersV1Env
+from atroposlib.environments.verifiers_server import VerifiersEnv
+
+from atroposlib.envs.collecting import close
+from atroposlib.errors import EnvError
+from atroposlib.inference.harness import HarnessRequest
+from atroposlib.runtime.process import process
+from tests.bridges.helpers_bridges import TASKS, checked, python_of
+from tests.environments.helpers_environments import make_env
+from tests.envs.helpers_envs import trained_texts
+from tests.runtime.helpers_runtime import LoopbackHub, produced, serving, until
+
+pytestmark = [pytest.mark.bridges, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(autouse=True)
+def in_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(TASKS)
+
+
+def repeat(request: HarnessRequest) -> str:
+    """Repeat the word, on every other call with a mistake, and say goodbye."""
+    if "Thank you." in request.prompt:
+        return "Bye!"
+    found = re.search(r"Repeat (\w+)", request.prompt)
+    assert found
+    return found[1] + "s" * (request.call % 2)
+
+
+def make_v1(monkeypatch: pytest.MonkeyPatch, respond: Any = repeat, **settings: Any) -> Any:
+    block = {"agent": {"harness": {"id": "repeat_words"}}}
+    given = {"taskset": "repeat_words", "block": block, "group_size": 4, **settings}
+    return make_env(
+        VerifiersV1Env,
+        monkeypatch,
+        respond=respond,
+        weight_version="1",
+        python=python_of("verifiers"),
+        **given,
+    )
+
+
+async def test_groups_of_a_v1_taskset_have_its_rewards_and_aligned_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    env = make_v1(monkeypatch, total_steps=3, data_path_to_save_groups=str(tmp_path / "g.jsonl"))
+    result = await process(env)
+    groups = [json.loads(line) for line in result.path.read_text().splitlines()]
+    assert len(groups) == 3
+    for group in groups:
+        assert checked(group).num_sequences == 4
+        assert set(group["scores"]) == {0.0, 2.0}
+        for text, score in zip(trained_texts(group), group["scores"], strict=True):
+            assert ("s<eos>" in text) == (score == 0.0)
+            assert text.endswith("Bye!<eos>")
+
+
+async def test_serve_sends_the_groups_of_a_v1_taskset_and_evaluates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with LoopbackHub(batch_size=8, max_token_len=10_000) as hub:
+        env = make_v1(
+            monkeypatch,
+            rollout_server_url=hub.url,
+            data_dir_to_save_evals=str(tmp_path),
+            num_eval_rows=2,
+        )
+        async with serving(env):
+            await until(lambda: produced(hub) >= 2)
+            metrics = await env.evaluate()
+    assert metrics["eval/mean_score"] in (0.0, 1.0, 2.0)
+
+
+async def test_a_v1_rollout_that_cannot_be_judged_has_no_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def respond(request: HarnessRequest) -> str:
+        return "unjudged" if request.call == 0 else repeat(request)
+
+    env = make_v1(monkeypatch, respond)
+    await env.setup()
+    group, _ = await env.collect_trajectories(env.train_rows[0])
+    await close(env)
+    assert len(group["scores"]) == 3
+    assert env.num_reward_failures == 1
+    assert env.counts["agent_failed"] == 1
+
+
+async def test_a_crash_of_verifiers_costs_the_group_and_the_next_one_gets_a_new_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = iter(["crash"])
+    env = make_v1(monkeypatch, lambda request: next(answers, None) or repeat(request))
+    await env.setup()
+    with pytest.raises(EnvError, match="exit status 3"):
+        await env.collect_trajectories(env.train_rows[0])
+    group, _ = await env.collect_trajectories(env.train_rows[0])
+    await close(env)
+    assert len(group["scores"]) == 4
+    assert env.bridge.num_ended == 1
+
+
+async def test_the_default_harness_of_a_v1_taskset_is_a_chat_without_tools(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The harness `null` installs its program with uv, from the package index."""
+    env = make_v1(monkeypatch, block={"taskset": {"num_tasks": 3}}, num_eval_rows=0)
+    await env.setup()
+    group, _ = await env.collect_trajectories(env.train_rows[0])
+    await close(env)
+    assert len(env.train_rows) == 3
+    assert checked(group).num_sequences == 4
+    assert set(group["scores"]) == {0.0, 2.0}
+    assert set(env.metrics) == {"length", "num_turns", "repeated"}
+
+
+def use_the_tool(request: HarnessRequest) -> str:
+    """Call the tool, then give its result, with a dot on every other call."""
+    found = re.search(r"<tool>([\w-]+)", request.prompt)
+    if found:
+        return found[1] + "." * (request.call % 2)
+    asked = re.search(r"Spell (\w+)", request.prompt)
+    assert asked
+    return f'<tool_call>{{"name": "spell", "arguments": {{"word": "{asked[1]}"}}}}</tool_call>'
+
+
+def make_old(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
+    return make_env(
+        VerifiersEnv,
+        monkeypatch,
+        respond=use_the_tool,
+        weight_version="1",
+        python=python_of("verifiers_old"),
+        vf_env_name="repeat-words-old",
+        env_args=json.dumps(arguments),
+        group_size=4,
+    )
+
+
+async def test_groups_of_an_old_environment_with_a_tool_reach_the_hub(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = make_old(monkeypatch)
+    async with LoopbackHub(batch_size=8, max_token_len=10_000) as hub:
+        env.config.rollout_server_url = hub.url
+        async with serving(env):
+            await until(lambda: produced(hub) >= 2)
+    assert {"num_turns", "repeated", "spell_calls"} <= set(env.metrics)
+
+
+async def test_an_old_rollout_is_trained_over_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = make_old(monkeypatch)
+    await env.setup()
+    group, _ = await env.collect_trajectories(env.train_rows[0])
+    await close(env)
+    assert checked(group).num_sequences == 4
+    assert sorted(group["scores"]) == [0.0, 0.0, 2.0, 2.0]
+    for text, score in zip(trained_texts(group), group["scores"], strict=True):
+        assert text.startswith("<tool_call>")
+        assert text.endswith(".<eos>") == (score == 0.0)
+
+
+async def test_an_old_rubric_judges_the_rollouts_of_a_group_against_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = make_old(monkeypatch, judges_groups=True)
+    await env.setup()
+    group, _ = await env.collect_trajectories(env.train_rows[0])
+    await close(env)
+    # Half of the answers are one character longer than the others.
+    assert sorted(group["scores"]) == [0.25, 0.25, 2.0, 2.0]

@@ -16,7 +16,7 @@ stamp_name=".made-from"
 
 # name of the folder -> packages; name -> modules that must import
 declare -A packages=(
-    [verifiers]="verifiers==0.4.0"
+    [verifiers]="verifiers==0.4.0 uv==0.13.9"
     [verifiers_old]="verifiers==0.1.9.post2"
     [openenv]="openenv==0.10.0"
 )

@@ -122,11 +122,11 @@ class OpenEnvEnv(ToolEnv):
             settings={"app": config.app},
             remedy="; install openenv==0.10.0 and the application in a virtual environment and give --env.python",
         )
+        self._client: aiohttp.ClientSession | None = None
+        self._session_ended = asyncio.Event()
 
     async def setup(self) -> None:
         """Read what the server says about its environment: description, tools or schema of the actions."""
-        self._http = aiohttp.ClientSession()
-        self._session_ended = asyncio.Event()
         described = await self._get("/metadata")
         self.rules = self.config.rules or described.get("description", "")
         self.action_schema = (await self._get("/schema"))["action"]
@@ -191,7 +191,9 @@ class OpenEnvEnv(ToolEnv):
 
     async def close(self) -> None:
         """Stop the server."""
-        await self._http.close()
+        if self._client is not None:
+            await self._client.close()
+        self._client = None
         await self.bridge.close()
         await super().close()
 
@@ -243,6 +245,12 @@ class OpenEnvEnv(ToolEnv):
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EnvError(f"cannot read {url}{path}: {error}") from error
         return found
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        if self._client is None:
+            self._client = aiohttp.ClientSession()
+        return self._client
 
     async def _url(self) -> str:
         """Return the server's URL; starts ours unless it runs."""

@@ -36,7 +36,7 @@ OPEN_TIMEOUT_S = 600.0
 CANCEL_GRACE_S = 10.0
 """For the child to end a cancelled call."""
 _CLOSE_TIMEOUT_S = 10.0
-"""For the child to end after the pipe was closed; its keeper kills the server after 5 s."""
+"""For the child to end after the pipe was closed; its keeper kills the server after 3 s."""
 _LINE_LIMIT = 1 << 28
 """Bytes of one message."""
 _NUM_LAST_LINES = 15
@@ -58,8 +58,12 @@ class _Child:
         self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
     def kill(self) -> None:
+        """Kill the child; on Linux its keeper does, together with what it started."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            if bridge_child.HAS_KEEPER:
+                self.process.terminate()
+            else:
+                os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Bridge:

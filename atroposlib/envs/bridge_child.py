@@ -7,7 +7,7 @@ Messages are JSON lines. Parent: the settings, then `{"id", "call", "arguments"}
 code goes to stderr.
 
 On Linux it is two processes: a server, which does this, and its keeper. The keeper adopts what the server starts,
-daemons included, and kills it all when the server ends or the parent closes the pipe, also by being killed.
+daemons included, and kills it all when the server ends, on SIGTERM, or when the parent closes the pipe or is killed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine
 from types import ModuleType
 from typing import IO, Any
 
+HAS_KEEPER = sys.platform == "linux"
 _PR_SET_CHILD_SUBREAPER = 36
 """From linux/prctl.h."""
-_CLOSE_GRACE_S = 5.0
+_CLOSE_GRACE_S = 3.0
 """For the file's own cleanup, after the parent has closed the pipe."""
 
 
@@ -37,6 +39,7 @@ def _keep(script: str) -> int:
     """Run the server, then kill every process that it left; return its exit status."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     server = subprocess.Popen([sys.executable, __file__, "--serve", script])
+    signal.signal(signal.SIGTERM, lambda *_: server.kill())
     # Only the server holds the reply pipe, so its end of file means that the server ended.
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     threading.Thread(target=_kill_after_hang_up, args=(server,), daemon=True).start()
@@ -44,7 +47,7 @@ def _keep(script: str) -> int:
     while left := _children():
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
+                os.kill(pid, signal.SIGKILL)
         os.waitpid(-1, 0)
     return status if status >= 0 else 128 - status
 
@@ -83,7 +86,7 @@ class _Server:
     def __init__(self, requests: IO[bytes], replies: IO[bytes]) -> None:
         self._requests = requests
         self._replies = replies
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._closed = asyncio.Event()
 
     async def run(self, script: str) -> None:
@@ -100,9 +103,10 @@ class _Server:
             loop = asyncio.get_running_loop()
             threading.Thread(target=self._read, args=(loop, functions), daemon=True).start()
             await self._closed.wait()
-            for task in self._tasks.values():
+            tasks = list(self._tasks.values())
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _read(self, loop: asyncio.AbstractEventLoop, functions: dict[str, Any]) -> None:
         for line in self._requests:
@@ -114,24 +118,21 @@ class _Server:
             if task := self._tasks.get(message["cancel"]):
                 task.cancel()
             return
-        answer = self._answer(message["id"], functions[message["call"]], message["arguments"])
-        self._tasks[message["id"]] = asyncio.create_task(answer)
+        task = asyncio.create_task(functions[message["call"]](**message["arguments"]))
+        self._tasks[message["id"]] = task
+        task.add_done_callback(functools.partial(self._answer, message["id"]))
 
-    async def _answer(
-        self,
-        call_id: int,
-        function: Callable[..., Coroutine[Any, Any, Any]],
-        arguments: dict[str, Any],
-    ) -> None:
-        reply: dict[str, Any] = {"id": call_id, "error": "cancelled"}
-        try:
-            reply = {"id": call_id, "result": await function(**arguments)}
-            json.dumps(reply)
-        except Exception as error:  # noqa: BLE001 - the parent raises it
-            reply = {"id": call_id, "error": _described(error)}
-        finally:
-            del self._tasks[call_id]
-            self._send(reply)
+    def _answer(self, call_id: int, task: asyncio.Task[Any]) -> None:
+        del self._tasks[call_id]
+        if task.cancelled():
+            self._send({"id": call_id, "error": "cancelled"})
+        elif (error := task.exception()) is not None:
+            self._send({"id": call_id, "error": _described(error)})
+        else:
+            try:
+                self._send({"id": call_id, "result": task.result()})
+            except (TypeError, ValueError) as fault:
+                self._send({"id": call_id, "error": f"the result is not JSON: {fault}"})
 
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -153,6 +154,6 @@ def _described(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    if sys.platform == "linux" and sys.argv[1] != "--serve":
+    if HAS_KEEPER and sys.argv[1] != "--serve":
         sys.exit(_keep(sys.argv[1]))
     _serve(sys.argv[-1])

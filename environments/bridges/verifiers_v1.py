@@ -70,5 +70,8 @@ async def bridge(*, block: dict[str, Any], max_tasks: int) -> AsyncIterator[tupl
         }
 
     async with env.serving():
+        # The shared interception server keeps a client per base URL until it is closed, and every rollout has its own
+        # URL. Without it, each rollout starts a server and closes it.
+        env._interception = None
         rows = [{"index": i, "key": task.key} for i, task in enumerate(tasks)]
         yield {"train": rows, "eval": None}, {"rollout": rollout}

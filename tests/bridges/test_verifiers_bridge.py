@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,29 @@ async def test_serve_sends_the_groups_of_a_v1_taskset_and_evaluates(
             await until(lambda: produced(hub) >= 2)
             metrics = await env.evaluate()
     assert metrics["eval/mean_score"] in (0.0, 1.0, 2.0)
+
+
+def num_open_files(pid: int) -> int:
+    """Open files of a process and its descendants."""
+    own = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    children = [
+        int(child)
+        for listed in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in listed.read_text().split()
+    ]
+    return own + sum(map(num_open_files, children))
+
+
+async def test_v1_rollouts_leave_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = make_v1(monkeypatch)
+    await env.setup()
+    counts = []
+    for row in env.train_rows:
+        await env.collect_trajectories(row)
+        counts.append(num_open_files(os.getpid()))
+    await close(env)
+    assert len(counts) == 3
+    assert counts[0] == counts[1] == counts[2]
 
 
 async def test_a_v1_rollout_that_cannot_be_judged_has_no_score(

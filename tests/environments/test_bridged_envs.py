@@ -1,0 +1,229 @@
+"""The environments of other libraries, with a stand-in on the other side of the bridge or of the socket."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from atroposlib.environments.openenv_env import OpenEnvEnv
+from atroposlib.environments.verifiers_env import VerifiersV1Env
+from atroposlib.environments.verifiers_server import VerifiersEnv
+from fastapi import FastAPI, WebSocket
+
+from atroposlib.envs.collecting import close
+from atroposlib.errors import ConfigError, EnvError
+from atroposlib.inference.harness import HarnessRequest
+from atroposlib.scored_data import Strictness, check_group
+from tests.api.helpers_api import serving
+from tests.environments.helpers_environments import make_env
+from tests.envs.helpers_envs import trained_texts
+
+THEIR_SIDE = """
+import asyncio, json, urllib.request
+from contextlib import asynccontextmanager
+
+def ask(base_url, model, text):
+    body = {"model": model, "messages": [{"role": "user", "content": text}]}
+    headers = {"Content-Type": "application/json"}
+    url = f"{base_url}/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
+
+@asynccontextmanager
+async def bridge(**settings):
+    async def rollout(index, base_url, model, **more):
+        answer = await asyncio.to_thread(ask, base_url, model, f"Say {index}.")
+        if answer == "nothing":
+            raise ValueError("no answer")
+        reward = 2.0 * (answer == str(index))
+        return {"reward": reward, "metrics": {"given": len(more)}, "answer": answer}
+
+    rows = [{"index": i} for i in range(4)]
+    yield {"train": rows, "eval": rows[:1]}, {"rollout": rollout}
+"""
+
+
+def bridged(
+    base: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, respond: Any, **settings: Any
+) -> Any:
+    path = tmp_path / "their_side.py"
+    path.write_text(THEIR_SIDE)
+    env_cls = type(base.__name__, (base,), {"script": str(path), "__module__": base.__module__})
+    return make_env(
+        env_cls, monkeypatch, respond=respond, weight_version="1", group_size=4, **settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "settings", "num_more"),
+    [(VerifiersV1Env, {"taskset": "x"}, 0), (VerifiersEnv, {"vf_env_name": "x"}, 3)],
+)
+async def test_a_rollout_of_the_other_side_is_trained_with_its_reward(
+    base: Any, settings: Any, num_more: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    env = bridged(base, monkeypatch, tmp_path, lambda request: "23x"[request.call % 3], **settings)
+    await env.setup()
+    group, _ = await env.collect_trajectories({"index": 3})
+    await close(env)
+    assert check_group(group, strictness=Strictness.MEANING).num_sequences == 4
+    assert set(group["scores"]) == {0.0, 2.0}
+    for text, score in zip(trained_texts(group), group["scores"], strict=True):
+        assert (text == "3<eos>") == (score == 2.0)
+    assert env.metrics == {"given": [num_more] * 4}
+
+
+async def test_a_rollout_that_fails_on_the_other_side_has_no_score(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def respond(request: HarnessRequest) -> str:
+        return "nothing" if request.call == 0 else str(request.call)
+
+    env = bridged(VerifiersV1Env, monkeypatch, tmp_path, respond, taskset="x")
+    await env.setup()
+    group, _ = await env.collect_trajectories({"index": 3})
+    await close(env)
+    assert sorted(group["scores"]) == [0.0, 0.0, 2.0]
+    assert env.counts["agent_failed"] == 1
+
+
+def test_missing_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for env_cls, flag in (
+        (VerifiersV1Env, "--env.taskset"),
+        (VerifiersEnv, "--env.vf_env_name"),
+        (OpenEnvEnv, "--env.app"),
+    ):
+        with pytest.raises(ConfigError, match=flag):
+            make_env(env_cls, monkeypatch, respond=lambda request: "")
+
+
+def make_counting_server() -> FastAPI:
+    """An OpenEnv server with one session at a time: count to three; "raise" raises, letters are no actions."""
+    app = FastAPI()
+    app.state.num_open = 0
+
+    @app.get("/metadata")
+    def metadata() -> Any:
+        return {"name": "counting", "description": "Count to three."}
+
+    @app.get("/schema")
+    def schema() -> Any:
+        fields = {"number": {"type": "integer"}, "metadata": {"type": "object"}}
+        return {"action": {"properties": fields}, "observation": {}, "state": {}}
+
+    @app.websocket("/ws")
+    async def session(socket: WebSocket) -> None:
+        await socket.accept()
+        if app.state.num_open:
+            refused = {"code": "CAPACITY_REACHED", "message": "full", "max_sessions": 1}
+            await socket.send_json({"type": "error", "data": refused})
+            await socket.close()
+            return
+        app.state.num_open += 1
+        try:
+            last = 0
+            async for message in socket.iter_json():
+                answer = play(message, last)
+                last = answer["data"].get("observation", {}).get("last", last)
+                await socket.send_json(answer)
+        finally:
+            app.state.num_open -= 1
+
+    return app
+
+
+def play(message: dict[str, Any], last: int) -> dict[str, Any]:
+    if message["type"] == "reset":
+        return seen(0, 0.0)
+    if message["type"] == "mcp":
+        return {"type": "mcp", "data": {"error": {"message": "no tools"}}}
+    number = message["data"]["number"]
+    if number == "raise":
+        return {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "out of memory"}}
+    if not isinstance(number, int):
+        faults = [{"loc": ["number"], "msg": "should be an integer"}]
+        details = {"code": "VALIDATION_ERROR", "message": "Invalid", "errors": faults}
+        return {"type": "error", "data": details}
+    return seen(number, 1.0 if number == last + 1 else -1.0)
+
+
+def seen(last: int, reward: float) -> dict[str, Any]:
+    observation = {"last": last, "metadata": {"hint": "hidden"}}
+    data = {"observation": observation, "reward": reward, "done": last == 3}
+    return {"type": "observation", "data": data}
+
+
+@pytest.fixture
+def counting_url() -> Iterator[str]:
+    with serving(make_counting_server()) as url:
+        yield url
+
+
+def count_on(request: HarnessRequest) -> str:
+    found = re.findall(r'{"last": (\d+)}', request.prompt)
+    return f'<action>{{"number": {int(found[-1]) + 1}}}</action>'
+
+
+async def test_an_episode_of_openenv_has_the_sum_of_its_rewards_and_waits_for_a_session(
+    monkeypatch: pytest.MonkeyPatch, counting_url: str
+) -> None:
+    env = make_env(OpenEnvEnv, monkeypatch, respond=count_on, url=counting_url, group_size=2)
+    await env.setup()
+    group, _ = await env.collect_trajectories(1)
+    await close(env)
+    assert group["scores"] == [3.0, 3.0]
+    assert env.counts["done_done"] == 2
+    assert env.counts["waits_for_session"] > 0
+    prompt = json.dumps(group["messages"][0])
+    assert "Count to three." in prompt
+    assert "hidden" not in prompt
+    assert "metadata" not in prompt
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        ("I do not know.", "has no action"),
+        ("<action>[1]</action>", "not an object"),
+        ('<action>{"number": "one"}</action>', "number: should be an integer"),
+    ],
+)
+async def test_a_wrong_action_of_openenv_is_told_to_the_model(
+    answer: str, fault: str, monkeypatch: pytest.MonkeyPatch, counting_url: str
+) -> None:
+    def respond(request: HarnessRequest) -> str:
+        return count_on(request) if "Error: " in request.prompt else answer
+
+    env = make_env(OpenEnvEnv, monkeypatch, respond=respond, url=counting_url, group_size=1)
+    await env.setup()
+    group, _ = await env.collect_trajectories(1)
+    await close(env)
+    assert group["scores"] == [3.0]
+    assert env.counts["invalid_action"] == 1
+    assert fault in json.dumps(group["messages"][0])
+
+
+async def test_an_exception_of_an_openenv_environment_is_no_score(
+    monkeypatch: pytest.MonkeyPatch, counting_url: str
+) -> None:
+    env = make_env(
+        OpenEnvEnv,
+        monkeypatch,
+        respond=lambda request: '<action>{"number": "raise"}</action>',
+        url=counting_url,
+        group_size=1,
+    )
+    await env.setup()
+    assert await env.collect_trajectories(1) == (None, [])
+    await close(env)
+    assert env.num_reward_failures == 1
+
+
+async def test_an_absent_openenv_server_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = make_env(OpenEnvEnv, monkeypatch, respond=count_on, url="http://127.0.0.1:9")
+    with pytest.raises(EnvError, match="127.0.0.1:9"):
+        await env.setup()
+    await close(env)

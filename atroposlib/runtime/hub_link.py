@@ -1,8 +1,8 @@
 """A serving environment's control calls to its hub: registration, status, disconnection.
 
-Owns their retries and their rate: calls pass a `Pace` (on average at most four per second) and are retried until the hub
-answers. Queue sizes come from the hub's answers to sent groups and from one long poll. An original hub answers polls at
-once, so it is polled four times per second; an environment with nothing in flight makes at most
+Owns their retries and their rate: calls pass a `Pace` (on average at most four per second) and are retried until the
+hub answers. Queue sizes come from the hub's answers to sent groups and from one long poll. An original hub answers
+polls at once, so it is polled four times per second; an environment with nothing in flight makes at most
 `max_batches_offpolicy` batches between two polls. The outbox sends the groups.
 """
 

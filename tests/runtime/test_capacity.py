@@ -93,7 +93,7 @@ def demanding(**changes: Any) -> Load:
         (demanding(self_queue_size=3, queue_size=3), 1),
         (demanding(running=4), 0),
         (demanding(wanted_share=0.5), 2),
-        # All late by one step, so two batches are on their way; half late: one and a half, and sqrt(4 / 4) / 2 for safety.
+        # All late by one step, so two batches are on their way; half late: 1.5, and sqrt(4 / 4) / 2 for safety.
         (demanding(demand={"durations_s": [3.0] * 10}), 8),
         (demanding(demand={"durations_s": [1.0, 3.0] * 5}), 7),
         (demanding(demand={"durations_s": [3.0] * 10}, max_batches_offpolicy=1), 4),

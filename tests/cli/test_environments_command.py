@@ -75,7 +75,7 @@ def test_a_module_runs_by_its_name_in_the_package() -> None:
     assert "flags of GSM8kEnv" in run.stdout
 
 
-@pytest.mark.e2e
+@pytest.mark.drill
 def test_a_new_environment_of_every_shape_passes_its_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,14 +172,18 @@ def test_the_page_is_private_unless_asked_for(
 
 
 def test_a_port_in_use_names_its_flag(
-    tokenizer_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: HubServer,
+    tokenizer_path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def refuse(self: Widget, **options: Any) -> None:
         raise OSError("Cannot find empty port in range: 9009-9009")
 
     monkeypatch.setattr(Widget, "launch", refuse)
     monkeypatch.setattr(view_run, "require", lambda module, *, extra: Gradio())
-    assert view_run.main(["--tokenizer", tokenizer_path, "--port=9009"]) == 1
+    flags = ["--api-url", hub.url, "--tokenizer", tokenizer_path, "--port=9009"]
+    assert view_run.main(flags) == 1
     told = capsys.readouterr().err
     assert told.startswith("error: cannot serve the page on 127.0.0.1:9009")
     assert "choose another --port" in told

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+from atroposlib.engine.command import main
 from atroposlib.engine.server import EngineConfig, Loaded, create_app, load, warm_up
 from atroposlib.http_bodies import MAX_BODY_BYTES
 from tests.tiny_model import make_tiny_model
@@ -375,24 +376,24 @@ def run_engine(*flags: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.e2e
-def test_a_missing_model_is_named_and_exits_2(tmp_path: Path) -> None:
-    process = run_engine("--model", str(tmp_path / "nowhere"), "--port", "0")
-    _, stderr = process.communicate(timeout=50)
-    assert process.returncode == 2
-    assert "nowhere" in stderr
-    assert "Traceback" not in stderr
+def test_a_missing_model_is_named_and_exits_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", str(tmp_path / "nowhere"), "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "nowhere" in said
+    assert "Traceback" not in said
 
 
-@pytest.mark.e2e
-def test_a_port_in_use_is_named_and_exits_1(model_dir: Path) -> None:
+def test_a_port_in_use_is_named_and_exits_1(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        process = run_engine("--model", str(model_dir), "--port", str(port))
-        _, stderr = process.communicate(timeout=50)
-    assert process.returncode == 1
-    assert f"127.0.0.1:{port}" in stderr
-    assert "Traceback" not in stderr
+        assert main(["--model", str(model_dir), "--port", str(port)]) == 1
+    said = capsys.readouterr().err
+    assert f"127.0.0.1:{port}" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.e2e

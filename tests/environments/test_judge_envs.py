@@ -248,6 +248,7 @@ async def test_the_event_loop_runs_while_the_reward_model_scores(
     assert group["scores"][0] == 0.5
 
 
+@pytest.mark.drill
 def test_check_finds_no_fault_with_a_reward_model(reward_model: Callable[..., str]) -> None:
     path = reward_model(1)
 

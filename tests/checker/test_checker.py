@@ -43,8 +43,9 @@ OF_REWARDS = NAMES[NAMES.index("reward_repeatable") : NAMES.index("no_leaked_tas
 
 
 def _sound(env_cls: type[BaseEnv]) -> Any:
-    """Return a test case; the environments of `environments/` take seconds each."""
-    marks = () if env_cls.__module__.startswith("tests.") else pytest.mark.drill
+    """Return a test case; those with processes of their own take seconds."""
+    has_processes = env_cls.__name__ in ("ArithmeticAgents", "GSM8kEnv")
+    marks = pytest.mark.drill if has_processes else ()
     return pytest.param(env_cls, marks=marks, id=env_cls.__name__)
 
 

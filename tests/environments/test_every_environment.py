@@ -2,7 +2,7 @@
 
 An environment is one row of `CASES`. The perfect answer of an item is the first of `example_answers(item)`; an
 environment of several turns, or one whose right answer depends on more than the item, gives `perfect` in its row.
-`check` and `serve` take several seconds each and are drills; `process` and the rewards are always tested.
+`check`, `serve` and `process` take up to several seconds each and are drills; the rewards are always tested.
 """
 
 from __future__ import annotations
@@ -303,6 +303,7 @@ def test_check_finds_no_fault(case: Case) -> None:
     assert report.failed == [], report.to_text()
 
 
+@pytest.mark.drill
 @every_case
 async def test_process_writes_groups_that_pass_the_strict_gate(
     case: Case, made: Callable[..., Any], tmp_path: Path

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+from atroposlib.envs.bridge import reaching_loopback
 from atroposlib.envs.dataset_env import (
     ABORTED,
     DatasetEnv,
@@ -322,16 +323,12 @@ class AgentEnv(DatasetEnv):
 def agent_variables(base_url: str, api_key: str) -> dict[str, str]:
     """Return an agent's environment variables: this process's without secrets, plus the session's URL and key."""
     kept = {name: value for name, value in os.environ.items() if not _SECRET_NAME.search(name)}
-    local = ",".join(filter(None, [kept.get("NO_PROXY"), "127.0.0.1,localhost"]))
     return {
-        **kept,
+        **reaching_loopback(kept),
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": api_key,
-        # HTTP_PROXY must not be used for the session.
-        "NO_PROXY": local,
-        "no_proxy": local,
     }
 
 

@@ -134,6 +134,7 @@ class Bridge:
                 stderr=asyncio.subprocess.PIPE,
                 limit=_LINE_LIMIT,
                 start_new_session=True,
+                env=reaching_loopback(os.environ),
             )
         except OSError as error:
             raise EnvError(f"cannot run {self._python}: {error}") from error
@@ -208,6 +209,12 @@ class Bridge:
         await asyncio.gather(*child.readers, return_exceptions=True)
         for reply in child.replies.values():
             reply.cancel()
+
+
+def reaching_loopback(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables with which HTTP_PROXY is not used for this machine."""
+    local = ",".join(filter(None, [variables.get("NO_PROXY"), "127.0.0.1,localhost"]))
+    return {**variables, "NO_PROXY": local, "no_proxy": local}
 
 
 async def _ending_of(child: _Child) -> str:

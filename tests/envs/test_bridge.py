@@ -57,7 +57,8 @@ async def bridge(*, name):
 
     pids = [os.getppid(), os.getpid(), daemon.pid]
     functions = [add, crash, wait, hang, fail, write, num_cancelled]
-    yield {"name": name, "pids": pids}, {each.__name__: each for each in functions}
+    no_proxy = os.environ["no_proxy"]
+    yield {"name": name, "pids": pids, "no_proxy": no_proxy}, {each.__name__: each for each in functions}
 """
 
 PARENT = """
@@ -103,7 +104,9 @@ def is_running(pid: int) -> bool:
 
 
 async def test_calls_run_concurrently_and_return_their_results(bridge: Bridge) -> None:
-    assert (await bridge.open())["name"] == "x"
+    description = await bridge.open()
+    assert description["name"] == "x"
+    assert "127.0.0.1" in description["no_proxy"]
     sums = await asyncio.gather(*(bridge.call("add", a=9 - i, b=i) for i in range(9)))
     assert sums == [9] * 9
 

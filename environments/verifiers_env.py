@@ -3,8 +3,8 @@
 verifiers runs in an interpreter of its own, because its pins exclude others. Its model calls go to a session of our
 proxy, which records the tokens; the score is its reward. `--env.taskset` names an installed taskset, or a built-in one
 (harbor, nemo_gym, openenv, textarena; they need extras of verifiers). `--env.block` is the `[env]` block of its
-configuration, as JSON. A single agent plays with the harness `null` in a subprocess, unless the block says otherwise.
-Of several seats only one may play the policy: the others need a `client`.
+configuration, as JSON. An only seat plays with the harness `null` in a subprocess, unless the block says otherwise. Of
+several seats only one may play the policy: the others need a `client`.
 
     python -m venv vf && vf/bin/pip install verifiers==0.4.0 uv && vf/bin/pip install -e my_taskset
     python environments/verifiers_env.py serve --env.python vf/bin/python --env.taskset my_taskset \\
@@ -47,7 +47,7 @@ class BridgedEnv(AgentEnv):
     script: ClassVar[str]
     """File in `bridges/` that the child loads."""
     remedy: ClassVar[str] = ""
-    """Added to the error if the child does not start."""
+    """Added to the error if the interpreter lacks the library."""
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of the script's `bridge`."""

@@ -72,7 +72,7 @@ class Bridge:
     def __init__(
         self, *, python: str, script: Path, settings: Mapping[str, Any], remedy: str = ""
     ) -> None:
-        """`python` is the child's interpreter, "" for this one; `remedy` is added to the error if it does not start."""
+        """`python` is the child's interpreter, "" for this one; `remedy` is added to an error about a missing module."""
         self.num_ended = 0
         """Children that ended by themselves or did not react."""
         self._python = python or sys.executable
@@ -147,8 +147,10 @@ class Bridge:
                 line = await process.stdout.readline()
             message = json.loads(line) if line else {"failed": await _ending_of(child)}
             if "ready" not in message:
+                reason = str(message["failed"])
+                remedy = self._remedy if "No module named" in reason else ""
                 raise EnvError(
-                    f"{self._script.stem} does not start in {self._python}: {message['failed']}{self._remedy}"
+                    f"{self._script.stem} does not start in {self._python}: {reason}{remedy}"
                 )
         except BaseException as error:
             await self._end(child)

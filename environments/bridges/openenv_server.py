@@ -15,7 +15,12 @@ from uvicorn.importer import import_from_string
 async def bridge(*, app: str) -> AsyncIterator[tuple[Any, Any]]:
     """Serve an application, given as "module:attribute"."""
     config = uvicorn.Config(
-        import_from_string(app), host="127.0.0.1", port=0, log_level="warning", ws_max_size=2**28
+        import_from_string(app),
+        host="127.0.0.1",
+        port=0,
+        log_level="warning",
+        ws_max_size=2**28,
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
@@ -28,5 +33,5 @@ async def bridge(*, app: str) -> AsyncIterator[tuple[Any, Any]]:
     try:
         yield {"url": f"http://127.0.0.1:{port}"}, {}
     finally:
-        server.should_exit = server.force_exit = True
+        server.should_exit = True
         await serving

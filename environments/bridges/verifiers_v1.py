@@ -16,8 +16,8 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-# A tool-less chat loop on this machine; the defaults of verifiers are a shell and Prime's cloud.
-LOCAL_SEAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+LOCAL = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+"""A chat without a shell, on this machine; the defaults of verifiers are a shell, in Prime's cloud."""
 
 
 class EpisodeFailed(Exception):
@@ -30,8 +30,12 @@ async def bridge(*, block: dict[str, Any], max_tasks: int) -> AsyncIterator[tupl
     # Harnesses install their programs with `uv`, which pip puts next to the interpreter.
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}"
     seats = agent_config_fields(resolve_env_config(block))
-    if list(seats) == ["agent"]:
-        block = {**block, "agent": {**LOCAL_SEAT, **block.get("agent", {})}}
+    if len(seats) == 1:
+        [(name, seat)] = seats.items()
+        unset = {
+            field: value for field, value in LOCAL.items() if field not in seat.model_fields_set
+        }
+        block = {**block, name: {**unset, **block.get(name, {})}}
     env = load_environment(resolve_env_config(block))
     policy_seats = [
         name for name, seat in agent_config_fields(env.config).items() if seat.client is None

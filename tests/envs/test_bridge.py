@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 @asynccontextmanager
 async def bridge(*, name):
     if name == "broken":
-        raise ImportError("no module called verifiers")
+        import a_module_that_is_missing
     cancelled = []
     daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 
@@ -166,7 +166,7 @@ async def test_a_child_that_does_not_end_a_cancelled_call_is_killed(
 
 async def test_a_child_that_does_not_start_says_why(script: Path) -> None:
     broken = Bridge(python="", script=script, settings={"name": "broken"}, remedy="; install it")
-    with pytest.raises(EnvError, match="no module called verifiers; install it"):
+    with pytest.raises(EnvError, match="No module named 'a_module_that_is_missing'; install it"):
         await broken.open()
     missing = Bridge(python="/nowhere/python", script=script, settings={})
     with pytest.raises(EnvError, match="cannot run /nowhere/python"):

@@ -65,6 +65,13 @@ class _Child:
             else:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
+    def fail_calls(self, reason: str) -> None:
+        """Raise EnvError in all calls in flight."""
+        for reply in self.replies.values():
+            if not reply.done():
+                reply.set_exception(EnvError(reason))
+        self.replies.clear()
+
 
 class Bridge:
     """Calls functions in a child process, which it starts and restarts."""
@@ -72,7 +79,7 @@ class Bridge:
     def __init__(
         self, *, python: str, script: Path, settings: Mapping[str, Any], remedy: str = ""
     ) -> None:
-        """`python` is the child's interpreter, "" for this one; `remedy` is added to an error about a missing module."""
+        """`python` is the child's interpreter, "" for this one; `remedy` is added to the error of a missing module."""
         self.num_ended = 0
         """Children that ended by themselves or did not react."""
         self._python = python or sys.executable
@@ -165,25 +172,28 @@ class Bridge:
 
     async def _read(self, child: _Child) -> None:
         assert child.process.stdout is not None
-        while line := await child.process.stdout.readline():
-            message = json.loads(line)
-            reply = child.replies.pop(message["id"])
-            if reply.done():
-                continue  # cancelled
-            if "error" in message:
-                reply.set_exception(EnvError(f"{self._script.stem}: {message['error']}"))
-            else:
-                reply.set_result(message["result"])
+        try:
+            while line := await child.process.stdout.readline():
+                self._take(child, json.loads(line))
+        except ValueError as error:
+            child.last_lines.append(f"a message cannot be read: {error}")
+            child.kill()
         if self._child is not child:
             return  # closed
         self._child = None
         self.num_ended += 1
         reason = f"{self._script.stem} has ended: {await _ending_of(child)}"
         logger.error("%s", reason)
-        for reply in child.replies.values():
-            if not reply.done():
-                reply.set_exception(EnvError(reason))
-        child.replies.clear()
+        child.fail_calls(reason)
+
+    def _take(self, child: _Child, message: dict[str, Any]) -> None:
+        reply = child.replies.pop(message["id"], None)
+        if reply is None or reply.done():
+            return  # closed or cancelled
+        if "error" in message:
+            reply.set_exception(EnvError(f"{self._script.stem}: {message['error']}"))
+        else:
+            reply.set_result(message["result"])
 
     async def _log(self, child: _Child) -> None:
         assert child.process.stderr is not None
@@ -199,6 +209,7 @@ class Bridge:
 
     async def _end(self, child: _Child) -> None:
         assert child.process.stdin is not None
+        child.fail_calls(f"{self._script.stem} was closed")
         child.process.stdin.close()
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -209,8 +220,6 @@ class Bridge:
         for reader in child.readers:
             reader.cancel()
         await asyncio.gather(*child.readers, return_exceptions=True)
-        for reply in child.replies.values():
-            reply.cancel()
 
 
 def reaching_loopback(variables: Mapping[str, str]) -> dict[str, str]:

@@ -49,6 +49,9 @@ async def bridge(*, name):
     async def fail():
         raise KeyError("x")
 
+    async def repeat(text):
+        return text
+
     async def write():
         return {1, 2}
 
@@ -56,7 +59,7 @@ async def bridge(*, name):
         return len(cancelled)
 
     pids = [os.getppid(), os.getpid(), daemon.pid]
-    functions = [add, crash, wait, hang, fail, write, num_cancelled]
+    functions = [add, crash, wait, hang, fail, write, repeat, num_cancelled]
     no_proxy = os.environ["no_proxy"]
     yield {"name": name, "pids": pids, "no_proxy": no_proxy}, {each.__name__: each for each in functions}
 """
@@ -179,6 +182,24 @@ async def test_close_ends_the_child_and_the_daemons_that_it_started(bridge: Brid
     await bridge.close()
     assert not any(map(is_running, pids))
     assert bridge.num_ended == 0
+
+
+async def test_close_fails_the_calls_in_flight(bridge: Bridge) -> None:
+    await bridge.open()
+    waiting = asyncio.create_task(bridge.call("wait"))
+    await bridge.call("add", a=1, b=1)
+    await bridge.close()
+    with pytest.raises(EnvError, match="was closed"):
+        await waiting
+
+
+async def test_a_message_that_is_too_long_ends_the_child(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bridge_module, "_LINE_LIMIT", 1000)
+    with pytest.raises(EnvError, match="a message cannot be read"):
+        await bridge.call("repeat", text="x" * 10_000)
+    assert bridge.num_ended == 1
 
 
 async def test_a_killed_parent_leaves_no_process(

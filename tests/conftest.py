@@ -63,12 +63,17 @@ def _same_interpreter() -> Iterator[None]:
     gc.set_threshold(*thresholds)
 
 
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Cluster]:
-    """A PostgreSQL for the tests of this process; each takes a schema of its own, or skips without PostgreSQL."""
+def require_postgres() -> None:
+    """Skip a test that needs PostgreSQL where there is none."""
     if binaries() is None:
         pytest.skip("NOT TESTED: PostgreSQL is not installed (Debian: apt install postgresql)")
     pytest.importorskip("asyncpg", reason="NOT TESTED: pip install 'atroposlib[postgres]'")
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Cluster]:
+    """A PostgreSQL for the tests of this process; each takes a schema of its own."""
+    require_postgres()
     with running_cluster() as cluster:
         yield cluster
 

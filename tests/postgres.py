@@ -110,7 +110,8 @@ class Cluster:
     def create_schema(self, name: str) -> str:
         """Create a schema, and return its URL."""
         psql = [str(self._programs / "psql"), "-q", "-X", "-c", f"create schema {name}", self.url()]
-        subprocess.run(psql, check=True, capture_output=True)
+        done = subprocess.run(psql, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
         return self.url(name)
 
 

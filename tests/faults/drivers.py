@@ -138,7 +138,7 @@ class HubProcess:
         argv = ["-m", "atroposlib.cli.run_api", "--port", str(self.port)]
         if self.max_files is not None:
             argv[:2] = ["-c", _RUN_WITH_FEW_FILES, str(self.max_files)]
-        if "--memory" not in self.flags:
+        if not {"--memory", "--database"} & set(self.flags):
             argv += ["--data-dir", str(self.directory / "data")]
         self.process = Process("hub", [*argv, *self.flags], log_path=self.directory / "hub.log")
 

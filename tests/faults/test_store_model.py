@@ -269,6 +269,10 @@ class StoreMachine(RuleBasedStateMachine):
 def run_programs(kind: str, directory: Path, *, num_programs: int) -> int:
     """Return how many operations were done."""
     machine = type("Machine", (StoreMachine,), {"kind": kind, "directory": directory})
+    return run_machine(machine, num_programs=num_programs)
+
+
+def run_machine(machine: type[StoreMachine], *, num_programs: int) -> int:
     run_state_machine_as_test(
         machine,
         settings=settings(

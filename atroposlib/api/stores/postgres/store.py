@@ -361,9 +361,10 @@ class PostgresStore:
             if number in effects.ended
             or (number not in self._locations and number not in effects.located)
         ]
+        added = {batch.number for batch in change.batches}
         unknown += [
             number
-            for number in change.closed_batches
+            for number in set(change.closed_batches) - added
             if number in effects.closed_batches
             or (number not in self._batches and number not in effects.batches)
         ]
@@ -371,8 +372,8 @@ class PostgresStore:
             return KeyError(f"groups or batches {sorted(unknown)} are not stored")
         merged.add(change)
         effects.ended |= {end.number for end in change.ends}
-        effects.batches |= {batch.number for batch in change.batches}
-        effects.closed_batches -= effects.batches
+        effects.batches |= added
+        effects.closed_batches -= added
         effects.closed_batches |= set(change.closed_batches)
         effects.batches -= effects.closed_batches
         if change.document is not None:

@@ -1,0 +1,254 @@
+"""The PostgreSQL store under broken connections, a killed database, killed hubs, and random programs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from atroposlib.api.stores.base import Change, GroupStore, TermLost
+from tests.conftest import require_postgres
+from tests.faults.drivers import (
+    HubProcess,
+    LeaseTrainer,
+    assert_balanced,
+    eventually,
+    hub_process,
+    traffic,
+)
+from tests.faults.proxy import Direction, Proxy, Toxics
+from tests.faults.store_faults import Judge, Workload
+from tests.faults.test_store_model import StoreMachine, run_machine
+from tests.postgres import Cluster, running_cluster
+
+pytest.importorskip("asyncpg", reason="NOT TESTED: pip install 'atroposlib[postgres]'")
+
+from atroposlib.api.stores.postgres.runs import PostgresRuns
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[PostgresRuns]:
+    runs = PostgresRuns(url, segment_bytes=20_000)
+    await runs.open()
+    try:
+        yield runs
+    finally:
+        await runs.close()
+
+
+async def check_what_is_left(url: str, judge: Judge) -> None:
+    async with opened(url) as runs:
+        store = runs.store("run")
+        saved = await store.open()
+        await judge.check(store, saved)
+        await store.close()
+
+
+async def several(store: GroupStore, rng: random.Random, judge: Judge, *, until: Any) -> int:
+    """Run the workload until the task `until` ends; return the number of steps."""
+    workload = Workload(store, rng, judge)
+    num_steps = 0
+    while not until.done():
+        await workload.step()
+        num_steps += 1
+    return num_steps
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+async def test_connections_that_break_anywhere_lose_and_repeat_nothing(
+    postgres: Cluster, postgres_url: str, direction: Direction
+) -> None:
+    """Also between a commit and its answer."""
+    rng = random.Random(direction.value)
+    judge = Judge()
+    num_breaks = 0
+    async with Proxy(postgres.port) as proxy:
+        url = postgres_url.replace(str(postgres.port), str(proxy.port))
+        async with opened(url) as runs:
+            store = runs.store("run")
+            await store.open()
+
+            async def break_connections() -> None:
+                nonlocal num_breaks
+                for _ in range(60):
+                    proxy.reset_after(direction, rng.randint(1, 3000))
+                    await eventually(lambda: not proxy.is_armed, timeout_s=30, what="a break")
+                    num_breaks += 1
+
+            breaking = asyncio.create_task(break_connections())
+            num_steps = await several(store, rng, judge, until=breaking)
+            await breaking
+            await store.close()
+    await check_what_is_left(postgres_url, judge)
+    print(f"{num_breaks} broken connections in {num_steps} steps")
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """One that the test may kill."""
+    require_postgres()
+    with running_cluster() as cluster:
+        yield cluster
+
+
+async def test_a_killed_database_is_a_pause(cluster: Cluster) -> None:
+    rng = random.Random(5)
+    judge = Judge()
+    async with opened(cluster.url()) as runs:
+        store = runs.store("run")
+        await store.open()
+
+        async def kill() -> None:
+            for _ in range(4):
+                await asyncio.sleep(rng.random())
+                await asyncio.to_thread(cluster.kill)
+                await asyncio.to_thread(cluster.start)
+
+        killing = asyncio.create_task(kill())
+        num_steps = await several(store, rng, judge, until=killing)
+        await killing
+        await store.close()
+    await check_what_is_left(cluster.url(), judge)
+    print(f"4 kills of the database in {num_steps} steps")
+
+
+@pytest.mark.parametrize("how", ["reset", "hang"])
+async def test_a_new_owner_continues_where_the_one_before_was_cut_off(
+    postgres: Cluster, postgres_url: str, how: str
+) -> None:
+    """The earlier owner's writes are refused once it reaches the database again."""
+    rng = random.Random(6)
+    judge = Judge()
+    async with Proxy(postgres.port) as proxy:
+        url = postgres_url.replace(str(postgres.port), str(proxy.port))
+        async with opened(url) as runs:
+            store = runs.store("run")
+            await store.open()
+            running = asyncio.create_task(several(store, rng, judge, until=asyncio.Future()))
+            await asyncio.sleep(1)
+            if how == "reset":
+                await proxy.cut()
+            else:
+                proxy.toxics = Toxics(is_blackhole=True)
+            began = time.monotonic()
+            await check_what_is_left(postgres_url, judge.snapshot())
+            print(f"opened and checked {time.monotonic() - began:.1f} s later")
+            await proxy.heal()
+            with pytest.raises(TermLost):
+                await running
+            await store.close()
+
+
+# Whole hubs.
+
+
+async def run_with_outages(
+    hub: HubProcess, num_outages: int, outage: Any, *, rng: random.Random
+) -> str:
+    trainer = LeaseTrainer(hub.url, crash_chance=0.05)
+    async with traffic(hub.url, trainer=trainer) as load:
+        for number in range(num_outages):
+            await asyncio.sleep(0.3 + 0.5 * rng.random())
+            await load.progress(3 * (number + 1))
+            await asyncio.to_thread(outage)
+        await load.finish()
+    ledger = hub.get("/ledger")
+    assert_balanced(ledger)
+    assert ledger["trained"] == load.num_acknowledged
+    assert ledger["queued"] == ledger["leased"] == 0
+    return load.account()
+
+
+@pytest.mark.timeout(240)
+async def test_a_killed_hub_loses_no_group_and_commits_none_twice(
+    tmp_path: Path, postgres_url: str
+) -> None:
+    with hub_process(tmp_path, "--database", postgres_url) as hub:
+
+        def kill_hub() -> None:
+            hub.kill()
+            hub.start()
+
+        account = await run_with_outages(hub, 3, kill_hub, rng=random.Random(1))
+        slowest_s = max(hub.start_times_s)
+        assert hub.stop() == 0
+    assert slowest_s <= 10
+    print(f"3 kills of the hub, ready again after at most {slowest_s:.1f} s; {account}")
+
+
+@pytest.mark.timeout(240)
+async def test_a_hub_whose_database_is_killed_pauses_and_loses_nothing(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    pauses_s = []
+    with hub_process(tmp_path, "--database", cluster.url()) as hub:
+        pid = hub.pid
+
+        def kill_database() -> None:
+            began = time.monotonic()
+            cluster.kill()
+            cluster.start()
+            pauses_s.append(time.monotonic() - began)
+
+        account = await run_with_outages(hub, 4, kill_database, rng=random.Random(2))
+        os.kill(pid, 0)  # the same process
+        assert hub.stop() == 0
+    print(f"4 kills of the database, each {max(pauses_s):.1f} s at most; {account}")
+
+
+# Random programs.
+
+
+class PostgresMachine(StoreMachine):
+    """A crash is an owner whose term ends: the next one opens what it left."""
+
+    kind = "postgres"
+    cluster: ClassVar[Cluster]
+
+    def make(self) -> GroupStore:
+        if not hasattr(self, "url"):
+            self.url = self.cluster.create_schema(f"test_{uuid.uuid4().hex}")
+            self.runs = self.join()
+        return self.runs.store("run")
+
+    def join(self) -> PostgresRuns:
+        runs = PostgresRuns(self.url, segment_bytes=4000)
+        self.loop.run_until_complete(runs.open())
+        return runs
+
+    @rule(is_meant=st.integers(0, 2))
+    def crash(self, is_meant: int) -> None:
+        if is_meant:
+            return
+        before, store = self.runs, self.store
+        self.loop.run_until_complete(before.owners.release("run"))
+        self.runs = self.join()
+        self.store = self.make()
+        self.open()
+        [answer] = self.wait(store.commit(Change(document=b"stale")))
+        assert isinstance(answer, TermLost)
+        assert self.wait(store.close(), before.close()) == [None, None]
+
+    def teardown(self) -> None:
+        self.wait(self.store.close())
+        self.wait(self.runs.close())
+        self.loop.close()
+        shutil.rmtree(self.home)
+
+
+@pytest.mark.timeout(300)
+def test_the_store_agrees_with_a_dict(postgres: Cluster, tmp_path: Path) -> None:
+    members = {"cluster": postgres, "directory": tmp_path}
+    machine = type("Machine", (PostgresMachine,), members)
+    assert run_machine(machine, num_programs=20) >= 500

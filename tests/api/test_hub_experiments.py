@@ -25,11 +25,16 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["memory", "disk"])
+@pytest.fixture(params=["memory", "disk", "postgres"])
 async def hub(request: Any, tmp_path: Path, clock: Clock) -> AsyncIterator[Hub]:
     stores: RunStores = MemoryRuns()
     if request.param == "disk":
         stores = DirectoryRuns(tmp_path / "data", lambda path: DiskStore(path, min_free_bytes=0))
+    elif request.param == "postgres":
+        url = request.getfixturevalue("postgres_url")
+        from atroposlib.api.stores.postgres.runs import PostgresRuns
+
+        stores = PostgresRuns(url)
     async with running_hub(runs=Runs(stores, clock=clock)) as found:
         yield found
 

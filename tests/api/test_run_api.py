@@ -255,6 +255,58 @@ def test_head_without_end_is_refused(tmp_path: Path) -> None:
         assert hub.end() == 0
 
 
+# A database
+
+
+def test_the_database_keeps_runs_that_other_hubs_leave_alone(
+    tmp_path: Path, postgres_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(tmp_path, ATROPOS_DATABASE=postgres_url) as hub:
+        assert hub.post_group(group_id="g1").json() == {"status": "received"}
+        for flag in (["--fresh", "--port", "0"], ["--forget", "default"]):
+            said = refusal(tmp_path, *flag, "--database", postgres_url)
+            assert hub.url in said
+        assert hub.end() == 0
+    with running(tmp_path, "--database", postgres_url) as hub:
+        assert hub.post_group(group_id="g1").json() == {"status": "duplicate"}
+        assert hub.end() == 0
+    shown = postgres_url.partition("?")[0]
+    assert f"resuming the runs in {shown}; --fresh erases them" in hub.errors
+    assert list(tmp_path.iterdir()) == []
+    assert main(["--list", "--database", postgres_url]) == 0
+    assert capsys.readouterr().out.startswith("default ")
+    assert main(["--forget", "default", "--database", postgres_url]) == 0
+    assert "erased 1 runs (default)" in capsys.readouterr().out
+    assert main(["--list", "--database", postgres_url]) == 0
+    assert capsys.readouterr().out == f"{shown} holds no run\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--database", "postgresql://hub:geheim@localhost/x"], "PGPASSFILE"),
+        (["--database", "postgresql://hub@localhost/x?password=geheim"], "PGPASSFILE"),
+        (["--database", "postgresql://hub@localhost/x", "--memory"], "--database and --memory"),
+        (["--database", "mysql://localhost/x"], "--database: not a URL like"),
+        (["--list", "--database", "postgresql://hub@127.0.0.1:1/x"], "cannot be reached"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_one_clear_line(
+    command: Command, flags: list[str], message: str
+) -> None:
+    said = command.said(*flags, code=2)
+    assert message in said
+    assert "geheim" not in said
+    assert said.count("\n") == 1
+
+
+def test_a_password_in_the_variable_is_never_shown(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATROPOS_DATABASE", "postgresql://hub:geheim@127.0.0.1:1/x")
+    assert "geheim" not in command.said("--list", code=2)
+
+
 # What is kept
 
 

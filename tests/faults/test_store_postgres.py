@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from atroposlib.api.stores.base import Change, GroupStore, TermLost
+from atroposlib.cli import hub_database
+from atroposlib.errors import ConfigError
 from tests.conftest import require_postgres
 from tests.faults.drivers import (
     HubProcess,
@@ -205,6 +207,15 @@ async def test_a_hub_whose_database_is_killed_pauses_and_loses_nothing(
         os.kill(pid, 0)  # the same process
         assert hub.stop() == 0
     print(f"4 kills of the database, each {max(pauses_s):.1f} s at most; {account}")
+
+
+async def test_fresh_erases_nothing_beside_a_living_hub(tmp_path: Path, postgres_url: str) -> None:
+    with hub_process(tmp_path, "--database", postgres_url) as hub:
+        with pytest.raises(ConfigError, match=f"the hub at {hub.url} uses .* stop it first"):
+            await hub_database.erase(postgres_url)
+        assert hub.stop() == 0
+    assert [run.name for run in await hub_database.erase(postgres_url)] == ["default"]
+    assert await hub_database.stored(postgres_url) == []
 
 
 # Random programs.

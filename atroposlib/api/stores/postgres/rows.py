@@ -6,6 +6,7 @@ as a whole once none of its groups is held: rows are never deleted from it, and 
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -230,16 +231,23 @@ class Loaded(NamedTuple):
 
     saved: SavedRun
     locations: dict[int, Location]
+    segments: dict[int, int]
+    """Bytes that each segment occupies."""
     serial: int
 
 
 async def load(connection: Any, run_id: int) -> Loaded:
     """Read all rows of a run but the payloads."""
+    await connection.execute(
+        "insert into states (run_id) values ($1) on conflict do nothing", run_id
+    )
     state = await connection.fetchrow("select * from states where run_id = $1", run_id)
     groups: list[StoredGroup] = []
     locations: dict[int, Location] = {}
     rows = await connection.fetch("select * from groups where run_id = $1 order by number", run_id)
-    for row in map(dict, rows):
+    for index, row in enumerate(map(dict, rows)):
+        if index % 1000 == 0:
+            await asyncio.sleep(0)  # other runs are served meanwhile
         reason = None if row["reason"] is None else _str(row["reason"])
         fields = row | {"header": row, "group_id": _id_of(row["key"]), "reason": reason}
         groups.append(msgspec.convert(fields, StoredGroup))
@@ -262,7 +270,7 @@ async def load(connection: Any, run_id: int) -> Loaded:
         ended=Counter({Fate(fate): num_groups for fate, num_groups in ended}),
         next_number=state["next_number"],
     )
-    return Loaded(saved, locations, state["serial"])
+    return Loaded(saved, locations, await segment_sizes(connection, run_id), state["serial"])
 
 
 async def erase(connection: Any, run_id: int) -> None:
@@ -300,7 +308,7 @@ async def segment_sizes(connection: Any, run_id: int) -> dict[int, int]:
 
 async def drop_segments(connection: Any, run_id: int, segments: Iterable[int]) -> None:
     """Drop the tables of segments, or none of them, with an error, if another session reads one."""
-    await connection.execute("set local lock_timeout = '1s'")
+    await connection.execute("set local lock_timeout = '100ms'")
     names = ", ".join(table_of(run_id, segment) for segment in segments)
     await connection.execute(f"drop table if exists {names}")
 

@@ -48,6 +48,8 @@ _ATTEMPT_S: Final = 10.0
 _RETRY_S: Final = 0.1
 _IDLE_S: Final = 1.0
 """Interval at which the writer looks after the segments."""
+_LOCKED_S: Final = 60.0
+"""The next interval, if another session reads one of them."""
 MAX_DROPS: Final = 50
 """Tables dropped in one transaction: each takes four of the server's locks."""
 _SPARSE_SHARE: Final = 0.2
@@ -155,18 +157,17 @@ class PostgresStore:
         started_s = time.perf_counter()
         try:
             self._term = await self._claim()
-            await self._pool.execute(
-                "insert into states (run_id) values ($1) on conflict do nothing", self._term.run_id
+            loaded = await self._on_connection(
+                lambda connection: rows.load(connection, self._term.run_id)
             )
-            async with self._pool.acquire() as connection:
-                loaded = await rows.load(connection, self._term.run_id)
-                sizes = await rows.segment_sizes(connection, self._term.run_id)
         except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as e:
             raise StoreBroken(f"run {self._name!r} cannot be opened: {e}") from e
         self._serial = loaded.serial
         self._batches = {batch.number for batch in loaded.saved.batches}
-        self._segments = {number: _Segment(num_bytes) for number, num_bytes in sizes.items()}
-        self._last_segment = max(sizes, default=-1)
+        self._segments = {
+            number: _Segment(num_bytes) for number, num_bytes in loaded.segments.items()
+        }
+        self._last_segment = max(loaded.segments, default=-1)
         for number, location in loaded.locations.items():
             self._note(number, location)
         self._writer = asyncio.create_task(self._write(), name=f"store of run {self._name}")
@@ -442,10 +443,14 @@ class PostgresStore:
             try:
                 async with asyncio.timeout(_ATTEMPT_S), self._pool.acquire() as connection:
                     try:
-                        return await work(connection)
+                        answer = await work(connection)
                     except BaseException:
                         connection.terminate()  # its transaction, if any, is rolled back
                         raise
+                if lost_s is not None:
+                    waited_s = time.monotonic() - lost_s
+                    logger.info("run %s waited %.1f s for the database", self._name, waited_s)
+                return answer
             except UNAVAILABLE as e:
                 if lost_s is None:
                     lost_s = time.monotonic()
@@ -525,6 +530,7 @@ class PostgresStore:
                 await self._transact(drop)
             except asyncpg.LockNotAvailableError:
                 logger.info("run %s: segments are being read, and dropped later", self._name)
+                self._next_look_s += _LOCKED_S
                 return
             for number in empty:
                 del self._segments[number]

@@ -25,7 +25,6 @@ from tests.faults.drivers import (
     HubProcess,
     LeaseTrainer,
     assert_balanced,
-    eventually,
     hub_process,
     traffic,
 )
@@ -74,26 +73,22 @@ async def test_connections_that_break_anywhere_lose_and_repeat_nothing(
     """Also between a commit and its answer."""
     rng = random.Random(direction.value)
     judge = Judge()
-    num_breaks = 0
+    num_steps = 0
     async with Proxy(postgres.port) as proxy:
         url = postgres_url.replace(str(postgres.port), str(proxy.port))
         async with opened(url) as runs:
             store = runs.store("run")
             await store.open()
-
-            async def break_connections() -> None:
-                nonlocal num_breaks
-                for _ in range(60):
-                    proxy.reset_after(direction, rng.randint(1, 3000))
-                    await eventually(lambda: not proxy.is_armed, timeout_s=30, what="a break")
-                    num_breaks += 1
-
-            breaking = asyncio.create_task(break_connections())
-            num_steps = await several(store, rng, judge, until=breaking)
-            await breaking
+            workload = Workload(store, rng, judge)
+            for _ in range(60):
+                proxy.reset_after(direction, rng.randint(1, 4000))
+                while proxy.is_armed:
+                    await workload.step()
+                    num_steps += 1
+                await workload.step()
             await store.close()
     await check_what_is_left(postgres_url, judge)
-    print(f"{num_breaks} broken connections in {num_steps} steps")
+    print(f"60 broken connections in {num_steps + 60} steps")
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -445,7 +446,8 @@ class PostgresStore:
                     try:
                         answer = await work(connection)
                     except BaseException:
-                        connection.terminate()  # its transaction, if any, is rolled back
+                        with contextlib.suppress(asyncpg.InterfaceError):  # already closed
+                            connection.terminate()  # its transaction, if any, is rolled back
                         raise
                 if lost_s is not None:
                     waited_s = time.monotonic() - lost_s

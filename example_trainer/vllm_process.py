@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ import httpx
 import torch
 
 from atroposlib.errors import ConfigError, EngineError
-from atroposlib.utils.owned_process import POLL_INTERVAL_S, OwnedProcess
+from atroposlib.utils.owned_process import POLL_INTERVAL_S, OwnedProcess, check_port_is_free
 from example_trainer.config import TrainerConfig
 from example_trainer.model import choose_device, choose_dtype
 
@@ -70,17 +69,7 @@ class EngineProcess(OwnedProcess):
 
         Raises `ConfigError` if the program does not exist, `EngineError` if the port is in use.
         """
-        host, port = self._address
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            # Like servers: ignore closing connections of an earlier engine, but not a listener.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as e:
-                raise EngineError(
-                    f"{self.name}: cannot listen on port {port} of {host} ({e.strerror}). If another "
-                    "process uses it, stop that process or choose another port; it was left alone"
-                ) from e
+        check_port_is_free(*self._address, user=self.name)
         super().start()
 
     def wait_ready(self, *, is_ending: Callable[[], bool] = lambda: False) -> None:

@@ -7,21 +7,19 @@ separate processes over HTTP, shows the progress, and writes a directory with th
 
 from __future__ import annotations
 
-import fcntl
+import asyncio
 import importlib.util
 import itertools
 import json
-import math
 import resource
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import httpx
 import yaml
 from rich.console import Console
 
@@ -38,13 +36,23 @@ from atroposlib.cli._demo.commands import (
     warm_up_command,
 )
 from atroposlib.cli._demo.evaluation import Accuracy, measure
-from atroposlib.cli._demo.parts import Parts, free_port, terminate_like_interrupt
-from atroposlib.cli._demo.progress import Display, JsonLines, StepMetrics
+from atroposlib.cli._demo.progress import Display
 from atroposlib.cli._demo.report import (
     compare_modes,
     draw_learning_curve,
     mode_figures,
     write_rollouts_page,
+)
+from atroposlib.cli.launch.step_metrics import JsonLines, StepMetrics
+from atroposlib.cli.launch.supervisor import (
+    POLL_INTERVAL_S,
+    Launcher,
+    Program,
+    Running,
+    free_port,
+    launched,
+    locked,
+    terminate_like_interrupt,
 )
 from atroposlib.config import parse_flags
 from atroposlib.errors import (
@@ -55,7 +63,6 @@ from atroposlib.errors import (
     install_command,
 )
 from atroposlib.utils.letter_reversal import Split, distinct_prompts
-from atroposlib.utils.owned_process import OwnedProcess
 
 NUM_HELDOUT_PROMPTS = 500
 _STARTUP_TIMEOUT_S = {"local": 180.0, "vllm": 600.0}
@@ -94,8 +101,7 @@ def _main(argv: Sequence[str] | None) -> None:
 def run_demo(config: DemoConfig, files: RunFiles, display: Display) -> None:
     """Run everything and write the results into the claimed directory."""
     started_at = time.monotonic()
-    with Parts(log_dir=files.logs, env=environment_variables()) as parts:
-        outcome = _warm_up_and_train(config, files, display, parts)
+    outcome = asyncio.run(_warm_up_and_train(config, files, display))
     # All parts have been reaped, so their CPU time is counted.
     gaps = [step["logprob_gap_max"] for step in outcome.steps]
     gap = max((measured for measured in gaps if measured is not None), default=None)
@@ -134,9 +140,7 @@ def run_demo(config: DemoConfig, files: RunFiles, display: Display) -> None:
     )
 
 
-def _warm_up_and_train(
-    config: DemoConfig, files: RunFiles, display: Display, parts: Parts
-) -> Outcome:
+async def _warm_up_and_train(config: DemoConfig, files: RunFiles, display: Display) -> Outcome:
     hub_port, engine_port = free_port(), free_port()
     hub_url, engine_url = f"http://127.0.0.1:{hub_port}", f"http://127.0.0.1:{engine_port}"
     commands = {
@@ -150,61 +154,83 @@ def _warm_up_and_train(
     text = yaml.safe_dump(record, sort_keys=False, width=1000)
     (files.root / "config.yaml").write_text(text, encoding="utf-8")
 
-    hub = parts.start("hub", commands["hub"])
-    display.say("warming up: supervised steps until a quarter of the sampled answers are correct")
-    _warm_up(parts, commands["warm up"], files, display)
-    engine = parts.start("engine", commands["engine"], env=engine_variables(config))
-    with httpx.Client(timeout=5.0) as http:
-        for part, url in ((hub, f"{hub_url}/healthz"), (engine, f"{engine_url}/health")):
-            parts.wait_until(
-                lambda url=url: _answers(http, url),  # type: ignore[misc]
-                what=f"a healthy {part.name}",
-                timeout_s=_STARTUP_TIMEOUT_S[config.engine],
-            )
+    programs = {name: Program(name=name, argv=command) for name, command in commands.items()}
+    timeout_s = _STARTUP_TIMEOUT_S[config.engine]
+    programs["hub"] = replace(programs["hub"], url=hub_url, ready="/healthz", timeout_s=timeout_s)
+    programs["engine"] = replace(
+        programs["engine"],
+        url=engine_url,
+        ready="/health",
+        timeout_s=timeout_s,
+        env=engine_variables(config),
+        needs=["hub", "warm up"],
+    )
+    programs["warm up"] = replace(programs["warm up"], ready="exit")
+    async with launched(log_dir=files.logs, env=environment_variables()) as launcher:
+        launcher.start(programs["hub"])
+        display.say(
+            "warming up: supervised steps until a quarter of the sampled answers are correct"
+        )
+        await _warm_up(launcher.start(programs["warm up"]), files, display)
+        engine = launcher.start(programs["engine"])
+        await engine.is_ready.wait()
 
-    prompts = distinct_prompts(Split.HELDOUT, count=NUM_HELDOUT_PROMPTS, seed=0)
-    before = measure(engine_url, MODEL_NAME, prompts)
-    display.say(f"held-out accuracy: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
+        prompts = distinct_prompts(Split.HELDOUT, count=NUM_HELDOUT_PROMPTS, seed=0)
+        before = await asyncio.to_thread(measure, engine_url, MODEL_NAME, prompts)
+        display.say(f"held-out accuracy: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
 
-    trainer = parts.start("trainer", commands["trainer"])
-    environment = parts.start("environment", commands["environment"])
-    steps, stopped_by = _train(config, files, display, parts, trainer)
-    parts.stop(environment)
-    after = measure(engine_url, MODEL_NAME, prompts)
+        trainer = launcher.start(programs["trainer"])
+        environment = launcher.start(programs["environment"])
+        steps, stopped_by = await _train(config, files, display, launcher, trainer)
+        launcher.stop(environment)
+        after = await asyncio.to_thread(measure, engine_url, MODEL_NAME, prompts)
     return Outcome(before=before, after=after, steps=steps, stopped_by=stopped_by)
 
 
-def _warm_up(parts: Parts, command: list[str], files: RunFiles, display: Display) -> None:
+async def _warm_up(warm_up: Running, files: RunFiles, display: Display) -> None:
     checks = JsonLines(files.warm_up_progress)
 
     def show_checks() -> None:
         for check in checks.read():
             display.say(f"  step {check['step']:>3}  validation accuracy {check['accuracy']:.3f}")
 
-    parts.wait(parts.start("warm up", command), meanwhile=show_checks)
+    await _follow(warm_up, show=show_checks, timeout_s=None)
 
 
-def _train(
-    config: DemoConfig, files: RunFiles, display: Display, parts: Parts, trainer: OwnedProcess
+async def _train(
+    config: DemoConfig, files: RunFiles, display: Display, launcher: Launcher, trainer: Running
 ) -> tuple[list[StepMetrics], Literal["steps", "max_minutes"]]:
     """Follow the trainer until it ends or the time limit; return its metrics and which of the two came first."""
     lines = JsonLines(files.metrics)
     steps: list[StepMetrics] = []
-    deadline = time.monotonic() + (config.max_minutes or math.inf) * 60
 
     def show_steps() -> None:
         for metrics in lines.read():
             steps.append(metrics)
             display.show_step(metrics)
 
+    timeout_s = None if config.max_minutes is None else config.max_minutes * 60
     with display:
-        if not parts.wait(trainer, meanwhile=show_steps, deadline=deadline):
-            parts.stop(trainer)
+        if not await _follow(trainer, show=show_steps, timeout_s=timeout_s):
+            launcher.stop(trainer)
             display.say(f"stopped after {config.max_minutes:g} minutes")
             return steps, "max_minutes"
     if len(steps) != config.steps:
         raise AtroposError(f"the trainer reported {len(steps)} steps, not {config.steps}")
     return steps, "steps"
+
+
+async def _follow(running: Running, *, show: Callable[[], None], timeout_s: float | None) -> bool:
+    """Call `show` until the program has ended, and once more; False if it still runs after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not running.has_ended.is_set():
+                show()
+                await asyncio.sleep(POLL_INTERVAL_S)
+    except TimeoutError:
+        return False
+    show()
+    return True
 
 
 def _check_prerequisites(config: DemoConfig) -> None:
@@ -233,17 +259,7 @@ def _claim(out: Path, display: Display) -> Iterator[RunFiles]:
     Raises ConfigError if another demo is running there or the directory holds other files.
     """
     out = out.absolute()
-    lock_path = out.with_name(f".{out.name}.lock")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lock = lock_path.open("w")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"--out {out}: another demo is running there") from error
+    with locked(out, flag=f"--out {out}"):
         if out.exists():
             if not out.is_dir() or (any(out.iterdir()) and not (out / "config.yaml").is_file()):
                 raise ConfigError(f"--out {out} exists and is not a run of the demo; name another")
@@ -254,13 +270,6 @@ def _claim(out: Path, display: Display) -> Iterator[RunFiles]:
         files = RunFiles(out)
         files.logs.mkdir(parents=True)
         yield files
-
-
-def _answers(http: httpx.Client, url: str) -> bool:
-    try:
-        return http.get(url).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def _cpu_seconds() -> float:

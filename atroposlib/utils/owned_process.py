@@ -2,7 +2,7 @@
 
 Invariant: only processes started here are signalled. The program runs in its own process group, and stopping it affects
 only that group. A program that dies is reported with the end of its log. Called by the trainer's `vllm_process.py` and
-`run.py` and by the demo; it does not know what the program does.
+`run.py` and by `atropos up` and the demo; it does not know what the program does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -127,7 +128,7 @@ class OwnedProcess:
         status = self.poll()
         if status is not None:
             raise EngineError(
-                f"{self.name} {_describe_exit(status)}; command: {' '.join(self.argv)}\n"
+                f"{self.name} {describe_exit(status)}; command: {' '.join(self.argv)}\n"
                 f"{self.log_tail()}"
             )
         if self._process is None:
@@ -197,7 +198,26 @@ class OwnedProcess:
             pass  # no process is left
 
 
-def _describe_exit(status: int) -> str:
+def check_port_is_free(host: str, port: int, *, user: str) -> None:
+    """Raise `EngineError` if another process listens there; `user` is who wants to."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        # Like servers: ignore closing connections of an earlier process, but not a listener.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as e:
+            raise EngineError(
+                f"{user}: cannot listen on port {port} of {host} ({e.strerror}). If another "
+                "process uses it, stop that process or choose another port; it was left alone"
+            ) from e
+
+
+def describe_exit(status: int) -> str:
+    """Say how a process ended.
+
+    >>> describe_exit(3), describe_exit(-9)
+    ('exited with status 3', 'was ended by SIGKILL')
+    """
     if status >= 0:
         return f"exited with status {status}"
     try:

@@ -15,7 +15,8 @@ from rich.console import Console
 from atroposlib.cli import demo
 from atroposlib.cli._demo import report
 from atroposlib.cli._demo.evaluation import Accuracy, measure
-from atroposlib.cli._demo.progress import Display, JsonLines, sparkline
+from atroposlib.cli._demo.progress import Display
+from atroposlib.cli.launch.step_metrics import JsonLines, sparkline
 from atroposlib.errors import ConfigError, EngineRejected, MissingDependency
 from tests.api.helpers_api import serving
 
@@ -171,7 +172,7 @@ def test_a_directory_that_is_no_demo_run_is_refused(tmp_path: Path) -> None:
 def test_two_demos_do_not_share_a_directory(tmp_path: Path) -> None:
     display, _ = quiet_display()
     with demo._claim(tmp_path / "demo", display):
-        with pytest.raises(ConfigError, match="another demo is running there"):
+        with pytest.raises(ConfigError, match="another process runs there"):
             claim(tmp_path / "demo")
 
 

@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-StepMetrics: TypeAlias = Mapping[str, Any]
-"""One line of the trainer's metrics file."""
+from atroposlib.cli.launch.step_metrics import StepMetrics, describe_step, sparkline
 
-_BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _PLAIN_LINES = 30
 """Approximate number of step lines printed without a terminal."""
-
-
-class JsonLines:
-    """Reads the complete lines added to a growing file since the last call."""
-
-    def __init__(self, path: Path) -> None:
-        """The file need not exist yet."""
-        self._path = path
-        self._num_read = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the added lines; an incomplete line is left for the next call."""
-        if not self._path.exists():
-            return []
-        added = self._path.read_bytes().split(b"\n")[self._num_read : -1]
-        self._num_read += len(added)
-        return [json.loads(line) for line in added]
 
 
 class Display:
@@ -81,39 +59,3 @@ class Display:
     def _view(self, line: Text) -> Group:
         width = max(10, self._console.width - 8)
         return Group(self._progress, line, Text(f"reward {sparkline(self._rewards, width=width)}"))
-
-
-def describe_step(metrics: StepMetrics) -> str:
-    """Return one line: reward, throughput, staleness, queue, agreement of engine and trainer.
-
-    >>> describe_step({"reward_mean": 0.5, "num_trained_tokens": 1500, "wall_s": 0.5})
-    'reward 0.500  3,000 trained tok/s  staleness -  queue -  logprob gap -'
-    """
-    tokens_per_s = metrics["num_trained_tokens"] / max(metrics["wall_s"], 1e-9)
-    return (
-        f"reward {metrics['reward_mean']:.3f}  {tokens_per_s:,.0f} trained tok/s  "
-        f"staleness {_number(metrics.get('staleness_mean'), '.1f')}  "
-        f"queue {_number(metrics.get('queue_size'), 'd')}  "
-        f"logprob gap {_number(metrics.get('logprob_gap_max'), '.1e')}"
-    )
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
-
-
-def sparkline(values: list[float], *, width: int) -> str:
-    """Draw values between 0 and 1 as one line of at most `width` blocks, averaging neighbours.
-
-    >>> sparkline([0.0, 0.5, 1.0], width=3)
-    ' ▄█'
-    """
-    if not values:
-        return ""
-    num_columns = min(width, len(values))
-    edges = [round(column * len(values) / num_columns) for column in range(num_columns + 1)]
-    means = [
-        sum(values[left:right]) / (right - left)
-        for left, right in zip(edges[:-1], edges[1:], strict=True)
-    ]
-    return "".join(_BLOCKS[round(min(max(mean, 0.0), 1.0) * 8)] for mean in means)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.cli._demo.evaluation import Accuracy
-from atroposlib.cli._demo.progress import StepMetrics
+from atroposlib.cli.launch.step_metrics import StepMetrics
 from atroposlib.cli.plot_run import SMOOTHING_STEPS, smooth
 from atroposlib.frontend.jsonl2html import create_html_for_group, write_page
 

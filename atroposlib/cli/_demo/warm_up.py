@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -52,7 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def warm_up(config: WarmUpConfig) -> None:
-    """Train until the target accuracy and save; AtroposError if `max_steps` do not reach it."""
+    """Train until the target accuracy and save; AtroposError if `max_steps` do not reach it.
+
+    A finished checkpoint in `out` is left as it is, so that a restarted run keeps its model.
+    """
+    if config.out.exists():
+        print(f"{config.out} is there already")
+        return
     import torch
 
     tokenizer = build_tokenizer()
@@ -77,8 +84,11 @@ def warm_up(config: WarmUpConfig) -> None:
         accuracy = sampling_accuracy(model, validation)
         _report(config.progress, step=step, loss=loss.item(), accuracy=accuracy)
         if accuracy >= config.target_accuracy:
-            model.save_pretrained(config.out)
-            tokenizer.save_pretrained(config.out)
+            with TemporaryDirectory(dir=config.out.parent) as unfinished:
+                checkpoint = Path(unfinished) / "model"
+                model.save_pretrained(checkpoint)
+                tokenizer.save_pretrained(checkpoint)
+                checkpoint.rename(config.out)
             return
     raise AtroposError(
         f"the warm-up reached a validation accuracy of {accuracy:.3f} in {config.max_steps} steps, "

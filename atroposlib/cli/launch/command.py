@@ -1,0 +1,61 @@
+"""`atropos up|render|status`: start a run on this machine, write its job files for others, look at a hub."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from atroposlib.cli.launch.status import HubReader, render_view
+from atroposlib.cli.launch.up import up
+from atroposlib.errors import HubUnavailable, cli_boundary
+
+WATCH_INTERVAL_S = 2.0
+PIPE_WIDTH = 200
+"""Columns where the output is not a terminal."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 2 for a wrong file or flag, 1 if a part failed, 130 after Ctrl-C."""
+    return cli_boundary(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="atropos", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    start = commands.add_parser("up", help="run all parts of a run file on this machine")
+    start.add_argument("file", type=Path)
+    look = commands.add_parser("status", help="show a hub: step, queue, environments, ledger")
+    look.add_argument("url", nargs="?", default="http://localhost:8000")
+    look.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
+    given = parser.parse_args(list(argv))
+    if given.command == "up":
+        up(given.file)
+    else:
+        asyncio.run(show_status(given.url, watch=given.watch))
+
+
+async def show_status(url: str, *, watch: bool) -> None:
+    """Print a hub's status once, or again and again."""
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    async with HubReader(url) as hub:
+        page = render_view(await hub.read(), url=hub.url)
+        if not watch:
+            console.print(page)
+            return
+        with Live(page, console=console, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(WATCH_INTERVAL_S)
+                try:
+                    live.update(render_view(await hub.read(), url=hub.url), refresh=True)
+                except HubUnavailable as error:
+                    live.update(str(error), refresh=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

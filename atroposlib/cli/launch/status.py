@@ -1,0 +1,140 @@
+"""Read a hub: the step, the queue, the environments, and why there is no batch. Used by `atropos status` and `up`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Self
+
+import httpx
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from atroposlib.api.schemas import Explanation, Ledger
+from atroposlib.errors import HubRejected, HubUnavailable
+
+TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
+TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubView:
+    """One reading of a hub's run."""
+
+    explanation: Explanation
+    ledger: Ledger
+
+    @property
+    def staleness(self) -> int | None:
+        """Policy versions between the oldest queued group and now; None for an empty queue."""
+        oldest = self.explanation.oldest_version
+        return None if oldest is None else self.explanation.policy_version - oldest
+
+
+class HubReader:
+    """Reads one hub; as an `async with` block."""
+
+    def __init__(self, url: str, *, token: str | None = None) -> None:
+        """`url` may name a run (`http://hub:8000/runs/NAME`); `token` None: that of ATROPOS_HUB_TOKEN."""
+        self.url = url.rstrip("/")
+        token = token or os.environ.get(TOKEN_VARIABLE)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S, trust_env=False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._http.aclose()
+
+    async def read(self) -> HubView:
+        """Return the state now; raises HubUnavailable or HubRejected."""
+        return HubView(
+            explanation=Explanation.model_validate_json(await self._get("/explain")),
+            ledger=Ledger.model_validate_json(await self._get("/ledger")),
+        )
+
+    async def _get(self, path: str) -> bytes:
+        try:
+            answer = await self._http.get(f"{self.url}{path}")
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            raise HubUnavailable(f"no answer from the hub at {self.url}: {reason}") from error
+        if answer.status_code != httpx.codes.OK:
+            detail = answer.text[:200]
+            if answer.status_code >= 500:
+                raise HubUnavailable(f"{self.url}{path} answered {answer.status_code}: {detail}")
+            raise HubRejected(
+                f"{self.url}{path} answered {answer.status_code}: {detail}; is this a hub, and is "
+                f"{TOKEN_VARIABLE} set to a token with the right to read?",
+                status=answer.status_code,
+                detail=detail,
+            )
+        return answer.content
+
+
+def describe_ledger(ledger: Ledger) -> str:
+    """Return where every group is, in one line.
+
+    >>> describe_ledger(Ledger(produced=5, queued=2, buffered=0, leased=0, trained=3, expired=0, dead=0, discarded=0,
+    ...     rejected={}, duplicates=1))
+    '5 groups = 3 trained + 2 queued; 1 received again'
+    """
+    places = {
+        "trained": ledger.trained,
+        "leased": ledger.leased,
+        "queued": ledger.queued,
+        "buffered": ledger.buffered,
+        "expired": ledger.expired,
+        "dead": ledger.dead,
+        "discarded": ledger.discarded,
+        "rejected": sum(ledger.rejected.values()),
+    }
+    sum_ = " + ".join(f"{count} {place}" for place, count in places.items() if count)
+    again = f"; {ledger.duplicates} received again" if ledger.duplicates else ""
+    return f"{ledger.produced} groups{f' = {sum_}' if sum_ else ''}{again}"
+
+
+def is_closed(ledger: Ledger) -> bool:
+    """Whether every group that was produced is in exactly one place."""
+    places = ledger.queued + ledger.buffered + ledger.leased + ledger.trained
+    ends = ledger.expired + ledger.dead + ledger.discarded + sum(ledger.rejected.values())
+    return ledger.produced == places + ends
+
+
+def describe_queue(view: HubView) -> str:
+    """Return step, queue, leases and staleness in one line."""
+    seen = view.explanation
+    size = "" if seen.batch_size is None else f" (batch: {seen.batch_size} sequences)"
+    age = "" if view.staleness is None else f"  oldest {view.staleness} versions old"
+    bound = "" if seen.max_staleness is None else f" (limit {seen.max_staleness})"
+    return (
+        f"step {seen.current_step}  policy version {seen.policy_version}  "
+        f"queue {seen.queued_groups} groups, {seen.queued_sequences} sequences{size}  "
+        f"leased batches {seen.leased_batches}{age}{bound if age else ''}"
+    )
+
+
+def render_view(view: HubView, *, url: str) -> Group:
+    """Return the whole page of `atropos status`."""
+    seen = view.explanation
+    environments = Table(
+        "environment", "state", "last seen", "queued", "buffered", "floor", box=None
+    )
+    for each in seen.environments:
+        environments.add_row(
+            f"{each.name} ({each.env_id})",
+            each.state,
+            f"{each.last_seen_s:.0f} s ago",
+            str(each.queued_sequences),
+            str(each.buffered_sequences),
+            str(each.floor),
+        )
+    batch = "a batch is ready" if seen.batch == "ready" else f"no batch: {seen.reason}"
+    dead = ", ".join(f"{count} {reason}" for reason, count in seen.dead.items())
+    lines = [url, describe_queue(view), batch, f"ledger: {describe_ledger(view.ledger)}"]
+    lines += [f"dead: {dead}"] if dead else []
+    lines += [f"not granted: {conflict}" for conflict in seen.conflicts]
+    none_yet = Text("no environment has registered")
+    return Group(Text("\n".join(lines)), environments if seen.environments else none_yet)

@@ -119,6 +119,12 @@ def find_environments() -> list[Environment]:
     return [*sorted(own, key=lambda each: each.name), *_registered()]
 
 
+def is_there(name: str) -> bool:
+    """Whether there is an environment of this name; unlike `find_environments`, reads no file."""
+    names = {path.stem for path in _own_files()}
+    return name in names | {point.name for point in entry_points(group=ENTRY_POINTS)}
+
+
 def start(name: str, argv: Sequence[str]) -> None:
     """Run the command line of the environment `name`; it ends the process with its exit code."""
     known = {environment.name: environment for environment in find_environments()}

@@ -84,6 +84,7 @@ def warm_up(config: WarmUpConfig) -> None:
         accuracy = sampling_accuracy(model, validation)
         _report(config.progress, step=step, loss=loss.item(), accuracy=accuracy)
         if accuracy >= config.target_accuracy:
+            config.out.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=config.out.parent) as unfinished:
                 checkpoint = Path(unfinished) / "model"
                 model.save_pretrained(checkpoint)

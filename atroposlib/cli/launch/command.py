@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from atroposlib.cli.launch.render import TARGETS, render
 from atroposlib.cli.launch.status import HubReader, render_view
 from atroposlib.cli.launch.up import up
 from atroposlib.errors import HubUnavailable, cli_boundary
@@ -30,12 +31,19 @@ def _main(argv: Sequence[str]) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     start = commands.add_parser("up", help="run all parts of a run file on this machine")
     start.add_argument("file", type=Path)
+    write = commands.add_parser("render", help="write the files that start a run on a cluster")
+    write.add_argument("file", type=Path)
+    write.add_argument("--for", dest="target", choices=TARGETS, required=True)
+    write.add_argument("--out", type=Path, help="folder of the files; default: jobs/TARGET")
     look = commands.add_parser("status", help="show a hub: step, queue, environments, ledger")
     look.add_argument("url", nargs="?", default="http://localhost:8000")
     look.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
     given = parser.parse_args(list(argv))
     if given.command == "up":
         up(given.file)
+    elif given.command == "render":
+        out = given.out or Path("jobs") / given.target
+        print(render(given.file, target=given.target, out=out))
     else:
         asyncio.run(show_status(given.url, watch=given.watch))
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from atroposlib.cli.environments import find_environments
+from atroposlib.cli.environments import find_environments, is_there
 from atroposlib.cli.launch.run_file import (
     VARIABLE,
     Engine,
@@ -44,6 +44,8 @@ class Part:
     """With variables."""
     needs: list[str]
     section: Section
+    env: dict[str, str] = field(default_factory=dict)
+    """The run's and the part's own; ${NAME} is a variable of the environment."""
     ends_run: bool = False
 
     @property
@@ -52,7 +54,7 @@ class Part:
         return self.section.ready or (None if self.section.port is None else "port")
 
 
-def parts_of(run: RunFile) -> list[Part]:
+def parts_of(run: RunFile, *, on_one_machine: bool) -> list[Part]:
     """Return the parts, those needed first; ConfigError for unknown names and circles."""
     found = []
     if run.hub is not None:
@@ -60,9 +62,10 @@ def parts_of(run: RunFile) -> list[Part]:
     if run.engine is not None:
         found.append(_engine(run, run.engine))
     if run.trainer is not None:
-        found.append(_trainer(run, run.trainer))
+        found.append(_trainer(run, run.trainer, on_one_machine=on_one_machine))
     found += [_environment(run, name, each) for name, each in run.environments.items()]
     found += [_other(name, section) for name, section in run.parts.items()]
+    found = [_complete(run, part, found) for part in found]
     if not found:
         raise ConfigError("the run has no part: give hub, engine, trainer, environments or parts")
     names = [part.name for part in found]
@@ -90,6 +93,29 @@ def variable_of(part: Part) -> str:
     return part.name.upper().replace("-", "_") + "_URL"
 
 
+def instance_names(part: Part) -> list[str]:
+    """Return `engine`, or `engine-0`, `engine-1`, ... if there are several."""
+    if part.section.count == 1:
+        return [part.name]
+    return [f"{part.name}-{index}" for index in range(part.section.count)]
+
+
+def variables_in(part: Part) -> set[str]:
+    """Return the variables in a part's command."""
+    return {name for word in part.command for name in VARIABLE.findall(word)}
+
+
+def program_and_arguments(part: Part) -> tuple[list[str], list[str]]:
+    """Return the words before the first flag, and the rest.
+
+    >>> program_and_arguments(Part(name="x", needs=[], section=Section(), command=["python", "-m", "a", "--b", "1"]))
+    (['python', '-m', 'a'], ['--b', '1'])
+    """
+    words = part.command
+    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    return words[:first], words[first:]
+
+
 def servers(parts: Sequence[Part]) -> list[Part]:
     """Return the parts with an address."""
     return [part for part in parts if part.section.port is not None]
@@ -111,7 +137,7 @@ def _program(module: str, section: Program, defaults: Mapping[str, object]) -> l
     words = [PYTHON, "-m", *module.split()]
     for name, value in {**kept, **given}.items():
         values = value if isinstance(value, list) else [value]
-        words += [f"--{name}={each}" for each in values]
+        words += [f"--{name}={_text(each)}" for each in values]
     return words
 
 
@@ -148,7 +174,7 @@ def _engine(run: RunFile, engine: Engine) -> Part:
     return Part(name="engine", command=command, needs=_needs(engine, run), section=engine)
 
 
-def _trainer(run: RunFile, trainer: Trainer) -> Part:
+def _trainer(run: RunFile, trainer: Trainer, *, on_one_machine: bool) -> Part:
     own: list[str] = []
     if trainer.command is None:
         defaults = {"model_name": _model(run, trainer.model, "trainer")}
@@ -161,6 +187,8 @@ def _trainer(run: RunFile, trainer: Trainer) -> Part:
             "metrics_path": "${RUN_DIR}/metrics.jsonl",
             "resume": "true",
         }
+        if not on_one_machine:  # engines elsewhere cannot read this machine's memory
+            defaults["weights_dir"] = "${RUN_DIR}/weights"
         own = _program("example_trainer.grpo", trainer, defaults)
     return Part(
         name="trainer",
@@ -199,12 +227,11 @@ def _environment(run: RunFile, name: str, environment: Environment) -> Part:
 
 
 def _known(name: str) -> str:
-    names = [each.name for each in find_environments()]
-    if name not in names:
-        hint = nearest(name, names) if len(name) > 2 else "`atropos-env list` prints all"
+    if not is_there(name):
+        names = [each.name for each in find_environments()]
         raise ConfigError(
-            f"environments.{name}: there is no such environment; {hint} "
-            "(for a file of your own, give file)"
+            f"environments.{name}: there is no such environment; {nearest(name, names)} "
+            "(`atropos-env list` prints all; for a file of your own, give file)"
         )
     return name
 
@@ -225,19 +252,33 @@ def _model(run: RunFile, own: str | None, section: str) -> str:
     return model
 
 
+def _complete(run: RunFile, part: Part, parts: Sequence[Part]) -> Part:
+    """Add the part's environment variables, and the servers in its command to what it needs."""
+    used = variables_in(part)
+    named = [
+        each.name
+        for each in servers(parts)
+        if {variable_of(each), f"{variable_of(each)}S"} & used and each.name != part.name
+    ]
+    env = {name: _text(value) for name, value in {**run.env, **part.section.env}.items()}
+    return replace(part, needs=list(dict.fromkeys([*part.needs, *named])), env=env)
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _check_variables(parts: Sequence[Part]) -> None:
     known = ["RUN_DIR", "INDEX"]
     for part in servers(parts):
         known += [variable_of(part), f"{variable_of(part)}S"]
     for part in parts:
         own = [*known, *(["HOST", "PORT"] if part.section.port is not None else [])]
-        for word in part.command:
-            for name in VARIABLE.findall(word):
-                if name not in own:
-                    raise ConfigError(
-                        f"{part.name}: ${{{name}}} is no variable of the run; {nearest(name, own)} "
-                        "Variables of the environment stand below env"
-                    )
+        for name in sorted(variables_in(part).difference(own)):
+            raise ConfigError(
+                f"{part.name}: ${{{name}}} is no variable of the run; {nearest(name, own)} "
+                "(a variable of the environment can stand below env)"
+            )
 
 
 def _needed_first(parts: Sequence[Part]) -> list[Part]:

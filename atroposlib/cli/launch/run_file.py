@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -18,6 +18,9 @@ from atroposlib.errors import ConfigError
 
 Scalar: TypeAlias = bool | int | float | str | None
 Restart: TypeAlias = Literal["always", "on-failure", "never"]
+
+MAX_NAMES = 30
+"""Valid names listed in a message."""
 
 VARIABLE = re.compile(r"\$\{(\w*)\}")
 _SECRET_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|_KEY)$")
@@ -51,6 +54,8 @@ class Section(_Strict):
     """Environment variables; ${NAME} is a variable of the environment and passes secrets."""
     cpus: int | None = Field(default=None, ge=1)
     gpus: int = Field(default=0, ge=0)
+    gpu_type: str = "H100"
+    """For SkyPilot."""
     memory: str | None = Field(default=None, pattern=r"^\d+(\.\d+)?[MGT]$")
     """For example 16G."""
     time: str | None = Field(default=None, pattern=r"^\d+:\d\d:\d\d$")
@@ -182,7 +187,9 @@ def nearest(name: str, valid: list[str]) -> str:
     'did you mean hub?'
     """
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
-    return f"did you mean {close[0]}?" if close else f"valid: {', '.join(valid)}"
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"valid: {', '.join(valid[:MAX_NAMES])}{', ...' if len(valid) > MAX_NAMES else ''}"
 
 
 def _fill_empty_sections(document: dict[str, Any]) -> dict[str, Any]:
@@ -219,14 +226,15 @@ def _describe(fault: Any) -> str:
 
 
 def _keys_below(parents: list[str | int]) -> list[str]:
-    model: Any = RunFile
+    annotation: Any = RunFile
     for parent in parents:
-        if isinstance(model, type) and issubclass(model, BaseModel):
-            annotation = model.model_fields[str(parent)].annotation
-            members = [annotation, *get_args(annotation)]
-            model = next((each for each in members if _is_model(each)), None)
-    return list(model.model_fields) if model is not None else []
+        if get_origin(annotation) is dict:
+            annotation = get_args(annotation)[1]
+        else:
+            annotation = _model_in(annotation).model_fields[str(parent)].annotation
+    return list(_model_in(annotation).model_fields)
 
 
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+def _model_in(annotation: Any) -> type[BaseModel]:
+    members = [annotation, *get_args(annotation)]
+    return next(each for each in members if isinstance(each, type) and issubclass(each, BaseModel))

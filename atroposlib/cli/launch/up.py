@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from atroposlib.cli.launch.parts import Part, fill, parts_of, servers, variable_of
+from atroposlib.cli.launch.parts import Part, fill, instance_names, parts_of, servers, variable_of
 from atroposlib.cli.launch.run_file import VARIABLE, RunFile, read_run
 from atroposlib.cli.launch.status import HubReader, describe_ledger, is_closed
 from atroposlib.cli.launch.step_metrics import JsonLines
@@ -41,27 +41,26 @@ def up(path: Path, *, directory: Path = Path("runs")) -> None:
 
 def programs_of(run: RunFile, run_dir: Path, environ: Mapping[str, str]) -> list[Program]:
     """Return every instance of every part; ConfigError for a variable that is not set."""
-    parts = parts_of(run)
+    parts = parts_of(run, on_one_machine=True)
     _check_ports(parts)
     programs = []
     for part in parts:
-        for index in range(part.section.count):
+        for index, name in enumerate(instance_names(part)):
             variables = local_variables(parts, part, index, run_dir)
-            given = {**run.env, **part.section.env}
-            env = {name: _from(environ, part, name, str(value)) for name, value in given.items()}
+            env = {name: _from(environ, part, name, value) for name, value in part.env.items()}
             programs.append(
                 Program(
-                    name=instance_name(part, index),
+                    name=name,
                     argv=[fill(word, variables) for word in part.command],
                     env={**env, **variables},
                     url=_url(part, index) if part.section.port is not None else None,
                     ready=part.ready,
                     timeout_s=part.section.timeout,
                     needs=[
-                        instance_name(need, i)
+                        instance
                         for need in parts
                         if need.name in part.needs
-                        for i in range(need.section.count)
+                        for instance in instance_names(need)
                     ],
                     restart=part.section.restart,
                     max_restarts=part.section.max_restarts,
@@ -80,11 +79,6 @@ def local_variables(parts: Sequence[Part], part: Part, index: int, run_dir: Path
         name = variable_of(server)
         variables |= {name: urls[index % len(urls)], f"{name}S": ",".join(urls)}
     return variables
-
-
-def instance_name(part: Part, index: int) -> str:
-    """Return `engine`, or `engine-1` if there are several."""
-    return part.name if part.section.count == 1 else f"{part.name}-{index}"
 
 
 def environment() -> dict[str, str]:
@@ -161,10 +155,9 @@ def _from(environ: Mapping[str, str], part: Part, name: str, value: str) -> str:
 def _check_ports(parts: Sequence[Part]) -> None:
     users: dict[int, str] = {}
     for part in servers(parts):
-        for index in range(part.section.count):
+        for index, name in enumerate(instance_names(part)):
             assert part.section.port is not None
             port = part.section.port + index
-            name = instance_name(part, index)
             if port in users:
                 raise ConfigError(f"{part.name}.port: {users[port]} and {name} have port {port}")
             users[port] = name

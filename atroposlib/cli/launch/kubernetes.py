@@ -1,0 +1,175 @@
+"""Manifests for Kubernetes (1.28 and later): a StatefulSet and a Service for each server, a Job for every other part.
+
+The pods find each other by their services, and mount one volume for the run's directory. A StatefulSet never runs two
+hubs at once; an indexed Job ends when its instances have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from atroposlib.cli.launch.parts import Part, instance_names, variable_of
+from atroposlib.cli.launch.run_file import VARIABLE, RunFile
+from atroposlib.cli.launch.skypilot import task_name
+from atroposlib.errors import ConfigError
+
+WAIT_IMAGE = "busybox:1.37"
+CHECK_PERIOD_S = 10
+GRACE_S = 60
+MARK = 'mkdir -p "$RUN_DIR/done" && touch "$RUN_DIR/done/$MARK"'
+
+
+def render_kubernetes(run: RunFile, parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Return the manifests; ConfigError without an image."""
+    return [manifest for part in parts for manifest in _manifests(run, parts, part)]
+
+
+def secret_names(parts: Sequence[Part]) -> list[str]:
+    """Return the keys that the run's Secret must have."""
+    found = {name: None for part in parts for name in _secrets_of(part)}
+    return list(found)
+
+
+def _manifests(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[str, Any]]:
+    section = part.section
+    name = f"{run.name}-{task_name(part)}"
+    labels = {"app.kubernetes.io/part-of": run.name, "app.kubernetes.io/name": task_name(part)}
+    metadata: dict[str, Any] = {"name": name, "labels": labels}
+    if run.kubernetes.namespace is not None:
+        metadata["namespace"] = run.kubernetes.namespace
+    pod = {"metadata": {"labels": labels}, "spec": _pod(run, parts, part)}
+    if section.port is None:
+        spec: dict[str, Any] = {
+            "completions": section.count,
+            "parallelism": section.count,
+            "completionMode": "Indexed",
+            "backoffLimit": 0
+            if section.restart == "never"
+            else section.max_restarts * section.count,
+            "template": pod,
+        }
+        return [{"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}]
+    service = {
+        "clusterIP": "None",  # every instance has a name of its own
+        "publishNotReadyAddresses": True,
+        "selector": labels,
+        "ports": [{"port": section.port}],
+    }
+    servers = {
+        "serviceName": name,
+        "replicas": section.count,
+        "podManagementPolicy": "Parallel",
+        "selector": {"matchLabels": labels},
+        "template": pod,
+    }
+    return [
+        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
+        {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": metadata, "spec": servers},
+    ]
+
+
+def _pod(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
+    section = part.section
+    image = section.image or run.image
+    if image is None:
+        raise ConfigError(f"{part.name}.image: a value is required, here or as the run's image")
+    mount = [{"name": "runs", "mountPath": "/runs"}]
+    container: dict[str, Any] = {
+        "name": task_name(part),
+        "image": image,
+        "command": [VARIABLE.sub(r"$(\1)", word.replace("$(", "$$(")) for word in part.command],
+        "env": _environment(run, parts, part),
+        "volumeMounts": mount,
+    }
+    if part.ready == "exit":
+        container["command"] = ["sh", "-c", f'"$@" && {MARK}', "sh", *container["command"]]
+    if section.port is not None:
+        container |= {"ports": [{"containerPort": section.port}], **_probes(part)}
+    limits = {"cpu": section.cpus, "memory": f"{section.memory}i", "nvidia.com/gpu": section.gpus}
+    kept = {
+        name: str(value)
+        for name, value in limits.items()
+        if value and (name != "memory" or section.memory)
+    }
+    if kept:
+        container["resources"] = {"requests": kept, "limits": kept}
+    waits = [_wait(run, each) for each in parts if each.name in part.needs and each.ready]
+    pod: dict[str, Any] = {"containers": [container]}
+    if waits:
+        pod["initContainers"] = [{**wait, "volumeMounts": mount} for wait in waits]
+    pod["volumes"] = [
+        {"name": "runs", "persistentVolumeClaim": {"claimName": run.kubernetes.volume}}
+    ]
+    pod["terminationGracePeriodSeconds"] = GRACE_S
+    if section.port is None:
+        pod["restartPolicy"] = "Never" if section.restart == "never" else "OnFailure"
+    return pod
+
+
+def _probes(part: Part) -> dict[str, Any]:
+    port = part.section.port
+    check: dict[str, Any] = {"tcpSocket": {"port": port}}
+    if part.ready not in (None, "port"):
+        check = {"httpGet": {"path": part.ready, "port": port}}
+    check |= {"periodSeconds": CHECK_PERIOD_S, "timeoutSeconds": 5}
+    patient = {**check, "failureThreshold": max(1, round(part.section.timeout / CHECK_PERIOD_S))}
+    return {"startupProbe": patient, "readinessProbe": check, "livenessProbe": patient}
+
+
+def _wait(run: RunFile, needed: Part) -> dict[str, Any]:
+    if needed.ready == "exit":
+        marks = [f"-e /runs/{run.name}/done/{name}" for name in instance_names(needed)]
+        check = f"[ {' -a '.join(marks)} ]"
+    else:
+        checks = []
+        for host in _hosts(run, needed):
+            if needed.ready == "port":
+                checks.append(f"nc -z {host} {needed.section.port}")
+            else:
+                url = f"http://{host}:{needed.section.port}{needed.ready}"
+                checks.append(f"wget -q -T 5 -O /dev/null {url}")
+        check = " && ".join(checks)
+    command = ["sh", "-c", f"until {check}; do sleep 2; done"]
+    return {"name": f"wait-for-{task_name(needed)}", "image": WAIT_IMAGE, "command": command}
+
+
+def _environment(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[str, Any]]:
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    if part.section.port is not None:
+        index = "metadata.labels['apps.kubernetes.io/pod-index']"
+    values: dict[str, str] = {"RUN_DIR": f"/runs/{run.name}"}
+    if part.section.port is not None:
+        values |= {"HOST": "0.0.0.0", "PORT": str(part.section.port)}
+    for server in parts:
+        if server.name not in part.needs or server.section.port is None:
+            continue
+        hosts = _hosts(run, server)
+        urls = [f"http://{host}:{server.section.port}" for host in hosts]
+        # Several instances: the service's name stands for all of them.
+        service = f"http://{run.name}-{task_name(server)}:{server.section.port}"
+        values[variable_of(server)] = urls[0] if len(urls) == 1 else service
+        values[f"{variable_of(server)}S"] = ",".join(urls)
+    secrets = _secrets_of(part)
+    values |= {name: value for name, value in part.env.items() if name not in secrets}
+    values["PYTHONUNBUFFERED"] = "1"
+    found: list[dict[str, Any]] = [
+        {"name": "INDEX", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+        *({"name": name, "value": value} for name, value in values.items()),
+    ]
+    if part.ready == "exit":
+        mark = part.name if part.section.count == 1 else f"{part.name}-$(INDEX)"
+        found.append({"name": "MARK", "value": mark})
+    for name in secrets:
+        reference = {"secretKeyRef": {"name": f"{run.name}-secrets", "key": name}}
+        found.append({"name": name, "valueFrom": reference})
+    return found
+
+
+def _hosts(run: RunFile, part: Part) -> list[str]:
+    service = f"{run.name}-{task_name(part)}"
+    return [f"{service}-{i}.{service}" for i in range(part.section.count)]
+
+
+def _secrets_of(part: Part) -> list[str]:
+    return [name for name, value in part.env.items() if VARIABLE.search(value)]

@@ -1,0 +1,148 @@
+"""Job files for Slurm: one script for each part, their functions, and a script that submits them all.
+
+The jobs find each other by files in the run's directory, which all nodes must see. An instance that Slurm queues again
+on another node writes its new address there, and the jobs that use it start their programs again.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from atroposlib.cli.launch.parts import (
+    Part,
+    instance_names,
+    program_and_arguments,
+    variable_of,
+    variables_in,
+)
+from atroposlib.cli.launch.run_file import VARIABLE, RunFile
+
+FUNCTIONS = Path(__file__).with_name("slurm_functions.sh")
+
+
+def render_slurm(run: RunFile, parts: Sequence[Part], *, run_dir: Path) -> dict[str, str]:
+    """Return the files by name; `run_dir` is on a file system that all nodes share."""
+    files = {f"{part.name}.sbatch": _job(run, parts, part, run_dir) for part in parts}
+    return {
+        "submit.sh": _submit(parts, run_dir),
+        **files,
+        "functions.sh": FUNCTIONS.read_text(encoding="utf-8"),
+    }
+
+
+def _submit(parts: Sequence[Part], run_dir: Path) -> str:
+    names = " ".join(part.name for part in parts)
+    return f"""#!/bin/bash
+# Submits every job of the run. Stop it: scancel $(cat {shlex.quote(str(run_dir))}/jobs)
+set -euo pipefail
+cd "$(dirname "$0")"
+export RUN_FILES=$PWD
+run_dir={shlex.quote(str(run_dir))}
+mkdir -p "$run_dir"
+rm -rf "$run_dir/addresses" "$run_dir/done"
+for part in {names}; do
+    sbatch --parsable "$part.sbatch"
+done > "$run_dir/jobs"
+echo "jobs: $(paste -sd ' ' "$run_dir/jobs"); logs: $run_dir/"
+"""
+
+
+def _job(run: RunFile, parts: Sequence[Part], part: Part, run_dir: Path) -> str:
+    section = part.section
+    is_array = section.count > 1
+    options: dict[str, object] = {
+        "job-name": f"{run.name}-{part.name}",
+        "output": run_dir / (f"{part.name}-%a.log" if is_array else f"{part.name}.log"),
+        "open-mode": "append",
+    }
+    if is_array:
+        options["array"] = f"0-{section.count - 1}"
+    wanted = {"cpus-per-task": section.cpus, "mem": section.memory, "time": section.time}
+    options |= {name: value for name, value in wanted.items() if value is not None}
+    if section.gpus:
+        options["gres"] = f"gpu:{section.gpus}"
+    options |= run.slurm.options
+    restart = "no-requeue" if section.restart == "never" else "requeue"
+    head = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{name}={value}" for name, value in options.items()),
+        f"#SBATCH --{restart}",
+        "set -euo pipefail",
+        f"export RUN_DIR={shlex.quote(str(run_dir))} INDEX=${{SLURM_ARRAY_TASK_ID:-0}}",
+    ]
+    if section.port is not None:
+        head.append(f"export HOST=0.0.0.0 PORT=$(({section.port} + INDEX))")
+    name = f"{part.name}-$INDEX" if is_array else part.name
+    lines = [*head, *_environment(part), "export PYTHONUNBUFFERED=1", *run.setup.splitlines()]
+    lines += ['source "$RUN_FILES/functions.sh"', ""]
+    lines += _connect(parts, part)
+    lines += ["PROGRAM() {", f"    exec {command_line(part, indent=' ' * 8)}", "}", ""]
+    limits = f"{section.timeout:.0f} {section.restart} {section.max_restarts}"
+    lines.append(f'run_part "{name}" {part.ready or "-"} {limits}')
+    if part.ends_run:
+        lines += _end_of_run(parts)
+    return "\n".join(lines) + "\n"
+
+
+def _environment(part: Part) -> list[str]:
+    lines: list[str] = []
+    for name, value in part.env.items():
+        lines += [f': "${{{each}:?set it before submit.sh}}"' for each in VARIABLE.findall(value)]
+        if value != f"${{{name}}}":
+            lines.append(f"export {name}={shell_word(value)}")
+    return lines
+
+
+def _connect(parts: Sequence[Part], part: Part) -> list[str]:
+    """Return the function that waits for what the part needs, and the names of the servers among it."""
+    needed = [each for each in parts if each.name in part.needs]
+    lines = ["CONNECT() {"] if needed else ["CONNECT() { true; }"]
+    uses: list[str] = []
+    for each in needed:
+        names = instance_names(each)
+        lines += [f"    wait_for {name} {each.ready or '-'}" for name in names]
+        if each.section.port is None:
+            continue
+        uses += names
+        one = names[0] if len(names) == 1 else f'"{each.name}-$((INDEX % {len(names)}))"'
+        every = ",".join(f"$(address {name})" for name in names)
+        variable = variable_of(each)
+        lines.append(f"    export {variable}=$(address {one})")
+        if f"{variable}S" in variables_in(part):
+            lines.append(f'    export {variable}S="{every}"')
+    end = ["}"] if needed else []
+    return [*lines, *end, f'USES="{" ".join(uses)}"', ""]
+
+
+def _end_of_run(parts: Sequence[Part]) -> list[str]:
+    lines = ["# The run ends with this part."]
+    if any(part.name == "hub" for part in parts):
+        token = '${ATROPOS_HUB_TOKEN:+-H "Authorization: Bearer $ATROPOS_HUB_TOKEN"}'
+        lines.append(f'curl -fs {token} "$HUB_URL/ledger" > "$RUN_DIR/ledger.json" || true')
+    lines.append('grep -vx "$SLURM_JOB_ID" "$RUN_DIR/jobs" | xargs scancel')
+    return lines
+
+
+def command_line(part: Part, *, indent: str) -> str:
+    """Return a part's command for a shell, one flag a line."""
+    program, arguments = program_and_arguments(part)
+    words = [" ".join(map(shell_word, program)), *map(shell_word, arguments)]
+    return f" \\\n{indent}".join(words)
+
+
+def shell_word(word: str) -> str:
+    """Quote a word for a shell, which replaces its variables.
+
+    >>> shell_word("--url=${HUB_URL}/a b"), shell_word("plain")
+    ('"--url=${HUB_URL}/a b"', 'plain')
+    """
+    if VARIABLE.search(word) is None:
+        return shlex.quote(word)
+    pieces = VARIABLE.split(word)  # text, name, text, ...
+    for i in range(0, len(pieces), 2):
+        for special in ("\\", '"', "$", "`"):
+            pieces[i] = pieces[i].replace(special, f"\\{special}")
+    pieces[1::2] = [f"${{{name}}}" for name in pieces[1::2]]
+    return f'"{"".join(pieces)}"'

@@ -1,0 +1,86 @@
+# Functions of the jobs of one run, sourced by each.
+# $RUN_DIR/addresses/NAME holds the address of an instance; $RUN_DIR/done/NAME marks a job that has ended with status 0.
+# The address of a node is its first IP address; set NODE_ADDRESS in the run file's `setup` for another one.
+# A job defines PROGRAM (a function that becomes its program), CONNECT (sets the addresses) and USES (names of servers).
+
+# is_ready NAME READY: READY is a path that answers 200, `port`, `exit`, or `-`.
+is_ready() {
+    local url
+    case $2 in
+        -) return 0 ;;
+        exit) test -e "$RUN_DIR/done/$1"; return ;;
+    esac
+    url=$(cat "$RUN_DIR/addresses/$1" 2>/dev/null) || return 1
+    if [ "$2" = port ]; then
+        url=${url#http://}
+        timeout 5 bash -c "exec 3<>/dev/tcp/${url%:*}/${url#*:}" 2>/dev/null
+    else
+        curl -fs -m 5 -o /dev/null "$url$2"
+    fi
+}
+
+# wait_for NAME READY: wait for an instance that this job needs.
+wait_for() {
+    until is_ready "$1" "$2"; do sleep 2; done
+}
+
+address() {
+    cat "$RUN_DIR/addresses/$1"
+}
+
+addresses_in_use() {
+    local name
+    for name in $USES; do address "$name"; done
+}
+
+# run_part NAME READY TIMEOUT RESTART MAX_RESTARTS: run PROGRAM; start it again when it fails, when it does not answer
+# for TIMEOUT seconds, and when a server in USES has moved to another host (Slurm has queued its job again).
+run_part() {
+    local name=$1 ready=$2 timeout=$3 restart=$4 max_restarts=$5
+    local num_failed=0 status moved started answered checked in_use child
+    mkdir -p "$RUN_DIR/addresses" "$RUN_DIR/done"
+    if [ -n "${PORT:-}" ]; then
+        echo "http://${NODE_ADDRESS:-$(hostname -I | cut -d " " -f 1)}:$PORT" > "$RUN_DIR/addresses/.$name"
+        mv "$RUN_DIR/addresses/.$name" "$RUN_DIR/addresses/$name"
+    fi
+    while true; do
+        CONNECT
+        in_use=$(addresses_in_use)
+        moved=no started=$SECONDS answered=$SECONDS checked=$SECONDS
+        PROGRAM &
+        child=$!
+        trap 'kill -TERM $child 2>/dev/null; wait $child; exit 143' TERM INT
+        while kill -0 $child 2>/dev/null; do
+            sleep 1 &
+            wait $! || true
+            [ $((SECONDS - checked)) -ge 5 ] || continue
+            checked=$SECONDS
+            if [ "$ready" = exit ] || is_ready "$name" "$ready"; then answered=$SECONDS; fi
+            if [ $((SECONDS - answered)) -gt "$timeout" ]; then
+                echo "$name did not answer for $timeout s" >&2
+                kill -KILL $child 2>/dev/null || true
+            elif [ "$in_use" != "$(addresses_in_use)" ]; then
+                echo "a server has moved to another host: $name starts again" >&2
+                moved=yes
+                kill -TERM $child 2>/dev/null || true
+                break
+            fi
+        done
+        status=0
+        wait $child || status=$?
+        trap - TERM INT
+        [ $moved = no ] || continue
+        if [ $status = 0 ] && [ "$restart" != always ]; then
+            touch "$RUN_DIR/done/$name"
+            return 0
+        fi
+        if [ $((SECONDS - started)) -gt 600 ]; then num_failed=0; fi
+        if [ "$restart" = never ] || [ $num_failed -ge "$max_restarts" ]; then
+            echo "$name ended with status $status after $num_failed restarts" >&2
+            return $((status == 0 ? 1 : status))
+        fi
+        sleep $((num_failed > 4 ? 30 : 2 ** num_failed))
+        num_failed=$((num_failed + 1))
+        echo "$name ended with status $status; restart $num_failed" >&2
+    done
+}

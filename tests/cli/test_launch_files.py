@@ -1,0 +1,264 @@
+"""Run files: errors that name the key, the commands they stand for, and the files for clusters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from atroposlib.cli.launch.command import main
+from atroposlib.cli.launch.parts import parts_of
+from atroposlib.cli.launch.render import TARGETS, Target, render
+from atroposlib.cli.launch.run_file import read_run
+from atroposlib.cli.launch.supervisor import Program
+from atroposlib.cli.launch.up import programs_of
+from atroposlib.errors import ConfigError
+from tests.cli.helpers_launch import DEMO, write_run
+
+SECRETS = {"ATROPOS_HUB_TOKEN": "secret-1", "HF_TOKEN": "secret-2"}
+
+FULL: dict[str, Any] = {
+    "name": "full",
+    "model": "Qwen/Qwen3-0.6B",
+    "image": "registry.example/atropos:1",
+    "env": {"HF_TOKEN": "${HF_TOKEN}", "OMP_NUM_THREADS": 4},
+    "setup": "source .venv/bin/activate",
+    "slurm": {"options": {"partition": "gpu"}},
+    "hub": {"cpus": 2, "memory": "4G"},
+    "engine": {
+        "command": ["vllm", "serve", "Qwen/Qwen3-0.6B", "--port", "${PORT}"],
+        "count": 2,
+        "gpus": 1,
+        "image": "vllm/vllm-openai:latest",
+    },
+    "trainer": {"flags": {"num_steps": 10}, "gpus": 1, "time": "24:00:00"},
+    "environments": {
+        "gsm8k_server": {"count": 3, "flags": {"env.group_size": 8, "use_wandb": False}},
+        "mine": {"file": "my_env.py", "restart": "never"},
+    },
+    "parts": {
+        "judge": {"command": ["serve-judge"], "port": 7000},
+        "fetch": {"command": ["fetch", "--to", "${RUN_DIR}/data"], "ready": "exit"},
+    },
+}
+FULL["environments"]["mine"]["needs"] = ["judge", "fetch"]
+
+
+def programs(tmp_path: Path, run: dict[str, Any], **environ: str) -> dict[str, Program]:
+    path = write_run(tmp_path / "run.yaml", run)
+    return {each.name: each for each in programs_of(read_run(path), tmp_path, environ)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trainr": {}}, r"trainr: unknown key; did you mean trainer\?"),
+        ({"hub": {"prot": 1}}, r"hub\.prot: unknown key; did you mean port\?"),
+        ({"environments": {"a": {"flag": {}}}}, r"environments\.a\.flag: .* did you mean flags\?"),
+        ({"hub": {"port": 99999}}, r"hub\.port: Input should be less than .*; got 99999"),
+        ({"hub": {"count": 2}}, r"hub\.count: a run has one hub"),
+        ({"name": "My Run"}, r"name: String should match pattern"),
+        ({"engine": {"memory": "lots"}}, r"engine\.memory: .*; got lots"),
+        ({"environments": {"gsm8k_servr": {}}}, r"gsm8k_servr: .* did you mean gsm8k_server\?"),
+        ({"trainer": {"needs": ["enigne"]}}, r"trainer\.needs: .* did you mean engine\?"),
+        ({"parts": {"x": {"command": ["a", "${HUB_ULR}"]}}}, r"HUB_ULR.* did you mean HUB_URL"),
+        ({"parts": {"x": {}}}, r"parts\.x\.command: a value is required"),
+        ({"parts": {"x": {"command": ["a"], "ready": "/"}}}, r"parts\.x\.ready: / needs a port"),
+        ({"parts": {"hub": {"command": ["a"]}}}, r"hub: two parts have this name"),
+        ({"model": None}, r"engine\.model: a value is required, here or as the run's model"),
+        ({"hub": {"needs": ["trainer"]}}, r"these parts wait for each other: .*hub"),
+        ({"hub": {"port": 9001}}, r"hub and engine have port 9001"),
+        ({"engine": {"command": ["x"], "flags": {"a": 1}}}, r"engine: give command or flags"),
+        ({"hub": {"flags": {"token": "s3cret"}}}, r"hub\.flags: token: process lists show"),
+        ({"env": {"HF_TOKEN": "s3cret"}}, r"env: HF_TOKEN is a secret: write \$\{HF_TOKEN\}"),
+        ({"env": {"HF_TOKEN": "${HF_TOKEN}"}}, r"env\.HF_TOKEN: set the variable HF_TOKEN first"),
+    ],
+)
+def test_a_wrong_run_file_is_refused_with_its_key(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    run = {"name": "run", "model": "m", "hub": {}, "engine": {}, "trainer": {}}
+    with pytest.raises(ConfigError, match=message) as refused:
+        programs(tmp_path, run | change)
+    assert "s3cret" not in str(refused.value)
+
+
+def test_the_command_exits_with_2_for_a_wrong_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", str(write_run(tmp_path / "run.yaml", {"nam": "x"}))]) == 2
+    said = capsys.readouterr().err
+    assert "name: a value is required" in said
+    assert "nam: unknown key; did you mean name?" in said
+
+
+def test_short_forms_stand_for_commands_with_the_addresses_of_the_others(tmp_path: Path) -> None:
+    found = programs(tmp_path, FULL, **SECRETS)
+    assert list(found) == [
+        *("hub", "engine-0", "engine-1", "judge", "fetch"),
+        *("trainer", "gsm8k_server-0", "gsm8k_server-1", "gsm8k_server-2", "mine"),
+    ]
+    assert found["engine-1"].argv[-2:] == ["--port", "9002"]
+    trainer = " ".join(found["trainer"].argv)
+    assert "--hub_url=http://127.0.0.1:8000" in trainer
+    assert "--engine_url=http://127.0.0.1:9001,http://127.0.0.1:9002" in trainer
+    assert "--num_steps=10" in trainer
+    assert found["trainer"].needs == ["hub", "engine-0", "engine-1"]
+    urls = [
+        next(word for word in found[f"gsm8k_server-{i}"].argv if "base_url" in word)
+        for i in range(3)
+    ]
+    assert [url[-7:-3] for url in urls] == ["9001", "9002", "9001"]
+    assert "--use_wandb=false" in found["gsm8k_server-0"].argv
+    assert found["mine"].argv[:3] == ["python", "my_env.py", "serve"]
+    assert found["mine"].needs == ["hub", "engine-0", "engine-1", "judge", "fetch"]
+    assert found["hub"].env["HF_TOKEN"] == "secret-2"
+    assert "secret" not in " ".join(word for each in found.values() for word in each.argv)
+
+
+def test_a_flag_in_the_file_replaces_the_launchers_in_any_spelling(tmp_path: Path) -> None:
+    run = {
+        "name": "run",
+        "model": "m",
+        "hub": None,
+        "trainer": {"flags": {"hub-url": "http://elsewhere", "resume": False}},
+        "environments": {"gsm8k_server": {"flags": {"tokenizer_name": "t"}}},
+    }
+    found = programs(tmp_path, run)
+    assert [word for word in found["trainer"].argv if "hub" in word] == [
+        "--hub_url=http://elsewhere"
+    ]
+    assert "--resume=false" in found["trainer"].argv
+    assert [word for word in found["gsm8k_server"].argv if "tokenizer" in word] == [
+        "--tokenizer_name=t"
+    ]
+
+
+def test_the_demo_is_a_short_run_file(tmp_path: Path) -> None:
+    assert len(DEMO.read_text().splitlines()) <= 26
+    found = programs_of(read_run(DEMO), tmp_path, {})
+    assert [each.name for each in found] == [
+        *("hub", "warm_up", "engine", "trainer", "letter_reversal_server")
+    ]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_rendered_files_have_no_secret_and_name_the_variables(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    render(write_run(tmp_path / "run.yaml", FULL), target=target, out=tmp_path / "out")
+    text = "".join(path.read_text() for path in (tmp_path / "out").iterdir())
+    for name, value in SECRETS.items():
+        assert name in text
+        assert value not in text
+
+
+def test_slurm_scripts_are_valid_and_ask_for_the_resources(tmp_path: Path) -> None:
+    render(write_run(tmp_path / "run.yaml", FULL), target="slurm", out=tmp_path / "jobs")
+    for path in (tmp_path / "jobs").iterdir():
+        subprocess.run(["bash", "-n", path], check=True)
+    engine = (tmp_path / "jobs" / "engine.sbatch").read_text()
+    assert "#SBATCH --array=0-1\n" in engine
+    assert "#SBATCH --gres=gpu:1\n" in engine
+    assert "#SBATCH --partition=gpu\n" in engine
+    assert "#SBATCH --requeue\n" in engine
+    assert "source .venv/bin/activate\n" in engine
+    assert 'vllm serve Qwen/Qwen3-0.6B --port "${PORT}"' in engine.replace(" \\\n        ", " ")
+    assert 'run_part "engine-$INDEX" /health 600 always 5' in engine
+    environment = (tmp_path / "jobs" / "gsm8k_server.sbatch").read_text()
+    assert 'ENGINE_URL=$(address "engine-$((INDEX % 2))")' in environment
+    mine = (tmp_path / "jobs" / "mine.sbatch").read_text()
+    assert "#SBATCH --no-requeue\n" in mine
+    assert "wait_for fetch exit" in mine
+    trainer = (tmp_path / "jobs" / "trainer.sbatch").read_text()
+    assert "#SBATCH --time=24:00:00\n" in trainer
+    assert '"--weights_dir=${RUN_DIR}/weights"' in trainer
+    assert "xargs scancel" in trainer
+
+
+def test_kubernetes_manifests_fit_the_published_schemas(tmp_path: Path) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    render(write_run(tmp_path / "run.yaml", FULL), target="kubernetes", out=tmp_path)
+    manifests = list(yaml.safe_load_all((tmp_path / "run.yaml").read_text()))
+    for manifest in manifests:
+        validate.validate(manifest, "1.31", strict=True)
+    kinds = {(each["kind"], each["metadata"]["name"]) for each in manifests}
+    assert ("StatefulSet", "full-hub") in kinds
+    assert ("Service", "full-engine") in kinds
+    assert ("Job", "full-gsm8k-server") in kinds
+    with pytest.raises(validate.ValidationError):
+        validate.validate(manifests[0] | {"spec": {"prots": []}}, "1.31", strict=True)
+
+
+def test_kubernetes_pods_are_probed_and_find_each_other(tmp_path: Path) -> None:
+    render(write_run(tmp_path / "run.yaml", FULL), target="kubernetes", out=tmp_path)
+    manifests = list(yaml.safe_load_all((tmp_path / "run.yaml").read_text()))
+    by_name = {f"{each['kind']} {each['metadata']['name']}": each for each in manifests}
+    engine = by_name["StatefulSet full-engine"]["spec"]["template"]["spec"]["containers"][0]
+    assert engine["image"] == "vllm/vllm-openai:latest"
+    assert engine["command"][-2:] == ["--port", "$(PORT)"]
+    assert engine["startupProbe"]["httpGet"] == {"path": "/health", "port": 9001}
+    assert engine["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    job = by_name["Job full-gsm8k-server"]["spec"]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (3, 3, "Indexed")
+    pod = job["template"]["spec"]
+    assert [each["name"] for each in pod["initContainers"]] == ["wait-for-hub", "wait-for-engine"]
+    variables = {each["name"]: each for each in pod["containers"][0]["env"]}
+    assert variables["HUB_URL"]["value"] == "http://full-hub-0.full-hub:8000"
+    assert variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {
+        "name": "full-secrets",
+        "key": "HF_TOKEN",
+    }
+    assert by_name["Job full-mine"]["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_kubernetes_needs_an_image(tmp_path: Path) -> None:
+    run = {**FULL, "image": None}
+    with pytest.raises(ConfigError, match=r"hub\.image: a value is required"):
+        render(write_run(tmp_path / "run.yaml", run), target="kubernetes", out=tmp_path)
+
+
+def test_skypilot_gets_a_job_group(tmp_path: Path) -> None:
+    render(write_run(tmp_path / "run.yaml", FULL), target="skypilot", out=tmp_path)
+    header, *tasks = yaml.safe_load_all((tmp_path / "run.yaml").read_text())
+    assert header == {
+        "name": "full",
+        "execution": "parallel",
+        "primary_tasks": ["trainer"],
+        "termination_delay": "30s",
+    }
+    by_name = {task["name"]: task for task in tasks}
+    engine = by_name["engine"]
+    assert engine["num_nodes"] == 2
+    assert engine["resources"]["accelerators"] == "H100:1"
+    assert engine["secrets"] == {"HF_TOKEN": None}
+    assert engine["envs"]["OMP_NUM_THREADS"] == "4"
+    script = by_name["gsm8k-server"]["run"]
+    assert "ENGINE_URL=http://engine-$((INDEX % 2)).${SKYPILOT_JOBGROUP_NAME}:9001" in script
+    assert by_name["hub"]["resources"]["memory"] == "4+"
+    for task in tasks:
+        subprocess.run(["bash", "-n"], input=task["run"].encode(), check=True)
+
+
+def test_a_rendered_script_names_the_variable_that_is_not_set(tmp_path: Path) -> None:
+    render(write_run(tmp_path / "run.yaml", FULL), target="slurm", out=tmp_path / "jobs")
+    environ = {name: value for name, value in os.environ.items() if name not in SECRETS}
+    ran = subprocess.run(
+        ["bash", tmp_path / "jobs" / "hub.sbatch"], env=environ, capture_output=True, text=True
+    )
+    assert ran.returncode != 0
+    assert "set it before submit.sh" in ran.stderr
+
+
+def test_parts_come_after_those_that_they_need(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run.yaml", FULL))
+    seen: set[str] = set()
+    for part in parts_of(run, on_one_machine=True):
+        assert seen.issuperset(part.needs)
+        seen.add(part.name)

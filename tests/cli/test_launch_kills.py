@@ -1,0 +1,114 @@
+"""`atropos up` on the demo's run file: every part killed once, Ctrl-C, and the launcher killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers_launch import (
+    atropos,
+    check_end,
+    environment,
+    make_model,
+    short_demo,
+    steps_of,
+)
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
+
+PARTS = ("run_api", "engine.server", "letter_reversal_server", "example_trainer.grpo")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def up(tmp_path: Path, model: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`atropos up` in a folder of its own, whose model is made already."""
+    run_dir = tmp_path / "runs" / "short"
+    run_dir.mkdir(parents=True)
+    (run_dir / "model").symlink_to(model)
+    with (tmp_path / "out").open("wb") as out:
+        command = atropos("up", short_demo(tmp_path))
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment(), stdout=out, stderr=out, start_new_session=True
+        )
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_run_survives_the_kill_of_each_part(up: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "short"
+    for num_steps, part in enumerate(PARTS, start=2):
+        wait_until(lambda n=num_steps: len(steps_of(run_dir)) >= n, up, tmp_path)  # type: ignore[misc]
+        os.kill(min(children(up.pid, part)), signal.SIGKILL)
+    assert up.wait(150) == 0, (tmp_path / "out").read_text()[-3000:]
+    said = (tmp_path / "out").read_text()
+    assert said.count("was ended by SIGKILL; restart in") == len(PARTS)
+    check_end(run_dir)
+    assert left_of(run_dir) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_is_left_behind(
+    up: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
+) -> None:
+    run_dir = tmp_path / "runs" / "short"
+    wait_until(lambda: len(steps_of(run_dir)) >= 1, up, tmp_path)
+    assert len(children(up.pid, "")) == 5
+    up.send_signal(number)
+    assert up.wait(60) == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    if number == signal.SIGINT:
+        assert left_of(run_dir) == []
+    deadline = time.monotonic() + 60
+    while left := left_of(run_dir):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def wait_until(is_true: Callable[[], bool], up: subprocess.Popen[bytes], directory: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not is_true():
+        said = (directory / "out").read_text()[-3000:]
+        assert up.poll() is None, said
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
+
+
+def children(parent: int, part: str) -> list[int]:
+    """Return the processes that `parent` started for a part."""
+    found = []
+    for pid, command in processes():
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            continue
+        if int(stat.rpartition(")")[2].split()[1]) == parent and part in command:
+            found.append(pid)
+    return found
+
+
+def left_of(run_dir: Path) -> list[str]:
+    """Return the command lines of processes that work for a run."""
+    return [command for _, command in processes() if str(run_dir) in command]
+
+
+def processes() -> Iterator[tuple[int, str]]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (
+                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
+        except OSError:
+            continue
+        if command:
+            yield int(folder.name), command

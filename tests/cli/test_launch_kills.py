@@ -20,7 +20,7 @@ from tests.cli.helpers_launch import (
     steps_of,
 )
 
-pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
 
 PARTS = ("run_api", "engine.server", "letter_reversal_server", "example_trainer.grpo")
 
@@ -51,7 +51,7 @@ def test_a_run_survives_the_kill_of_each_part(up: subprocess.Popen[bytes], tmp_p
     for num_steps, part in enumerate(PARTS, start=2):
         wait_until(lambda n=num_steps: len(steps_of(run_dir)) >= n, up, tmp_path)  # type: ignore[misc]
         os.kill(min(children(up.pid, part)), signal.SIGKILL)
-    assert up.wait(150) == 0, (tmp_path / "out").read_text()[-3000:]
+    assert up.wait(400) == 0, (tmp_path / "out").read_text()[-3000:]
     said = (tmp_path / "out").read_text()
     assert said.count("was ended by SIGKILL; restart in") == len(PARTS)
     check_end(run_dir)
@@ -66,7 +66,7 @@ def test_no_process_is_left_behind(
     wait_until(lambda: len(steps_of(run_dir)) >= 1, up, tmp_path)
     assert len(children(up.pid, "")) == 5
     up.send_signal(number)
-    assert up.wait(60) == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    assert up.wait(120) == (130 if number == signal.SIGINT else -signal.SIGKILL)
     if number == signal.SIGINT:
         assert left_of(run_dir) == []
     deadline = time.monotonic() + 60
@@ -76,7 +76,7 @@ def test_no_process_is_left_behind(
 
 
 def wait_until(is_true: Callable[[], bool], up: subprocess.Popen[bytes], directory: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not is_true():
         said = (directory / "out").read_text()[-3000:]
         assert up.poll() is None, said

@@ -29,7 +29,7 @@ MISSING = [each for each in PROGRAMS if shutil.which(each, path=_PATH) is None]
 
 pytestmark = [
     pytest.mark.drill,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(MISSING), reason=f"needs slurm-wlm and munge; missing: {MISSING}"),
     pytest.mark.skipif(os.geteuid() != 0, reason="slurmd needs root"),
 ]
@@ -151,7 +151,7 @@ def run(variables: dict[str, str], *command: str) -> str:
 
 
 def wait_until(is_true: Callable[[], object], *, what: str, run_dir: Path | None = None) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not is_true():
         if time.monotonic() > deadline:
             logs = sorted(run_dir.glob("*.log")) if run_dir is not None else []

@@ -1,0 +1,101 @@
+"""`atropos status` on a real hub, and what `atropos up` prints."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from atroposlib.api.schemas import Ledger
+from atroposlib.cli.launch import view as view_module
+from atroposlib.cli.launch.command import main
+from atroposlib.cli.launch.status import HubReader, is_closed
+from atroposlib.cli.launch.step_metrics import JsonLines
+from atroposlib.cli.launch.supervisor import Program, launched
+from atroposlib.cli.launch.view import LogTail, RunView
+from tests.cli.helpers_cli import HubServer, text_group
+
+
+def test_the_status_says_why_there_is_no_batch(
+    hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.register(batch_size=4)
+    hub.send(text_group("Q", ["a", "b"], [0.0, 1.0]))
+    assert main(["status", hub.url]) == 0
+    said = capsys.readouterr().out
+    assert "step 0  policy version 0  queue 1 groups, 2 sequences (batch: 4 sequences)" in said
+    assert "no batch: 2 of 4 sequences are queued" in said
+    assert "ledger: 1 groups = 1 queued" in said
+    hub.send(text_group("Q", ["a", "b"], [0.0, 1.0]))
+    assert main(["status", hub.url]) == 0
+    assert "a batch is ready" in capsys.readouterr().out
+
+
+def test_a_hub_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "http://127.0.0.1:9"]) == 1
+    assert "error: no answer from the hub at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_an_address_that_is_no_hub_is_named(
+    hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", f"{hub.url}/elsewhere"]) == 1
+    said = capsys.readouterr().err
+    assert "/elsewhere/explain answered 404" in said
+    assert "is this a hub" in said
+
+
+def ledger(**counts: int) -> Ledger:
+    names = ("produced", "queued", "buffered", "leased", "trained", "expired", "dead", "discarded")
+    values = {**dict.fromkeys(names, 0), **counts}
+    return Ledger.model_validate({**values, "duplicates": 0, "rejected": {"bad": 1}})
+
+
+def test_a_ledger_is_closed_if_every_group_is_in_one_place() -> None:
+    assert is_closed(ledger(produced=4, trained=2, queued=1))
+    assert not is_closed(ledger(produced=5, trained=2, queued=1))
+
+
+def test_a_log_is_read_once_and_by_whole_lines(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("of an earlier run\n")
+    tail = LogTail(log)
+    with log.open("a") as file:
+        file.write("one\ntwo\nthr")
+    assert tail.read() == ["one", "two"]
+    with log.open("a") as file:
+        file.write("ee\n")
+    assert tail.read() == ["three"]
+    assert LogTail(tmp_path / "none.log").read() == []
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+async def test_logs_have_the_parts_name_and_a_terminal_has_a_table(
+    hub: HubServer, tmp_path: Path, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view_module, "REFRESH_S", 0.01)
+    hub.register(batch_size=4)
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=is_terminal, color_system=None)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"reward_mean": 0.5, "num_trained_tokens": 10, "wall_s": 1.0}\n')
+    program = Program(name="judge", argv=["sh", "-c", "echo hello; sleep 600"])
+    with RunView(console, log_dir=tmp_path, names=["judge", "engine"]) as view:
+        async with HubReader(hub.url) as reader, launched(log_dir=tmp_path, env=os.environ) as all_:
+            all_.start(program)
+            showing = asyncio.gather(
+                view.show(all_, metrics=JsonLines(metrics)), view.read_hub(reader)
+            )
+            wanted = ["judge  | hello"]
+            if is_terminal:
+                wanted += ["judge  running", "no batch: 0 of 4", "last step: reward 0.500"]
+            while not all(each in out.getvalue() for each in wanted):  # noqa: ASYNC110 - output sets no event
+                await asyncio.sleep(0.01)
+            showing.cancel()
+            view.say("judge", "was ended by SIGKILL; restart in 1.0 s")
+    assert "judge  | was ended by SIGKILL; restart in 1.0 s" in out.getvalue()
+    assert ("part" in out.getvalue()) == is_terminal

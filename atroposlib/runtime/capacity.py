@@ -28,7 +28,7 @@ MAX_STEPS = 64
 """Longest item considered, in steps, if there is no staleness bound."""
 MIN_YIELD = 0.05
 """Groups per item assumed at least: an environment that gives none must not begin ever more items. With 0.1 a trainer
-waits 19 % of the time for items of which 5 % give a group; without a limit, an environment that gives none begins all
+waits 10 % of the time for items of which 5 % give a group; without a limit, an environment that gives none begins all
 items that the servers can serve."""
 HISTORY = 128
 """Items whose durations and yields count. With 32, staleness and swings are larger; more help little and adapt later

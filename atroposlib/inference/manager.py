@@ -78,6 +78,8 @@ class ServerManager:
     _num_stuck = 0
     """Calls waiting because no server is ready."""
     _warned_about_dummy = False
+    session_class: type[ManagedServer] = ManagedServer
+    """Of the sessions at servers that return token ids."""
 
     def __init__(
         self,
@@ -347,7 +349,7 @@ class ServerManager:
         self, server: APIServer, *, tokenizer: Any, track_tree: bool, **options: Any
     ) -> ManagedServer | DummyManagedServer:
         if not isinstance(server, OpenAIServer):
-            return ManagedServer(server, tokenizer=tokenizer, track_tree=track_tree, **options)
+            return self.session_class(server, tokenizer=tokenizer, track_tree=track_tree, **options)
         if (record := recorded()) is not None:
             if not self._has_warned_of_text:
                 self._has_warned_of_text = True

@@ -7,6 +7,7 @@ environment of several turns, or one whose right answer depends on more than the
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import importlib
 import json
@@ -22,8 +23,12 @@ import pytest
 from atroposlib.checker import check_env
 from atroposlib.checker.answers import NONSENSE, verdict
 from atroposlib.envs.collecting import close
+from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.sandbox import ProcessSandbox, local_sandbox
-from atroposlib.inference.harness import HarnessRequest
+from atroposlib.envs.stepwise import Answer, Request, SteppedEnv
+from atroposlib.errors import AtroposError
+from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, made_up_logprobs
+from atroposlib.inference.scripted_answers import answer_tokens
 from atroposlib.runtime.process import process
 from atroposlib.scored_data import Strictness, check_group
 from tests.environments.game_players import drive_taxi, play_blackjack, play_table
@@ -351,6 +356,80 @@ async def test_a_right_answer_gets_the_best_score_and_a_cheap_trick_next_to_noth
         scores = await scores_of(env)
         num_successes = sum(score >= env.success_score for score in scores)
         assert num_successes <= len(scores) // 4, policy.__name__
+
+
+REFUSED = {
+    "image_question_server": "cannot have images",
+    "rlaif_server": "the judge must not be the policy",
+    "rubric_judge_server": "the judge must not be the policy",
+    "game_environments.gymnasium.blackjack.blackjack_env_thinking": "groups for one item",
+}
+"""Environments that cannot be stepped, and the error."""
+
+STEPPED_IN_EVERY_RUN = (
+    "text_reversal_environment",
+    "tool_use_multiturn_server",
+    "game_environments.wordle",
+    "game_environments.gymnasium.blackjack.blackjack_env_no_thinking",
+    "letter_reversal_server",
+    "rubric_judge_server",
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case.module in STEPPED_IN_EVERY_RUN else pytest.mark.drill)
+        for case in CASES
+    ],
+    ids=lambda case: case.module,
+    indirect=True,
+)
+async def test_a_stepped_episode_is_the_group_of_the_same_answers(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = 0
+
+    def policy(env: Any, item: Any, request: HarnessRequest) -> str:
+        return (noise if seed % 2 else case.perfect)(env, item, request)
+
+    usual = case.make(monkeypatch, policy, group_size=1)
+    if isinstance(usual, DatasetEnv):
+        usual.shape_group = lambda row, group: group
+    async with contextlib.AsyncExitStack() as stack:
+        if case.module in REFUSED:
+            stack.enter_context(pytest.raises(AtroposError, match=REFUSED[case.module]))
+        stepped = await stack.enter_async_context(SteppedEnv(case.make(monkeypatch, policy)))
+        stack.push_async_callback(close, usual)
+        await usual.setup()
+        [engine] = usual.server.servers
+        for seed in range(4):
+            engine.requests.clear()
+            groups, _ = await usual.collect_trajectories(await usual.get_next_item())
+            item = await stepped.item(seed)
+            episode = stepped.episode()
+            turn, asked = await episode.reset(seed), []
+            while isinstance(turn, Request):
+                request = HarnessRequest(
+                    prompt=turn.prompt, choice=0, call=len(asked), kwargs=turn.sampling
+                )
+                asked.append(turn.prompt_ids)
+                turn = await episode.step(as_sampled(turn, policy(stepped.env, item, request)))
+            assert asked == [request["input_ids"] for request in engine.requests]
+            group = groups[0] if isinstance(groups, list) else groups
+            assert group is not None
+            assert turn.group is not None, turn.reason
+            for key in ("tokens", "masks", "scores", "inference_logprobs"):
+                assert turn.group.get(key) == group.get(key), key
+            assert turn.reward == sum(group["scores"]) / len(group["scores"])
+
+
+def as_sampled(request: Request, text: str) -> Answer:
+    """Return a text as the scripted engine samples it after this request."""
+    limit = request.sampling.get("max_tokens", 2**31)
+    tokens, finish_reason = answer_tokens(ByteTokenizer(), text, limit=limit)
+    logprobs = made_up_logprobs(request.prompt_ids, tokens, spans=[("1", len(tokens))])
+    return Answer(token_ids=tokens, logprobs=logprobs, finish_reason=finish_reason)
 
 
 def test_samples_are_what_their_generator_writes() -> None:

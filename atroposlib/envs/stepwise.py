@@ -1,0 +1,414 @@
+"""Episodes with `reset` and `step`, for trainers that sample the completions themselves.
+
+An environment drives its own completions: `collect_trajectories(item)` calls the server. With OpenEnv or verifiers the
+trainer samples, and the environment waits for it. Here the environment's code runs unchanged on a server that samples
+nothing: `reset` and `step` return its requests, and the waiting code gets the answer that the trainer gives to `step`.
+When the code returns its group, the episode ends with the group's score.
+
+An episode is a group of one, because the trainer compares the episodes of a prompt itself; `DatasetEnv.shape_group`,
+which changes or drops whole groups, is not called. Otherwise tokens, masks and scores are those of the same answers in
+`serve`. Refused: a judge that is the policy, chats with images, several groups per item. Follow-up items are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.collecting import close, collect
+from atroposlib.envs.dataset_env import DatasetEnv
+from atroposlib.envs.judge_env import JudgeEnv
+from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import create_chat_completion, create_completion
+from atroposlib.inference.scripted_answers import answer_tokens
+from atroposlib.inference.servers.api_server import APIServer, TokenCompletions
+from atroposlib.inference.servers.choices import run_together
+from atroposlib.inference.servers.token_ids import check_sampled, encode_prompt
+from atroposlib.inference.sessions.managed_server import ManagedServer
+from atroposlib.inference.sessions.sequences import PendingTurn
+from atroposlib.inference.tools.tool_messages import as_dict
+from atroposlib.scored_data import ScoredDataGroup, Strictness, check_group
+
+MAX_ITEMS_DRAWN = 100_000
+"""Largest seed of an environment that generates its items in order."""
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the environment asks the policy next."""
+
+    messages: list[dict[str, Any]]
+    """The conversation; empty if the environment continues the text `prompt`."""
+    prompt: str
+    """The same as one text."""
+    prompt_ids: list[int]
+    """The same as token ids: sample after exactly these. Later turns repeat the ids of earlier ones."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Tools that the chat template describes in the prompt."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """The environment's parameters with the names of the OpenAI API, such as `max_tokens` and `stop`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The policy's completion: `token_ids` where they are known, else its `text`."""
+
+    text: str = ""
+    """With the stop string that ended it. Tokenised here, with EOS, and cut to the request's `max_tokens`."""
+    token_ids: list[int] | None = None
+    """[T] as sampled, with EOS."""
+    logprobs: list[float] | None = None
+    """[T] of `token_ids`; the group has `inference_logprobs` if every answer has them."""
+    finish_reason: str = "stop"
+    """Of `token_ids`: stop, length or abort (not completed; gives no score)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeEnd:
+    """The end of an episode."""
+
+    reward: float | None
+    """The mean score of the episode's sequences; None: the environment gave none, which is not a reward of 0."""
+    group: ScoredDataGroup | None
+    """The checked group of this episode alone; None without a reward."""
+    reason: str = ""
+    """Why there is no reward."""
+
+
+class _Pending(NamedTuple):
+    request: Request
+    answer: asyncio.Future[Answer]
+
+
+class _Asked(NamedTuple):
+    episode: SteppedEpisode
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+
+
+_running: ContextVar[SteppedEpisode | None] = ContextVar("_running", default=None)
+"""The episode whose task this is."""
+_asked: ContextVar[_Asked | None] = ContextVar("_asked", default=None)
+"""The chat behind a request for tokens."""
+
+
+class SteppedEnv:
+    """An environment whose episodes are stepped from outside; several may run at once.
+
+    `async with` sets it up and closes it.
+    """
+
+    def __init__(self, env: BaseEnv) -> None:
+        """Take over `env`: it must not run in another way afterwards."""
+        env.config.group_size = 1
+        env.server.proxy_url = None
+        env.server.servers = [_OuterPolicy(env.tokenizer)]
+        env.server.session_class = _Session
+        if isinstance(env, DatasetEnv):
+            env.shape_group = _unshaped  # type: ignore[method-assign]
+        if isinstance(env, JudgeEnv) and env.judge is env.server:
+            env.judge = _NoJudge()  # type: ignore[assignment]
+        self.env = env
+        self._items: list[Any] = []
+        self._num_unseeded = 0
+        self._drawing = asyncio.Lock()
+        """Held while items are drawn: their order is that of their seeds."""
+
+    async def __aenter__(self) -> Self:
+        await self.env.setup()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await close(self.env)
+
+    def episode(self) -> SteppedEpisode:
+        """Return an episode to `reset`."""
+        return SteppedEpisode(self)
+
+    async def item(self, seed: int | None) -> Any:
+        """Return the item with this number in the order of `get_next_item`, from 0; None: the next without a seed.
+
+        Raises EnvError if the environment has no such item.
+        """
+        async with self._drawing:
+            if seed is None:
+                seed = self._num_unseeded
+                self._num_unseeded += 1
+            if seed < 0:
+                raise EnvError(f"seed {seed}: the first item has seed 0")
+            env = self.env
+            if isinstance(env, DatasetEnv) and type(env).get_next_item is DatasetEnv.get_next_item:
+                env.num_items = seed
+                return await env.get_next_item()
+            if seed >= MAX_ITEMS_DRAWN:
+                raise EnvError(
+                    f"seed {seed}: {env.registered_name} generates its items in order, so seeds must be small;"
+                    f" the largest is {MAX_ITEMS_DRAWN - 1}"
+                )
+            while len(self._items) <= seed:
+                item = await env.get_next_item()
+                if item is None:
+                    raise EnvError(
+                        f"seed {seed}: {env.registered_name} has only {len(self._items)} items now"
+                    )
+                self._items.append(item)
+            # An environment may write to its item, and episodes with the same seed may run at once.
+            return copy.deepcopy(self._items[seed])
+
+
+class SteppedEpisode:
+    """One episode at a time; `reset` abandons the one before."""
+
+    def __init__(self, stepped: SteppedEnv) -> None:
+        self._stepped = stepped
+        self._waiting: asyncio.Queue[_Pending | None] = asyncio.Queue()
+        """Requests in the order they were made; None at the end of the episode."""
+        self._pending: _Pending | None = None
+        self._task: asyncio.Task[tuple[Any, list[Any]]] | None = None
+        self._has_all_logprobs = True
+
+    async def reset(self, seed: int | None = None) -> Request | EpisodeEnd:
+        """Start the episode of the item with number `seed` (None: the next one) and return its first request.
+
+        Raises what the environment raises before it asks for a completion.
+        """
+        await self.close()
+        item = await self._stepped.item(seed)
+        self._waiting, self._has_all_logprobs = asyncio.Queue(), True
+        context = copy_context()
+        context.run(_running.set, self)
+        waiting = self._waiting
+        self._task = asyncio.create_task(
+            collect(self._stepped.env, item), name="episode", context=context
+        )
+        self._task.add_done_callback(lambda _: waiting.put_nowait(None))
+        return await self._next()
+
+    async def step(self, answer: Answer | str) -> Request | EpisodeEnd:
+        """Answer the last request; return the next one, or the end. Raises what the environment raises."""
+        if self._pending is None:
+            raise EnvError("no request waits for an answer: call reset first")
+        if isinstance(answer, str):
+            answer = Answer(text=answer)
+        if answer.token_ids is not None and not answer.token_ids:
+            raise EngineProtocolError("step: the answer has no token ids; at least EOS is sampled")
+        if answer.token_ids is not None and answer.logprobs is not None:
+            check_sampled(answer.token_ids, answer.logprobs, where="step")
+        else:
+            self._has_all_logprobs = False
+        pending, self._pending = self._pending, None
+        if not pending.answer.done():
+            pending.answer.set_result(answer)
+        return await self._next()
+
+    async def close(self) -> None:
+        """Cancel the episode, if it has not ended."""
+        task, self._task, self._pending = self._task, None, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def ask(self, request: Request) -> Answer:
+        """Wait for the answer to a request; called by the environment's code."""
+        pending = _Pending(request, asyncio.get_running_loop().create_future())
+        self._waiting.put_nowait(pending)
+        return await pending.answer
+
+    async def _next(self) -> Request | EpisodeEnd:
+        while (pending := await self._waiting.get()) is not None:
+            if not pending.answer.done():  # else the environment has given it up
+                self._pending = pending
+                return pending.request
+        assert self._task is not None
+        task, self._task = self._task, None
+        groups, _ = await task
+        return self._end(groups)
+
+    def _end(self, groups: Any) -> EpisodeEnd:
+        name = self._stepped.env.registered_name
+        found = groups if isinstance(groups, list) else [groups] if groups else []
+        if not found:
+            return EpisodeEnd(
+                reward=None, group=None, reason=f"{name} gave no group: the answer has no score"
+            )
+        if len(found) > 1:
+            raise EnvError(
+                f"{name} gave {len(found)} groups for one item; an episode has one reward"
+            )
+        group = {**found[0]}
+        if not self._has_all_logprobs:
+            group["inference_logprobs"] = None
+        checked = check_group(group, strictness=Strictness.MEANING, environment=name)
+        return EpisodeEnd(reward=float(checked.scores.mean()), group=checked.to_dict())
+
+
+class _Session(ManagedServer):
+    """A session that shows the trainer the chat, not only its tokens."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # An agent's requests come from other tasks than the one that opened the session.
+        self._episode = _running.get()
+
+    async def _sample(
+        self, turn: PendingTurn, kwargs: dict[str, Any]
+    ) -> tuple[PendingTurn, TokenCompletions]:
+        if turn.chat is not None:
+            raise EnvError(
+                "an episode cannot have images: only the engine knows their tokens, and the trainer samples"
+            )
+        with self._asking(kwargs):
+            return await super()._sample(turn, kwargs)
+
+    @contextmanager
+    def _asking(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
+        token = None
+        if self._episode is not None:
+            token = _asked.set(
+                _Asked(self._episode, _dicts(kwargs.get("messages")), _dicts(kwargs.get("tools")))
+            )
+        try:
+            yield
+        finally:
+            if token is not None:
+                _asked.reset(token)
+
+
+class _OuterPolicy(APIServer):
+    """The server of a stepped environment: the trainer answers its requests."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        unlimited = 2**20  # the trainer paces itself
+        super().__init__(
+            APIServerConfig(
+                model_name="outer policy",
+                base_url="http://outer-policy.invalid",
+                health_check=False,
+                adaptive_concurrency=False,
+                num_max_requests_at_once=unlimited,
+                num_requests_for_eval=unlimited,
+                server_type="vllm",
+            )
+        )
+        self.tokenizer = tokenizer
+
+    async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
+        messages = _dicts(kwargs["messages"])
+        prompt = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        asked = _Asked(_current(), messages, _dicts(kwargs.get("tools")))
+        texts = await self._ask(asked, prompt, prompt_ids, kwargs)
+        return create_chat_completion(*self._read(texts, kwargs))
+
+    async def _completion_wrapper(self, **kwargs: Any) -> Any:
+        prompt = kwargs["prompt"]
+        asked = _Asked(_current(), [], [])
+        texts = await self._ask(asked, prompt, encode_prompt(self.tokenizer, prompt), kwargs)
+        return create_completion(*self._read(texts, kwargs))
+
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokenCompletions:
+        prompt_ids, prompt = kwargs.get("input_ids"), kwargs.get("prompt")
+        if prompt_ids is None:
+            prompt_ids = encode_prompt(self.tokenizer, prompt or "")
+        if prompt is None:
+            prompt = self.tokenizer.decode(prompt_ids)
+        asked = _asked.get() or _Asked(_current(), [], [])
+        answers = await self._ask(asked, prompt, list(prompt_ids), kwargs)
+        sampled = [self._sampled(answer, kwargs) for answer in answers]
+        return TokenCompletions(
+            list(prompt_ids),
+            [each.tokens for each in sampled],
+            [each.logprobs for each in sampled],
+            [each.finish_reason for each in sampled],
+        )
+
+    async def _ask(
+        self, asked: _Asked, prompt: str, prompt_ids: list[int], kwargs: Mapping[str, Any]
+    ) -> list[Answer]:
+        given = {**kwargs, **(kwargs.get("extra_body") or {})}
+        request = Request(
+            messages=asked.messages,
+            prompt=prompt,
+            prompt_ids=prompt_ids,
+            tools=asked.tools,
+            sampling={name: given[name] for name in _SAMPLING if given.get(name) is not None},
+        )
+        return await run_together(
+            [asked.episode.ask(request) for _ in range(int(kwargs.get("n") or 1))]
+        )
+
+    def _sampled(self, answer: Answer, kwargs: Mapping[str, Any]) -> _Sampled:
+        if answer.token_ids is not None:
+            logprobs = answer.logprobs or [0.0] * len(answer.token_ids)
+            return _Sampled(list(answer.token_ids), list(logprobs), answer.finish_reason)
+        limit = int(kwargs.get("max_tokens") or kwargs.get("max_completion_tokens") or 2**31)
+        tokens, reason = answer_tokens(self.tokenizer, answer.text, limit=limit)
+        stop = kwargs.get("stop") or ()
+        if reason == "stop" and answer.text.endswith(
+            (stop,) if isinstance(stop, str) else tuple(stop)
+        ):
+            tokens = tokens[:-1]  # the stop string ended it, not EOS
+        return _Sampled(tokens, [0.0] * len(tokens), reason)
+
+    def _read(
+        self, answers: Sequence[Answer], kwargs: Mapping[str, Any]
+    ) -> tuple[list[str], int, list[str]]:
+        """Return the texts of answers, their number, and their finish reasons."""
+        sampled = [self._sampled(answer, kwargs) for answer in answers]
+        texts = [self.tokenizer.decode(each.tokens, skip_special_tokens=True) for each in sampled]
+        return texts, len(texts), [each.finish_reason for each in sampled]
+
+
+class _NoJudge:
+    """Stands in for the judge of an environment that has no server for it."""
+
+    async def chat_completion(self, **kwargs: Any) -> Any:
+        raise ConfigError(
+            "the judge must not be the policy, which the trainer samples: give --judge.base_url"
+        )
+
+    async def close(self) -> None:
+        """Close nothing."""
+
+
+class _Sampled(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]
+    """0 for unknown ones: then the group leaves all out."""
+    finish_reason: str
+
+
+def _current() -> SteppedEpisode:
+    episode = _running.get()
+    if episode is None:
+        raise EnvError("a completion was asked for outside of an episode, for example in setup")
+    return episode
+
+
+def _unshaped(row: Any, group: ScoredDataGroup) -> ScoredDataGroup:
+    return group
+
+
+def _dicts(entries: Any) -> list[dict[str, Any]]:
+    return [as_dict(entry) for entry in entries or ()]

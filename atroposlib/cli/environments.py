@@ -1,4 +1,4 @@
-"""`atropos-env list|run|rescore|compare|new`: find environments, start one, look at its results, or write a new one.
+"""`atropos-env list|run|openenv|rescore|compare|new`: find environments, run or serve one, compare results, write one.
 
 Environments are the files of `atroposlib.environments`, and what installed packages register as entry points of the
 group `atropos.environments` (`my_task = "my_package.my_task:MyTask"`). `list` reads their source and imports none, so
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import asyncio
+import contextlib
 import difflib
 import importlib
 import importlib.util
+import io
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,6 +28,7 @@ from rich.table import Table
 import atroposlib.environments
 import atroposlib.envs
 from atroposlib.cli import compare_evals
+from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError, MissingDependency, cli_boundary
 
 ENTRY_POINTS = "atropos.environments"
@@ -87,6 +91,24 @@ def _run(argv: Sequence[str]) -> int:
     run = commands.add_parser("run", help="start one: run NAME serve --env.group_size 8")
     run.add_argument("name")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="as after `python env.py`")
+    openenv = commands.add_parser(
+        "openenv",
+        help="serve one to trainers that sample by themselves, as an OpenEnv server",
+        usage="atropos-env openenv [-h] [--host HOST] [--port PORT] [--max_sessions N] NAME [flag of `process` ...]",
+        allow_abbrev=False,
+    )
+    openenv.add_argument("name", metavar="NAME", help="its name in `list`, or a Python file")
+    openenv.add_argument(
+        "--host", default="127.0.0.1", help="0.0.0.0: reachable from everywhere, without a password"
+    )
+    openenv.add_argument("--port", type=int, default=8000, help="0: any free port (default: 8000)")
+    openenv.add_argument(
+        "--max_sessions",
+        type=int,
+        default=256,
+        metavar="N",
+        help="limit of connections (default: 256)",
+    )
     rescore = commands.add_parser("rescore", help="score the stored answers of an evaluation again")
     rescore.add_argument("name")
     rescore.add_argument("folder", help="directory of the evaluation")
@@ -97,12 +119,21 @@ def _run(argv: Sequence[str]) -> int:
     new = commands.add_parser("new", help="write NAME.py and test_NAME.py here")
     new.add_argument("name")
     new.add_argument("--shape", choices=list(dict.fromkeys(SHAPES.values())), default="dataset")
-    given = parser.parse_args(argv)
+    given, rest = parser.parse_known_args(argv)
+    if rest and given.command != "openenv":
+        parser.error(f"unknown arguments: {' '.join(rest)}")
     if given.command == "list":
         width = None if sys.stdout.isatty() else PIPE_WIDTH
         Console(width=width).print(table(find_environments()))
     elif given.command == "run":
         start(given.name, given.arguments)
+    elif given.command == "openenv":
+        from atroposlib.runtime.openenv_server import serve_openenv
+
+        env = build(given.name, rest, prog=f"atropos-env openenv {given.name}")
+        asyncio.run(
+            serve_openenv(env, host=given.host, port=given.port, max_sessions=given.max_sessions)
+        )
     elif given.command == "rescore":
         start(given.name, ["evaluate", "--rescore", given.folder, *given.arguments])
     elif given.command == "compare":
@@ -127,19 +158,43 @@ def is_there(name: str) -> bool:
 
 def start(name: str, argv: Sequence[str]) -> None:
     """Run the command line of the environment `name`; it ends the process with its exit code."""
-    known = {environment.name: environment for environment in find_environments()}
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(f"there is no environment {name!r}; {hint}`atropos-env list` prints all")
-    found = known[name]
+    env_cls = load(name)
+    sys.argv = [f"atropos-env run {name}", *argv]
+    env_cls.cli()
+
+
+def build(name: str, argv: Sequence[str], *, prog: str) -> BaseEnv:
+    """Construct the environment `name` with flags of `process`, writing no files."""
+    from atroposlib.runtime.command import build_environment
+
+    flags = ["--env.data_path_to_save_groups=None", *argv]
+    with contextlib.redirect_stdout(io.StringIO()):  # it names an engine, which is not used
+        return build_environment(load(name), "process", flags, prog=prog)
+
+
+def load(name: str) -> type[BaseEnv]:
+    """Import the class of the environment `name`: one of `list`, or a Python file that calls its `cli()`."""
+    path = Path(name)
+    if path.suffix == ".py":
+        found = describe(path, name=name, module=path.stem) if path.is_file() else None
+        if found is None:
+            raise ConfigError(f"{name}: there is no such file, or no environment in it calls cli()")
+        sys.path.insert(0, str(path.resolve().parent))
+    else:
+        known = {environment.name: environment for environment in find_environments()}
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(
+                f"there is no environment {name!r}; {hint}`atropos-env list` prints all"
+            )
+        found = known[name]
     try:
-        env_cls = getattr(importlib.import_module(found.module), found.cls)
+        env_cls: type[BaseEnv] = getattr(importlib.import_module(found.module), found.cls)
     except ModuleNotFoundError as error:
         needs = f"; it needs {found.needs}" if found.needs else ""
         raise MissingDependency(f"{name}: {error}{needs}", name=error.name) from error
-    sys.argv = [f"atropos-env run {name}", *argv]
-    env_cls.cli()
+    return env_cls
 
 
 def write_new(name: str, *, shape: str, folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ import asyncio
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -132,13 +132,25 @@ class SteppedEnv:
         self._num_unseeded = 0
         self._drawing = asyncio.Lock()
         """Held while items are drawn: their order is that of their seeds."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Episodes that have not ended."""
 
     async def __aenter__(self) -> Self:
         await self.env.setup()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await close(self.env)
+
+    def start(self, item: Any, context: Context) -> asyncio.Task[tuple[Any, list[Any]]]:
+        """Run the environment's code on an item."""
+        task = asyncio.create_task(collect(self.env, item), name="episode", context=context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def episode(self) -> SteppedEpisode:
         """Return an episode to `reset`."""
@@ -197,9 +209,7 @@ class SteppedEpisode:
         context = copy_context()
         context.run(_running.set, self)
         waiting = self._waiting
-        self._task = asyncio.create_task(
-            collect(self._stepped.env, item), name="episode", context=context
-        )
+        self._task = self._stepped.start(item, context)
         self._task.add_done_callback(lambda _: waiting.put_nowait(None))
         return await self._next()
 

@@ -41,7 +41,7 @@ LAYERS = {
     "atroposlib.proxy": "inference",
     "atroposlib.envs": "inference proxy",
     "atroposlib.checker": "inference envs",
-    "atroposlib.runtime": "client inference envs checker",
+    "atroposlib.runtime": "client inference envs checker proxy",
     "atroposlib.engine": "",
     "atroposlib.cli": f"{HUB} client inference envs runtime environments",
     "atroposlib.environments": "",

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.cli.environments import SHAPES, find_environments, main
+from atroposlib.cli.environments import SHAPES, find_environments, load, main
+from atroposlib.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +37,26 @@ def test_list_prints_name_shape_task_and_needs(capsys: pytest.CaptureFixture[str
 def test_an_unknown_name_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "gsm8k_serve", "serve"]) == 2
     assert "did you mean gsm8k_server?" in capsys.readouterr().err
+
+
+def test_an_environment_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["new", "my_first_task"]) == 0
+    assert load("my_first_task.py").name == "my_first_task"
+    with pytest.raises(ConfigError, match="no such file"):
+        load("another_task.py")
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(ConfigError, match="no environment in it"):
+        load("empty.py")
+
+
+def test_flags_for_the_server_may_be_mixed_with_those_of_the_environment(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["wordle", "--env.dataset_path", "sample", "--port", "1", "--env.grup_size", "2"]
+    assert main(["openenv", *argv]) == 2
+    assert "unknown flag --env.grup_size; did you mean --env.group_size?" in capsys.readouterr().err
 
 
 def test_run_starts_the_command_of_the_environment(

@@ -46,6 +46,7 @@ LAYERS = {
     "atroposlib.cli": f"{HUB} client inference envs runtime environments",
     "atroposlib.environments": "",
     "atroposlib.tests": "",
+    "atropos_taskset": "envs cli",
     "example_trainer": "client",
     "environments": "client inference envs",
 }
@@ -73,7 +74,7 @@ def row_of(module: str) -> str | None:
 
 def modules() -> dict[str, Path]:
     found = {}
-    for package in ("atroposlib", "example_trainer", "environments"):
+    for package in ("atroposlib", "atropos_taskset", "example_trainer", "environments"):
         for path in (ROOT / package).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from atroposlib.inference.harness import ByteTokenizer
 from tests.contract.test_envs_readme import ENVIRONMENTS, offline
 
 TOKENIZER = ByteTokenizer()
+README = (Path(__file__).resolve().parents[2] / "environments/README.md").read_text()
 
 
 def stepped(name: str, **settings: Any) -> SteppedEnv:
@@ -213,3 +216,13 @@ async def test_every_conversation_of_an_agent_belongs_to_its_own_episode() -> No
             assert isinstance(end, EpisodeEnd)
             rewards.append(end.reward)
         assert rewards == [1.0, 0.0, 1.0]
+
+
+async def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    [block] = [
+        each for each in re.findall(r"```python\n(.*?)```", README, re.S) if "SteppedEnv" in each
+    ]
+    known = {"env": offline("CountVowels"), "sample": lambda prompt_ids, sampling: "3"}
+    exec(f"async def example():\n{textwrap.indent(block, '    ')}", known)
+    await known["example"]()  # type: ignore[operator]
+    assert re.match(r"[01]\.0 \[\[-100, .*54, 2\]\]\n", capsys.readouterr().out)

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -188,7 +187,7 @@ class SteppedEnv:
 
 
 class SteppedEpisode:
-    """One episode at a time; `reset` abandons the one before."""
+    """One episode at a time; `reset` abandons the one before, and `worker_timeout` limits its duration."""
 
     def __init__(self, stepped: SteppedEnv) -> None:
         self._stepped = stepped
@@ -244,12 +243,14 @@ class SteppedEpisode:
         return await pending.answer
 
     async def _next(self) -> Request | EpisodeEnd:
-        while (pending := await self._waiting.get()) is not None:
-            if not pending.answer.done():  # else the environment has given it up
+        task, waiting = self._task, self._waiting
+        while (pending := await waiting.get()) is not None:
+            if not pending.answer.done():  # else the environment no longer waits
                 self._pending = pending
                 return pending.request
-        assert self._task is not None
-        task, self._task = self._task, None
+        if task is None or task.cancelled():
+            raise EnvError("the episode was abandoned")
+        self._task = None
         groups, _ = await task
         return self._end(groups)
 
@@ -286,21 +287,14 @@ class _Session(ManagedServer):
             raise EnvError(
                 "an episode cannot have images: only the engine knows their tokens, and the trainer samples"
             )
-        with self._asking(kwargs):
-            return await super()._sample(turn, kwargs)
-
-    @contextmanager
-    def _asking(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
-        token = None
-        if self._episode is not None:
-            token = _asked.set(
-                _Asked(self._episode, _dicts(kwargs.get("messages")), _dicts(kwargs.get("tools")))
-            )
+        episode = self._episode or _current()
+        token = _asked.set(
+            _Asked(episode, _dicts(kwargs.get("messages")), _dicts(kwargs.get("tools")))
+        )
         try:
-            yield
+            return await super()._sample(turn, kwargs)
         finally:
-            if token is not None:
-                _asked.reset(token)
+            _asked.reset(token)
 
 
 class _OuterPolicy(APIServer):

@@ -21,8 +21,8 @@ import pytest
 
 from atroposlib.cli.environments import build
 from atroposlib.inference.harness import HarnessRequest
-from atroposlib.inference.scripted_engine import ScriptedEngine
-from atroposlib.runtime.process import process
+from atroposlib.inference.scripted_engine import ScriptedEngine, dialects, server
+from atroposlib.runtime.process import process as write_groups
 from tests.contract.test_envs_readme import BLOCKS
 from tests.processes import ROOT
 from tests.tiny_model import IM_END, make_tiny_tokenizer
@@ -30,6 +30,7 @@ from tests.tiny_model import IM_END, make_tiny_tokenizer
 pytestmark = [pytest.mark.bridges, pytest.mark.timeout(240)]
 
 NUM_EPISODES = 3
+TOKENS_PATH = "/inference/v1/generate"
 
 OVER_OUR_PACKAGES = "import sys; sys.path.append(sys.argv.pop(1)); "
 """Finds in this interpreter's packages what a library's virtual environment does not have."""
@@ -68,8 +69,19 @@ def answer(request: HarnessRequest) -> str:
     return str(2 * int(asked[1]))
 
 
+def named_tokens(body: Any, results: Any, model: Any) -> Any:
+    """Write `token` beside `token_id`, as older vLLM did: verifiers 0.4 does not read the form of vLLM 0.32."""
+    written = dialects.write_scale_out(body, results, model)
+    for choice in written["choices"]:
+        for entry in (choice["logprobs"] or {"content": []})["content"]:
+            entry["token"] = f"token_id:{entry['token_id']}"
+    return written
+
+
 @pytest.fixture
-async def engine() -> AsyncIterator[ScriptedEngine]:
+async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ScriptedEngine]:
+    usual = server._DIALECTS[TOKENS_PATH]
+    monkeypatch.setitem(server._DIALECTS, TOKENS_PATH, usual._replace(write=named_tokens))
     tokenizer = make_tiny_tokenizer()
     tokenizer.eos_token = IM_END
     engine = ScriptedEngine(tokenizer=tokenizer, respond=answer, model_name="scripted")
@@ -125,7 +137,7 @@ async def usual(
         "openai.model_name": "scripted",
         "openai.server_type": "vllm",
     }
-    await process(build(environment, argv_of({**flags, **more}), prog="test"))
+    await write_groups(build(environment, argv_of({**flags, **more}), prog="test"))
     return [_of_group(json.loads(line)) for line in path.read_text().splitlines()]
 
 
@@ -155,18 +167,18 @@ def openenv_server(environment: str, flags: dict[str, Any], log: Path) -> Iterat
     code = "from atroposlib.cli.environments import main; sys.exit(main())"
     argv = command("openenv", code, "openenv", environment, "--port", "0", *argv_of(flags))
     with log.open("w") as errors:
-        server = subprocess.Popen(
+        process = subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=errors, text=True, env=variables()
         )
-    assert server.stdout is not None
+    assert process.stdout is not None
     try:
-        line = server.stdout.readline()
+        line = process.stdout.readline()
         assert "as an OpenEnv server: " in line, log.read_text()
         yield line.split("server: ")[1].strip()
     finally:
-        server.terminate()
-        server.stdout.close()
-        assert server.wait(timeout=30) == 0, log.read_text()
+        process.terminate()
+        process.stdout.close()
+        assert process.wait(timeout=30) == 0, log.read_text()
 
 
 async def run(argv: list[str]) -> str:
@@ -211,6 +223,7 @@ async def test_the_taskset_of_verifiers_gives_the_episodes_of_process(
         "client.type": "train",
         "client.base_url": f"{engine.url}/v1",
         "client.renderer_model_name": model,
+        "sampling.max-tokens": "64",  # its training client ignores those of the request
         "run.name": "outward",
         "output_dir": str(tmp_path / "evals"),
     }
@@ -229,8 +242,15 @@ async def test_the_taskset_of_verifiers_gives_the_episodes_of_process(
         )
     )
     lines = (tmp_path / "evals/outward/traces.jsonl").read_text().splitlines()
-    traces = sorted(map(json.loads, lines), key=lambda trace: trace["task"]["data"]["seed"])
-    assert [_of_trace(trace) for trace in traces] == usual
+    by_seed = {}
+    for episode in map(json.loads, lines):
+        [trace] = episode["traces"]
+        by_seed[episode["task"]["data"]["seed"]] = _of_trace(trace)
+    for seed, ours in enumerate(usual):
+        theirs = by_seed[seed]
+        assert theirs._replace(logprobs=[]) == ours._replace(logprobs=[])
+        # verifiers writes four digits.
+        assert theirs.logprobs == pytest.approx(ours.logprobs, abs=5e-5)
 
 
 def _of_trace(trace: dict[str, Any]) -> Episode:

@@ -183,6 +183,27 @@ async def test_a_reset_abandons_the_episode_before() -> None:
         assert isinstance(await episode.reset(0), Request)
 
 
+async def test_a_trainer_that_takes_too_long_gets_the_timeout() -> None:
+    async with stepped("CountVowels", worker_timeout=0.01) as env:
+        episode = env.episode()
+        await episode.reset(0)
+        await asyncio.sleep(0.05)
+        with pytest.raises(TimeoutError, match="worker_timeout"):
+            await episode.step("3")
+
+
+async def test_closing_while_the_environment_works_ends_the_step() -> None:
+    async with SteppedEnv(Chatty(*Chatty.config_init())) as env:
+        episode = env.episode()
+        await episode.reset(0)
+        await episode.step("a")
+        working = asyncio.create_task(episode.step("b"))
+        await asyncio.sleep(0)
+        await episode.close()
+        with pytest.raises(EnvError, match="abandoned"):
+            await working
+
+
 async def test_an_answer_that_was_not_completed_has_no_reward() -> None:
     async with stepped("CountVowels") as env:
         episode = env.episode()

@@ -18,6 +18,7 @@ from atroposlib.cli.launch.supervisor import Program
 from atroposlib.cli.launch.up import programs_of
 from atroposlib.errors import ConfigError
 from tests.cli.helpers_launch import DEMO, write_run
+from tests.processes import ROOT
 
 SECRETS = {"ATROPOS_HUB_TOKEN": "secret-1", "HF_TOKEN": "secret-2"}
 
@@ -136,6 +137,22 @@ def test_a_flag_in_the_file_replaces_the_launchers_in_any_spelling(tmp_path: Pat
     assert [word for word in found["gsm8k_server"].argv if "tokenizer" in word] == [
         "--tokenizer_name=t"
     ]
+
+
+@pytest.mark.parametrize(
+    "hub", [{"flags": {"memory": True}}, {"env": {"ATROPOS_DATABASE": "${ATROPOS_DATABASE}"}}]
+)
+def test_a_hub_without_a_data_directory_gets_none(tmp_path: Path, hub: dict[str, Any]) -> None:
+    found = programs(tmp_path, {"name": "run", "hub": hub}, ATROPOS_DATABASE="postgresql://x")
+    assert "data_dir" not in " ".join(found["hub"].argv)
+
+
+def test_the_run_file_of_the_readme_is_valid(tmp_path: Path) -> None:
+    readme = (ROOT / "atroposlib" / "cli" / "launch" / "README.md").read_text()
+    text = readme.split("<!-- run-file -->\n```yaml\n")[1].split("```")[0]
+    found = programs(tmp_path, yaml.safe_load(text), **SECRETS)
+    assert len(found) == 10
+    assert found["count_vowels"].needs == ["hub", "engine-0", "engine-1", "judge"]
 
 
 def test_the_demo_is_a_short_run_file(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def _needs(section: Section, run: RunFile, *usual: str) -> list[str]:
 
 def _hub(run: RunFile, hub: Hub) -> Part:
     defaults = {"host": "${HOST}", "port": "${PORT}", "data_dir": "${RUN_DIR}/hub"}
-    if "memory" in hub.flags:
+    if {"memory", "database"} & hub.flags.keys() or "ATROPOS_DATABASE" in {**run.env, **hub.env}:
         del defaults["data_dir"]
     own = _program("atroposlib.cli.run_api", hub, defaults)
     if hub.count != 1:

@@ -23,7 +23,7 @@ MAX_NAMES = 30
 """Valid names listed in a message."""
 
 VARIABLE = re.compile(r"\$\{(\w*)\}")
-_SECRET_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|_KEY)$")
+_SECRET_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|DATABASE|_KEY)$")
 _SECRET_FLAGS = ("token", "hub_token", "api_key", "engine_api_key")
 
 

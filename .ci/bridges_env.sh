@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the virtual environments that `pytest -m bridges` runs in, one per library, because their pins exclude each
-# other (two minutes, 1.2 GB).
+# other (two and a half minutes, 1.7 GB).
 #
 #   VENV=.venv ATROPOS_BRIDGES_VENVS=.venv-bridges bash .ci/bridges_env.sh            # all of them
 #   VENV=.venv ATROPOS_BRIDGES_VENVS=.venv-bridges bash .ci/bridges_env.sh verifiers  # the named ones

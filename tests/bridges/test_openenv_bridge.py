@@ -63,6 +63,7 @@ async def test_groups_of_the_example_of_openenv_reach_the_hub_with_its_rewards(
             Says(),
             rollout_server_url=hub.url,
             max_turns=2,
+            max_num_workers=1,
             num_eval_rows=2,
             steps_per_eval=0,
         )

@@ -101,9 +101,9 @@ class Cluster:
         time.sleep(0.2)
 
     def stop(self) -> None:
-        """End it, without waiting for its clients."""
+        """End it at once; its data is no longer needed."""
         if self._server is not None:
-            self._server.send_signal(signal.SIGINT)
+            self._server.send_signal(signal.SIGQUIT)
             self._server.wait(START_S)
             self._server = None
 

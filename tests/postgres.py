@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pwd
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 START_S = 30
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def binaries() -> Path | None:
@@ -25,6 +29,12 @@ def binaries() -> Path | None:
     )
     initdb = found[-1] if found else shutil.which("initdb")
     return None if initdb is None else Path(os.path.realpath(initdb)).parent
+
+
+def _end_with_parent() -> None:
+    """Let a killed test leave no server behind."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGQUIT)
 
 
 class Cluster:
@@ -82,7 +92,12 @@ class Cluster:
         settings = [part for name, value in flags.items() for part in ("-c", f"{name}={value}")]
         with (self._directory / "log").open("ab") as log:
             self._server = subprocess.Popen(
-                [*command, *settings], stdout=log, stderr=log, start_new_session=True, **self._user
+                [*command, *settings],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+                **self._user,
             )
         deadline = time.monotonic() + START_S
         ready = [str(self._programs / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)]

@@ -222,6 +222,17 @@ class HubInfo(BaseModel):
     max_token_len: int
 
 
+class ReplicaStatus(BaseModel):
+    """A hub process on a shared database."""
+
+    address: str
+    """Where the others forward requests to."""
+    runs: list[str]
+    """The runs that it owns, of those that the token is for."""
+    is_alive: bool
+    """Whether it renewed its membership lately."""
+
+
 class HubStatus(BaseModel):
     current_step: int
     """Batches delivered, counted from the trainer's `starting_step`."""
@@ -229,6 +240,8 @@ class HubStatus(BaseModel):
     """Groups."""
     policy_version: int | None = None
     """The version last published by the trainer; left out of the reply before that."""
+    replicas: list[ReplicaStatus] | None = None
+    """Hub processes that share the database; left out of the reply by a hub without one."""
 
 
 class EnvStatus(BaseModel):

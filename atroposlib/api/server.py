@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import ssl
 import time
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib import __version__
 from atroposlib.api.http import handlers
+from atroposlib.api.http.forwarding import Receiver, Sender
 from atroposlib.api.http.handlers import ROUTES, Services
 from atroposlib.api.http.limits import ByteBudget, HubLimits, Ladder, RequestBodies, is_native
 from atroposlib.api.http.metrics import HubMetrics, Observe
@@ -32,13 +34,14 @@ from atroposlib.api.run.environments import MIN_ENV_WEIGHT as MIN_ENV_WEIGHT
 from atroposlib.api.run.environments import EnvironmentNotFound, TooManyEnvironments
 from atroposlib.api.run.hub import DEFAULT_RUN, Hub, TooManyRuns
 from atroposlib.api.run.leases import LeaseLost, Superseded, UnknownBatch
-from atroposlib.api.run.types import ExperimentReplaced, Overloaded, RunReset
+from atroposlib.api.run.replica import Replica
+from atroposlib.api.run.types import ExperimentReplaced, Overloaded, RunMoved, RunReset
 from atroposlib.api.schemas import EnvIdentifier as EnvIdentifier
 from atroposlib.api.schemas import HubInfo, HubStatus
 from atroposlib.api.schemas import RegisterEnv as RegisterEnv
 from atroposlib.api.schemas import Registration as Registration
 from atroposlib.api.schemas import ScoredData as ScoredData
-from atroposlib.api.stores.base import StoreBroken, StoreFull, UnreadableRun
+from atroposlib.api.stores.base import OwnedElsewhere, StoreBroken, StoreFull, UnreadableRun
 from atroposlib.errors import ConfigError, GroupError
 
 logger = logging.getLogger(__name__)
@@ -69,15 +72,25 @@ _REFUSALS: dict[type, _Refusal] = {
     DecoderUnavailable: _Refusal(503, "decoder_unavailable", is_temporary=True),
     Overloaded: _Refusal(429, "overloaded", is_temporary=True),
     StoreFull: _Refusal(507, "store_full", is_temporary=True),
+    RunMoved: _Refusal(503, "run_moved", is_temporary=True),
+    OwnedElsewhere: _Refusal(503, "run_moved", is_temporary=True),
     StoreBroken: _Refusal(503, "store_broken", is_temporary=True),
     UnreadableRun: _Refusal(503, "run_unreadable", is_temporary=True),
 }
 
 
 def create_app(
-    hub: Hub | None = None, *, limits: HubLimits | None = None, tokens: TokenSet | None = None
+    hub: Hub | None = None,
+    *,
+    limits: HubLimits | None = None,
+    tokens: TokenSet | None = None,
+    replica: Replica | None = None,
+    replica_tls: ssl.SSLContext | None = None,
 ) -> FastAPI:
-    """Build the application around a hub; `tokens` None: requests need no token."""
+    """Build the application around a hub; `tokens` None: requests need no token.
+
+    `replica`: the hub's membership of several on one database, with the TLS settings for requests to the others.
+    """
     hub = hub or Hub()
     limits = limits or HubLimits()
     codec = GroupCodec()
@@ -85,18 +98,23 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await hub.open()
+        await (replica or hub).open()
         watchers = [
-            asyncio.create_task(_let_time_pass(hub)),
+            asyncio.create_task(_let_time_pass(hub, may_recover=replica is not None)),
             asyncio.create_task(_watch_lag(metrics)),
         ]
+        if sender is not None:
+            await sender.open()
+            watchers.append(asyncio.create_task(sender.watch()))
         try:
             yield
         finally:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
-            await hub.close()
+            await (replica or hub).close()
+            if sender is not None:
+                await sender.close()
             await codec.close()
 
     app = HubApp(
@@ -116,6 +134,7 @@ def create_app(
         metrics=metrics,
         batches=ByteBudget(limits.max_inflight_bytes),
         lookups=ByteBudget(limits.max_lookup_bytes),
+        replica=replica,
     )
     for route in ROUTES:
         if route.handler is not None:
@@ -125,8 +144,15 @@ def create_app(
     # From the inside out: access rights, room and body are checked before a handler is called.
     front: ASGIApp = RequestBodies(app.serve, limits)
     front = Ladder(front, limits=limits, runs=hub.runs, metrics=metrics)
+    sender = None
+    if replica is not None:
+        metrics.watch_replica(replica)
+        front = sender = Sender(
+            front, replica, metrics, tls=replica_tls, retry_after_s=limits.retry_after_s
+        )
     front = Access(front, ROUTES, tokens)
-    app.front = Observe(front, metrics)
+    front = Observe(front, metrics)
+    app.front = front if replica is None else Receiver(front, replica)
     return app
 
 
@@ -203,15 +229,16 @@ class GZipRequestMiddleware(RequestBodies):
         super().__init__(app, same)
 
 
-async def _let_time_pass(hub: Hub) -> None:
-    """Expire leases, groups and environments even without requests."""
+async def _let_time_pass(hub: Hub, *, may_recover: bool) -> None:
+    """Expire leases, groups and environments even without requests. `may_recover`: broken stores are opened again."""
     while True:
         await asyncio.sleep(TICK_S)
         try:
             await hub.tick()
         except StoreBroken:
-            logger.exception("a store is broken; the hub has to be restarted")
-            return
+            if not may_recover:
+                logger.exception("a store is broken; the hub has to be restarted")
+                return
         except Exception:
             # This task is awaited only at shutdown: if it ended, nothing would expire, unnoticed.
             logger.exception("expiry failed; it is tried again in %.0f s", TICK_S)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from atroposlib.api.run.hub import Hub
+from atroposlib.api.run.replica import Replica
+from atroposlib.api.run.types import RunPolicy
+from atroposlib.api.stores.base import OwnedElsewhere
 from atroposlib.api.stores.runs import StoredRun
 from atroposlib.errors import ConfigError, require
 
@@ -54,17 +59,31 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{user.partition(':')[0]}{at}{place}{parts.path}"
 
 
-def runs_in(
-    url: str,
-    *,
-    address: str = "",
-    on_failure: Callable[[BaseException], None] | None = None,
-) -> PostgresRuns:
+def replica_of(url: str, *, policy: RunPolicy, address: str) -> Replica:
+    """Return a hub as one of those that share the database; the others reach it at the URL `address`."""
+    runs = runs_in(url)
+    replica = Replica(Hub(runs, policy=policy), runs.owners, address=address)
+    runs.on_failure = replica.note_broken
+    return replica
+
+
+def runs_in(url: str) -> PostgresRuns:
     """Return the runs of a database, not yet opened. Raises `MissingDependency` without the driver."""
     require("asyncpg", extra="postgres")
     from atroposlib.api.stores.postgres.runs import PostgresRuns
 
-    return PostgresRuns(url, address=address, on_failure=on_failure)
+    return PostgresRuns(url)
+
+
+def reachable_address(host: str, port: int, *, scheme: str) -> str:
+    """Return the URL of a server that listens on `host`; every address means this machine's name.
+
+    >>> reachable_address("10.0.0.7", 8000, scheme="http"), reachable_address("::1", 80, scheme="https")
+    ('http://10.0.0.7:8000', 'https://[::1]:80')
+    """
+    if host in ("0.0.0.0", "::", ""):
+        host = socket.gethostname()
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def stored(url: str) -> list[StoredRun]:
@@ -86,5 +105,8 @@ async def erase(url: str, *, only: str | None = None) -> list[StoredRun]:
         if only is None and (address := await runs.other_hub()) is not None:
             raise ConfigError(f"--fresh: the hub at {address} uses {shown(url)}; stop it first")
         for run in found:
-            await runs.forget(run.name)
+            try:
+                await runs.forget(run.name)
+            except OwnedElsewhere as e:
+                raise ConfigError(f"{e}; stop it first") from e
         return found

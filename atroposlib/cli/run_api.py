@@ -36,6 +36,7 @@ from atroposlib.api.http.connections import (
 from atroposlib.api.http.decoding import keep_freed_memory
 from atroposlib.api.http.security import Scope, TokenSet, add_token
 from atroposlib.api.run.hub import Hub
+from atroposlib.api.run.replica import Replica
 from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.server import create_app
 from atroposlib.api.stores.base import Durability, GroupStore, StoreBroken
@@ -86,6 +87,9 @@ class RunApiConfig(BaseModel):
     database: str | None = None
     """Keep runs in this PostgreSQL, in place of a directory: postgresql://USER@HOST/NAME. The password: PGPASSWORD,
     PGPASSFILE, or the whole URL in ATROPOS_DATABASE."""
+    advertise: str | None = None
+    """With --database: URL at which the other hubs of the database reach this one. None: --host, or this machine's
+    name, and --port."""
     fresh: bool = False
     """Erase every stored run at startup."""
     durability: Literal["power", "process"] = "power"
@@ -232,8 +236,12 @@ async def _serve(
     scheme = "https" if config.ssl_certfile else "http"
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{scheme}://{host}:{listener.getsockname()[1]}"
-    hub = Hub(await _stores(config, on_failure, address=address), policy=policy_of(config))
-    app = create_app(hub, tokens=tokens)
+    replica = await _replica(config, listener.getsockname()[1], scheme=scheme)
+    if replica is not None:
+        hub = replica.hub
+    else:
+        hub = Hub(_stores(config, on_failure), policy=policy_of(config))
+    app = create_app(hub, tokens=tokens, replica=replica, replica_tls=_replica_tls(config))
     server = _HubServer(
         uvicorn.Config(
             app,
@@ -257,7 +265,7 @@ async def _serve(
         stop_waiting=hub.stop_waiting,
     )
     # Not only in the application's startup, where uvicorn would log an error with a traceback.
-    await hub.open()
+    await (replica or hub).open()
     if hub.found:
         where = _place(config, _database(config))
         logger.info("resuming the runs in %s; --fresh erases them", where)
@@ -273,16 +281,34 @@ async def _serve(
     return 0
 
 
-async def _stores(
-    config: RunApiConfig, on_failure: Callable[[BaseException], None], *, address: str = ""
-) -> RunStores:
+async def _replica(config: RunApiConfig, port: int, *, scheme: str) -> Replica | None:
+    """Return this hub as one of those on the database; None without --database."""
+    database = _database(config)
+    if database is None:
+        if config.advertise is not None:
+            raise ConfigError("--advertise: only hubs that share a --database call each other")
+        return None
+    if config.fresh:
+        runs = await hub_database.erase(database)
+        _print_fresh(erased(runs, _place(config, database)))
+    derived = hub_database.reachable_address(config.host, port, scheme=scheme)
+    address = (config.advertise or derived).rstrip("/")
+    return hub_database.replica_of(database, policy=policy_of(config), address=address)
+
+
+def _replica_tls(config: RunApiConfig) -> ssl.SSLContext | None:
+    """Return how this hub calls the others: it trusts their certificates if they use the same files."""
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.create_default_context()
+    context.load_verify_locations(config.ssl_ca_certs or config.ssl_certfile)
+    context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    return context
+
+
+def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -> RunStores:
     if config.memory:
         return MemoryRuns()
-    if (database := _database(config)) is not None:
-        if config.fresh:
-            runs = await hub_database.erase(database)
-            _print_fresh(erased(runs, _place(config, database)))
-        return hub_database.runs_in(database, address=address, on_failure=on_failure)
     if config.fresh:
         _print_fresh(erase(config.data_dir))
     try:

@@ -32,6 +32,7 @@ from tests.postgres import Cluster  # noqa: E402
 async def opened(url: str) -> AsyncIterator[PostgresRuns]:
     runs = PostgresRuns(url)
     await runs.open()
+    await runs.owners.join("http://hub")
     try:
         yield runs
     finally:

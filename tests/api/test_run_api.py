@@ -225,7 +225,7 @@ def test_flags_reach_the_policy_of_runs() -> None:
 
 async def test_runs_share_one_ballast(tmp_path: Path) -> None:
     for _ in range(2):
-        hub = Runs(await _stores(RunApiConfig(data_dir=tmp_path, min_free_bytes=0), pytest.fail))
+        hub = Runs(_stores(RunApiConfig(data_dir=tmp_path, min_free_bytes=0), pytest.fail))
         await hub.open()
         for name in ("a", "b"):
             await hub.run(name)
@@ -240,7 +240,7 @@ async def test_min_free_bytes_is_what_groups_leave_free(
     tmp_path: Path, min_free_bytes: int, is_room: bool
 ) -> None:
     config = RunApiConfig(data_dir=tmp_path, min_free_bytes=min_free_bytes)
-    hub = Runs(await _stores(config, pytest.fail))
+    hub = Runs(_stores(config, pytest.fail))
     await hub.open()
     assert (hub.runs["default"].store.usage().free_bytes != 0) == is_room
     await hub.close()

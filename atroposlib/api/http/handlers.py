@@ -29,10 +29,11 @@ from atroposlib.api.http.routes import Body, Route, RouteTable, Scope
 from atroposlib.api.http.sending import BatchResponse, JsonPieces, PlainBatchResponse
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.environments import EnvironmentNotFound
-from atroposlib.api.run.hub import Hub
+from atroposlib.api.run.hub import DEFAULT_RUN, Hub
 from atroposlib.api.run.leases import LeaseRequest
+from atroposlib.api.run.replica import Replica
 from atroposlib.api.run.types import Delivery, IncomingGroup, NotRegistered, Overloaded, Receipt
-from atroposlib.api.stores.base import StoreFull
+from atroposlib.api.stores.base import Durability, StoreFull
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import DISTILL_FIELDS, WIRE_KEYS
@@ -61,6 +62,8 @@ class Services:
     """For batches being read, encoded and sent."""
     lookups: ByteBudget
     """For other large responses being sent."""
+    replica: Replica | None = None
+    """None: this process is the only one that serves its runs."""
 
 
 # The run of a request
@@ -357,8 +360,20 @@ async def info(run: RunOrBlank) -> schemas.HubInfo:
     return run.info()
 
 
-async def status(run: RunOrBlank) -> schemas.HubStatus:
-    return run.status()
+async def status(request: Request, run: RunOrBlank) -> schemas.HubStatus:
+    status = run.status()
+    replica = _services(request).replica
+    if replica is not None:
+        covers = request.scope.get("covers", lambda name: True)
+        status.replicas = [
+            schemas.ReplicaStatus(
+                address=member.address,
+                runs=[name for name in runs if covers(name)],
+                is_alive=member.is_alive,
+            )
+            for member, runs in replica.owned_runs()
+        ]
+    return status
 
 
 async def ledger(run: RunOrBlank) -> schemas.Ledger:
@@ -412,6 +427,8 @@ async def end_run(
     if not await services.hub.forget(name):
         raise HTTPException(404, f"there is no run {name!r}")
     services.metrics.forget_run(name)
+    if services.replica is not None and name == DEFAULT_RUN:
+        await services.hub.run(name)  # it always exists; here it still has this owner
     return schemas.Acknowledgement()
 
 
@@ -427,7 +444,11 @@ async def healthz() -> dict[str, str]:
 
 
 async def readyz(request: Request) -> schemas.Ready:
-    hub = _services(request).hub
+    hub, replica = _services(request).hub, _services(request).replica
+    if replica is not None:
+        if not hub.is_open or not replica.is_trusted:
+            raise HTTPException(503, "starting, stopping, or without its database")
+        return schemas.Ready(durability=Durability.POWER.value)
     # `hub.run` recreates the default run after a DELETE.
     run = await hub.run() if hub.is_open else None
     if run is None or run.arrivals.is_closed:
@@ -548,6 +569,7 @@ PRODUCE = (Scope.PRODUCE,)
 CONSUME = (Scope.CONSUME,)
 READ = (Scope.READ,)
 ADMIN = (Scope.ADMIN,)
+_local = functools.partial(Route, is_local=True)
 _vital = functools.partial(Route, is_vital=True)
 _heartbeat = _direct(heartbeat, schemas.LeaseRef, of_batch=True)
 _ack = _direct(ack, schemas.AckRequest, of_batch=True)
@@ -556,16 +578,16 @@ _groups = functools.partial(Route, scopes=PRODUCE, body=Body.GROUPS, api=_TAKES_
 
 ROUTES = RouteTable(
     [
-        Route("GET", "/", root, ANYONE),
-        _vital("GET", "/healthz", healthz, ANYONE),
-        _vital("GET", "/readyz", readyz, ANYONE),
-        Route("GET", "/metrics", show_metrics, READ, is_hub_wide=True, api=_TEXT),
-        Route("GET", "/openapi.json", None, READ),
-        Route("GET", "/docs", None, READ),
-        Route("GET", "/docs/oauth2-redirect", None, READ),
-        Route("GET", "/redoc", None, READ),
+        _local("GET", "/", root, ANYONE),
+        _local("GET", "/healthz", healthz, ANYONE, is_vital=True),
+        _local("GET", "/readyz", readyz, ANYONE, is_vital=True),
+        _local("GET", "/metrics", show_metrics, READ, is_hub_wide=True, api=_TEXT),
+        _local("GET", "/openapi.json", None, READ),
+        _local("GET", "/docs", None, READ),
+        _local("GET", "/docs/oauth2-redirect", None, READ),
+        _local("GET", "/redoc", None, READ),
         # Trainers
-        Route("POST", "/register", register, CONSUME, api=_WITHOUT_NULL),
+        Route("POST", "/register", register, CONSUME, begins_run=True, api=_WITHOUT_NULL),
         Route("GET", "/batch", batch, CONSUME, direct=batch, api=_takes(query=schemas.BatchQuery)),
         _vital("POST", "/batches/{batch_id}/heartbeat", heartbeat, CONSUME, direct=_heartbeat),
         _vital("POST", "/batches/{batch_id}/ack", ack, CONSUME, direct=_ack),

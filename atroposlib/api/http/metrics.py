@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.api.http.routes import Route
 from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +88,19 @@ class HubMetrics:
             buckets=_LAG_BUCKETS,
             registry=registry,
         )
+        self.forwarded = Counter(
+            "atropos_forwarded_requests",
+            "Requests passed on to the replica that owns the run: answered, failed, or without an owner",
+            ["outcome"],
+            registry=registry,
+        )
         self.held = Gauge(
             "atropos_held_requests", "Requests held while a run is full", registry=registry
         )
+
+    def watch_replica(self, replica: Replica) -> None:
+        """Add the metrics of one hub process among several."""
+        self._registry.register(_ReplicaCollector(replica))
 
     def forget_run(self, run: str) -> None:
         """Drop the series of a deleted run."""
@@ -165,6 +176,27 @@ class _RunCollector(Collector):
                 if value is not None:
                     family.add_metric([name], value)
         yield from (groups, fates, stored, staleness, *one_per_run)
+
+
+class _ReplicaCollector(Collector):
+    """Reads the membership at scrape time."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def collect(self) -> Iterator[Metric]:
+        members = self._replica.owned_runs()
+        yield GaugeMetricFamily(
+            "atropos_owned_runs", "Runs that this replica serves", len(self._replica.hub.runs)
+        )
+        yield CounterMetricFamily(
+            "atropos_takeovers",
+            "Runs taken over from a replica that had stopped renewing",
+            self._replica.num_takeovers,
+        )
+        yield GaugeMetricFamily(
+            "atropos_replicas", "Living replicas", sum(member.is_alive for member, _ in members)
+        )
 
 
 def _add_staleness(

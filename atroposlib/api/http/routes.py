@@ -60,6 +60,10 @@ class Route:
     """Whether only clients on the same machine may call it while the hub has no tokens."""
     is_hub_wide: bool = field(default=False, kw_only=True)
     """Whether it shows every run, so that a token for some runs is not enough."""
+    is_local: bool = field(default=False, kw_only=True)
+    """Whether every replica answers it itself: it is about the process, not about a run."""
+    begins_run: bool = field(default=False, kw_only=True)
+    """Whether it creates the run if there is none."""
     is_vital: bool = field(default=False, kw_only=True)
     """Whether it is served when all connections are in use: health checks, and trainers that hold a batch."""
     api: Mapping[str, Any] = field(default_factory=dict, kw_only=True)

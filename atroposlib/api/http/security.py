@@ -174,9 +174,10 @@ def _refuse(status: int, detail: str) -> JSONResponse:
 class Access:
     """ASGI middleware: finds the run and row of a request, strips the run from the path, and checks the rights.
 
-    It sets `scope["run"]`, `scope["hub_route"]` (None: no row), with a known token `scope["token_name"]`, and if a
-    route that needs a scope is permitted `scope["was_let_in"]`. `tokens` None: everything is permitted, except
-    destructive routes from other machines, foreign `Host` headers, and requests from web pages of other sites.
+    It sets `scope["run"]`, `scope["hub_route"]` (None: no row), with a known token `scope["token_name"]` and
+    `scope["covers"]`, and if a route that needs a scope is permitted `scope["was_let_in"]`. `tokens` None: everything
+    is permitted, except destructive routes from other machines, foreign `Host` headers, and requests from web pages of
+    other sites.
     """
 
     def __init__(self, app: ASGIApp, routes: RouteTable, tokens: TokenSet | None) -> None:
@@ -223,6 +224,7 @@ class Access:
         if token is None or scheme.lower() != b"bearer" or len(secrets_sent) > 1:
             return _refuse(401, "unknown token")
         scope["token_name"] = token.name
+        scope["covers"] = token.covers
         needed = route.scopes if route is not None else [Scope.ADMIN]
         if not token.allows(needed):
             names = " or ".join(sorted(needed))

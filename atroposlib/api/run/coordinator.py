@@ -24,6 +24,7 @@ from atroposlib.api.run.types import (
     IncomingGroup,
     NotRegistered,
     Receipt,
+    RunMoved,
     RunPolicy,
     RunReset,
     version_of,
@@ -106,6 +107,7 @@ class Coordinator:
         """Tokens of groups accepted and delivered since the process started."""
         self._clock = clock
         self._is_closed = False
+        self._is_moved = False
 
     async def open(self) -> str:
         """Restore the run from the store; return a log line about what was found, empty for a fresh store.
@@ -123,8 +125,12 @@ class Coordinator:
             return saved.found
         return f"run {self.name!r}: {self.summary()}; {saved.found}".rstrip("; ")
 
-    async def close(self) -> None:
-        """Wake all waiters, save pending changes, and close the store; later calls raise `RunReset`."""
+    async def close(self, *, is_moved: bool = False) -> None:
+        """Wake all waiters, save pending changes, and close the store.
+
+        Later calls raise `RunReset`; `RunMoved` if `is_moved`: the stored run is opened again, here or elsewhere.
+        """
+        self._is_moved = is_moved
         self.stop_waiting()
         with contextlib.suppress(StoreBroken):  # already reported; it ends the hub
             await self._save()
@@ -172,9 +178,14 @@ class Coordinator:
 
     async def _save(self, *, is_durable: bool = True) -> None:
         """Commit the pending changes to the store."""
+        self._check_open()
+        await self.store.commit(self.state.take_change(is_durable=is_durable))
+
+    def _check_open(self) -> None:
+        if self._is_closed and self._is_moved:
+            raise RunMoved(f"run {self.name} has moved to another replica; try again")
         if self._is_closed:
             raise RunReset(f"run {self.name} is closed; register again")
-        await self.store.commit(self.state.take_change(is_durable=is_durable))
 
     async def _save_and_wake(self) -> None:
         await self._save()
@@ -480,7 +491,8 @@ class Coordinator:
         run = self.state
         new = [run.numbered(group) for group in groups]
         outcomes = await self.store.append(new)
-        if run is not self.state or self._is_closed:
+        self._check_open()
+        if run is not self.state:
             raise RunReset("the run ended while the groups were stored; register again")
         now = self._clock()
         receipts = []

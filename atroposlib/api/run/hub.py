@@ -82,8 +82,8 @@ class Hub:
         """One line per run that was found in its store."""
         self.is_open = False
 
-    async def open(self) -> None:
-        """Open the default run and every stored run that is not set aside.
+    async def open(self, *, opens_runs: bool = True) -> None:
+        """Open the default run and every stored run that is not set aside; without `opens_runs` none yet.
 
         An unreadable run is logged and not served; for the default run, `UnreadableRun` is raised. An open hub stays
         as it is.
@@ -92,7 +92,8 @@ class Hub:
             return
         await self._stores.open()
         try:
-            await self._open_stored()
+            if opens_runs:
+                await self._open_stored()
         except BaseException:
             await self.close()
             raise
@@ -231,6 +232,20 @@ class Hub:
         await run.take_over(earlier)
         return set_aside
 
+    def has(self, name: str) -> bool:
+        """Whether the run is open here, or being opened, replaced or closed."""
+        return name in self.runs or name in self._changing
+
+    async def release(self, name: str) -> None:
+        """Close an open run as it is, so that it can be opened again, here or by another hub."""
+
+        async def close() -> None:
+            run = self.runs.pop(name, None)
+            if run is not None:
+                await run.close(is_moved=True)
+
+        await self._change(name, close)
+
     async def forget(self, name: str) -> bool:
         """Delete a run and its stored data; False if there is none."""
         await self._until_unchanging(name)
@@ -249,6 +264,7 @@ class Hub:
 
     async def tick(self) -> None:
         """Expire leases, groups and environments in every run."""
+        self._clock()  # also without runs: a gap between reads would count as a stop of the process
         for run in list(self.runs.values()):
             await run.tick()
 
@@ -262,7 +278,7 @@ class Hub:
         self.is_open = False
         if self._changing:
             await asyncio.wait(list(self._changing.values()))
-        for run in self.runs.values():
-            await run.close()
+        # At once: a store may wait for its database.
+        await asyncio.gather(*(run.close() for run in self.runs.values()))
         self.runs.clear()
         await self._stores.close()

@@ -17,6 +17,14 @@ class RunReset(AtroposError):
     """The run was reset or closed while the request was in flight, or has no trainer yet."""
 
 
+class RunMoved(AtroposError):
+    """The run was closed here and is served by another replica, or soon again by this one: retry the same request."""
+
+
+class NoOwner(AtroposError):
+    """No replica serves the run at this time. Retry the same request."""
+
+
 class ExperimentReplaced(AtroposError):
     """The groups were sampled for an experiment that is no longer the run's."""
 

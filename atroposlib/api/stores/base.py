@@ -43,12 +43,11 @@ class TermLost(StoreBroken):
     """Another replica has taken the run over: nothing was written, and nothing can be written any more."""
 
 
-class OwnedElsewhere(ConfigError):
-    """Another replica serves the run, at `address`."""
+class OwnedElsewhere(AtroposError):
+    """Another replica owns the run."""
 
     def __init__(self, name: str, address: str) -> None:
         super().__init__(f"run {name!r} is served by another hub, at {address}")
-        self.address = address
 
 
 class UnreadableRun(ConfigError):

@@ -1,11 +1,12 @@
 """The runs of one database, which any number of hubs share: each run has one owner at a time.
 
-`open` makes this hub a member; while it is one, it renews its membership every second.
+`owners` says which ones are this hub's; `api.run.replica` keeps it a member.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -14,22 +15,20 @@ from typing import Any, Final
 
 import asyncpg
 
-from atroposlib.api.stores.base import GroupStore, OwnedElsewhere
+from atroposlib.api.stores.base import GroupStore, OwnedElsewhere, StoreBroken
 from atroposlib.api.stores.postgres import rows
-from atroposlib.api.stores.postgres.owners import LAPSE_S, Owner, Owners
+from atroposlib.api.stores.postgres.owners import LAPSE_S, Owners, application_name
 from atroposlib.api.stores.postgres.schema import migrate
-from atroposlib.api.stores.postgres.store import MAX_DROPS, UNAVAILABLE, PostgresStore
+from atroposlib.api.stores.postgres.store import MAX_DROPS, PostgresStore
 from atroposlib.api.stores.runs import Kept, StoredRun, kept_as
 from atroposlib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-RENEW_S: Final = 1.0
 _CONNECT_S: Final = 5.0
 _MAX_CONNECTIONS: Final = 8
 """For all runs of a hub; a run's transactions take one, and each batch that is read another."""
 _SETTINGS: Final = {
-    "application_name": "atropos hub",
     "synchronous_commit": "on",
     "jit": "off",
     # A hub that hangs or is cut off within a transaction must not keep the next owner waiting.
@@ -42,48 +41,47 @@ _SETTINGS: Final = {
 _KEPT: Final = "kept_of is not null"
 
 
-async def connect(url: str, *, max_size: int) -> asyncpg.Pool:
+async def connect(url: str, *, name: str, max_size: int) -> asyncpg.Pool:
     """Open connections to the database. Raises `ConfigError`, without the password, if there are none."""
 
     async def keep(connection: asyncpg.Connection) -> None:
         """Nothing of a session is changed, so nothing is reset: this saves a round trip per call."""
 
     try:
-        return await asyncpg.create_pool(
+        pool = await asyncpg.create_pool(
             url,
-            min_size=1,
+            min_size=0,  # asyncpg logs a traceback whenever it cannot restore a minimum
             max_size=max_size,
             timeout=_CONNECT_S,
-            server_settings=_SETTINGS,
+            server_settings=_SETTINGS | {"application_name": name},
             reset=keep,
         )
+        async with pool.acquire():
+            return pool
     except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, ValueError) as e:
         raise ConfigError(f"the database cannot be reached: {e or type(e).__name__}") from e
 
 
 class PostgresRuns:
-    """Implements `RunStores`; `address` is where other hubs reach this one."""
+    """Implements `RunStores`. `on_failure` is called with the name of a run whose store broke."""
 
     _pool: asyncpg.Pool
     _control: asyncpg.Pool
-    """For ownership and the list of runs: payloads never keep the renewal waiting."""
-    owners: Owners
-    """All set by `open`."""
+    """For the list of runs: payloads never keep it waiting. Both set by `open`."""
 
     def __init__(
         self,
         url: str,
         *,
-        address: str = "",
-        on_failure: Callable[[BaseException], None] | None = None,
+        on_failure: Callable[[str, BaseException], None] | None = None,
         segment_bytes: int = 64 << 20,
     ) -> None:
         self._url = url
-        self._address = address
-        self._on_failure = on_failure
+        self.on_failure = on_failure
         self._segment_bytes = segment_bytes
         self._is_connected = False
-        self._renewing: asyncio.Task[None] | None = None
+        self.owners = Owners(self._session)
+        """This hub's view of who owns which run; it may join once `open` has returned."""
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[PostgresRuns]:
@@ -95,49 +93,39 @@ class PostgresRuns:
             await self.close()
 
     async def open(self) -> None:
-        """Connect, migrate and join. Raises `ConfigError`, `UnreadableRun`."""
+        """Connect and migrate. Raises `ConfigError`, `UnreadableRun`."""
         await self._connect()
         if await self._control.fetchval("show fsync") == "off":
             logger.warning("the database runs with fsync = off: a loss of power loses groups")
-        await self.owners.join(self._address)
-        self._renewing = asyncio.create_task(self._renew(), name="membership")
 
     async def _connect(self) -> None:
-        self._control = await connect(self._url, max_size=2)
+        open_pool = functools.partial(connect, self._url, name=application_name(self.owners.id))
+        self._control = await open_pool(max_size=2)
         try:
             await migrate(self._control)
-            self._pool = await connect(self._url, max_size=_MAX_CONNECTIONS)
+            self._pool = await open_pool(max_size=_MAX_CONNECTIONS)
         except BaseException:
             self._control.terminate()
             raise
-        self.owners = Owners(self._control)
         self._is_connected = True
 
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(RENEW_S)
-            try:
-                await self.owners.renew()
-            except UNAVAILABLE as e:
-                logger.warning("the membership cannot be renewed now: %r", e)
-
     async def close(self) -> None:
-        """Release every run and leave."""
+        """Give up every run, and close all connections."""
         if not self._is_connected:
             return
         self._is_connected = False
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.wait([self._renewing])
         try:
-            async with asyncio.timeout(_CONNECT_S):
-                await self.owners.leave()
-                await self._pool.close()
-                await self._control.close()
-        except UNAVAILABLE as e:
-            logger.warning("the runs could not be released, and lapse soon: %r", e)
-            self._pool.terminate()
-            self._control.terminate()
+            await self.owners.leave()
+        except StoreBroken as e:
+            logger.warning("the runs of this hub are free only when it lapses: %s", e)
+        await self.owners.close()
+        self._pool.terminate()
+        self._control.terminate()
+
+    async def _session(self, name: str) -> asyncpg.Connection:
+        return await asyncpg.connect(
+            self._url, timeout=_CONNECT_S, server_settings=_SETTINGS | {"application_name": name}
+        )
 
     async def names(self) -> list[str]:
         found = await self._control.fetch("select name from runs")
@@ -157,7 +145,7 @@ class PostgresRuns:
             name,
             pool=self._pool,
             owners=self.owners,
-            on_failure=self._on_failure,
+            on_failure=self.on_failure and functools.partial(self.on_failure, name),
             segment_bytes=self._segment_bytes,
         )
 
@@ -180,7 +168,7 @@ class PostgresRuns:
         return kept.name
 
     async def bring_back(self, kept: Kept) -> None:
-        async with self._owned(kept.name) as (connection, run_id):
+        async with self._owned(kept.name, by_force=True) as (connection, run_id):
             await connection.execute(
                 "update runs set name = $2, kept_of = null, kept_experiment = null, kept_step = null,"
                 " kept_at = null where id = $1",
@@ -204,11 +192,9 @@ class PostgresRuns:
             await connection.execute("delete from runs where id = $1", run_id)
 
     @asynccontextmanager
-    async def _owned(self, name: str) -> AsyncIterator[tuple[Any, int]]:
+    async def _owned(self, name: str, *, by_force: bool = False) -> AsyncIterator[tuple[Any, int]]:
         """A transaction on a run that this hub owns now, and on which no other may begin a term before it ends."""
-        claimed = await self.owners.claim(name)
-        if isinstance(claimed, Owner):
-            raise OwnedElsewhere(name, claimed.address)
+        claimed = await self.owners.claim(name, by_force=by_force)
         async with self._control.acquire() as connection, connection.transaction():
             held = await connection.fetchval(
                 "select 1 from runs where id = $1 and term = $2 for update",
@@ -216,13 +202,13 @@ class PostgresRuns:
                 claimed.number,
             )
             if held is None:
-                raise OwnedElsewhere(name, "another address")
+                raise OwnedElsewhere(name, "an unknown address")
             yield connection, claimed.run_id
 
     async def other_hub(self) -> str | None:
         """Return the address of another living hub; waits for the lapse of one that died."""
         deadline_s = time.monotonic() + LAPSE_S + 1
-        while others := [each for each in await self.owners.members() if each.id != self.owners.id]:
+        while others := (await self.owners.look()).others(self.owners.id):
             if time.monotonic() >= deadline_s:
                 return others[0].address
             await asyncio.sleep(0.25)

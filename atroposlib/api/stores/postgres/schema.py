@@ -21,6 +21,7 @@ MIGRATIONS: Final = (
     create table members (
         id uuid primary key,
         address text not null,
+        secret text not null,
         joined_at timestamptz not null default clock_timestamp(),
         renewed_at timestamptz not null default clock_timestamp()
     );

@@ -26,7 +26,6 @@ from atroposlib.api.stores.base import (
     CorruptGroups,
     Durability,
     NewGroup,
-    OwnedElsewhere,
     SavedRun,
     StoreBroken,
     StoreFull,
@@ -34,7 +33,7 @@ from atroposlib.api.stores.base import (
     TermLost,
 )
 from atroposlib.api.stores.postgres import rows
-from atroposlib.api.stores.postgres.owners import LAPSE_S, Owner, Owners, Term
+from atroposlib.api.stores.postgres.owners import Owners, Term
 from atroposlib.api.stores.postgres.rows import Location, Merged
 
 T = TypeVar("T")
@@ -153,11 +152,11 @@ class PostgresStore:
         self._next_look_s = float("-inf")
 
     async def open(self) -> SavedRun:
-        """See `GroupStore`. Waits for the lapse of an owner that died; raises `OwnedElsewhere` if it lives."""
+        """See `GroupStore`. Raises `OwnedElsewhere`."""
         assert self._writer is None, "a store is opened once"
         started_s = time.perf_counter()
         try:
-            self._term = await self._claim()
+            self._term = await self._owners.claim(self._name)
             loaded = await self._on_connection(
                 lambda connection: rows.load(connection, self._term.run_id)
             )
@@ -179,14 +178,6 @@ class PostgresStore:
             f" in {time.perf_counter() - started_s:.2f} s"
         )
         return replace(loaded.saved, found=found)
-
-    async def _claim(self) -> Term:
-        deadline_s = time.monotonic() + LAPSE_S + 1
-        while isinstance(claimed := await self._owners.claim(self._name), Owner):
-            if time.monotonic() >= deadline_s:
-                raise OwnedElsewhere(self._name, claimed.address)
-            await asyncio.sleep(0.25)
-        return claimed
 
     async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
         outcomes: list[Appended] = await self._submit(_Job(groups=groups))

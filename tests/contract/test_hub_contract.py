@@ -16,13 +16,33 @@ import httpx
 import pytest
 
 from tests.api.helpers_api import FOURTEEN_KEYS, Hub, environment, group, registration, running_hub
+from tests.api.helpers_replicas import two_replicas
 from tests.processes import answers, free_port, running, wait_for
 
 
-@pytest.fixture
-async def hub() -> AsyncIterator[Hub]:
-    async with running_hub() as started:
-        yield started
+class WithoutReplicas(httpx.AsyncHTTPTransport):
+    """Leaves out what `/status` says of the replicas: the rest is the original's."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await super().handle_async_request(request)
+        if request.url.path != "/status":
+            return response
+        reply = json.loads(await response.aread())
+        del reply["replicas"]
+        return httpx.Response(response.status_code, json=reply)
+
+
+@pytest.fixture(params=["alone", pytest.param("forwarding", marks=pytest.mark.drill)])
+async def hub(request: pytest.FixtureRequest) -> AsyncIterator[Hub]:
+    """A hub; in the drills, one that forwards every request to the replica that owns the run."""
+    if request.param == "alone":
+        async with running_hub() as started:
+            yield started
+        return
+    async with two_replicas(request.getfixturevalue("postgres_url")) as (owner, other):
+        http = httpx.AsyncClient(base_url=other.address, transport=WithoutReplicas(), timeout=20)
+        async with http:
+            yield Hub(http, owner.replica.hub.runs["default"], other.app)
 
 
 def minimal_group(**changes: Any) -> dict[str, Any]:

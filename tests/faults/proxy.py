@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import random
 import socket
 import struct
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -210,6 +212,24 @@ class Proxy:
         while self._toxics.is_blackhole:
             self._changed.clear()
             await self._changed.wait()
+
+
+class Balancer(Proxy):
+    """Passes each connection on to the next of several targets that accepts it."""
+
+    def __init__(self, target_ports: Sequence[int]) -> None:
+        super().__init__(target_ports[0])
+        self.target_ports = list(target_ports)
+        self._turn = itertools.count()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        for _ in self.target_ports:
+            self._target_port = self.target_ports[next(self._turn) % len(self.target_ports)]
+            try:
+                return await super()._connect()
+            except OSError:
+                continue
+        raise ConnectionRefusedError("no target accepts connections")
 
 
 def _reset(writers: list[asyncio.StreamWriter]) -> None:

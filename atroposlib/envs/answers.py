@@ -67,10 +67,14 @@ def only_choice(text: str, options: Sequence[str]) -> str | None:
     True
     """
     found = {match.start(): match[1] or match[2] for match in _LETTER.finditer(text)}
-    for letter, option in zip(string.ascii_uppercase, options, strict=False):
-        stated = re.compile(rf"{_LEAD_IN}\**{re.escape(option)}(?!\w)", re.IGNORECASE)
-        for match in stated.finditer(text):
-            found.setdefault(match.start(), letter)
+    by_length = sorted(
+        zip(string.ascii_uppercase, options, strict=False), key=lambda each: len(each[1])
+    )
+    for letter, option in by_length:  # the longest last: "New York City" is not "New York"
+        stated = rf"{_LEAD_IN}\**{re.escape(option)}(?!\w|[.,]\d)"
+        for match in re.finditer(stated, text, re.IGNORECASE):
+            if len(option) > 1 or match.start() not in found:  # "A" is a letter before an option
+                found[match.start()] = letter
     return next(iter(found.values())) if len(found) == 1 else None
 
 

@@ -65,3 +65,19 @@ def test_a_tag_is_read_where_it_is_the_only_one(text: str, inside: str | None) -
 )
 def test_a_choice_is_stated_once(text: str, letter: str | None) -> None:
     assert only_choice(text, COLOURS) == letter
+
+
+@pytest.mark.parametrize(
+    ("stated", "options", "letter"),
+    [
+        ("New York City", ["New York", "New York City"], "B"),
+        ("A red car", ["a blue car", "A red car"], "B"),
+        ("1.5", ["1", "1.5"], "B"),
+        ("1.5", ["1", "2"], None),
+        ("C", ["C", "D"], "C"),
+    ],
+)
+def test_the_longest_option_that_is_stated_is_the_choice(
+    stated: str, options: list[str], letter: str | None
+) -> None:
+    assert only_choice(f"The best answer is: {stated}", options) == letter

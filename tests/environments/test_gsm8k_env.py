@@ -116,6 +116,7 @@ async def test_evaluation_counts_greedy_answers(env: Any, tmp_path: Path) -> Non
         ("5", "it is 5", False),
         ("5", "\\boxed{", False),
         ("5", "\\boxed{5} or rather \\boxed{7}", False),
+        ("7", "\\boxed{5}, no, \\boxed{7}", True),
         ("-3", "\\boxed{-3}", True),
     ],
 )

@@ -152,6 +152,8 @@ async def test_a_cut_answer_is_wrong_and_by_default_gets_no_advantage(
     [
         ("\\frac{1}{2}", "<think>\\boxed{1}</think> \\boxed{0.5}", True),
         ("x^2+1", "\\boxed{1 + x^2}", True),
+        ("7", "\\boxed{5}, no, \\boxed{7}", True),
+        ("\\{1, 2\\}", "\\boxed{1} and \\boxed{2}", True),
         ("7", "it is 7", False),
         ("7", "<think>\\boxed{7}</think> 7", False),
         ("", "\\boxed{7}", None),

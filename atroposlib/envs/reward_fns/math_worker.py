@@ -74,8 +74,13 @@ def is_equal(gold: str, text: str) -> bool:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     # The worker has its own deadline, so math-verify's alarms are switched off.
-    found = parse(text, [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
     expected = parse(
         f"${gold}$", [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None
     )
-    return bool(found and expected and verify(expected, found, timeout_seconds=None))
+    # math-verify reads several boxes as one answer with several parts; also judge the last one alone.
+    last = text[max(text.rfind("\\boxed"), 0) :]
+    for answer in dict.fromkeys([text, last]):
+        found = parse(answer, [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
+        if found and expected and verify(expected, found, timeout_seconds=None):
+            return True
+    return False

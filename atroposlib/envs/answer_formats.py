@@ -1,6 +1,7 @@
 """Answer formats by name: an example to show to the model, and a reader that accepts one answer in exactly that form.
 
-Used by the environment `answer_format_environment`. Pure functions of the text after the thinking.
+Used by the environment `answer_format_environment`. Pure functions of the text after the thinking; the time that they
+take is not bounded, so run `is_in_format` in a worker.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def simple_formats() -> Iterator[AnswerFormat]:
         read = by_pattern(rf"(?<!\$)\$\\{command}{braced}\$(?!\$)")
         yield make(f"latex_{command}", f"$\\{command}{{{BLANK}}}$", read, "math_only")
     for block in ["align", "equation", "displaymath", "matrix", "pmatrix"]:
-        read = by_pattern(rf"\\begin\{{{block}\}}\s*((?:(?!\\begin)[\s\S])+?)\s*\\end\{{{block}\}}")
+        read = by_pattern(rf"\\begin\{{{block}\}}((?:(?!\\begin)[\s\S])+?)\\end\{{{block}\}}")
         yield make(
             f"latex_{block}", f"\\begin{{{block}}}\n{BLANK}\n\\end{{{block}}}", read, "math_only"
         )
@@ -279,3 +280,13 @@ def all_formats() -> list[AnswerFormat]:
 
 _SECTION_KINDS: dict[str, Kind] = {"coding": "code_only", "math": "math_only"}
 FORMATS = {each.name: each for each in all_formats()}
+
+
+def is_in_format(text: str, name: str) -> bool:
+    """Whether a text follows a format, with an answer in place of the blank; runs in a worker.
+
+    >>> is_in_format("<answer>B</answer>", "answer_tags"), is_in_format("<answer>YOUR_ANSWER</answer>", "answer_tags")
+    (True, False)
+    """
+    found = FORMATS[name].read(text)
+    return bool(found and BLANK not in found)

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field
 
-from atroposlib.envs.answer_formats import BLANK, FORMATS, AnswerFormat, Kind
+from atroposlib.envs.answer_formats import BLANK, FORMATS, AnswerFormat, Kind, is_in_format
 from atroposlib.envs.answers import THINK_FIRST, after_thinking_once
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Split
+from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.rows import HubRows
 from atroposlib.errors import ConfigError
 
@@ -83,6 +84,7 @@ class AnswerFormatEnv(DatasetEnv):
     name = "answer_format"
     env_config_cls = AnswerFormatConfig
     config: AnswerFormatConfig
+    preload = ("atroposlib.envs.answer_formats",)
     truncated_score = 0.0
 
     async def setup(self) -> None:
@@ -156,10 +158,12 @@ class AnswerFormatEnv(DatasetEnv):
         example = FORMATS[item.answer_format].example
         return [f"<think>A or B?</think>\n{example.replace(BLANK, 'A')}"]
 
-    def score(self, row: Item, answer: str) -> float:
-        """Return 1 for a text in the required format, else 0."""
-        found = FORMATS[row.answer_format].read(after_thinking_once(answer) or "")
-        return float(bool(found and BLANK not in found))
+    async def score(self, row: Item, answer: str) -> float:
+        """Return 1 for a text in the required format, else 0, also if it takes too long to read."""
+        text = after_thinking_once(answer) or ""
+        # YAML and some patterns take seconds on a hostile text: not on the event loop.
+        follows: bool | RewardFailure = await self.in_worker(is_in_format, text, row.answer_format)
+        return float(bool(follows))
 
     def shape_group(self, row: Item, group: ScoredDataGroup) -> ScoredDataGroup:
         """Count the groups of mixed scores of every format."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -47,3 +48,17 @@ async def test_a_format_with_enough_mixed_groups_pauses(monkeypatch: pytest.Monk
 async def test_an_unknown_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="there is no format 'jsn'"):
         await started(monkeypatch, supported_formats=["jsn"])
+
+
+async def test_a_text_that_takes_long_to_read_earns_nothing_and_blocks_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = await started(monkeypatch, reward_timeout_s=0.5)
+    score = asyncio.ensure_future(
+        env.score(formats.Item("?", "yaml"), f"<think>x</think>{'{' * 20_000}")
+    )
+    await asyncio.sleep(0)
+    assert not score.done()  # it runs elsewhere
+    assert await score == 0.0
+    assert await env.score(formats.Item("?", "yaml"), "<think>x</think>answer: B") == 1.0
+    await env.close()

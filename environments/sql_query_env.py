@@ -133,7 +133,7 @@ class SQLQueryEnv(DatasetEnv):
         return [f"<think>I read the table.</think> \\boxed{{{item.query}}}"]
 
     async def score(self, row: Question, answer: str) -> Outcome:
-        """Return 1 for the right result, else -1; None if the recorded query has no result."""
+        """Return 1 for the right result, else -1; None if the recorded query has no result, or only NULL."""
         boxes = _BOXED.findall(after_thinking_once(answer) or "")
         query = boxes[0].strip().rstrip(";") if len(boxes) == 1 else ""
         queries = [row.query, query]
@@ -142,7 +142,7 @@ class SQLQueryEnv(DatasetEnv):
             # The recorded query is cheap: the model's one exhausted the worker.
             return -1.0
         gold, found = results
-        if not gold:
+        if set(gold or ()) <= {"[null]"}:  # any query that finds nothing would be right
             return None
         self.counts["executed"] += found is not None
         return 1.0 if found == gold else -1.0
@@ -200,7 +200,7 @@ def _plain(value: Any) -> Any:
     """Return a value so that equal results are equal: text in lower case, numbers as float."""
     if isinstance(value, int | float):
         return round(float(value), 6)
-    return str(value).strip().lower()
+    return None if value is None else str(value).strip().lower()
 
 
 def number_or_text(value: Any, kind: str) -> Any:

@@ -487,3 +487,13 @@ async def test_research_searches_reads_and_answers(monkeypatch: pytest.MonkeyPat
     assert missing == "Error: there is no page '?'; search for it"
     assert rollout.outcome == pytest.approx(0.5 + 0.5 * 2 / 3)
     await env.close()
+
+
+async def test_a_question_whose_recorded_result_is_null_has_no_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = make_env(sql.SQLQueryEnv, monkeypatch, respond=lambda request: "")
+    nothing = 'SELECT max("No. of pieces") FROM data WHERE "No. of pieces" > 9999'
+    row = sql.Question("How many?", *TABLE, nothing)
+    assert await env.score(row, f"<think>a</think> \\boxed{{{nothing}}}") is None
+    await env.close()

@@ -1,8 +1,8 @@
 """Predict how a figure of a company's next report changes: its direction and its size.
 
 The model reads a report, thinks in one `<think>` block, and ends with one line such as "The revenue will be: raised,
-+3.5%". A wrong direction, another form or two predictions earn 0; a right direction earns 1, plus up to 1 for the size
-(`size_score`). In training, an answer of nearly the token limit loses up to half a point.
++3.5%". A wrong direction, a sign against it, another form or two predictions earn 0; a right direction earns 1, plus up
+to 1 for the size (`size_score`). In training, an answer of nearly the token limit loses up to half a point.
 
 Data: NousResearch/company-fundamentals-prediction-lite, or JSONL rows with `context`, `fundamental_metric`, `answer`
 (maintained, raised or reduced) and `magnitude` (percent).
@@ -29,6 +29,7 @@ PREDICTION = re.compile(
 )
 SIZE_SCORES = [(0.0, 1.0), (1.0, 0.9), (5.0, 0.7), (10.0, 0.5), (20.0, 0.3)]
 """(largest error in percentage points, score)."""
+WRONG_SIGNS = {"raised": "-", "reduced": "+"}
 LONG = 0.95
 """Fraction of the token limit above which an answer loses score."""
 
@@ -93,6 +94,8 @@ class FundamentalPredictionEnv(DatasetEnv):
             return 0.0
         metric, direction, size = found[0]
         if metric.strip().lower() != row.metric.lower() or direction.lower() != row.direction:
+            return 0.0
+        if size[0] == WRONG_SIGNS.get(row.direction):
             return 0.0
         return 1.0 + size_score(abs(float(size)) - row.size)
 

@@ -80,6 +80,7 @@ async def test_reversing_needs_thinking_only_where_it_is_configured(
         ("The revenue will be: raised, +3.5%", 0.0),
         ("The margin will be: reduced, -3.5%", 0.0),
         ("The revenue will be: reduced", 0.0),
+        ("The revenue will be: reduced, +3.5%", 0.0),
         ("The revenue will be: reduced, -3.5%\nThe revenue will be: raised, +3.5%", 0.0),
     ],
 )

@@ -77,9 +77,8 @@ class GymnasiumEnv(GymEnv):
 
     def read_action(self, episode: Episode, answer: str) -> int | None:
         """Return the number in the only tag after the thinking, if it is an action."""
-        text = only_tagged(answer.rpartition("</think>")[2], "action") or ""
-        is_number = text.isascii() and text.removeprefix("-").isdecimal()
-        return int(text) if is_number and int(text) in self.actions else None
+        text = only_tagged(answer.rpartition("</think>")[2], "action")
+        return next((action for action in self.actions if str(action) == text), None)
 
     def final_score(self, episode: Episode) -> Outcome:
         """Return the sum of the task's rewards, plus `invalid_reward` if the model did not play on."""

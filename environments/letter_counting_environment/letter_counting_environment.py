@@ -80,9 +80,9 @@ class LetterCountingConfig(DatasetEnvConfig):
     """Groups whose mean score decides about the level; half of them are enough."""
     difficulty_increase_threshold: float = 0.8
     difficulty_decrease_threshold: float = 0.2
-    min_difficulty_level: int = Field(default=1, ge=1)
-    max_difficulty_level: int = Field(default=len(LEVELS), le=len(LEVELS))
-    starting_difficulty_level: int = 3
+    min_difficulty_level: int = Field(default=1, ge=1, le=len(LEVELS))
+    max_difficulty_level: int = Field(default=len(LEVELS), ge=1, le=len(LEVELS))
+    starting_difficulty_level: int = Field(default=3, ge=1, le=len(LEVELS))
 
 
 class LetterCountingEnv(DatasetEnv):

@@ -89,3 +89,10 @@ async def test_a_group_of_another_level_does_not_count_for_this_one(
     assert env.recent_scores == []
     assert env.shape_group(counting.Question("?", 3, 3), {"scores": [1.0, 1.0]}) is None
     assert env.recent_scores == [1.0]
+
+
+@pytest.mark.parametrize("field", ["min", "max", "starting"])
+@pytest.mark.parametrize("level", [0, 11])
+def test_a_level_that_does_not_exist_is_refused(field: str, level: int) -> None:
+    with pytest.raises(ValueError, match=f"{field}_difficulty_level"):
+        counting.LetterCountingConfig(**{f"{field}_difficulty_level": level})

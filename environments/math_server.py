@@ -111,8 +111,8 @@ class Retry(Task):
     kind = "selfcorrect"
     solution: str
     verdict: str
-    share_right: float = 0.0
-    """Share of right answers, once they are judged."""
+    share_right: float | None = None
+    """Share of right answers among those that could be judged; None if none could."""
 
     def text(self) -> str:
         """Return the prompt."""
@@ -185,7 +185,8 @@ class MathEnv(VerifiedMathEnv):
         outcomes = await super().score_group(row, rollouts)
         is_cut = [rollout.finish_reason == "length" for rollout in rollouts]
         if isinstance(row, Retry):
-            row.share_right = sum(number_of(o) == 1.0 for o in outcomes) / max(1, len(outcomes))
+            scores = [score for o in outcomes if (score := number_of(o)) is not None]
+            row.share_right = scores.count(1.0) / len(scores) if scores else None
             return [0.0 if cut else o for o, cut in zip(outcomes, is_cut, strict=True)]
         if row.kind == "normal":
             whole = [

@@ -119,6 +119,12 @@ async def test_a_verdict_earns_the_share_of_retries_that_it_makes_right(started:
     assert retries["scores"] == [1.0, 1.0, 1.0, -1.0]
 
 
+async def test_a_verdict_whose_retries_cannot_be_judged_has_no_score(started: Any) -> None:
+    env = await started(lambda request: RIGHT)
+    wrong = maths.Judgement(question="3 + 4?", answer="", solution="\\boxed{8}", is_right=False)
+    assert await env.score(wrong, "add them: \\boxed{False}") is None
+
+
 async def test_a_verdict_on_a_right_solution_is_right_or_wrong(started: Any) -> None:
     env = await started(lambda request: f"so \\boxed{{{request.choice == 0}}}")
     right = maths.Judgement(question="3 + 4?", answer="7", solution="\\boxed{7}", is_right=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from atroposlib.envs.search import LocalPages
@@ -33,3 +35,10 @@ async def test_no_pages_find_nothing() -> None:
     assert await LocalPages({}).search("fish", limit=2) == []
     with pytest.raises(KeyError):
         await PAGES.read("fish")
+
+
+async def test_a_search_does_not_block_the_event_loop() -> None:
+    search = asyncio.ensure_future(PAGES.search("trout", limit=1))
+    await asyncio.sleep(0)
+    assert not search.done()
+    assert [hit.title for hit in await search] == ["Trout"]

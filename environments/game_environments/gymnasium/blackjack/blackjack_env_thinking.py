@@ -150,13 +150,13 @@ class BlackjackEnv(GymEnv):
 
     def play(self, seed: int, actions: Sequence[str]) -> Position:
         """Return where some actions lead in the hand of a seed."""
-        game = self.make_game()
+        game = self.idle_games.pop() if self.idle_games else self.make_game()
         observation, _ = game.reset(seed=seed)
         position = Position(observation, 0.0, False)
         for action in actions:
             observation, reward, ended, _, _ = game.step(ACTIONS[action])
             position = Position(observation, float(reward), ended)
-        game.close()
+        self.idle_games.append(game)
         return position
 
     def next_turn(self, turn: Turn, group: ScoredDataGroup) -> Turn:

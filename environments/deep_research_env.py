@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.answers import only_tagged
+from atroposlib.envs.answers import only_tagged, solution_of
 from atroposlib.envs.dataset_env import Split
 from atroposlib.envs.multi_turn_env import Episode, Step, in_turns
 from atroposlib.envs.rows import HubRows, read_jsonl
@@ -160,7 +160,7 @@ def research_score(topic: Topic, text: str, read: set[str]) -> float:
     >>> research_score(topic, "<answer>Seine</answer>", {"Paris"})
     0.5
     """
-    text = text.rpartition("</think>")[2]
+    text = solution_of(text)
     given = only_tagged(text, "answer")
     if given is None or plain(given) != plain(topic.answer):
         return 0.0

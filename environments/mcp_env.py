@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.answers import only_tagged
+from atroposlib.envs.answers import only_tagged, solution_of
 from atroposlib.envs.gold_calls import calls_match
 from atroposlib.envs.mcp_tools import McpServer
 from atroposlib.envs.multi_turn_env import Episode, Step, in_turns
@@ -119,7 +119,7 @@ class McpEnv(ToolEnv):
 
 def given(text: str) -> str | None:
     """Return the answer in the only tag after the thinking, in lower case."""
-    answer = only_tagged(text.rpartition("</think>")[2], "answer")
+    answer = only_tagged(solution_of(text), "answer")
     return None if answer is None else answer.lower()
 
 

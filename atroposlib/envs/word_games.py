@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any, ClassVar, NamedTuple
 
-from atroposlib.envs.answers import only_tagged
+from atroposlib.envs.answers import only_tagged, solution_of
 from atroposlib.envs.dataset_env import Split
 from atroposlib.envs.multi_turn_env import MultiTurnEnv
 from atroposlib.errors import EnvError, require
@@ -53,8 +53,10 @@ def guess_in(answer: str) -> str:
 
     >>> guess_in("<think>or <guess>pear</guess>?</think> <guess>Apple</guess>"), guess_in("apple")
     ('apple', '')
+    >>> guess_in("<think>or <guess>pear</guess>?")
+    ''
     """
-    guess = (only_tagged(answer.rpartition("</think>")[2], "guess") or "").lower()
+    guess = (only_tagged(solution_of(answer), "guess") or "").lower()
     return guess if guess.isascii() and guess.isalpha() else ""
 
 

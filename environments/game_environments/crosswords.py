@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from atroposlib.envs.answers import only_tagged
+from atroposlib.envs.answers import only_tagged, solution_of
 from atroposlib.envs.dataset_env import Split
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnvConfig, Step
 from atroposlib.envs.word_games import Word, WordGameEnv
@@ -116,7 +116,7 @@ def answers_in(answer: str) -> dict[str, str]:
     >>> answers_in("<answers>\\n1 across: TIGER\\n1 Across: LIONS\\n2. down - ant</answers>")
     {'1 across': 'tiger', '2 down': 'ant'}
     """
-    text = only_tagged(answer.rpartition("</think>")[2], "answers") or ""
+    text = only_tagged(solution_of(answer), "answers") or ""
     found: dict[str, str] = {}
     for number, direction, word in LINE.findall(text):
         found.setdefault(f"{number} {direction.lower()}", word.lower())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -78,6 +79,9 @@ async def test_an_answer_without_an_action_costs_what_is_configured(
     [rollout] = await env.roll_out(0, 1, split="train")
     assert (rollout.finish_reason, rollout.outcome) == ("invalid_action", -7.0)
     assert env.read_action(None, f"<action>{'9' * 5000}</action>") is None  # too long for int()
+    assert (
+        env.read_action(None, "<think>or <action>1</action>?") is None
+    )  # the thinking did not end
 
 
 async def test_a_game_that_does_not_exist_is_refused_at_the_start(
@@ -179,6 +183,20 @@ async def test_every_turn_of_a_thoughtful_hand_is_a_group_of_alternatives(
     assert stick - silent == pytest.approx(0.8, abs=0.01)
     assert "Your sum is 14" in second["messages"][0][-2]["content"]
     assert second["messages"][0][-3]["content"] == answers[0]
+
+
+async def test_the_alternatives_of_a_hand_are_played_in_one_game(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = await made(
+        thinking.BlackjackEnv,
+        monkeypatch,
+        lambda env, item, request: call(["hit", "stick"][request.choice % 2]),
+    )
+    make_game = Mock(wraps=env.make_game)
+    monkeypatch.setattr(env, "make_game", make_game)
+    await env.collect_trajectories(10)
+    assert make_game.call_count == 1
 
 
 async def test_the_better_action_has_the_higher_score_on_average(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import re
 
-from atroposlib.envs.answers import only_tagged
+from atroposlib.envs.answers import only_tagged, solution_of
 from atroposlib.envs.dataset_env import Outcome
 from atroposlib.envs.gym_env import GymEnv, GymEnvConfig
 from atroposlib.envs.multi_turn_env import Episode
@@ -77,7 +77,7 @@ class GymnasiumEnv(GymEnv):
 
     def read_action(self, episode: Episode, answer: str) -> int | None:
         """Return the number in the only tag after the thinking, if it is an action."""
-        text = only_tagged(answer.rpartition("</think>")[2], "action")
+        text = only_tagged(solution_of(answer), "action")
         return next((action for action in self.actions if str(action) == text), None)
 
     def final_score(self, episode: Episode) -> Outcome:

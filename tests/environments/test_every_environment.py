@@ -204,6 +204,20 @@ CASES = [
         has_rule=False,
     ),
     Case(
+        module="game_environments.textworld_env.textworld_env",
+        cls="TextWorldEnv",
+        needs=("textworld",),
+        settings={
+            "challenge_names": ["tw-coin_collector"],
+            "randomize_challenge_settings": False,
+            "num_train_seeds": 10,
+            "num_eval_rows": 2,
+            "max_turns": 4,
+        },
+        perfect=lambda env, item, request: "take coin",
+        has_rule=False,
+    ),
+    Case(
         module="letter_reversal_server",
         cls="LetterReversalEnv",
         settings={"strictly_on_policy": False, "max_token_length": 32},

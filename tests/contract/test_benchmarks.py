@@ -25,6 +25,7 @@ from benchmarks._env_engine import Choice, Engine
 from benchmarks._env_process import Probe
 from benchmarks._hub_load import JSON, PACKED, Bodies, make_group
 from benchmarks._hub_process import Hub, cpu_s, memory_bytes, probing, running_hub
+from benchmarks._tiny_tasks import TASKS, demonstrate, encode, make_tokenizer, write_rows
 from benchmarks._trainer_measure import Result
 from benchmarks._trainer_work import Spec, make_step, step_flops
 from benchmarks.trainer import PARTS, Row, Session, parse, run_parts, same_work, set_mfu
@@ -237,6 +238,26 @@ def test_the_payload_masks_the_prompt_and_only_the_prompt() -> None:
         assert all(value <= 0 for value in logprobs[10:])
         assert min(tokens) >= 10
         assert max(tokens) < 128256
+
+
+@pytest.mark.parametrize("name", TASKS)
+async def test_the_random_player_of_a_curve_succeeds_sometimes_in_few_tokens(
+    name: str, tmp_path: Path
+) -> None:
+    played = await demonstrate(TASKS[name], write_rows(TASKS[name], tmp_path), seed=0, num=100)
+    assert len({each.score for each in played}) > 1
+    tokenizer = make_tokenizer(played)
+    for each in played:
+        tokens, labels = encode(tokenizer, each.messages)
+        assert len(tokens) < 120
+        assert labels[-1] == tokens[-1] == tokenizer.eos_token_id
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        assert text == "".join(message["content"] for message in each.messages)
+    kinds = [(tmp_path / f"{kind}.jsonl").read_text() for kind in ("train", "heldout")]
+    trained, heldout = (set(re.findall(r'"([a-h]{4})\W', text)) for text in kinds)
+    assert trained
+    assert heldout
+    assert not trained & heldout
 
 
 @pytest.mark.e2e

@@ -7,6 +7,8 @@ imported inside the functions.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 CHARACTERS = "0123456789+=abcdefghijklmnopqrstuvwxyz:> ,.-?\n"
@@ -23,14 +25,20 @@ CHAT_TEMPLATE = (
 MAX_POSITIONS = 256
 
 
-def build_tokenizer() -> Any:
-    """Return a fast tokenizer with one token per character, plus padding and end of sequence."""
+def build_tokenizer(characters: str = CHARACTERS, *, whole_texts: Sequence[str] = ()) -> Any:
+    """Return a fast tokenizer with one token per character and whole text, plus padding and end of sequence.
+
+    Where several whole texts match, the longest counts.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {symbol: index for index, symbol in enumerate([*CHARACTERS, PAD_TOKEN, EOS_TOKEN])}
+    symbols = [*characters, *whole_texts, PAD_TOKEN, EOS_TOKEN]
+    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    longest_first = sorted(map(re.escape, whole_texts), key=len, reverse=True)
+    pattern = Regex("|".join([*longest_first, r"[\s\S]"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

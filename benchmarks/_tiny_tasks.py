@@ -1,0 +1,261 @@
+"""Environments of `environments/` as tasks that a model of a million parameters can learn, and its starting policy.
+
+The starting policy imitates a random player: it knows the form of the answers and which characters they consist of,
+nothing about the task. Its tokenizer has one token per character and one for each text that all conversations share,
+so that a prompt of 30 words takes a few tokens.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import itertools
+import json
+import random
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atroposlib.environments.letter_counting_environment.letter_counting_environment import (
+    make_question,
+)
+
+from atroposlib.cli._demo.tiny_model import build_tokenizer
+from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
+from atroposlib.scored_data import IGNORE_INDEX
+
+CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
+MIN_SHARED = 4
+"""Shortest text, in characters, that becomes one token because all conversations have it."""
+NUM_HELDOUT = 200
+NUM_DEMONSTRATIONS = 3000
+NUM_IMITATION_STEPS = 150
+NUM_COMPARED = 50
+MAX_POSITIONS = 256
+LEARNING_RATE = 1e-3
+BATCH_SIZE = 64
+
+Rows = list[dict[str, Any]]
+Answer = Callable[[random.Random, str], str]
+"""(random generator, last user message) -> answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One environment, made small by its own flags."""
+
+    title: str
+    module: str
+    """Of `atroposlib.environments`."""
+    cls: str
+    rows: Callable[[random.Random], tuple[Rows, Rows]]
+    """The rows of `--env.dataset_path` and `--env.eval_dataset_path`; no held-out word is trained on."""
+    random_answer: Answer
+    """What the starting policy imitates."""
+    flags: dict[str, Any]
+    num_steps: int
+    reference: tuple[str, float] | None = None
+    """A score to compare with, and what has it."""
+
+
+def reversal_rows(rng: random.Random) -> tuple[Rows, Rows]:
+    words = ["".join(letters) for letters in itertools.permutations("abcdefgh", 4)]
+    return split([{"text": word} for word in shuffled(rng, words)])
+
+
+def shuffled_letters(rng: random.Random, prompt: str) -> str:
+    text = prompt.rpartition("\n")[2]
+    return f"<reversed_text>{''.join(shuffled(rng, text))}</reversed_text>"
+
+
+def counting_rows(rng: random.Random) -> tuple[Rows, Rows]:
+    words = ["".join(letters) for letters in itertools.product("abcd", repeat=4)]
+    train, heldout = split([{"word": word} for word in shuffled(rng, words)], num_heldout=64)
+    held_words = [row["word"] for row in heldout]
+    questions = [make_question(rng, held_words, 1) for _ in range(NUM_HELDOUT)]
+    return train, [
+        {"Prompt": asked.prompt, "Answer": asked.answer, "DifficultyLevel": 1}
+        for asked in questions
+    ]
+
+
+def random_count(rng: random.Random, prompt: str) -> str:
+    return f"<think>I count.</think> <answer>{rng.randrange(4)}</answer>"
+
+
+def shuffled(rng: random.Random, values: Sequence[Any]) -> list[Any]:
+    return rng.sample(values, k=len(values))
+
+
+def split(rows: Rows, num_heldout: int = NUM_HELDOUT) -> tuple[Rows, Rows]:
+    return rows[num_heldout:], rows[:num_heldout]
+
+
+TASKS = {
+    "reversal": Task(
+        title="Text reversal: four letters",
+        module="text_reversal_environment",
+        cls="TextReversalEnv",
+        rows=reversal_rows,
+        random_answer=shuffled_letters,
+        flags={"max_token_length": 16},
+        num_steps=60,
+    ),
+    "counting": Task(
+        title="Letter counting: words of four letters",
+        module="letter_counting_environment.letter_counting_environment",
+        cls="LetterCountingEnv",
+        rows=counting_rows,
+        random_answer=random_count,
+        flags={
+            "max_token_length": 16,
+            "min_trained_tokens": 1,
+            "starting_difficulty_level": 1,
+            "max_difficulty_level": 1,
+            "difficulty_increase_threshold": 1.0,
+            "difficulty_decrease_threshold": 0.0,
+        },
+        num_steps=100,
+        # 88 of the 200 held-out questions have the answer 0.
+        reference=("always the answer 0", 0.44),
+    ),
+}
+
+
+def write_rows(task: Task, folder: Path) -> dict[str, Any]:
+    """Write the rows of a task, the same for every seed, and return the flags of its environment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "train.jsonl", folder / "heldout.jsonl"]
+    for path, rows in zip(paths, task.rows(random.Random(0)), strict=True):
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    data = {"dataset_path": str(paths[0]), "eval_dataset_path": str(paths[1])}
+    return {**task.flags, **data, "num_eval_rows": NUM_HELDOUT, "eval_temperature": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A conversation of the random player with the environment."""
+
+    messages: list[dict[str, Any]]
+    score: float
+
+
+async def demonstrate(
+    task: Task, flags: dict[str, Any], *, seed: int, num: int
+) -> list[Demonstration]:
+    """Let the random player play `num` items of the task's environment."""
+    module = importlib.import_module(f"atroposlib.environments.{task.module}")
+    base: Any = getattr(module, task.cls)
+    env_cls = type(task.cls, (base,), {"load_tokenizer": lambda env: ByteTokenizer()})
+    config, servers = base.config_init()
+    unlimited = {"max_token_length": 4000, "max_episode_tokens": 20_000, "use_wandb": False}
+    env: Any = env_cls(config.model_copy(update={**flags, **unlimited, "seed": seed}), servers)
+    rng = random.Random(seed)
+
+    def answer(request: HarnessRequest) -> str:
+        question = request.prompt.rpartition("<user>")[2].removesuffix("<eos><assistant>")
+        return task.random_answer(rng, question)
+
+    env.server.servers = [ServerHarness(respond=answer)]
+    await env.setup()
+    played = []
+    for _ in range(num):
+        row = await env.get_next_item()
+        [rollout] = rollouts = await env.roll_out(row, 1, split="train")
+        [score] = await env.score_group(row, rollouts)
+        played.append(Demonstration(messages=rollout.messages, score=float(score)))
+    await env.close()
+    return played
+
+
+def shared_texts(texts: Sequence[str]) -> list[str]:
+    """Return the parts, in order, that all texts have.
+
+    >>> shared_texts(["count a in abca, please", "count d in bead, please"])
+    ['count ', ' in ', ', please']
+    """
+    parts = [texts[0]]
+    for text in texts[1:]:
+        parts = [part for known in parts for part in _common(known, text)]
+    return list(dict.fromkeys(parts))
+
+
+def _common(known: str, text: str) -> Iterator[str]:
+    matcher = difflib.SequenceMatcher(None, known, text, autojunk=False)
+    for at, _, size in matcher.get_matching_blocks():
+        if size >= MIN_SHARED:
+            yield known[at : at + size]
+
+
+def make_tokenizer(played: Sequence[Demonstration]) -> Any:
+    """Return a tokenizer of characters and of the texts that all messages at one place share."""
+    texts = [[m["content"] for m in each.messages] for each in played[:NUM_COMPARED]]
+    whole = {
+        text
+        for place in range(min(map(len, texts)))
+        for text in shared_texts([conversation[place] for conversation in texts])
+    }
+    return build_tokenizer(CHARACTERS, whole_texts=sorted(whole))
+
+
+def make_starting_policy(played: Sequence[Demonstration], folder: Path, *, seed: int) -> None:
+    """Train the model to imitate the random player, and save it with its tokenizer."""
+    import torch
+
+    tokenizer = make_tokenizer(played)
+    model = build_model(tokenizer, seed=seed)
+    rows = [encode(tokenizer, each.messages) for each in played]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    rng = random.Random(seed)
+    for step in range(1, NUM_IMITATION_STEPS + 1):
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = LEARNING_RATE * min(1.0, step / 20)
+        batch = rng.sample(rows, k=BATCH_SIZE)
+        longest = max(len(tokens) for tokens, _ in batch)
+        fill = tokenizer.pad_token_id
+        tokens_BT = torch.tensor([t + [fill] * (longest - len(t)) for t, _ in batch])
+        labels_BT = torch.tensor([x + [IGNORE_INDEX] * (longest - len(x)) for _, x in batch])
+        loss = model(tokens_BT, labels=labels_BT).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def build_model(tokenizer: Any, *, seed: int) -> Any:
+    """Return the demo's shape as a Llama with random weights: AutoTokenizer gives every Qwen2 Qwen's own tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=512,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config).to(torch.float32)
+
+
+def encode(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """Return the tokens of a conversation and its labels: the model's answers with their end."""
+    tokens: list[int] = []
+    labels: list[int] = []
+    for message in messages:
+        ids = tokenizer.encode(message["content"])
+        is_answer = message["role"] == "assistant"
+        ids += [tokenizer.eos_token_id] if is_answer else []
+        tokens += ids
+        labels += ids if is_answer else [IGNORE_INDEX] * len(ids)
+    return tokens, labels

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from atroposlib.envs.answers import after_thinking_once
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
+from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.rows import HubRows
 
 PREDICTION = re.compile(
@@ -103,7 +104,7 @@ class FundamentalPredictionEnv(DatasetEnv):
         """Lower the score of answers of nearly the token limit."""
         limit = self.config.max_token_length
         for i, mask in enumerate(group["masks"]):
-            used = sum(label != -100 for label in mask) / limit
+            used = num_trained(mask) / limit
             group["scores"][i] -= 0.5 * used if used > LONG else 0.0
         return group
 

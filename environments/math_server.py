@@ -38,6 +38,7 @@ from atroposlib.envs.dataset_env import (
     Split,
     number_of,
 )
+from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.math_env import Problem, VerifiedMathConfig, VerifiedMathEnv
 from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rows import HubRows
@@ -269,8 +270,7 @@ class MathEnv(VerifiedMathEnv):
             return group
         if not self.happens(row, self.config.percent_length_penalty):
             return None
-        lengths = [sum(label != -100 for label in mask) for mask in group["masks"]]
-        group["scores"] = cosine_scores(lengths)
+        group["scores"] = cosine_scores(list(map(num_trained, group["masks"])))
         return group if group["scores"] else None
 
 

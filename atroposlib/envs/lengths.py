@@ -10,15 +10,26 @@ PENALTY_STARTS_AT = 0.5
 """Fraction of max_token_length above which an answer is penalized."""
 
 
-def length_penalties(masks: Sequence[Sequence[int]], max_token_length: int) -> list[float]:
-    """Return 0 up to half of the limit, then linearly up to 1 at the limit.
+def num_trained(mask: Sequence[int]) -> int:
+    """Return the number of trained tokens.
+
+    >>> num_trained([-100, 7, 7])
+    2
+    """
+    return sum(label != IGNORE_INDEX for label in mask)
+
+
+def length_penalties(
+    masks: Sequence[Sequence[int]], max_token_length: int, *, starts_at: float = PENALTY_STARTS_AT
+) -> list[float]:
+    """Return 0 up to the fraction `starts_at` of the limit, then linearly up to 1 at the limit.
 
     >>> length_penalties([[7] * 40, [7] * 75, [7] * 200], max_token_length=100)
     [0.0, 0.5, 1.0]
     """
-    start = PENALTY_STARTS_AT * max_token_length
-    lengths = [sum(label != IGNORE_INDEX for label in mask) for mask in masks]
-    return [min(max((n - start) / (max_token_length - start), 0.0), 1.0) for n in lengths]
+    start = starts_at * max_token_length
+    overruns = [(num_trained(mask) - start) / (max_token_length - start) for mask in masks]
+    return [min(max(overrun, 0.0), 1.0) for overrun in overruns]
 
 
 def length_scores(masks: Sequence[Sequence[int]], max_token_length: int) -> list[float]:

@@ -33,10 +33,10 @@ from atroposlib.envs.dataset_env import (
     Outcome,
     success_rates,
 )
+from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.program_tests import judge_program
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.rows import HubRows
-from atroposlib.scored_data import IGNORE_INDEX
 
 DATA = {
     "normal": HubRows(path="NousResearch/RLVR_Coding_Problems"),
@@ -164,7 +164,7 @@ class CodingEnv(DatasetEnv):
         """Note what is logged of the group."""
         overrides = group.get("overrides") or [{}] * len(group["scores"])
         for mask, score, override in zip(group["masks"], group["scores"], overrides, strict=True):
-            length = sum(label != IGNORE_INDEX for label in mask)
+            length = num_trained(mask)
             kind = "correct" if score > 0 else "incorrect"
             self.figures["rewards"].append(score)
             self.figures["overlong_ratio"].append("set_advantage_to_zero" in override)

@@ -28,6 +28,7 @@ from pydantic import Field
 from atroposlib.envs.answers import THINK_FIRST, only_tagged
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Split
+from atroposlib.envs.lengths import length_penalties
 from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import ConfigError, EnvError, require
@@ -179,8 +180,10 @@ class ReasoningGymEnv(DatasetEnv):
         if self.config.complexity_mode == "curriculum":
             self.adapt_complexity(row.source.task, sum(scores) / len(scores))
         if min(scores) >= self.success_score:
-            factors = length_factors(list(map(len, group["tokens"])), self.config.max_token_length)
-            group["scores"] = [s * factor for s, factor in zip(scores, factors, strict=True)]
+            penalties = length_penalties(
+                group["masks"], self.config.max_token_length, starts_at=LENGTH_PENALTY_STARTS_AT
+            )
+            group["scores"] = [s * (1.0 - p) for s, p in zip(scores, penalties, strict=True)]
         return group
 
     def adapt_complexity(self, task: str, mean_score: float) -> None:
@@ -277,17 +280,6 @@ def score_answer(task: str, seed: int, complexity: float | None, answer: str) ->
     except Exception:  # noqa: BLE001 - many tasks raise for an answer that they cannot parse
         return 0.0
     return min(max(score, 0.0), 1.0)
-
-
-def length_factors(lengths: Sequence[int], max_token_length: int) -> list[float]:
-    """Return 1 for sequences up to 3/4 of the limit, then linearly less, down to 0 at the limit.
-
-    >>> length_factors([75, 80, 100], max_token_length=100)
-    [1.0, 0.8, 0.0]
-    """
-    start = LENGTH_PENALTY_STARTS_AT * max_token_length
-    overruns = [(length - start) / (max_token_length - start) for length in lengths]
-    return [1.0 - min(max(overrun, 0.0), 1.0) for overrun in overruns]
 
 
 def next_complexity(complexity: float, history: Sequence[float], *, target: float) -> float:

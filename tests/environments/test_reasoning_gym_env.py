@@ -98,7 +98,7 @@ async def test_the_curriculum_follows_the_success_and_is_saved(
     puzzle = await env.get_next_item()
     assert puzzle.source.complexity == 0.3
     for _ in range(3):
-        env.shape_group(puzzle, {"scores": [1.0, 1.0], "tokens": [[1], [1]]})
+        env.shape_group(puzzle, {"scores": [1.0, 1.0], "masks": [[1], [1]]})
     assert env.complexity("gcd", random.Random(0)) == pytest.approx(0.4)
     env.checkpoint_dir = str(tmp_path)
     env.save_checkpoint(1)
@@ -130,12 +130,12 @@ async def test_long_answers_lose_score_only_in_a_group_without_a_wrong_one(
 ) -> None:
     env = await started(max_token_length=100)
     puzzle = await env.get_next_item()
-    tokens = [[1] * 70, [1] * 90]
-    assert env.shape_group(puzzle, {"scores": [1.0, 0.5], "tokens": tokens})["scores"] == [
+    masks = [[-100] * 99 + [1] * 70, [-100] * 99 + [1] * 90]  # the prompt does not count
+    assert env.shape_group(puzzle, {"scores": [1.0, 0.5], "masks": masks})["scores"] == [
         1.0,
         pytest.approx(0.2),
     ]
-    assert env.shape_group(puzzle, {"scores": [0.0, 1.0], "tokens": tokens})["scores"] == [0.0, 1.0]
+    assert env.shape_group(puzzle, {"scores": [0.0, 1.0], "masks": masks})["scores"] == [0.0, 1.0]
 
 
 async def test_an_answer_cut_at_the_limit_has_no_advantage(

@@ -31,8 +31,8 @@ from pydantic import Field
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, Outcome, Rollout, Split
 from atroposlib.envs.gym_env import GymEnv, GymEnvConfig
+from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.multi_turn_env import Episode
-from atroposlib.scored_data import IGNORE_INDEX
 
 VALID_CALL_REWARD = 0.2
 THINKING_REWARD = 0.2
@@ -215,11 +215,6 @@ class BlackjackEnv(GymEnv):
             own["blackjack_train/episode_win_rate"] = outcome_shares(rewards)["win_rate"]
         self.hands = []
         await super().wandb_log({**(wandb_metrics or {}), **own})
-
-
-def num_trained(mask: Sequence[int]) -> int:
-    """Return the number of trained positions."""
-    return sum(label != IGNORE_INDEX for label in mask)
 
 
 def thinking_reward(answer: str) -> float:

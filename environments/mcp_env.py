@@ -92,7 +92,7 @@ class McpEnv(ToolEnv):
         return Task(
             row["user_prompt_text"],
             ToolCall(name=call["tool_name"], arguments=arguments),
-            None if answer is None else str(answer),
+            None if answer is None else str(answer).strip(),
         )
 
     def prompt(self, row: Task) -> str:

@@ -497,3 +497,10 @@ async def test_a_question_whose_recorded_result_is_null_has_no_score(
     row = sql.Question("How many?", *TABLE, nothing)
     assert await env.score(row, f"<think>a</think> \\boxed{{{nothing}}}") is None
     await env.close()
+
+
+def test_space_around_an_expected_answer_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = make_env(mcp_env.McpEnv, monkeypatch, respond=lambda request: "")
+    call = {"tool_name": "stock", "arguments": {"fruit": "pear"}}
+    row = {"user_prompt_text": "?", "expected_mcp_call": call, "answer": " 18\n"}
+    assert env.parse_row(row) == TASK

@@ -67,7 +67,7 @@ def require_postgres() -> None:
     """Skip a test that needs PostgreSQL where there is none."""
     if binaries() is None:
         pytest.skip("NOT TESTED: PostgreSQL is not installed (Debian: apt install postgresql)")
-    pytest.importorskip("asyncpg", reason="NOT TESTED: pip install 'atroposlib[postgres]'")
+    pytest.importorskip("asyncpg", reason="NOT TESTED: pip install -e '.[postgres]'")
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,7 @@ from atroposlib.checker.calls import (
     child_processes,
     describe,
     end_processes,
+    heap_set_apart,
     run_in_own_loop,
 )
 from atroposlib.checker.checkpoints import attach_checkpoints, is_same, restore_faults, save
@@ -163,10 +164,11 @@ class _Check:
     async def run(self) -> Report:
         env_cls = self.execution.env_cls
         began = time.monotonic()
-        processes_before = child_processes()
-        with tempfile.TemporaryDirectory() as folder, self.execution.watch:
-            await self._judge(Path(folder))
-        end_processes(child_processes() - processes_before)
+        with heap_set_apart():
+            processes_before = child_processes()
+            with tempfile.TemporaryDirectory() as folder, self.execution.watch:
+                await self._judge(Path(folder))
+            end_processes(child_processes() - processes_before)
         return Report(
             environment=env_cls.name or env_cls.__name__,
             findings=list(self.verdicts.findings.values()),

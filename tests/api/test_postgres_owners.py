@@ -10,7 +10,7 @@ import pytest
 
 from atroposlib.api.stores.base import OwnedElsewhere, UnreadableRun
 
-asyncpg = pytest.importorskip("asyncpg", reason="NOT TESTED: pip install 'atroposlib[postgres]'")
+asyncpg = pytest.importorskip("asyncpg", reason="NOT TESTED: pip install -e '.[postgres]'")
 
 from atroposlib.api.stores.postgres.owners import (  # noqa: E402
     LAPSE_S,

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-asyncpg = pytest.importorskip("asyncpg", reason="NOT TESTED: pip install 'atroposlib[postgres]'")
+asyncpg = pytest.importorskip("asyncpg", reason="NOT TESTED: pip install -e '.[postgres]'")
 
 from atroposlib.api.stores.base import (  # noqa: E402
     Appended,

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from atroposlib.checker import RULES, Status, check_env
-from atroposlib.checker import check as checker_module
-from atroposlib.checker.calls import LoopWatch
+from atroposlib.checker import RULES, Status, check_env, leftovers
+from atroposlib.checker.calls import LoopWatch, child_processes, heap_set_apart
 from atroposlib.checker.engine import PairTokenizer, tokens_apart
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError
@@ -60,7 +59,7 @@ def test_broken_environment_fails_its_own_rule_alone(
     case: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if case.rule == "no_leaked_tasks":  # waits for the tasks, which do not end
-        monkeypatch.setattr(checker_module, "GRACE_S", 0.1)
+        monkeypatch.setattr(leftovers, "GRACE_S", 0.1)
     report = check(case.env_cls)
     assert report.failed == [case.rule], report.to_text()
     assert case.hint in report.to_text()
@@ -164,7 +163,7 @@ def test_an_environment_that_ends_the_process_is_no_pass(
 
 STOPPED = """
 import asyncio, time
-from atroposlib.checker.calls import LoopWatch
+from atroposlib.checker.calls import LoopWatch, child_processes, heap_set_apart
 
 def compute():
     print("computing", flush=True)
@@ -242,3 +241,13 @@ def test_mistake_in_the_flags_exits_2(
 ) -> None:
     assert run_environment(Sums, ["check", *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_processes_that_ran_before_a_check_are_not_searched_for() -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(sleep) as earlier:
+        with heap_set_apart(), subprocess.Popen(sleep) as later:
+            found = child_processes()
+            later.kill()
+        earlier.kill()
+    assert found == {later}

@@ -33,7 +33,7 @@ from tests.faults.store_faults import Judge, Workload
 from tests.faults.test_store_model import StoreMachine, run_machine
 from tests.postgres import Cluster, running_cluster
 
-pytest.importorskip("asyncpg", reason="NOT TESTED: pip install 'atroposlib[postgres]'")
+pytest.importorskip("asyncpg", reason="NOT TESTED: pip install -e '.[postgres]'")
 
 from atroposlib.api.stores.postgres.runs import PostgresRuns
 

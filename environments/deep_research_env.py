@@ -165,6 +165,8 @@ def research_score(topic: Topic, text: str, read: set[str]) -> float:
     if given is None or plain(given) != plain(topic.answer):
         return 0.0
     cited = set(_CITATION.findall(text))
+    if not cited and not topic.sources:
+        return 1.0
     num_good = len(cited & set(topic.sources) & read)
     return ANSWER_SCORE + (1 - ANSWER_SCORE) * 2 * num_good / (len(cited) + len(topic.sources))
 

@@ -466,6 +466,11 @@ def test_a_right_answer_earns_more_with_pages_that_were_read_and_support_it(
     assert research.research_score(TOPIC, text, read) == pytest.approx(score)
 
 
+@pytest.mark.parametrize(("text", "score"), [(GOOD, 1.0), (f"{GOOD} [[Firm]]", 0.5)])
+def test_a_topic_without_sources_needs_no_citation(text: str, score: float) -> None:
+    assert research.research_score(TOPIC._replace(sources=[]), text, {"Firm"}) == score
+
+
 async def test_research_searches_reads_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
     settings = {"dataset_path": "sample"}

@@ -67,8 +67,8 @@ class RewardModelEnv(DatasetEnv):
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def parse_row(self, row: dict[str, Any]) -> ChatPrompt | None:
-        """Return the conversation up to its last request."""
-        return chat_prompt(row)
+        """Return the conversation up to its last request; one that is too long is skipped."""
+        return chat_prompt(row, max_tokens=self.config.max_token_length)
 
     def prompt(self, row: ChatPrompt) -> Messages:
         """Return the conversation."""

@@ -32,9 +32,6 @@ from atroposlib.envs.rows import ChatPrompt, HubRows, chat_prompt
 from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.sessions.sequences import SequenceNode
 
-CHARS_PER_TOKEN = 4
-"""Prompts with more characters than this times `max_token_length` are skipped."""
-
 
 class RLAIFConfig(JudgeEnvConfig):
     """Settings of this environment."""
@@ -68,10 +65,8 @@ class RLAIFEnv(JudgeEnv):
         self.rubric = f"Which answer follows this preference better? {config.preference}"  # type: ignore[misc]
 
     def parse_row(self, row: dict[str, Any]) -> ChatPrompt | None:
-        """Return the prompt; one that is too long is skipped."""
-        prompt = chat_prompt(row)
-        limit = CHARS_PER_TOKEN * self.config.max_token_length
-        return None if prompt is None or len(prompt.text()) > limit else prompt
+        """Return the conversation up to its last request; one that is too long is skipped."""
+        return chat_prompt(row, max_tokens=self.config.max_token_length)
 
     def prompt(self, row: ChatPrompt) -> list[dict[str, str]]:
         """Return the conversation."""

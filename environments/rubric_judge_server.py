@@ -83,8 +83,8 @@ class RubricJudgeEnv(JudgeEnv):
     train_data = HubRows(path="allenai/WildChat", split="train[:20000]")
 
     def parse_row(self, row: dict[str, Any]) -> ChatPrompt | None:
-        """Return the conversation up to its last request."""
-        return chat_prompt(row)
+        """Return the conversation up to its last request; one that is too long is skipped."""
+        return chat_prompt(row, max_tokens=self.config.max_token_length)
 
     def prompt(self, row: ChatPrompt) -> list[dict[str, str]]:
         """Return the conversation."""

@@ -13,6 +13,9 @@ from atroposlib.errors import ConfigError, require
 SAMPLE = "sample"
 """Value of `--env.dataset_path` that means `samples/<name>.jsonl` next to the environment's file or folder."""
 
+CHARS_PER_TOKEN = 4
+"""Rough size of a token of English text."""
+
 
 class RowSource(Protocol):
     """A split of a data set."""
@@ -46,10 +49,11 @@ class ChatPrompt(NamedTuple):
         return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in self.messages)
 
 
-def chat_prompt(row: dict[str, Any]) -> ChatPrompt | None:
+def chat_prompt(row: dict[str, Any], *, max_tokens: int | None = None) -> ChatPrompt | None:
     """Return a conversation up to its last user message, and the answer to that; None without a user message.
 
-    Reads the column `conversation` or `messages` (a list of messages), or `prompt` (a text or messages).
+    Reads the column `conversation` or `messages` (a list of messages), or `prompt` (a text or messages). Also None if
+    the conversation has more than about `max_tokens` tokens, counted as `CHARS_PER_TOKEN` characters each.
 
     >>> chat_prompt({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]})
     ChatPrompt(messages=[{'role': 'user', 'content': 'Hi'}], answer='Hello')
@@ -65,7 +69,9 @@ def chat_prompt(row: dict[str, Any]) -> ChatPrompt | None:
         return None
     end = requests[-1] + 1
     answers = [turn["content"] for turn in messages[end:] if turn["role"] == "assistant"]
-    return ChatPrompt(messages=messages[:end], answer=answers[0] if answers else None)
+    prompt = ChatPrompt(messages=messages[:end], answer=answers[0] if answers else None)
+    is_too_long = max_tokens is not None and len(prompt.text()) > CHARS_PER_TOKEN * max_tokens
+    return None if is_too_long else prompt
 
 
 def sample_path(env_cls: type, name: str) -> str:

@@ -115,6 +115,15 @@ async def test_the_steering_message_is_not_trained(started: Any) -> None:
     assert [messages[0]["role"] for messages in group["messages"]] == ["user"] * 3
 
 
+@pytest.mark.parametrize("env_cls", [rlaif.RLAIFEnv, rubric.RubricJudgeEnv, reward.RewardModelEnv])
+def test_a_prompt_that_is_too_long_is_skipped(
+    env_cls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = make_env(env_cls, monkeypatch, respond=lambda request: "", max_token_length=100)
+    assert env.parse_row({"prompt": "x" * 300}) is not None
+    assert env.parse_row({"prompt": "x" * 500}) is None
+
+
 async def test_evaluation_counts_the_answers_that_beat_the_data_set(
     started: Any, tmp_path: Path
 ) -> None:

@@ -85,8 +85,8 @@ class RewardModelEnv(DatasetEnv):
         return scores
 
     async def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
+        """End the thread, after the batch that it scores."""
+        await asyncio.to_thread(self._thread.shutdown)
         await super().close()
 
 

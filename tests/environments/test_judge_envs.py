@@ -257,6 +257,20 @@ async def test_the_event_loop_runs_while_the_reward_model_scores(
     assert group["scores"][0] == 0.5
 
 
+async def test_the_event_loop_runs_while_close_waits_for_a_batch(
+    started: Any, reward_model: Callable[..., str]
+) -> None:
+    env = await started(reward.RewardModelEnv, lambda request: "Hi", reward_model=reward_model(1))
+    released = threading.Event()
+    batch = asyncio.create_task(env._in_thread(released.wait, 20))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(env.close())
+    await asyncio.sleep(0)
+    released.set()
+    assert await batch
+    await closing
+
+
 @pytest.mark.drill
 def test_check_finds_no_fault_with_a_reward_model(reward_model: Callable[..., str]) -> None:
     path = reward_model(1)

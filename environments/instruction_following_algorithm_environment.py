@@ -173,6 +173,15 @@ class InstructionFollowingEnv(DatasetEnv):
             metrics["curriculum/avg_attempts_active"] = sum(attempts) / len(attempts)
         await super().wandb_log(metrics)
 
+    def load_checkpoint(self) -> None:
+        """Restore the queue, without rows that are gone, and with new ones at its end."""
+        super().load_checkpoint()
+        rows = self.instructions
+        self.solved_items = [key for key in self.solved_items if key in rows]
+        unsolved = [key for key in self.active_train_queue if key in rows]
+        known = {*self.solved_items, *unsolved}
+        self.active_train_queue = [*unsolved, *(key for key in rows if key not in known)]
+
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Save the queue, with the instructions in flight at its front, and the unsolved rows."""
         unsolved = list(dict.fromkeys([*self.in_flight, *self.active_train_queue]))

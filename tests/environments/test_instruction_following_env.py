@@ -168,6 +168,27 @@ async def test_a_checkpoint_keeps_unsolved_instructions_also_those_in_flight(
     assert (await restarted.get_next_item()).key == in_flight.key
 
 
+async def test_a_checkpoint_of_other_rows_keeps_those_that_are_still_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    functions = ["validate_no_commas", "validate_uppercase", "validate_quotation"]
+    path = tmp_path / "rows.jsonl"
+
+    async def started_with(functions: list[str]) -> Any:
+        path.write_text("\n".join(json.dumps(row(each)) for each in functions))
+        return await started(monkeypatch, "", dataset_path=str(path), num_eval_rows=0)
+
+    env = await started_with(functions[:2])
+    env.checkpoint_dir = str(tmp_path / "checkpoints")
+    env.save_checkpoint(1)
+    resumed = await started_with(functions[1:])
+    resumed.checkpoint_dir, resumed.curr_step = env.checkpoint_dir, 1
+    resumed.load_checkpoint()
+    asked = [(await resumed.get_next_item()).function for _ in range(2)]
+    assert asked == functions[1:]
+    resumed.save_checkpoint(2)
+
+
 async def test_an_instruction_is_queued_again_after_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

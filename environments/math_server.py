@@ -19,11 +19,11 @@ Needs: extras datasets, math.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import itertools
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -46,7 +46,7 @@ from atroposlib.inference.servers.choices import run_together
 
 BOX = "Put the final answer, and nothing else, inside \\boxed{}."
 SAME = 0.975
-"""Similarity of two solutions from which comparing them is pointless."""
+"""Share of common words from which comparing two solutions is pointless."""
 NUM_VOTES = 3
 """Votes of a comparison, in each of the two orders."""
 EVAL_PARTS = {
@@ -285,15 +285,21 @@ def last_boxed(text: str) -> str | None:
 
 
 def least_similar(rollouts: Sequence[Rollout]) -> list[Rollout] | None:
-    """Return the two rollouts whose solutions differ most; None if even these are nearly the same."""
+    """Return the two rollouts whose solutions share the fewest words; None if even these are nearly the same.
 
-    def similarity(pair: tuple[Rollout, Rollout]) -> float:
-        first, second = (after_thinking(rollout.completion) for rollout in pair)
-        return difflib.SequenceMatcher(None, first, second).ratio()
+    The order of the words does not count: an alignment of every pair of long solutions would take seconds.
+    """
+    words = [Counter(after_thinking(rollout.completion).split()) for rollout in rollouts]
 
-    pairs = [(similarity(pair), pair) for pair in itertools.combinations(rollouts, 2)]
-    least, pair = min(pairs, key=lambda each: each[0], default=(1.0, ()))
-    return list(pair) if least < SAME else None
+    def similarity(pair: tuple[int, int]) -> float:
+        first, second = (words[i] for i in pair)
+        return 2 * (first & second).total() / max(1, first.total() + second.total())
+
+    pairs = itertools.combinations(range(len(rollouts)), 2)
+    least = min(pairs, key=similarity, default=None)
+    if least is None or similarity(least) >= SAME:
+        return None
+    return [rollouts[i] for i in least]
 
 
 def cosine_scores(lengths: Sequence[int]) -> list[float]:

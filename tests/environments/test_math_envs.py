@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.dataset_env import Rollout
 from atroposlib.envs.math_env import Problem, is_correct
 from atroposlib.inference.harness import HarnessRequest
 from tests.environments.helpers_environments import load, make_env
@@ -80,6 +81,22 @@ async def test_equal_right_solutions_are_not_compared_and_all_wrong_ones_dropped
     assert await env.collect_trajectories(problem()) == (None, [])
     env = await started(lambda request: WRONG)
     assert await env.collect_trajectories(problem()) == (None, [])
+
+
+def test_long_solutions_that_differ_in_one_word_are_not_compared() -> None:
+    long = " then it is 7, or so it is." * 40
+    rollouts = [rollout(f"</think>{first}{long}") for first in ("If", "And")]
+    assert maths.least_similar(rollouts) is None
+
+
+def test_the_two_solutions_with_the_fewest_common_words_are_compared() -> None:
+    texts = ["Add three to four.", "Count from three to seven", "Add 3 to four."]
+    pair = maths.least_similar([rollout(f"</think>{text}") for text in texts])
+    assert [each.completion for each in pair] == [f"</think>{text}" for text in texts[1:]]
+
+
+def rollout(answer: str) -> Rollout:
+    return Rollout(messages=[{"role": "assistant", "content": answer}], nodes=[])
 
 
 def vote_for_the_longer(request: HarnessRequest) -> str:

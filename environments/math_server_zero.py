@@ -89,9 +89,9 @@ class MathZeroEnv(VerifiedMathEnv):
         ]
 
     def token_limit(self, prompt: str, split: Split) -> int:
-        """Return the token limit of an answer at this step; in evaluation that of the last step."""
+        """Return the token limit of an answer at this step; in evaluation that of the last step. At least 1."""
         longest = self.config.max_token_length
-        room = longest - len(self.tokenizer.encode(prompt))
+        room = max(1, longest - len(self.tokenizer.encode(prompt)))
         start, num_steps = min(self.config.start_tok_length, longest), self.config.total_steps
         if split == "eval" or num_steps < 1:
             return room

@@ -218,3 +218,4 @@ async def test_a_base_model_continues_a_text_up_to_a_limit_that_rises(
     assert env.token_limit(prompt, "train") == 1500
     env.curr_step = 10
     assert env.token_limit(prompt, "train") == env.token_limit(prompt, "eval") < 2500
+    assert env.token_limit("x" * 3000, "train") == env.token_limit("x" * 3000, "eval") == 1

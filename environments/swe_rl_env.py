@@ -16,6 +16,7 @@ Needs: extras datasets.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from pydantic import Field
 
 from atroposlib.envs.answers import THINK_FIRST, after_thinking_once
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Split
-from atroposlib.envs.patches import Files, apply_diff, apply_edits, changed, similarity_of_patches
+from atroposlib.envs.patches import Files, apply_diff, apply_edits, changed, similarity_of_edits
 from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rows import HubRows
 
@@ -173,17 +174,18 @@ class SWERLEnv(DatasetEnv):
     async def roll_out(self, row: Issue, n: int, *, split: Split) -> list[Rollout]:
         """Sample answers, and note what is well-formed in them."""
         rollouts = await super().roll_out(row, n, split=split)
-        self.forms[split] += [form_of(row.files, rollout.completion) for rollout in rollouts]
+        self.forms[split] += await asyncio.to_thread(
+            lambda: [form_of(row.files, rollout.completion) for rollout in rollouts]
+        )
         return rollouts
 
     async def score(self, row: Issue, answer: str) -> Outcome:
         """Return the similarity of the patches; 0 if the answer is malformed."""
         solution = after_thinking_once(answer)
-        after = None if solution is None else apply_edits(row.files, solution)
-        if after is None:
+        if solution is None:
             return 0.0
         similarity: Outcome = await self.in_worker(
-            similarity_of_patches, row.files, row.repaired, after
+            similarity_of_edits, row.files, row.repaired, solution
         )
         return similarity
 

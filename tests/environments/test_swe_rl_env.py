@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
-from atroposlib.envs.patches import apply_diff
+from atroposlib.envs.patches import apply_diff, apply_edits
 from tests.environments.helpers_environments import load, make_env
 
 swe = load("swe_rl_env")
@@ -114,6 +115,22 @@ async def test_the_example_is_shown_until_enough_answers_are_well_formed(
     assert [each["env/using_icl_prompt"] for each in logged] == [1.0, 1.0, 0.0]
     assert [each["train/avg_patch_format_accuracy"] for each in logged] == [0.0, 0.5, 0.5]
     assert logged[1]["train/avg_similarity_score_for_correct_patches"] == 1.0
+
+
+async def test_edits_are_not_applied_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def apply(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return apply_edits(*args)
+
+    monkeypatch.setattr(swe, "apply_edits", apply)
+    env = await started(monkeypatch, [f"<think>a</think>\n{GOOD}"] * 2, group_size=2)
+    group, _ = await env.collect_trajectories(env.parse_row(ROW))
+    await env.close()
+    assert group["scores"] == [1.0, 1.0]
+    assert threading.current_thread() not in threads
+    assert len(threads) == 2  # once for each answer in this process
 
 
 async def test_evaluation_counts_well_formed_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,13 @@ from pydantic import Field
 
 from atroposlib.envs.answers import after_thinking_once, only_tagged
 from atroposlib.envs.base import ScoredDataGroup
-from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Split, success_rates
+from atroposlib.envs.dataset_env import (
+    DatasetEnv,
+    DatasetEnvConfig,
+    Rollout,
+    Split,
+    success_rates,
+)
 from atroposlib.envs.rows import HubRows
 from atroposlib.errors import ConfigError, EnvError, require
 
@@ -136,13 +142,19 @@ class LetterCountingEnv(DatasetEnv):
 
     def score(self, row: Question, answer: str) -> float:
         """Return 1 for exactly the right counts in the required form, else 0."""
-        solution = after_thinking_once(answer)
-        if solution is None:
-            self.counts["think_format_errors"] += 1
-            return 0.0
-        counts = parse_counts(only_tagged(solution, "answer"))
-        self.counts["answer_format_errors"] += counts is None
-        return float(counts == row.answer)
+        return float(counts_of(answer) == row.answer)
+
+    async def roll_out(self, row: Question, n: int, *, split: Split) -> list[Rollout]:
+        """Sample answers; in training, count those that are not in the required form."""
+        rollouts = await super().roll_out(row, n, split=split)
+        for rollout in rollouts:
+            if split == "eval" or rollout.finish_reason == "length":
+                continue
+            if after_thinking_once(rollout.completion) is None:
+                self.counts["think_format_errors"] += 1
+            elif counts_of(rollout.completion) is None:
+                self.counts["answer_format_errors"] += 1
+        return rollouts
 
     def shape_group(self, row: Question, group: ScoredDataGroup) -> ScoredDataGroup | None:
         """Adapt the level; drop groups that are too easy or too hard."""
@@ -222,6 +234,11 @@ def pick_letters(rng: random.Random, text: str, num: int) -> list[str]:
         pool = present if (rng.random() < share_present and present) or not absent else absent
         picked.append(pool.pop(rng.randrange(len(pool))))
     return picked
+
+
+def counts_of(answer: str) -> int | dict[str, int] | None:
+    """Return the counts in the only answer tags after the thinking; None if the form is another."""
+    return parse_counts(only_tagged(after_thinking_once(answer) or "", "answer"))
 
 
 def parse_counts(text: str | None) -> int | dict[str, int] | None:

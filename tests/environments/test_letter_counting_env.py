@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from tests.environments.helpers_environments import load, make_env
 counting = load("letter_counting_environment.letter_counting_environment")
 
 
-async def started(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
+async def started(
+    monkeypatch: pytest.MonkeyPatch, answers: Sequence[str] = ("",), **settings: Any
+) -> Any:
     env = make_env(
         counting.LetterCountingEnv,
         monkeypatch,
-        respond=lambda request: "",
+        respond=lambda request: answers[request.choice % len(answers)],
         dataset_path="sample",
         **settings,
     )
@@ -64,6 +67,19 @@ async def test_all_letters_and_no_other_must_be_counted(monkeypatch: pytest.Monk
     assert env.score(row, tagged('{"b": 0, "a": 3}')) == 1.0
     assert env.score(row, tagged('{"a": 3}')) == 0.0
     assert env.score(row, tagged('{"a": 3, "b": 0, "c": 1}')) == 0.0
+
+
+async def test_format_errors_of_training_are_counted_and_those_of_evaluation_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = ["3 I think", "<think>a</think> 3", "<think>a</think><answer>3</answer>"]
+    env = await started(
+        monkeypatch, answers=answers, group_size=3, num_eval_samples=3, min_trained_tokens=0
+    )
+    await env.evaluate()
+    assert env.counts == {}
+    await env.collect_trajectories(counting.Question("?", 3, 3))
+    assert env.counts == {"think_format_errors": 1, "answer_format_errors": 1}
 
 
 async def test_the_level_follows_the_success_and_is_saved(

@@ -80,10 +80,10 @@ def is_same_text(printed: str, expected: str) -> bool:
 
 
 def is_same_value(printed: str, expected: str) -> bool:
-    """Whether the last line printed is the expected value as JSON.
+    """Whether the last line printed is the expected value as JSON; 1, 1.0 and true are equal, as in LiveCodeBench.
 
-    >>> is_same_value("debug\\n[1, 2]\\n", "[1,2]"), is_same_value("[1, 2", "[1, 2]")
-    (True, False)
+    >>> is_same_value("debug\\n[1, 2]\\n", "[1,2]"), is_same_value("[1, 2", "[1, 2]"), is_same_value("1", "true")
+    (True, False, True)
     """
     wanted = json.loads(expected)
     try:

@@ -61,7 +61,7 @@ def programs(tmp_path: Path, run: dict[str, Any], **environ: str) -> dict[str, P
         ({"hub": {"prot": 1}}, r"hub\.prot: unknown key; did you mean port\?"),
         ({"environments": {"a": {"flag": {}}}}, r"environments\.a\.flag: .* did you mean flags\?"),
         ({"hub": {"port": 99999}}, r"hub\.port: Input should be less than .*; got 99999"),
-        ({"hub": {"count": 2}}, r"hub\.count: a run has one hub"),
+        ({"hub": {"count": 2}}, r"hub\.count: several hubs share a database: give .*database"),
         ({"name": "My Run"}, r"name: String should match pattern"),
         ({"engine": {"memory": "lots"}}, r"engine\.memory: .*; got lots"),
         ({"environments": {"gsm8k_servr": {}}}, r"gsm8k_servr: .* did you mean gsm8k_server\?"),
@@ -145,6 +145,29 @@ def test_a_flag_in_the_file_replaces_the_launchers_in_any_spelling(tmp_path: Pat
 def test_a_hub_without_a_data_directory_gets_none(tmp_path: Path, hub: dict[str, Any]) -> None:
     found = programs(tmp_path, {"name": "run", "hub": hub}, ATROPOS_DATABASE="postgresql://x")
     assert "data_dir" not in " ".join(found["hub"].argv)
+
+
+@pytest.mark.parametrize(
+    "hub",
+    [
+        {"flags": {"database": "postgresql://db/runs"}},
+        {"env": {"ATROPOS_DATABASE": "${ATROPOS_DATABASE}"}},
+        {"command": ["run-api", "--port", "${PORT}", "--database=postgresql://db/runs"]},
+    ],
+)
+def test_hubs_that_share_a_database_serve_the_environments_in_turn(
+    tmp_path: Path, hub: dict[str, Any]
+) -> None:
+    run = {
+        "name": "run",
+        "hub": {"count": 2, **hub},
+        "environments": {"gsm8k_server": {"count": 3}},
+    }
+    found = programs(tmp_path, run, ATROPOS_DATABASE="postgresql://db/runs")
+    assert [found[f"hub-{i}"].env["PORT"] for i in range(2)] == ["8000", "8001"]
+    assert [found[f"gsm8k_server-{i}"].env["HUB_URL"][-4:] for i in range(3)] == [
+        *("8000", "8001", "8000"),
+    ]
 
 
 def test_the_run_file_of_the_readme_is_valid(tmp_path: Path) -> None:

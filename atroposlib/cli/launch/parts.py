@@ -156,11 +156,20 @@ def _needs(section: Section, run: RunFile, *usual: str) -> list[str]:
 
 def _hub(run: RunFile, hub: Hub) -> Part:
     defaults = {"host": "${HOST}", "port": "${PORT}", "data_dir": "${RUN_DIR}/hub"}
-    if {"memory", "database"} & hub.flags.keys() or "ATROPOS_DATABASE" in {**run.env, **hub.env}:
+    words = [str(word).partition("=")[0] for word in hub.command or []]
+    has_database = (
+        "database" in hub.flags
+        or "--database" in words
+        or "ATROPOS_DATABASE" in {**run.env, **hub.env}
+    )
+    if has_database or "memory" in hub.flags:
         del defaults["data_dir"]
     own = _program("atroposlib.cli.run_api", hub, defaults)
-    if hub.count != 1:
-        raise ConfigError("hub.count: a run has one hub")
+    if hub.count > 1 and not has_database:
+        raise ConfigError(
+            "hub.count: several hubs share a database: give its URL as hub.flags.database, or as ATROPOS_DATABASE "
+            "below env"
+        )
     return Part(name="hub", command=_command(hub, "hub", own), needs=_needs(hub, run), section=hub)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from atroposlib.cli.launch.view import RunView
 from atroposlib.errors import AtroposError, ConfigError
 
 HOST = "127.0.0.1"
+_HUB = re.compile(r"hub(-\d+)?")
+"""Instances of the part `hub`."""
 
 
 def up(path: Path, *, directory: Path = Path("runs")) -> None:
@@ -90,7 +93,7 @@ def environment() -> dict[str, str]:
 
 async def _run(run: RunFile, programs: list[Program], run_dir: Path, console: Console) -> None:
     names = [program.name for program in programs]
-    hub = next((program for program in programs if program.name == "hub"), None)
+    hub = next((program for program in programs if _HUB.fullmatch(program.name)), None)
     with RunView(console, log_dir=run_dir, names=names) as view:
         async with (
             _reader(hub) as reader,
@@ -108,7 +111,7 @@ async def _run(run: RunFile, programs: list[Program], run_dir: Path, console: Co
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-            others = [each for each in launcher.programs.values() if each.name != "hub"]
+            others = [each for each in launcher.programs.values() if not _HUB.fullmatch(each.name)]
             launcher.stop(*others)
             view.print_logs()
             if reader is not None:

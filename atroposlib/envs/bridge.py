@@ -101,8 +101,8 @@ class Bridge:
         child = await self._running()
         call_id = next(self._ids)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        child.replies[call_id] = reply
         child.send({"id": call_id, "call": name, "arguments": arguments})
+        child.replies[call_id] = reply
         try:
             return await reply
         except asyncio.CancelledError:

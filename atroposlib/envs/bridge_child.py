@@ -118,7 +118,7 @@ class _Server:
             if task := self._tasks.get(message["cancel"]):
                 task.cancel()
             return
-        task = asyncio.create_task(functions[message["call"]](**message["arguments"]))
+        task = asyncio.create_task(_call(functions, message["call"], message["arguments"]))
         self._tasks[message["id"]] = task
         task.add_done_callback(functools.partial(self._answer, message["id"]))
 
@@ -138,6 +138,11 @@ class _Server:
         with contextlib.suppress(BrokenPipeError):
             self._replies.write(json.dumps(message).encode() + b"\n")
             self._replies.flush()
+
+
+async def _call(functions: dict[str, Any], name: str, arguments: dict[str, Any]) -> Any:
+    """Call a function; a wrong name or argument raises in the call's task, which reports it."""
+    return await functions[name](**arguments)
 
 
 def _load(path: str) -> ModuleType:

@@ -122,6 +122,25 @@ async def test_an_exception_of_the_child_is_raised_with_its_type(bridge: Bridge)
     assert await bridge.call("add", a=1, b=1) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [("missing", {}, "KeyError: 'missing'"), ("add", {"a": 1}, "TypeError: .*'b'")],
+)
+async def test_a_call_that_the_child_cannot_make_fails(
+    bridge: Bridge, name: str, arguments: dict[str, int], error: str
+) -> None:
+    with pytest.raises(EnvError, match=error):
+        await asyncio.wait_for(bridge.call(name, **arguments), timeout=20)
+    assert await bridge.call("add", a=1, b=1) == 2
+
+
+async def test_arguments_that_are_not_json_leave_no_call_in_flight(bridge: Bridge) -> None:
+    with pytest.raises(TypeError, match="set"):
+        await bridge.call("repeat", text={1})
+    assert bridge._child is not None
+    assert bridge._child.replies == {}
+
+
 async def test_output_of_the_childs_code_is_logged(
     bridge: Bridge, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -236,13 +236,16 @@ class DockerSandbox:
             result = _run(argv, source, stdin, limits, settings, dict(os.environ))
             has_ended = result.reason in ("exit", "memory", "crash")
         finally:
-            if not has_ended:  # only the client was killed
-                subprocess.run(
-                    [self._program, "rm", "--force", name],
-                    capture_output=True,
-                    timeout=_REMOVE_S,
-                    check=False,
-                )
+            if (
+                not has_ended
+            ):  # only the client was killed; without the removal, `timeout` ends the container
+                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                    subprocess.run(
+                        [self._program, "rm", "--force", name],
+                        capture_output=True,
+                        timeout=_REMOVE_S,
+                        check=False,
+                    )
         return result
 
 
@@ -373,15 +376,19 @@ def _run(
     """Run a program in the sandbox that `python` starts: a command that ends in an interpreter."""
     code = source.encode("utf-8", "replace")
     sized = repr({"num_source_bytes": len(code), **settings})
-    with subprocess.Popen(
-        [*python, "-I", "-c", _CHILD, sized],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=cwd,
-        env=environment,
-        start_new_session=True,
-    ) as process:
+    try:
+        started = subprocess.Popen(
+            [*python, "-I", "-c", _CHILD, sized],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=cwd,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise EnvError(f"cannot run {python[0]}: {error}") from error
+    with started as process:
         try:
             output = _exchange(process, code + stdin.encode("utf-8", "replace"), limits)
         finally:

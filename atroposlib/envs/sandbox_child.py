@@ -27,7 +27,10 @@ def become(settings: dict[str, Any]) -> None:
     """Run the program within `settings`: num_source_bytes, limits by name, user id or None, is_plain."""
     source = bytearray()
     while len(source) < settings["num_source_bytes"]:
-        source += os.read(0, settings["num_source_bytes"] - len(source))
+        chunk = os.read(0, settings["num_source_bytes"] - len(source))
+        if not chunk:
+            sys.exit("the caller ended before it had sent the program")
+        source += chunk
     for name, value in settings["limits"].items():
         number = getattr(resource, name)
         hard = resource.getrlimit(number)[1]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from atroposlib.envs import sandbox
+from atroposlib.envs import sandbox, sandbox_child
 from atroposlib.envs.sandbox import (
     BubblewrapSandbox,
     DockerSandbox,
@@ -52,6 +53,27 @@ def box(request: pytest.FixtureRequest) -> Sandbox:
     if not isinstance(local_sandbox(), BubblewrapSandbox):
         pytest.skip("bubblewrap is missing or may not create namespaces")
     return local_sandbox()
+
+
+def test_a_program_whose_caller_died_while_sending_it_ends() -> None:
+    settings = {"num_source_bytes": 100, "limits": {}, "user": None, "is_plain": False}
+    ended = subprocess.run(
+        [sys.executable, "-I", sandbox_child.__file__, repr(settings)],
+        input=b"print(1)",
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.stdout == b""
+    assert ended.returncode != 0
+
+
+@pytest.mark.parametrize(
+    "box", [BubblewrapSandbox("missing"), DockerSandbox("image", program="missing")]
+)
+def test_a_sandbox_program_that_is_missing_is_named(box: Sandbox) -> None:
+    with pytest.raises(EnvError, match="cannot run missing"):
+        run_code("print(1)", sandbox=box)
 
 
 def run(

@@ -13,6 +13,7 @@ import itertools
 import json
 import random
 import string
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from atroposlib.environments.letter_counting_environment.letter_counting_environ
     make_question,
 )
 
+from atroposlib.cli._demo.commands import PROMPTS_PER_STEP
 from atroposlib.cli._demo.tiny_model import build_tokenizer
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.scored_data import IGNORE_INDEX
@@ -50,12 +52,14 @@ class Task:
     module: str
     """Of `atroposlib.environments`."""
     cls: str
-    rows: Callable[[random.Random], tuple[Rows, Rows]]
-    """The rows of `--env.dataset_path` and `--env.eval_dataset_path`; no held-out word is trained on."""
     random_answer: Answer
     """What the starting policy imitates."""
     flags: dict[str, Any]
     num_steps: int
+    rows: Callable[[random.Random], tuple[Rows, Rows]] | None = None
+    """The rows of `--env.dataset_path` and `--env.eval_dataset_path`; no held-out word is trained on. None: the
+    environment generates its items."""
+    prompts_per_step: int = PROMPTS_PER_STEP
     reference: tuple[str, float] | None = None
     """A score to compare with, and what has it."""
 
@@ -83,6 +87,10 @@ def counting_rows(rng: random.Random) -> tuple[Rows, Rows]:
 
 def random_count(rng: random.Random, prompt: str) -> str:
     return f"<think>I count.</think> <answer>{rng.randrange(4)}</answer>"
+
+
+def random_step(rng: random.Random, prompt: str) -> str:
+    return f"<action>{rng.randrange(4)}</action>"
 
 
 def shuffled(rng: random.Random, values: Sequence[Any]) -> list[Any]:
@@ -121,17 +129,35 @@ TASKS = {
         # 88 of the 200 held-out questions have the answer 0.
         reference=("always the answer 0", 0.44),
     ),
+    "lake": Task(
+        title="FrozenLake of 2 x 2, several turns",
+        module="game_environments.gymnasium.gymnasium_env",
+        cls="GymnasiumEnv",
+        random_answer=random_step,
+        flags={
+            "env_kwargs": {"desc": ["SF", "HG"], "is_slippery": False},
+            "rules": "Walk to G, not into H.",
+            "invalid_reward": 0.0,
+            "max_turns": 5,
+            "max_token_length": 8,
+            "max_episode_tokens": MAX_POSITIONS,
+        },
+        num_steps=40,
+        prompts_per_step=16,
+    ),
 }
 
 
 def write_rows(task: Task, folder: Path) -> dict[str, Any]:
     """Write the rows of a task, the same for every seed, and return the flags of its environment."""
+    flags = {**task.flags, "num_eval_rows": NUM_HELDOUT, "eval_temperature": 1.0}
+    if task.rows is None:
+        return flags
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "train.jsonl", folder / "heldout.jsonl"]
     for path, rows in zip(paths, task.rows(random.Random(0)), strict=True):
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    data = {"dataset_path": str(paths[0]), "eval_dataset_path": str(paths[1])}
-    return {**task.flags, **data, "num_eval_rows": NUM_HELDOUT, "eval_temperature": 1.0}
+    return {**flags, "dataset_path": str(paths[0]), "eval_dataset_path": str(paths[1])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,13 +216,12 @@ def _common(known: str, text: str) -> Iterator[str]:
 
 
 def make_tokenizer(played: Sequence[Demonstration]) -> Any:
-    """Return a tokenizer of characters and of the texts that all messages at one place share."""
-    texts = [[m["content"] for m in each.messages] for each in played[:NUM_COMPARED]]
-    whole = {
-        text
-        for place in range(min(map(len, texts)))
-        for text in shared_texts([conversation[place] for conversation in texts])
-    }
+    """Return a tokenizer of characters, and of texts shared by all first messages, or by all later ones of a role."""
+    texts: dict[Any, list[str]] = defaultdict(list)
+    for each in played[:NUM_COMPARED]:
+        for place, message in enumerate(each.messages):
+            texts[place if place < 2 else message["role"]].append(message["content"])
+    whole = {text for alike in texts.values() for text in shared_texts(alike)}
     return build_tokenizer(CHARACTERS, whole_texts=sorted(whole))
 
 

@@ -23,7 +23,6 @@ import httpx
 
 from atroposlib.cli._demo.commands import (
     GROUP_SIZE,
-    PROMPTS_PER_STEP,
     SEQUENCES_PER_STEP,
     TRAINER_RECIPE,
     environment_variables,
@@ -47,7 +46,7 @@ NUM_SEEDS = 3
 LEARNING_RATE = 3e-4
 STARTUP_TIMEOUT_S = 180.0
 POLL_INTERVAL_S = 0.2
-COLORS = ("#c96f1a", "#2a85c9")
+COLORS = ("#c96f1a", "#2a85c9", "#3a9a5c")
 """Readable on white and on black, as is the grey of the text."""
 GREY = "#808890"
 
@@ -58,7 +57,10 @@ def run(task: Task, *, name: str, seed: int, num_steps: int, out: Path) -> dict[
     played = asyncio.run(demonstrate(task, flags, seed=seed, num=NUM_DEMONSTRATIONS))
     make_starting_policy(played, out / "model", seed=seed)
     hub_url, engine_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
-    own = {f"env.{key}": value for key, value in flags.items()}
+    own = {
+        f"env.{key}": json.dumps(value) if isinstance(value, dict) else value
+        for key, value in flags.items()
+    }
     environment = {
         "env.tokenizer_name": out / "model",
         "env.seed": seed,
@@ -73,13 +75,14 @@ def run(task: Task, *, name: str, seed: int, num_steps: int, out: Path) -> dict[
         "env.group_size": GROUP_SIZE,
         "env.total_steps": num_steps + 1,
         "env.steps_per_eval": 0,
-        "env.max_num_workers": PROMPTS_PER_STEP,
+        "env.max_num_workers": task.prompts_per_step,
         "env.max_batches_offpolicy": 1,
         # The mean reward is that of all fresh items only if no group is left out.
         "env.ensure_scores_are_not_same": False,
     }
     module = f"atroposlib.environments.{task.module}"
     recipe = {**TRAINER_RECIPE, "seq_len": MAX_POSITIONS, "lr": LEARNING_RATE}
+    recipe["batch_size"] = GROUP_SIZE * task.prompts_per_step
     with ExitStack() as stack:
 
         def start(name: str, program: list[str], url: str | None = None) -> OwnedProcess:

@@ -1058,3 +1058,15 @@ async def test_process_that_lost_its_place_cannot_disconnect_its_successor() -> 
     assert coordinator.explain().environments[0].state == "active"
     await coordinator.disconnect_env(0, env_uid="new")
     assert coordinator.explain().environments[0].state == "disconnected"
+
+
+async def test_an_environment_ahead_of_its_share_is_still_asked_for_its_minimum() -> None:
+    """Without the minimum no batch is cut: an environment that is asked for nothing would stop the run."""
+    coordinator = await started(16)
+    await joined(coordinator, desired_name="small", weight=0.0, min_batch_allocation=1 / 16)
+    await joined(coordinator, desired_name="large")
+    for _ in range(4):
+        groups = [incoming(4, env_id=0), *(incoming(4, env_id=1) for _ in range(6))]
+        await coordinator.accept(groups)
+        await trained(coordinator)
+    assert coordinator.status_env(0).wanted_share == 1 / 16

@@ -37,6 +37,7 @@ def env_status(run: RunState, environment: Environment, *, now: float) -> EnvSta
     max_group_size = max(1, run.queue.largest_of_all())
     own = run.queue.num_sequences(env_id)
     others = run.backlog.of_others(env_id, batch_size=run.batch_size, max_group_size=max_group_size)
+    wanted = run.shares.wanted(env_id, own=run.environments.own_share(environment))
     return EnvStatus(
         current_step=run.current_step,
         queue_size=(own + others) // group_size,
@@ -47,7 +48,8 @@ def env_status(run: RunState, environment: Environment, *, now: float) -> EnvSta
         policy_version=run.policy_version,
         trainer_step_s=run.trainer_times.step_s,
         trainer_waits_s=run.trainer_waits_s(now),
-        wanted_share=run.shares.wanted(env_id, own=run.environments.own_share(environment)),
+        # Even if it is ahead of its share: no batch is cut without the minimum.
+        wanted_share=max(wanted, min(1.0, environment.share)),
         trainer_wait_share=run.trainer_wait_share(now),
         staleness=run.trainer_times.staleness,
     )

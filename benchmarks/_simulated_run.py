@@ -1,0 +1,489 @@
+"""One run of `simulation.py`: a real coordinator, its trainer and environments in virtual time, and the invariants."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from atroposlib.api.run.batching import Plan, sequence_floors
+from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.leases import LeaseRequest
+from atroposlib.api.run.shares import NUM_BATCHES
+from atroposlib.api.run.types import Delivery, IncomingGroup, Overloaded, RunPolicy
+from atroposlib.api.schemas import EnvStatus, RegisterEnv, RegisterTrainer
+from atroposlib.api.stores.memory import MemoryStore
+from atroposlib.runtime.capacity import History, Load, num_to_start
+from atroposlib.wire import BlobFacts
+
+MINUTE_S, HOUR_S = 60.0, 3600.0
+ROLLOUT_S = 1200.0
+"""Mean of a Pareto distribution of shape 1.8."""
+MAX_STALENESS, MAX_BATCHES_OFFPOLICY = 16, 4
+CHECKPOINT_STEPS = 5
+POLICY = RunPolicy(env_timeout_s=600.0)
+BUSY_LOOK_S, IDLE_LOOK_S = 300.0, 60.0
+"""An environment asks for its status this often while its items run, and while it has none."""
+MAX_LACK = float(NUM_BATCHES)
+"""Groups that an environment may lack of its share of `NUM_BATCHES` batches."""
+SLOW = (8 / 24, 10 / 24)
+"""From when to when trainers are three times slower; of the simulated time."""
+
+
+class Event(NamedTuple):
+    time_s: float
+    number: int
+    action: Callable[[Any], Awaitable[None]]
+    subject: Any
+
+
+@dataclass(slots=True)
+class CallTimes:
+    calls: int = 0
+    cpu_s: float = 0.0
+    max_s: float = 0.0
+
+
+class Meter:
+    """CPU time of the coordinator, by call: `with meter("ack"): ...`."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, CallTimes] = {}
+
+    def __call__(self, name: str) -> Meter:
+        self._times = self.of.setdefault(name, CallTimes())
+        return self
+
+    def __enter__(self) -> None:
+        self._began = time.thread_time()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
+    ) -> None:
+        took_s = time.thread_time() - self._began
+        self._times.calls += 1
+        self._times.cpu_s += took_s
+        self._times.max_s = max(self._times.max_s, took_s)
+
+
+@dataclass(slots=True)
+class World:
+    """What the runs share: virtual time, chance, and the meter."""
+
+    events: list[Event]
+    numbers: Iterator[int]
+    rng: random.Random
+    meter: Meter
+    end_s: float
+    now: float = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def at(self, time_s: float, action: Callable[[Any], Awaitable[None]], subject: Any) -> None:
+        heapq.heappush(self.events, Event(time_s, next(self.numbers), action, subject))
+
+
+class Kind(NamedTuple):
+    group_size: int
+    weight: float
+    num_workers: int = 1
+    floor: float | None = None
+
+
+KINDS = [Kind(8, 1.0)] * 7 + [Kind(4, 2.0)] * 2 + [Kind(16, 1.0)]
+FLOORS = [Kind(8, 1.0, 32, 0.02), Kind(4, 1.0, 32, 0.01)]
+"""The first environments of a run; the others are of `KINDS` in turn."""
+
+
+@dataclass(slots=True, eq=False)
+class Env:
+    """One life of an environment's process."""
+
+    kind: Kind
+    uid: str
+    env_id: int
+    is_alive: bool = True
+    running: dict[int, float] = field(default_factory=dict)
+    """Items in flight and when they began."""
+    history: History = field(default_factory=History)
+    num_accepted: int = 0
+
+
+class Item(NamedTuple):
+    env: Env
+    number: int
+    version: int | None
+
+
+class Training(NamedTuple):
+    life: int
+    delivery: Delivery
+
+
+class Sample(NamedTuple):
+    """One virtual minute; counts are totals since the beginning."""
+
+    produced: int
+    expired: int
+    lost: int
+    steps: int
+    repeated: int
+    is_training: bool
+    busy: float
+    """Share of the environments that have items in flight."""
+    staleness: list[int]
+    """Of the groups delivered in this minute."""
+
+
+class SimulatedRun:
+    """One run. Methods that take a subject are events."""
+
+    def __init__(self, world: World, *, name: str, num_environments: int) -> None:
+        self.world = world
+        self.name = name
+        self.num_environments = num_environments
+        self.batch_size = num_environments * 2 // 16 * 16
+        self.step_s = 0.8 * self.batch_size / (num_environments * 8 / ROLLOUT_S)
+        """The trainer takes four fifths of the time that the environments need for a batch."""
+        self.store = MemoryStore()
+        self.coordinator = self._coordinator()
+        self.envs: list[Env] = []
+        self.samples: list[Sample] = []
+        self.num_lost = self.num_steps = self.num_repeated = self.num_env_crashes = 0
+        self.num_resumes = self.num_waived = self.num_checks = self.num_sent = 0
+        self.lacks: list[float] = []
+        self._life = 0
+        self._epoch: int | None = None
+        self._is_training = self._is_waiting = False
+        self._staleness: list[int] = []
+        self._delivered: dict[int, list[bytes]] = {}
+        """Payloads by step since the last checkpoint."""
+        self._trained: dict[bytes, int] = {}
+        """Step at which each group was trained."""
+        self._last_step = self._checkpoint = 0
+        self._window: deque[tuple[dict[int, float], Counter[int]]] = deque(maxlen=NUM_BATCHES)
+        """Per batch, the sequences that environments are entitled to and those taken from them."""
+        self._is_checked = True
+
+    def _coordinator(self) -> Coordinator:
+        return Coordinator(self.store, policy=POLICY, clock=self.world.clock, name=self.name)
+
+    async def start(self) -> None:
+        await self.coordinator.open()
+        await self._register()
+        await self.ask(self._life)
+        for index in range(self.num_environments):
+            kind = FLOORS[index] if index < len(FLOORS) else KINDS[index % len(KINDS)]
+            self.world.at(self.world.rng.uniform(0, 10 * MINUTE_S), self.join, kind)
+        self.world.at(MINUTE_S, self.each_minute, self)
+
+    # The trainer
+
+    async def _register(self, *, resume_step: int | None = None) -> None:
+        registration = RegisterTrainer(
+            wandb_group="simulation",
+            wandb_project="simulation",
+            batch_size=self.batch_size,
+            max_token_len=2048,
+            checkpoint_dir="",
+            save_checkpoint_interval=CHECKPOINT_STEPS,
+            starting_step=0,
+            num_steps=10**6,
+            max_staleness=MAX_STALENESS,
+            experiment=self.name,
+            resume_step=resume_step,
+        )
+        with self.world.meter("register"):
+            self._epoch = (await self.coordinator.register(registration)).epoch
+            await self.coordinator.set_policy(self._checkpoint, epoch=self._epoch)
+        crash_s = self.world.rng.expovariate(4 / self.world.end_s)
+        self.world.at(self.world.now + crash_s, self.crash_trainer, self._life)
+
+    async def ask(self, life: int) -> None:
+        """Take the next batch if there is one; else an arrival asks again."""
+        if life != self._life or self._is_training:
+            return
+        lease = LeaseRequest(epoch=self._epoch)
+        if self._is_waiting:
+            with self.world.meter("may_deliver"):
+                if not self.coordinator.may_deliver(lease):
+                    return
+        state = self.coordinator.state
+        plan, is_replay = state.look(), bool(state.leases.to_replay)
+        floors = sequence_floors(self.batch_size, state.environments.shares())
+        with self.world.meter("deliver"):
+            delivery = await self.coordinator.deliver(lease)
+        if delivery is not None:
+            self._check_batch(delivery, plan, floors, is_replay=is_replay)
+        self.check_ledger()
+        self._is_waiting = delivery is None
+        if delivery is None:
+            return
+        self._is_training = True
+        slowness = 3.0 if SLOW[0] <= self.world.now / self.world.end_s < SLOW[1] else 1.0
+        step_s = self.step_s * slowness * self.world.rng.lognormvariate(-0.125, 0.5)
+        training = Training(life, delivery)
+        self.world.at(self.world.now + step_s, self.finish_step, training)
+        self.world.at(self.world.now + 300.0, self.heartbeat, training)
+
+    async def heartbeat(self, training: Training) -> None:
+        life, delivery = training
+        if life == self._life and delivery.batch_id in self.coordinator.state.leases.leased:
+            with self.world.meter("heartbeat"):
+                await self.coordinator.heartbeat(delivery.batch_id, delivery.lease_id)
+            self.world.at(self.world.now + 300.0, self.heartbeat, training)
+
+    async def finish_step(self, training: Training) -> None:
+        life, delivery = training
+        if life != self._life:
+            return
+        with self.world.meter("ack"):
+            step = await self.coordinator.ack(delivery.batch_id, delivery.lease_id)
+        for payload in delivery.payloads:
+            assert payload not in self._trained, f"{payload!r} trained twice"
+            self._trained[payload] = step
+        self.num_steps += 1
+        self.num_repeated += step <= self._last_step
+        self._last_step = max(self._last_step, step)
+        with self.world.meter("set_policy"):
+            await self.coordinator.set_policy(step, epoch=self._epoch)
+        if step % CHECKPOINT_STEPS == 0:
+            self._checkpoint = step
+            with self.world.meter("checkpoint"):
+                await self.coordinator.checkpoint(step, epoch=self._epoch)
+            self._delivered = {at: each for at, each in self._delivered.items() if at > step}
+        self._is_training = False
+        self.check_ledger()
+        await self.ask(life)
+
+    async def crash_trainer(self, life: int) -> None:
+        self._life += 1
+        self._is_training = self._is_waiting = False
+        minutes = self.world.rng.uniform(2, 10)
+        self.world.at(self.world.now + minutes * MINUTE_S, self.resume, self._life)
+
+    async def resume(self, life: int) -> None:
+        """The trainer returns with its last checkpoint; what it trained on since is trained on again."""
+        self.num_resumes += 1
+        trained = self._trained.items()
+        self._trained = {each: step for each, step in trained if step <= self._checkpoint}
+        await self._register(resume_step=self._checkpoint)
+        self.check_ledger()
+        await self.ask(life)
+
+    # Environments
+
+    async def join(self, kind: Kind) -> None:
+        """A new process registers; it has no memory of an earlier one."""
+        uid = f"{self.name}-{next(self.world.numbers)}"
+        registration = RegisterEnv(
+            max_token_length=2048,
+            desired_name=f"{kind.group_size}",
+            weight=kind.weight,
+            group_size=kind.group_size,
+            min_batch_allocation=kind.floor,
+            env_uid=uid,
+        )
+        with self.world.meter("register_env"):
+            found = await self.coordinator.register_env(registration)
+        assert found is not None
+        env = Env(kind, uid, found.env_id)
+        self.envs.append(env)
+        crash_s = self.world.rng.expovariate(1 / self.world.end_s)
+        self.world.at(self.world.now + crash_s, self.crash_env, env)
+        await self.look(env)
+
+    async def crash_env(self, env: Env) -> None:
+        """The process vanishes without a word; its items are lost."""
+        if not env.is_alive:
+            return
+        env.is_alive = False
+        self.envs.remove(env)
+        self.num_lost += len(env.running)
+        self.num_env_crashes += 1
+        back_s = self.world.rng.uniform(1, 30) * MINUTE_S
+        self.world.at(self.world.now + back_s, self.join, env.kind)
+
+    async def lose_environments(self, _: SimulatedRun) -> None:
+        for env in self.world.rng.sample(self.envs, len(self.envs) // 3):
+            await self.crash_env(env)
+
+    async def look(self, env: Env) -> None:
+        """Ask for the status now and from time to time, and start items."""
+        if env.is_alive:
+            self._start_items(env)
+            after_s = BUSY_LOOK_S if env.running else IDLE_LOOK_S
+            self.world.at(self.world.now + after_s, self.look, env)
+
+    def _start_items(self, env: Env) -> None:
+        with self.world.meter("status_env"):
+            status = self.coordinator.status_env(env.env_id, env_uid=env.uid)
+        if len(env.running) == env.kind.num_workers:
+            return
+        for _ in range(num_to_start(self._load(env, status))):
+            number = next(self.world.numbers)
+            env.running[number] = self.world.now
+            rollout_s = ROLLOUT_S * 0.8 / 1.8 * self.world.rng.paretovariate(1.8)
+            item = Item(env, number, status.policy_version)
+            self.world.at(self.world.now + rollout_s, self.finish_item, item)
+
+    def _load(self, env: Env, status: EnvStatus) -> Load:
+        now, demand = self.world.now, None
+        if status.trainer_step_s is not None:
+            demand = env.history.demand(
+                step_s=status.trainer_step_s,
+                ages_s=[now - since for since in env.running.values()],
+                missing_sequences=self.batch_size - status.queue_size * env.kind.group_size,
+                trainer_waits_s=status.trainer_waits_s,
+            )
+        return Load(
+            max_workers=env.kind.num_workers,
+            running=len(env.running),
+            group_size=env.kind.group_size,
+            batch_size=self.batch_size,
+            max_batches_offpolicy=MAX_BATCHES_OFFPOLICY,
+            queue_size=status.queue_size,
+            self_queue_size=status.self_queue_size,
+            unallocated_fraction=status.unallocated_fraction,
+            min_batch_allocation=env.kind.floor,
+            wanted_share=status.wanted_share,
+            demand=demand,
+        )
+
+    async def finish_item(self, item: Item) -> None:
+        """Send the group; one of 20 is half a group, and one of 100 is sent twice."""
+        env, number, version = item
+        if not env.is_alive:
+            return
+        size = env.kind.group_size // (2 if number % 20 == 0 else 1)
+        facts = BlobFacts(
+            env_id=env.env_id,
+            num_sequences=size,
+            num_tokens=size * 2048,
+            policy_version=version,
+            group_id=str(number),
+            digest=number.to_bytes(16, "big"),
+        )
+        group = IncomingGroup(facts, payload=number.to_bytes(5, "big"))
+        try:
+            with self.world.meter("accept"):
+                [receipt] = await self.coordinator.accept([group], experiment=self.name)
+        except Overloaded:
+            self.world.at(self.world.now + 30.0, self.finish_item, item)
+            return
+        assert not receipt.is_duplicate
+        self.num_sent += 1
+        if number % 100 == 0:
+            with self.world.meter("accept"):
+                [receipt] = await self.coordinator.accept([group], experiment=self.name)
+            assert receipt.is_duplicate
+        self.check_ledger()
+        env.num_accepted += 1
+        env.history.add(self.world.now - env.running.pop(number), num_accepted=env.num_accepted)
+        self._start_items(env)
+        if self._is_waiting:
+            await self.ask(self._life)
+
+    # The hub
+
+    async def kill_hub(self, _: SimulatedRun) -> None:
+        """A new process opens the store; environments, leases and every count must be as before."""
+        before = self.coordinator.ledger().model_dump(exclude={"duplicates"})
+        self.coordinator = self._coordinator()
+        with self.world.meter("open"):
+            await self.coordinator.open()
+        after = self.coordinator.ledger().model_dump(exclude={"duplicates"})
+        assert before == after, (before, after)
+        self.check_ledger()
+        if self._is_waiting:  # its request broke; it asks again
+            self._is_waiting = False
+            await self.ask(self._life)
+
+    # Checks
+
+    def check_ledger(self) -> None:
+        """Every group sent is in exactly one place."""
+        self.num_checks += 1
+        ledger = self.coordinator.ledger()
+        places = ledger.queued + ledger.buffered + ledger.leased + ledger.trained
+        ends = ledger.expired + ledger.dead + ledger.discarded + sum(ledger.rejected.values())
+        assert ledger.produced == places + ends == self.num_sent, ledger
+
+    def _check_batch(
+        self, delivery: Delivery, plan: object, floors: dict[int, int], *, is_replay: bool
+    ) -> None:
+        """The batch is exact, honours or waives each floor, is not too old, and is the same when repeated."""
+        state = self.coordinator.state
+        headers = state.leases.held(delivery.batch_id, delivery.lease_id).headers
+        assert sum(header.num_sequences for header in headers) == self.batch_size
+        earlier = self._delivered.setdefault(delivery.step, delivery.payloads)
+        assert earlier == delivery.payloads, f"step {delivery.step} was replayed with other groups"
+        if is_replay:
+            return
+        assert max(delivery.staleness) <= MAX_STALENESS
+        self._staleness += delivery.staleness
+        taken: Counter[int] = Counter()
+        for header in headers:
+            assert header.env_id is not None
+            taken[header.env_id] += header.num_sequences
+        if isinstance(plan, Plan) and list(plan.groups) == list(headers):
+            self.num_waived += bool(plan.waived)
+            for env_id, floor in floors.items():
+                assert taken[env_id] >= floor or env_id in plan.waived
+        active = [each for each in state.environments if each.is_active]
+        by_weight = self.batch_size * state.environments.unallocated_fraction()
+        by_weight /= sum(each.demand for each in active)
+        entitled = {
+            each.env_id: each.share * self.batch_size + each.demand * by_weight for each in active
+        }
+        self._window.append((entitled, taken))
+        self._is_checked = False
+
+    def _check_shares(self) -> None:
+        """Over the last batches an environment got what its weight and floor entitle it to, or all that it sent.
+
+        It may lack one group per batch, since groups are not split.
+        """
+        if self._is_checked or len(self._window) < NUM_BATCHES:
+            return
+        self._is_checked = True
+        queue, worst = self.coordinator.state.queue, 0.0
+        for env in self.envs:
+            env_id = env.env_id
+            if not all(env_id in entitled for entitled, _ in self._window):
+                continue
+            got = sum(taken[env_id] for _, taken in self._window)
+            share = sum(entitled[env_id] for entitled, _ in self._window)
+            lack = min(share, got + queue.num_sequences(env_id)) - got
+            worst = max(worst, lack / env.kind.group_size)
+        assert worst <= MAX_LACK, f"an environment lacks {worst} groups"
+        self.lacks.append(worst)
+
+    async def each_minute(self, _: SimulatedRun) -> None:
+        with self.world.meter("tick"):
+            is_changed = await self.coordinator.tick()
+        if is_changed and self._is_waiting:
+            await self.ask(self._life)
+        self._check_shares()
+        ledger = self.coordinator.ledger()
+        staleness, self._staleness = self._staleness, []
+        busy = sum(bool(env.running) for env in self.envs)
+        self.samples.append(
+            Sample(
+                produced=ledger.produced,
+                expired=ledger.expired,
+                lost=self.num_lost,
+                steps=self.num_steps,
+                repeated=self.num_repeated,
+                is_training=self._is_training,
+                busy=busy / self.num_environments,
+                staleness=staleness,
+            )
+        )
+        self.world.at(self.world.now + MINUTE_S, self.each_minute, self)

@@ -8,7 +8,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from atroposlib.api.run.batching import Plan, sequence_floors
@@ -44,6 +43,8 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class CallTimes:
+    """CPU time of all calls of one kind."""
+
     calls: int = 0
     cpu_s: float = 0.0
     max_s: float = 0.0
@@ -62,9 +63,7 @@ class Meter:
     def __enter__(self) -> None:
         self._began = time.thread_time()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         took_s = time.thread_time() - self._began
         self._times.calls += 1
         self._times.cpu_s += took_s
@@ -73,7 +72,7 @@ class Meter:
 
 @dataclass(slots=True)
 class World:
-    """What the runs share: virtual time, chance, and the meter."""
+    """What the runs share: virtual time, events, random numbers, and the meter."""
 
     events: list[Event]
     numbers: Iterator[int]
@@ -300,7 +299,7 @@ class SimulatedRun:
         await self.look(env)
 
     async def crash_env(self, env: Env) -> None:
-        """The process vanishes without a word; its items are lost."""
+        """The process vanishes without disconnecting; its items are lost."""
         if not env.is_alive:
             return
         env.is_alive = False

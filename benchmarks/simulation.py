@@ -14,6 +14,7 @@ import asyncio
 import heapq
 import itertools
 import logging
+import math
 import random
 import statistics
 import time
@@ -80,7 +81,8 @@ def curves(runs: list[SimulatedRun]) -> dict[str, list[float]]:
     for start in range(0, num_minutes - BUCKET_MINUTES + 1, BUCKET_MINUTES):
         last = start + BUCKET_MINUTES - 1
         samples = [each for run in runs for each in run.samples[start : last + 1]]
-        ages = sorted(age for each in samples for age in each.staleness) or [0]
+        ages: list[float] = sorted(age for each in samples for age in each.staleness)
+        ages = ages or [math.nan]
         grown = [
             (run.samples[last], run.samples[max(0, start - 1)] if start else None) for run in runs
         ]
@@ -145,10 +147,13 @@ def draw(found: dict[str, list[float]], path: Path, *, hours: float) -> None:
             axes.axvspan(SLOW[0] * hours, SLOW[1] * hours, color=GREY, alpha=0.15, linewidth=0)
             axes.set_ylabel(label)
             axes.set_ylim(bottom=0)
-            axes.legend(frameon=False, loc="upper left", fontsize="small")
+            axes.legend(
+                frameon=False, loc="lower left", bbox_to_anchor=(0, 0.97), ncols=3, fontsize="small"
+            )
         all_axes[-1].set_xlabel(
-            "virtual hours; dotted: hub killed; dashed: a third of the environments vanish;"
-            " grey: trainers three times slower"
+            "virtual hours\ndotted: the hub is killed; dashed: a third of the environments vanish;"
+            " grey: trainers are three times slower",
+            fontsize="small",
         )
         figure.savefig(path, transparent=True, metadata={"Date": None})
 

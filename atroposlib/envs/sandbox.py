@@ -164,9 +164,10 @@ class BubblewrapSandbox:
             *([] if is_root else ["--unshare-user"]),
             *("--unshare-cgroup-try", "--die-with-parent", "--cap-drop", "ALL"),
             *rights,
+            # Before the bindings: the interpreter may be below /tmp.
+            *("--perms", "1777", "--size", str(limits.file_mb << 20), "--tmpfs", "/tmp"),
             *_bindings(),
             *("--proc", "/proc", "--dev", "/dev"),
-            *("--perms", "1777", "--size", str(limits.file_mb << 20), "--tmpfs", "/tmp"),
             *("--chdir", "/tmp", "--"),
         ]
         settings = _settings(
@@ -316,7 +317,7 @@ def _bindings() -> Sequence[str]:
         elif os.path.exists(path):
             options += ["--ro-bind", path, path]
     real = str(Path(sys.executable).resolve().parents[1])
-    made: set[str] = set()
+    made = {"/tmp"}
     for root in sorted({"/usr", sys.base_prefix, sys.prefix, real}):
         if root != "/usr" and root.startswith("/usr/"):
             continue

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,24 @@ def test_any_object_with_run_is_a_sandbox() -> None:
             return SandboxResult(reason="exit", stdout=f"{source} {stdin}", stderr="", exit_code=0)
 
     assert run(Remote(), "a", "b").stdout == "a b"
+
+
+def test_an_interpreter_below_tmp_runs_in_bubblewrap(tmp_path: Path) -> None:
+    """A virtual environment is often there in CI; the sandbox has a /tmp of its own."""
+    if not isinstance(local_sandbox(), BubblewrapSandbox):
+        pytest.skip("bubblewrap is missing or may not create namespaces")
+    assert tmp_path.is_relative_to("/tmp")
+    venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
+    program = (
+        "from atroposlib.envs.sandbox import BubblewrapSandbox, SandboxLimits\n"
+        "print(BubblewrapSandbox().run('print(6 * 7)', stdin='', limits=SandboxLimits()).stdout)"
+    )
+    paths = os.pathsep.join(path for path in sys.path if path)
+    ended = subprocess.run(
+        [tmp_path / "venv" / "bin" / "python", "-c", program],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout.split() == ["42"], ended.stderr

@@ -254,6 +254,8 @@ async def test_the_random_player_of_a_curve_succeeds_sometimes_in_few_tokens(
         assert labels[-1] == tokens[-1] == tokenizer.eos_token_id
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         assert text == "".join(message["content"] for message in each.messages)
+    if TASKS[name].rows is None:
+        return
     kinds = [(tmp_path / f"{kind}.jsonl").read_text() for kind in ("train", "heldout")]
     trained, heldout = (set(re.findall(r'"([a-h]{4})\W', text)) for text in kinds)
     assert trained

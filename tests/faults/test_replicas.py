@@ -64,8 +64,15 @@ class Replicas:
         return hub
 
     async def owned(self, by: HubProcess) -> dict[str, list[str]]:
-        """Return the runs of every living replica by its address, as the replica `by` sees them."""
-        status = (await self.http.get(f"{by.url}/status")).raise_for_status().json()
+        """Return the runs of every living replica by its address, as the replica `by` sees them.
+
+        While the default run moves, its status is 502 or 503.
+        """
+        deadline = time.monotonic() + TAKEOVER_S
+        while (answer := await self.http.get(f"{by.url}/status")).status_code in (502, 503):
+            assert time.monotonic() < deadline, answer.text
+            await asyncio.sleep(0.2)
+        status = answer.raise_for_status().json()
         return {each["address"]: each["runs"] for each in status["replicas"] if each["is_alive"]}
 
     async def busiest(self) -> HubProcess:

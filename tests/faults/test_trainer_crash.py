@@ -166,8 +166,12 @@ class Course:
 def course(
     directory: Path, model_dir: Path, run: Run, *, num_steps: int, num_groups: int | None = None
 ) -> Iterator[Course]:
-    """Begin a course with a hub process and an engine of its own; its groups are there."""
-    with hub_process(directory) as hub, fake_engine() as engine:
+    """Begin a course with a hub process and an engine of its own; its groups are there.
+
+    No batch is set aside as dead: the kills may all hit trainers that hold the first one.
+    """
+    flags = ("--max-deliveries", str(NUM_KILLS + 1))
+    with hub_process(directory, *flags) as hub, fake_engine() as engine:
         send(hub.url, groups_for(num_steps)[:num_groups])
         yield Course(directory, model_dir, num_steps, run, hub, engine)
 

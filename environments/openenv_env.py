@@ -2,8 +2,8 @@
 
 The environment runs in an interpreter of its own (`--env.app`, and `--env.python`), or anywhere (`--env.url`); every
 episode is one session. If it has MCP tools, the model calls them, and an answer without a call ends the episode; else
-every answer ends with an action as JSON in a tag. A wrong action, or a failed tool, is told to the model. The score is
-the sum of the rewards. Episodes wait where the server allows fewer sessions at once.
+every answer ends with an action as JSON in a tag. For an invalid action or a failed tool call, the next message to the
+model is the error. The score is the sum of the rewards. If the server limits sessions, further episodes wait.
 
     python -m venv oe && oe/bin/pip install openenv==0.10.0 && oe/bin/openenv init repeat_env
     python environments/openenv_env.py serve --env.python oe/bin/python --env.app repeat_env.server.app:app ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 
@@ -58,6 +59,14 @@ async def lapse(owners: Owners, pool: asyncpg.Pool) -> None:
     )
 
 
+async def one_statement(url: str, statement: str, *arguments: object) -> None:
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute(statement, *arguments)
+    finally:
+        await connection.close()
+
+
 def owners_of(ownership: Ownership) -> dict[str, str | None]:
     found = {name: ownership.owner_of(name) for name in ownership.runs}
     return {name: None if owner is None else owner.address for name, owner in found.items()}
@@ -87,6 +96,25 @@ async def test_a_silent_member_loses_its_runs(join: Join, pool: asyncpg.Pool) ->
     # A release under the earlier term must not free the run of the new owner.
     await first.release("math")
     assert owners_of(await first.look()) == {"math": "http://b"}
+
+
+async def test_a_session_that_ended_while_idle_is_replaced_within_the_call(
+    join: Join, postgres_url: str
+) -> None:
+    owners = await join("http://a")
+    await owners.claim("math")
+    end = "select pg_terminate_backend(pid) from pg_stat_activity where application_name = $1"
+
+    def end_sessions() -> None:
+        """In a thread of its own loop, so that the member's loop does not see its sessions end."""
+        asyncio.run(one_statement(postgres_url, end, application_name(owners.id)))
+
+    thread = threading.Thread(target=end_sessions)
+    thread.start()
+    thread.join()
+    assert owners_of(await owners.renew()) == {"math": "http://a"}
+    await owners.release("math")
+    assert owners_of(await owners.look()) == {"math": None}
 
 
 async def test_a_claim_ends_the_transactions_of_a_stopped_owner(

@@ -165,12 +165,19 @@ class _Link:
         *,
         timeout_s: float = _CALL_TIMEOUT_S,
     ) -> T:
-        """Return what `work` returns. Raises `StoreBroken`; then the effect is unknown."""
+        """Return what `work` returns. Raises `StoreBroken`; then the effect is unknown.
+
+        `work` may run twice: again on a new session, if its first one ended while it was idle.
+        """
         async with self._turn:
             try:
                 async with asyncio.timeout(timeout_s):
-                    if self._connection is None or self._connection.is_closed():
-                        self._connection = await self._connect()
+                    if self._connection is not None:
+                        try:
+                            return await work(self._connection)
+                        except _ENDED:
+                            self._drop()
+                    self._connection = await self._connect()
                     return await work(self._connection)
             except _FAILURES as e:
                 self._drop()
@@ -214,12 +221,14 @@ def application_name(member: uuid.UUID | str) -> str:
     return f"atropos {member}"
 
 
-_FAILURES = (
-    OSError,  # TimeoutError is one
-    asyncpg.PostgresError,
+_ENDED = (
+    ConnectionError,
+    asyncpg.PostgresConnectionError,
+    asyncpg.AdminShutdownError,
     asyncpg.InterfaceError,
-    asyncpg.InternalClientError,  # of a connection that ended at a bad moment
+    asyncpg.InternalClientError,  # its end was being read
 )
+_FAILURES = (*_ENDED, OSError, asyncpg.PostgresError)  # TimeoutError is an OSError
 _ALIVE = f"renewed_at > clock_timestamp() - interval '{LAPSE_S} s'"
 _RENEW = f"""
 WITH gone AS (

@@ -11,6 +11,8 @@ packages=(
     "postgresql|postgres|tests of the hub's PostgreSQL store"
     "slurm-wlm|slurmctld|tests of jobs on SLURM"
     "munge|munged|tests of jobs on SLURM"
+    "chromium|chromium|tests of the viewer in a browser"
+    "chromium-driver|chromedriver|tests of the viewer in a browser"
 )
 
 say() { printf 'debian_packages: %s\n' "$*" >&2; }

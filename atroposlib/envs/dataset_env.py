@@ -19,6 +19,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -44,6 +45,9 @@ Split: TypeAlias = Literal["train", "eval"]
 
 Outcome: TypeAlias = float | bool | RewardFailure | None
 """Result of judging an answer: a number, or None / `RewardFailure` if it could not be judged."""
+
+_split_judged: ContextVar[Split] = ContextVar("split_judged", default="train")
+"""The split of the row that the current task samples and judges."""
 
 NUM_GOLD_ANSWERS_CHECKED = 100
 
@@ -186,10 +190,9 @@ class DatasetEnv(BaseEnv):
         self.num_too_short = 0
         self.train_scores: list[float] = []
         """Scores since the last log."""
-        self.counts: Counter[str] = Counter()
-        """Events since the last log, by name; logged as `train/<name>`."""
+        self._counts: dict[Split, Counter[str]] = {"train": Counter(), "eval": Counter()}
         self._logged_counts: Counter[str] = Counter()
-        """Events before the last log."""
+        """Events in training before the last log."""
         self.eval_metrics: dict[str, float] = {}
 
     @classmethod
@@ -375,6 +378,7 @@ class DatasetEnv(BaseEnv):
         judged: list[Outcome] = []
 
         async def measure(row: Row) -> list[Sample]:
+            _split_judged.set("eval")  # in the task of this row
             rollouts = await roll_out(row)
             outcomes = await self._judge(row, rollouts)
             judged.extend(outcomes)
@@ -446,14 +450,16 @@ class DatasetEnv(BaseEnv):
             {f"train/score_error_{kind}": count for kind, count in self.score_errors.items()}
         )
         metrics["train/epoch"] = self.num_items / max(1, len(self.train_rows))
-        metrics.update({f"train/{name}": count for name, count in self.counts.items()})
+        for split, counts in self._counts.items():
+            metrics.update({f"{split}/{name}": count for name, count in counts.items()})
         if self.train_scores:
             solved = [score >= self.success_score for score in self.train_scores]
             metrics["train/mean_score"] = sum(self.train_scores) / len(self.train_scores)
             metrics["train/percent_correct"] = sum(solved) / len(solved)
         self.train_scores, self.eval_metrics = [], {}
-        self._logged_counts.update(self.counts)
-        self.counts.clear()
+        self._logged_counts.update(self._counts["train"])
+        for counts in self._counts.values():
+            counts.clear()
         await super().wandb_log(metrics)
 
     def lost_answers(self) -> dict[str, int]:
@@ -466,9 +472,14 @@ class DatasetEnv(BaseEnv):
             "shape_group": self.total("shape_group"),
         }
 
+    @property
+    def counts(self) -> Counter[str]:
+        """Events since the last log, by name; logged as `train/<name>`, those during an evaluation as `eval/<name>`."""
+        return self._counts[_split_judged.get()]
+
     def total(self, event: str) -> int:
-        """Return how often an event of `counts` happened since the start."""
-        return self._logged_counts[event] + self.counts[event]
+        """Return how often an event of `counts` happened in training since the start."""
+        return self._logged_counts[event] + self._counts["train"][event]
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Save the position in the rows. Rows in flight at a crash are skipped for that epoch."""

@@ -299,6 +299,8 @@ def _complete_items(path: Path) -> dict[int, list[Sample]]:
 def _refuse_other_settings(folder: Path, config: str) -> None:
     """Raise ConfigError if a setting that affects answers or scores is not that of the directory."""
     before, now = (yaml.safe_load(_ADDRESS.sub("", text)) for text in (read_config(folder), config))
+    if not isinstance(before, Mapping):
+        raise ConfigError(f"--resume {folder}: {CONFIG_FILE} is not a configuration")
     changes = [
         f"{section}.{name}: {was!r} -> {values[name]!r}"
         for section, values in _settings(now).items()

@@ -281,6 +281,28 @@ async def test_scores_and_failures_are_logged_once(monkeypatch: pytest.MonkeyPat
     assert "train/mean_score" not in logged[1]
 
 
+async def test_events_of_an_evaluation_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[dict[str, Any]] = []
+
+    class Run:
+        def log(self, metrics: dict[str, Any], step: int) -> None:
+            logged.append(metrics)
+
+    class Counting(Sums):
+        def score(self, row: Any, answer: str) -> Any:
+            self.counts["judged"] += 1
+            return super().score(row, answer)
+
+    env = make(Counting)
+    env.eval_rows = [[1, 2], [10, 20], [3, 4]]
+    env.wandb_run = Run()
+    await asyncio.gather(env.evaluate(), env.collect_trajectories([1, 2]))
+    await env.wandb_log()
+    judged = {name: value for name, value in logged[0].items() if name.endswith("/judged")}
+    assert judged == {"eval/judged": 3, "train/judged": env.config.group_size}
+    assert env.total("judged") == env.config.group_size
+
+
 def test_system_prompt_precedes_a_string_and_leaves_messages_alone() -> None:
     class Told(Sums):
         system_prompt = "Answer with a number."

@@ -105,6 +105,9 @@ def test_resume_with_another_model_or_setting_is_refused(tmp_path: Path) -> None
         run_in(tmp_path, config=CONFIG.replace("seed: 0", "seed: 1"), is_resumed=True)
     with pytest.raises(ConfigError, match="give a directory that evaluate made"):
         run_in(tmp_path / "other", is_resumed=True)
+    (tmp_path / "evaluate_config.yaml").write_text("")
+    with pytest.raises(ConfigError, match="is not a configuration"):
+        run_in(tmp_path, is_resumed=True)
 
 
 def test_samples_without_items_cannot_be_resumed(tmp_path: Path) -> None:

@@ -143,17 +143,11 @@ class AgentEnv(DatasetEnv):
 
         It gets base URL and key in the variables that the SDKs of OpenAI and Anthropic read (`agent_variables`), and no
         secrets of this process. Raises AgentFailed if the exit code is not 0 (with the end of its stderr) or it prints
-        too much. Its process group is killed when it ends or this call is cancelled.
+        too much. Its process group, also what it left running, is killed when it ends or this call is cancelled.
         """
         async with self._launching:
-            process = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={**agent_variables(base_url, api_key), **(env or {})},
-                cwd=cwd,
-                start_new_session=True,
+            process = await _start(
+                argv, env={**agent_variables(base_url, api_key), **(env or {})}, cwd=cwd
             )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -169,9 +163,7 @@ class AgentEnv(DatasetEnv):
             )
             code = await process.wait()
         finally:
-            # Includes processes that the program left running.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill_group(process.pid)
             await process.wait()
         if code != 0:
             tail = errors.decode("utf-8", "replace").strip()[-_TAIL_CHARS:]
@@ -330,6 +322,35 @@ def agent_variables(base_url: str, api_key: str) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": api_key,
     }
+
+
+class _Leader(asyncio.subprocess.SubprocessStreamProtocol):
+    """A program that leads a process group; the rest of the group, which may hold its output open, ends with it."""
+
+    _pid: int
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._pid = transport.get_pid()
+        super().connection_made(transport)
+
+    def process_exited(self) -> None:
+        _kill_group(self._pid)
+        super().process_exited()
+
+
+async def _start(argv: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
+    """Start a program as the leader of a new process group, with pipes."""
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.subprocess_exec(
+        lambda: _Leader(limit=2**16, loop=loop), *argv, start_new_session=True, **options
+    )
+    return asyncio.subprocess.Process(transport, protocol, loop)
+
+
+def _kill_group(leader_pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader_pid, signal.SIGKILL)
 
 
 async def _write(stream: asyncio.StreamWriter, content: bytes) -> bytes:

@@ -202,9 +202,11 @@ class TeacherDistillationEnv(BaseEnv):
 
     async def close(self) -> None:
         """Close the teacher's connections."""
-        if self.teacher_server is not None:
-            await self.teacher_server.close()
-        await super().close()
+        try:
+            if self.teacher_server is not None:
+                await self.teacher_server.close()
+        finally:
+            await super().close()
 
 
 def read_answer(answer: Mapping[str, Any], *, num_tokens: int) -> TeacherLogprobs:

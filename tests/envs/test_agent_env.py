@@ -466,6 +466,16 @@ async def test_program_is_killed_with_its_children_when_it_is_cancelled(tmp_path
         os.close(ended)
 
 
+async def test_program_ends_although_what_it_left_running_holds_its_output() -> None:
+    code = (
+        "import subprocess, sys;"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        "print('done')"
+    )
+    async with asyncio.timeout(30):
+        assert await run_program(make(), code) == "done\n"
+
+
 def node(given: str, *sampled: tuple[str, float]) -> SequenceNode:
     tokens = [ord(c) for c in given]
     labels, logprobs = [IGNORE_INDEX] * len(tokens), [1.0] * len(tokens)

@@ -24,7 +24,7 @@ from atroposlib.environments.letter_counting_environment.letter_counting_environ
 )
 
 from atroposlib.cli._demo.commands import PROMPTS_PER_STEP
-from atroposlib.cli._demo.tiny_model import build_tokenizer
+from atroposlib.cli._demo.tiny_model import MAX_POSITIONS, build_model, build_tokenizer
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.scored_data import IGNORE_INDEX
 
@@ -35,7 +35,6 @@ NUM_HELDOUT = 200
 NUM_DEMONSTRATIONS = 3000
 NUM_IMITATION_STEPS = 150
 NUM_COMPARED = 50
-MAX_POSITIONS = 256
 LEARNING_RATE = 1e-3
 BATCH_SIZE = 64
 
@@ -230,7 +229,7 @@ def make_starting_policy(played: Sequence[Demonstration], folder: Path, *, seed:
     import torch
 
     tokenizer = make_tokenizer(played)
-    model = build_model(tokenizer, seed=seed)
+    model = build_model(tokenizer, seed=seed, architecture="Llama")
     rows = [encode(tokenizer, each.messages) for each in played]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     rng = random.Random(seed)
@@ -249,28 +248,6 @@ def make_starting_policy(played: Sequence[Demonstration], folder: Path, *, seed:
         optimizer.step()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def build_model(tokenizer: Any, *, seed: int) -> Any:
-    """Return the demo's shape as a Llama with random weights: AutoTokenizer gives every Qwen2 Qwen's own tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=512,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config).to(torch.float32)
 
 
 def encode(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:

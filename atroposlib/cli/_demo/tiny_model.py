@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 CHARACTERS = "0123456789+=abcdefghijklmnopqrstuvwxyz:> ,.-?\n"
 UNKNOWN = "?"
@@ -50,13 +50,18 @@ def build_tokenizer(characters: str = CHARACTERS, *, whole_texts: Sequence[str] 
     )
 
 
-def build_model(tokenizer: Any, *, seed: int) -> Any:
-    """Return a float32 Qwen2 with random weights drawn from `seed`."""
+def build_model(
+    tokenizer: Any, *, seed: int, architecture: Literal["Qwen2", "Llama"] = "Qwen2"
+) -> Any:
+    """Return a float32 model with random weights drawn from `seed`.
+
+    With a tokenizer of another pattern, a saved Qwen2 is no use: AutoTokenizer gives each one Qwen's own.
+    """
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    config = getattr(transformers, f"{architecture}Config")(
         vocab_size=len(tokenizer),
         hidden_size=128,
         num_hidden_layers=4,
@@ -69,4 +74,4 @@ def build_model(tokenizer: Any, *, seed: int) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return Qwen2ForCausalLM(config).to(torch.float32)
+    return getattr(transformers, f"{architecture}ForCausalLM")(config).to(torch.float32)

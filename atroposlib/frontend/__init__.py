@@ -1,3 +1,3 @@
-"""Rollouts as HTML pages."""
+"""Groups as HTML pages: one viewer for files, runs, evaluations and a hub."""
 
-__all__ = ["jsonl2html"]
+__all__ = ["jsonl2html", "page"]

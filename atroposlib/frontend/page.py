@@ -1,0 +1,301 @@
+"""Write the viewer and view groups (`view_groups.py`) as one HTML file that loads nothing.
+
+The page holds, in this order, its head, an index with a few figures of every group, the viewer's code, and the groups
+in compressed chunks that the viewer opens when it shows them. Memory does not grow with the groups, except for the
+index.
+"""
+
+from __future__ import annotations
+
+import binascii
+import html
+import logging
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+from isal import igzip
+
+from atroposlib.frontend.vocabulary import Decode, Vocabulary
+from atroposlib.utils.files import replacing
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent
+
+ViewGroup: TypeAlias = Mapping[str, Any]
+"""A group as the viewer reads it; `view_groups.py` makes them."""
+
+GROUPS_PER_CHUNK = 50
+BYTES_PER_CHUNK = 1_000_000
+"""Of JSON; a chunk ends with the group that reaches it."""
+ITEM_CHARS = 40
+PREVIEW_CHARS = 80
+
+_PARTS = ("title", "css", "head", "index", "js", "chunks")
+"""The markers of viewer.html, in order."""
+
+
+class Chart(NamedTuple):
+    """A picture for the top of the page."""
+
+    title: str
+    svg: str
+
+
+def write_page(
+    target: Path,
+    groups: Iterable[ViewGroup],
+    *,
+    title: str,
+    about: str,
+    charts: Sequence[Chart] = (),
+    decode: Decode | None = None,
+) -> None:
+    """Write the page in one step; `about` is a line under the title, to which the number of groups is added.
+
+    `decode` gives the tokens' texts (`vocabulary.decoder`); without it the page shows ids. Group ids that occur again
+    get a suffix.
+    """
+    vocabulary = Vocabulary(decode)
+    index = _Index()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=target.parent) as chunks:
+        for number, members in enumerate(_chunks(groups, index)):
+            content = b'{"groups":[%b],"vocabulary":%b}' % (
+                b",".join(each.json for each in members),
+                msgspec.json.encode(vocabulary.of(each.group for each in members)),
+            )
+            chunks.write(b'<script type="text/plain" id="chunk-%d">' % number)
+            chunks.write(_compressed(content))
+            chunks.write(b"</script>\n")
+        num_groups = len(index.columns["id"])
+        head = {
+            "title": title,
+            "about": ". ".join(filter(None, [about, index.summary()])),
+            "num_groups": num_groups,
+            "charts": [chart._asdict() for chart in charts],
+            "live": None,
+        }
+        with replacing(target) as file:
+            before, *after = _template()
+            file.write(before)
+            for part, text in zip(_PARTS, after, strict=True):
+                if part == "chunks":
+                    chunks.seek(0)
+                    shutil.copyfileobj(chunks, file)
+                else:
+                    file.write(_part(part, head=head, index=index))
+                file.write(text)
+            size = file.tell()
+    logger.info("%s: %d groups, %.1f MB", target, num_groups, size / 1e6)
+
+
+def live_page(*, title: str, about: str, poll: str, every_s: float) -> bytes:
+    """Return a page without groups that asks the URL `poll` for them."""
+    live = {"poll": poll, "every_s": every_s}
+    head = {"title": title, "about": about, "num_groups": 0, "charts": [], "live": live}
+    before, *after = _template()
+    parts = [_part(part, head=head) for part in _PARTS]
+    return before + b"".join(chain.from_iterable(zip(parts, after, strict=True)))
+
+
+def _template() -> list[bytes]:
+    """Return the text of viewer.html before, between and after its markers."""
+    text = (_FOLDER / "viewer.html").read_text(encoding="utf-8")
+    pieces = re.split(rf"\$({'|'.join(_PARTS)})\b", text)
+    assert tuple(pieces[1::2]) == _PARTS, "viewer.html: a marker is missing or occurs twice"
+    return [piece.encode() for piece in pieces[::2]]
+
+
+def _part(part: str, *, head: Mapping[str, Any], index: _Index | None = None) -> bytes:
+    match part:
+        case "title":
+            return html.escape(head["title"]).encode()
+        case "head":
+            return msgspec.json.encode(head).replace(b"<", b"\\u003c")
+        case "index" if index is not None:
+            return _compressed(msgspec.json.encode(index.content()))
+        case "css":
+            return (_FOLDER / "viewer.css").read_bytes()
+        case "js":
+            return b"\n".join(file.read_bytes() for file in sorted(_FOLDER.glob("viewer/*.js")))
+    return b""
+
+
+def _compressed(content: bytes) -> bytes:
+    return binascii.b2a_base64(igzip.compress(content), newline=False)
+
+
+class _Member(NamedTuple):
+    """A group of a chunk and its JSON."""
+
+    group: ViewGroup
+    json: bytes
+
+
+def _chunks(groups: Iterable[ViewGroup], index: _Index) -> Iterator[list[_Member]]:
+    """Yield the groups in chunks, each with an id of its own, and add them to the index."""
+    members: list[_Member] = []
+    number = num_bytes = 0
+    for group in groups:
+        unique = index.add(group, chunk=number)
+        json = msgspec.json.encode(unique)
+        members.append(_Member(unique, json))
+        num_bytes += len(json)
+        if len(members) == GROUPS_PER_CHUNK or num_bytes >= BYTES_PER_CHUNK:
+            yield members
+            members, num_bytes, number = [], 0, number + 1
+    if members:
+        yield members
+
+
+class _Index:
+    """A few figures of every group, as one list per figure."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Any]] = {
+            name: []
+            for name in (
+                *("id", "chunk", "environment", "item", "step"),
+                *("score_mean", "score_min", "score_max", "num_sequences", "length_mean"),
+                *("gap_mean", "staleness", "advantage_max", "dropped", "preview"),
+            )
+        }
+        self._ids: set[str] = set()
+        self._environments: dict[str, int] = {}
+        self._reasons: dict[str, int] = {}
+        self._score_sum, self._num_scores = 0.0, 0
+
+    def add(self, group: ViewGroup, *, chunk: int) -> ViewGroup:
+        """Add a group and return it, with another id if an earlier group has its id."""
+        group_id = name = str(group["id"])
+        copy = 1
+        while name in self._ids:
+            copy += 1
+            name = f"{group_id}~{copy}"
+        self._ids.add(name)
+        row = _figures(group)
+        self._score_sum += sum(row.scores)
+        self._num_scores += len(row.scores)
+        values = row.values | {
+            "id": name,
+            "chunk": chunk,
+            "environment": _number_of(group.get("environment"), self._environments),
+            "dropped": _number_of(group.get("dropped"), self._reasons),
+        }
+        for column, values_of in self.columns.items():
+            values_of.append(values[column])
+        return group if name == group["id"] else {**group, "id": name}
+
+    def summary(self) -> str:
+        """Return the numbers of groups and sequences, and the mean score."""
+        parts = [f"{len(self._ids):,} groups", f"{sum(self.columns['num_sequences']):,} sequences"]
+        if self._num_scores:
+            parts.append(f"mean score {self._score_sum / self._num_scores:.3f}")
+        return ", ".join(parts)
+
+    def content(self) -> dict[str, Any]:
+        """Return the columns and the names that two of them refer to."""
+        names = {"environments": list(self._environments), "reasons": list(self._reasons)}
+        return {**self.columns, **names}
+
+
+def _number_of(name: Any, numbers: dict[str, int]) -> int:
+    """Return the number of a name, a new one if it has none; -1 for no name."""
+    return -1 if name is None else numbers.setdefault(str(name), len(numbers))
+
+
+class _Figures(NamedTuple):
+    """The index row of a group."""
+
+    values: dict[str, Any]
+    scores: list[float]
+    """Those that are finite."""
+
+
+def _figures(group: ViewGroup) -> _Figures:
+    sequences: Sequence[Mapping[str, Any]] = group["sequences"]
+    scores = [s for each in sequences if (s := each.get("score")) is not None and math.isfinite(s)]
+    gaps = [
+        abs(trainer - sampled)
+        for each in sequences
+        for trainer, sampled in zip(
+            each.get("trainer") or (), each.get("sampled") or (), strict=False
+        )
+        if trainer is not None and sampled is not None
+    ]
+    advantages = [abs(a) for each in sequences if (a := each.get("advantage")) is not None]
+    return _Figures(
+        {
+            "item": _item_text(group),
+            "step": group.get("step"),
+            "score_mean": _mean(scores),
+            "score_min": min(scores, default=None),
+            "score_max": max(scores, default=None),
+            "num_sequences": len(sequences),
+            "length_mean": _mean(list(map(_length, sequences))),
+            "gap_mean": sum(gaps) / len(gaps) if gaps else None,
+            "staleness": group.get("staleness"),
+            "advantage_max": max(advantages, default=None),
+            "preview": _preview(sequences[0]) if sequences else "",
+        },
+        scores,
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(sum(values) / len(values), 6) if values else None
+
+
+def _length(sequence: Mapping[str, Any]) -> int:
+    """Return the number of tokens; without them of characters."""
+    if sequence.get("tokens"):
+        return len(sequence["tokens"])
+    messages = sequence.get("messages") or ()
+    return len(sequence.get("text") or "") + sum(len(text_in(m.get("content"))) for m in messages)
+
+
+def _item_text(group: ViewGroup) -> str:
+    """Return the item's number and the start of the item.
+
+    >>> _item_text({"item_id": 3, "item": {"question": "1 + 1?"}})
+    '3 {"question":"1 + 1?"}'
+    """
+    item = group.get("item")
+    text = item if isinstance(item, str) else "" if item is None else _json_text(item)
+    number = group.get("item_id")
+    return " ".join(filter(None, [None if number is None else str(number), text]))[:ITEM_CHARS]
+
+
+def _json_text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _preview(sequence: Mapping[str, Any]) -> str:
+    """Return the beginning of the first user message, else of the text, on one line."""
+    messages = sequence.get("messages") or ()
+    asked = next((m.get("content") for m in messages if m.get("role") == "user"), None)
+    text = sequence.get("text") if asked is None else text_in(asked)
+    return " ".join((text or "")[: 4 * PREVIEW_CHARS].split())[:PREVIEW_CHARS]
+
+
+def text_in(content: Any) -> str:
+    """Return a message's text; the parts of a list are joined, and parts without text shown as their type."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(map(_part_text, content))
+    return "" if content is None else str(content)
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return f"[{part}]"
+    return str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]"

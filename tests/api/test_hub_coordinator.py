@@ -1070,3 +1070,21 @@ async def test_an_environment_ahead_of_its_share_is_still_asked_for_its_minimum(
         await coordinator.accept(groups)
         await trained(coordinator)
     assert coordinator.status_env(0).wanted_share == 1 / 16
+
+
+async def test_hundreds_of_environments_are_asked_for_one_batch_together() -> None:
+    coordinator = await started(16)
+    for number in range(400):
+        weight = 1.0 if number % 2 else 3.0
+        await joined(coordinator, desired_name=f"{number}", weight=weight)
+    wanted = [coordinator.status_env(env_id).wanted_share for env_id in range(400)]
+    assert sum(wanted) == pytest.approx(1.0)
+    assert wanted[0] == pytest.approx(3 * wanted[1])
+
+
+async def test_an_environment_without_weight_is_asked_for_a_little() -> None:
+    coordinator = await started(16)
+    for number, weight in enumerate([0.0, -1.0, 1.0, 1.0]):
+        await joined(coordinator, desired_name=f"{number}", weight=weight)
+    wanted = [coordinator.status_env(env_id).wanted_share for env_id in range(4)]
+    assert wanted == [0.0025, 0.0025, 0.5, 0.5]

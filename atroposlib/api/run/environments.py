@@ -87,6 +87,7 @@ class Environments:
     def __init__(self) -> None:
         self._all: list[Environment] = []
         self._demand: float | None = None
+        self._num_active: int | None = None
         self._claimed: float | None = None
         self.version = 0
         """Increases with every change of the active environments or their claims."""
@@ -187,6 +188,7 @@ class Environments:
     def _changed(self) -> None:
         self.version += 1
         self._demand = None
+        self._num_active = None
         self._claimed = None
 
     def adopt(self, earlier: Environments) -> None:
@@ -196,7 +198,9 @@ class Environments:
 
     @property
     def num_active(self) -> int:
-        return sum(environment.is_active for environment in self._all)
+        if self._num_active is None:
+            self._num_active = sum(environment.is_active for environment in self._all)
+        return self._num_active
 
     def shares(self) -> dict[int, float]:
         """Minimums of active environments, by id, in order of registration."""
@@ -210,13 +214,21 @@ class Environments:
 
     def weight(self, environment: Environment) -> float:
         """The environment's share of the work, compared with the active ones, at least `MIN_ENV_WEIGHT`."""
-        if self._demand is None:
-            self._demand = sum(each.demand for each in self._all if each.is_active)
-        return max(MIN_ENV_WEIGHT, environment.demand / self._demand if self._demand else 0.0)
+        return max(MIN_ENV_WEIGHT, self._part(environment))
 
     def own_share(self, environment: Environment) -> float:
-        """Share of a batch that the environment supplies if all others supply theirs: its minimum, and by weight."""
-        return self.unallocated_fraction() * self.weight(environment) + environment.share
+        """Share of a batch that the environment supplies if all others supply theirs: its minimum, and by weight.
+
+        An environment without weight counts as a hundredth of an average one.
+        """
+        part = max(MIN_ENV_WEIGHT / max(1, self.num_active), self._part(environment))
+        return self.unallocated_fraction() * part + environment.share
+
+    def _part(self, environment: Environment) -> float:
+        """The environment's part of the active ones' demand; 0 if none has any."""
+        if self._demand is None:
+            self._demand = sum(each.demand for each in self._all if each.is_active)
+        return environment.demand / self._demand if self._demand else 0.0
 
     def restore(self, saved: Iterable[dict[str, Any]], *, now: float) -> None:
         """Restore what `Environment.saved` returned, by id; every environment gets the full timeout again."""

@@ -6,7 +6,7 @@ import heapq
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +14,13 @@ from atroposlib.api.run.batching import Plan, sequence_floors
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.leases import LeaseRequest
 from atroposlib.api.run.shares import NUM_BATCHES
-from atroposlib.api.run.types import Delivery, IncomingGroup, Overloaded, RunPolicy
+from atroposlib.api.run.types import (
+    Delivery,
+    GroupHeader,
+    IncomingGroup,
+    Overloaded,
+    RunPolicy,
+)
 from atroposlib.api.schemas import EnvStatus, RegisterEnv, RegisterTrainer
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.runtime.capacity import History, Load, num_to_start
@@ -28,8 +34,8 @@ CHECKPOINT_STEPS = 5
 POLICY = RunPolicy(env_timeout_s=600.0)
 BUSY_LOOK_S, IDLE_LOOK_S = 300.0, 60.0
 """An environment asks for its status this often while its items run, and while it has none."""
-MAX_LACK = float(NUM_BATCHES)
-"""Groups that an environment may lack of its share of `NUM_BATCHES` batches."""
+MAX_LACK = NUM_BATCHES / 3
+"""Groups that an environment with groups queued may lack of its share of `NUM_BATCHES` batches."""
 SLOW = (8 / 24, 10 / 24)
 """From when to when trainers are three times slower; of the simulated time."""
 
@@ -168,7 +174,6 @@ class SimulatedRun:
         self._last_step = self._checkpoint = 0
         self._window: deque[tuple[dict[int, float], Counter[int]]] = deque(maxlen=NUM_BATCHES)
         """Per batch, the sequences that environments are entitled to and those taken from them."""
-        self._is_checked = True
 
     def _coordinator(self) -> Coordinator:
         return Coordinator(self.store, policy=POLICY, clock=self.world.clock, name=self.name)
@@ -442,16 +447,30 @@ class SimulatedRun:
             each.env_id: each.share * self.batch_size + each.demand * by_weight for each in active
         }
         self._window.append((entitled, taken))
-        self._is_checked = False
+        self._check_order(headers, floors)
+        self._check_shares()
+
+    def _check_order(self, headers: Sequence[GroupHeader], floors: dict[int, int]) -> None:
+        """Of each size the batch took the oldest groups, but for floors and at most one group that was overdue."""
+        oldest_left: dict[int, int] = {}
+        for header in self.coordinator.state.queue:
+            if header.env_id not in floors:
+                oldest_left.setdefault(header.num_sequences, header.number)
+        overtaking = [
+            header
+            for header in headers
+            if header.env_id not in floors
+            and header.number > oldest_left.get(header.num_sequences, header.number)
+        ]
+        assert len(overtaking) <= 1, f"{overtaking} taken before {oldest_left}"
 
     def _check_shares(self) -> None:
         """Over the last batches an environment got what its weight and floor entitle it to, or all that it sent.
 
-        It may lack one group per batch, since groups are not split.
+        It may lack a little, since groups are not split, and older ones of others come first.
         """
-        if self._is_checked or len(self._window) < NUM_BATCHES:
+        if len(self._window) < NUM_BATCHES:
             return
-        self._is_checked = True
         queue, worst = self.coordinator.state.queue, 0.0
         for env in self.envs:
             env_id = env.env_id
@@ -469,7 +488,6 @@ class SimulatedRun:
             is_changed = await self.coordinator.tick()
         if is_changed and self._is_waiting:
             await self.ask(self._life)
-        self._check_shares()
         ledger = self.coordinator.ledger()
         staleness, self._staleness = self._staleness, []
         busy = sum(bool(env.running) for env in self.envs)

@@ -1,0 +1,118 @@
+// The groups: the index in memory, the chunks unpacked when needed and a few of them kept.
+
+const head = JSON.parse(byId("head").textContent);
+const CHUNKS_KEPT = 4;
+const NO_COLUMNS = {
+  id: [], chunk: [], environment: [], item: [], step: [], score_mean: [], score_min: [], score_max: [], num_sequences: [],
+  length_mean: [], gap_mean: [], staleness: [], advantage_max: [], dropped: [], preview: [], environments: [], reasons: [],
+};
+
+let index = NO_COLUMNS;
+let rowOfId = new Map();
+const unpacked = new Map(); // chunk number -> promise of {groups, vocabulary}, the least recently used first
+let live = null; // {groups, vocabulary} of a page that polls
+
+function useIndex(columns) {
+  index = columns;
+  rowOfId = new Map(columns.id.map((id, row) => [id, row]));
+}
+
+function bytesOfBase64(encoded) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(encoded);
+  return Uint8Array.from(atob(encoded), (character) => character.charCodeAt(0));
+}
+
+/** Unpack base64(gzip(JSON)) to its text. */
+function inflate(encoded) {
+  const stream = new Blob([bytesOfBase64(encoded)]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).text();
+}
+
+/** The text of an element further down, which the browser may still be reading. */
+async function textOfElement(id) {
+  for (;;) {
+    const element = byId(id);
+    const isRead = document.readyState !== "loading";
+    if (element && (isRead || element.nextElementSibling)) return element.textContent;
+    if (isRead) throw new Error(`This file is incomplete: ${id} is missing.`);
+    await new Promise((resolve) => setTimeout(resolve, 50));
+  }
+}
+
+const chunkText = async (number) => inflate(await textOfElement(`chunk-${number}`));
+
+function chunk(number) {
+  if (live) return live;
+  const found = unpacked.get(number) ?? chunkText(number).then(JSON.parse);
+  unpacked.delete(number);
+  unpacked.set(number, found);
+  if (unpacked.size > CHUNKS_KEPT) unpacked.delete(unpacked.keys().next().value);
+  return found;
+}
+
+/** Return {group, vocabulary}; null if the page has no group of that id. */
+async function readGroup(id) {
+  const row = rowOfId.get(id);
+  if (row === undefined) return null;
+  const { groups, vocabulary } = await chunk(index.chunk[row]);
+  return { group: groups.find((group) => group.id === id), vocabulary };
+}
+
+/** Every text of a group that a search looks into. */
+function searchedTexts(group) {
+  const ofMessage = (message) =>
+    typeof message === "string" ? [message] : [text(message.content), message.reasoning_content, message.tool_calls && text(message.tool_calls)];
+  const ofSequence = (sequence) => [sequence.text, ...(sequence.messages ?? []).flatMap(ofMessage)];
+  return [group.id, group.environment, text(group.item), group.gold_answer, ...group.sequences.flatMap(ofSequence)];
+}
+
+/** Whether a text contains the query, whatever the case. */
+function matcher(query) {
+  const pattern = new RegExp(query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "iu");
+  return (value) => typeof value === "string" && pattern.test(value);
+}
+
+// A live page asks its server for the newest groups and makes the index itself.
+
+function columnsOf(groups) {
+  const columns = structuredClone(NO_COLUMNS);
+  const numberOf = (names, name) => (names.includes(name) ? names.indexOf(name) : names.push(name) - 1);
+  for (const group of groups) {
+    const scores = group.sequences.map((sequence) => sequence.score);
+    const gaps = group.sequences.flatMap((sequence) => (sequence.trainer ? gapsOf(sequence).map((gap) => gap && Math.abs(gap)) : []));
+    columns.id.push(group.id);
+    columns.chunk.push(0);
+    columns.environment.push(numberOf(columns.environments, group.environment ?? ""));
+    columns.item.push(group.item_id === null || group.item_id === undefined ? "" : String(group.item_id));
+    columns.step.push(group.step ?? null);
+    columns.score_mean.push(mean(scores));
+    columns.score_min.push(scores.filter(isNumber).length ? Math.min(...scores.filter(isNumber)) : null);
+    columns.score_max.push(largest(scores));
+    columns.num_sequences.push(group.sequences.length);
+    columns.length_mean.push(mean(group.sequences.map(lengthOf)));
+    columns.gap_mean.push(mean(gaps));
+    columns.staleness.push(group.staleness ?? null);
+    columns.advantage_max.push(largest(group.sequences.map((sequence) => sequence.advantage)));
+    columns.dropped.push(group.dropped ? numberOf(columns.reasons, group.dropped) : -1);
+    columns.preview.push(oneLine(flatText(splitPrompt(group).prompt), 80));
+  }
+  return columns;
+}
+
+async function poll() {
+  const seconds = head.live.every_s;
+  try {
+    const answer = await fetch(head.live.poll, { cache: "no-store" });
+    if (!answer.ok) throw new Error(`status ${answer.status}`);
+    const { head: newHead, groups, vocabulary } = await answer.json();
+    const isNew = JSON.stringify(groups.map((group) => group.id)) !== JSON.stringify(index.id);
+    live = { groups, vocabulary };
+    if (isNew) useIndex(columnsOf(groups));
+    showHead({ ...head, ...newHead });
+    byId("live").textContent = "Live";
+    if (isNew) showRun();
+  } catch (error) {
+    byId("live").textContent = `No answer (${error.message}); asking every ${seconds} s`;
+  }
+  setTimeout(poll, seconds * 1000);
+}

@@ -1,0 +1,174 @@
+// One group: its prompt once, its completions side by side, conversations with tools and reasoning folded.
+
+const isImage = (uri) => typeof uri === "string" && /^data:image\/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}$/.test(uri);
+const lengthOf = (sequence) => sequence.tokens?.length ?? flatText(sequence.messages ?? [sequence.text ?? ""]).length;
+
+/** The messages of a sequence; a text alone counts as one without a role. */
+const messagesOf = (sequence) => sequence.messages ?? [sequence.text ?? ""];
+
+/** Split what all sequences begin with from what each one adds: {prompt: messages, completions: [messages, ...]}. */
+function splitPrompt(group) {
+  const all = group.sequences.map(messagesOf);
+  if (!all.length) return { prompt: [], completions: [] };
+  if (all.every((messages) => messages.length === 1 && typeof messages[0] === "string")) return splitTexts(all.map(([only]) => only));
+  const spelled = all.map((messages) => messages.map((message) => JSON.stringify(message)));
+  const shortest = Math.min(...spelled.map((messages) => messages.length));
+  let shared = 0;
+  while (shared < shortest && spelled.every((messages) => messages[shared] === spelled[0][shared])) shared += 1;
+  if (shared === shortest) {
+    const answer = all[0].slice(0, shared).findIndex((message) => message.role === "assistant");
+    shared = answer >= 0 ? answer : Math.max(0, shared - 1);
+  }
+  return { prompt: all[0].slice(0, shared), completions: all.map((messages) => messages.slice(shared)) };
+}
+
+function splitTexts(texts) {
+  let shared = 0;
+  if (texts.length > 1) {
+    while (shared < texts[0].length && texts.every((one) => one[shared] === texts[0][shared])) shared += 1;
+    while (shared > 0 && /\S/.test(texts[0][shared - 1])) shared -= 1; // whole words
+  }
+  const prompt = texts[0].slice(0, shared);
+  return { prompt: prompt ? [prompt] : [], completions: texts.map((one) => [one.slice(shared)]) };
+}
+
+/** Messages as one text: for previews and differences. */
+function flatText(messages) {
+  const ofMessage = (message) =>
+    typeof message === "string"
+      ? message
+      : [message.reasoning_content, contentText(message.content), message.tool_calls && text(message.tool_calls)].filter(Boolean).join("\n");
+  return messages.map(ofMessage).join("\n\n");
+}
+
+const parts = (content) => (Array.isArray(content) ? content : content === null || content === undefined ? [] : [content]);
+const imageOf = (part) => part?.image_url?.url ?? part?.image_url ?? null;
+
+function contentText(content) {
+  const ofPart = (part) => (typeof part === "string" ? part : typeof part?.text === "string" ? part.text : isImage(imageOf(part)) ? "" : text(part));
+  return parts(content).map(ofPart).join("");
+}
+
+const image = (uri) =>
+  el("button", { type: "button", class: "image", title: "Enlarge", onclick: (event) => event.currentTarget.classList.toggle("large") },
+    el("img", { src: uri, alt: "image of the prompt", loading: "lazy" }));
+
+const ROLES = ["system", "user", "assistant", "tool"];
+
+function messageBlock(message) {
+  if (typeof message === "string") return el("div", { class: "message" }, longText(message));
+  const role = ROLES.includes(message.role) ? message.role : "other";
+  const title = [String(message.role ?? ""), message.name].filter(Boolean).join(" \u00b7 ");
+  const images = parts(message.content).map(imageOf).filter(isImage).map(image);
+  const content = contentText(message.content);
+  const isFolded = role === "tool" || (role === "system" && content.length > 600);
+  if (isFolded) {
+    const summary = [el("span", { class: "role" }, title), ` ${counted(content.length, "character")}: `, el("bdi", {}, oneLine(content, 60))];
+    return fold(summary, () => [...images, ...longText(content)], { className: `message ${role}` });
+  }
+  const { reasoning, answer } = role === "assistant" ? splitReasoning(message, content) : { reasoning: "", answer: content };
+  return el("div", { class: `message ${role}` },
+    el("div", { class: "role" }, title),
+    images,
+    reasoning && fold(`Reasoning, ${counted(reasoning.length, "character")}`, () => longText(reasoning), { className: "reasoning", open: !answer && !message.tool_calls }),
+    answer && longText(answer),
+    (Array.isArray(message.tool_calls) ? message.tool_calls : []).map(toolCall),
+  );
+}
+
+/** Reasoning is a field of the message, or what stands before </think> (or after a <think> that was cut off). */
+function splitReasoning(message, content) {
+  if (message.reasoning_content) return { reasoning: text(message.reasoning_content), answer: content };
+  const end = content.indexOf("</think>");
+  if (end < 0 && !/^\s*<think>/.test(content)) return { reasoning: "", answer: content };
+  const inside = end < 0 ? content : content.slice(0, end);
+  return { reasoning: inside.replace(/^\s*<think>\s*/, "").trimEnd(), answer: end < 0 ? "" : content.slice(end + 8).trimStart() };
+}
+
+function toolCall(call) {
+  const { name, arguments: given } = call?.function ?? call ?? {};
+  let spelled = text(given);
+  try {
+    spelled = JSON.stringify(JSON.parse(spelled), null, 2);
+  } catch {
+    // Arguments that are not JSON are shown as they are.
+  }
+  return fold(["Calls ", el("code", {}, `${name ?? "?"}(${oneLine(text(given), 60)})`)], () => longText(spelled), { className: "call" });
+}
+
+// The page of a group.
+
+function groupHeading(group, row) {
+  const title = group.item_id === null || group.item_id === undefined ? `Group ${group.id}` : `Item ${group.item_id}`;
+  const sampled = isNumber(group.policy_version) ? `policy ${group.policy_version}` : null;
+  const stale = isNumber(group.staleness) ? `${counted(group.staleness, "step")} stale` : null;
+  const place = listed.indexOf(row);
+  return el("div", { class: "heading" },
+    el("h2", { tabindex: -1 }, title),
+    el("div", { class: "steps" },
+      el("button", { type: "button", onclick: () => go({ group: undefined, view: undefined }) }, "Back"),
+      el("button", { type: "button", disabled: place <= 0, onclick: () => openNeighbour(-1) }, "Previous"),
+      el("button", { type: "button", disabled: place < 0 || place + 1 >= listed.length, onclick: () => openNeighbour(1) }, "Next"),
+      el("button", { type: "button", onclick: copyLink }, "Copy link")),
+    el("p", { class: "about" }, [group.environment, isNumber(group.step) && `step ${group.step}`, sampled, stale].filter(Boolean).join(" \u00b7 ")),
+    group.dropped && el("p", { class: "dropped" }, `Dropped: ${group.dropped}`),
+  );
+}
+
+async function copyLink(event) {
+  const button = event.currentTarget;
+  const link = location.href.split("#")[0] + hashWith({});
+  try {
+    await navigator.clipboard.writeText(link);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "Copy it from the address bar";
+  }
+}
+
+function textView(group) {
+  const { prompt, completions } = splitPrompt(group);
+  const inMessages = new Set(prompt.flatMap((message) => parts(message.content).map(imageOf)));
+  const loose = (group.images ?? []).filter((uri) => isImage(uri) && !inMessages.has(uri));
+  const order = group.sequences.map((_, number) => number);
+  const by = { score: (sequence) => sequence.score, advantage: (sequence) => sequence.advantage }[state.order];
+  const rank = (number) => (isNumber(by(group.sequences[number])) ? by(group.sequences[number]) : -Infinity);
+  if (by) order.sort((a, b) => rank(b) - rank(a) || a - b);
+  const orders = [["", "as sampled"], ["score", "by score"], ["advantage", "by advantage"]];
+  return [
+    (prompt.length > 0 || loose.length > 0) && el("section", {}, el("h3", {}, "Prompt"), loose.map(image), prompt.map(messageBlock)),
+    group.gold_answer && el("section", {}, el("h3", {}, "Expected answer"), longText(text(group.gold_answer))),
+    el("section", {},
+      el("div", { class: "row" }, el("h3", {}, counted(completions.length, "completion")),
+        completions.length > 1 && choice(orders, state.order ?? "", (order) => go({ order: order || undefined }), "Order of the completions")),
+      el("div", { class: "completions" }, order.map((number) => completionCard(group, number, completions[number])))),
+    group.item !== null && group.item !== undefined && fold("Item", () => longText(text(group.item))),
+    fold("About this group", () => facts([["group", group.id], ...Object.entries(group.facts ?? {}).map(([name, value]) => [name, text(value)])])),
+  ];
+}
+
+function completionCard(group, number, messages) {
+  const sequence = group.sequences[number];
+  const isFirst = state.pair === String(number);
+  const compare = () => {
+    if (isFirst) go({ pair: undefined });
+    else if (state.pair === undefined || state.pair.includes(",")) go({ pair: String(number) });
+    else go({ view: "diff", pair: `${state.pair},${number}` });
+  };
+  const title = isFirst ? "Choose the other" : "Compare";
+  return el("section", { class: "card" },
+    el("header", {}, el("h4", {}, sequenceName(sequence, number)), figuresOf(sequence),
+      group.sequences.length > 1 && el("button", { type: "button", "aria-pressed": String(isFirst), onclick: compare }, title)),
+    sequence.metrics && facts(Object.entries(sequence.metrics).map(([name, value]) => [name, isNumber(value) ? figure(value) : text(value)])),
+    el("div", { class: "messages", tabindex: 0, role: "group", "aria-label": `Text of ${sequenceName(sequence, number)}` }, messages.map(messageBlock)));
+}
+
+const sequenceName = (sequence, number) => [`#${number + 1}`, sequence.label].filter(Boolean).join(" ");
+
+function figuresOf(sequence) {
+  const length = sequence.tokens ? counted(sequence.tokens.length, "token") : counted(lengthOf(sequence), "character");
+  const ended = sequence.finish_reason && `ended: ${sequence.finish_reason}`;
+  const advantage = isNumber(sequence.advantage) && `advantage ${signed(sequence.advantage)}`;
+  return el("p", { class: "figures" }, el("strong", {}, `score ${figure(sequence.score)}`),
+    [advantage, ended, length].filter(Boolean).map((part) => el("span", {}, part)));
+}

@@ -1,0 +1,222 @@
+// The page: its state lives in the address (#group=...&view=tokens), every change of it is drawn by show().
+
+let state = {};
+let shownGroup = null; // {id, group, vocabulary}
+const wide = matchMedia("(min-width: 900px)");
+
+const stateOfHash = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+
+/** The address of the state with some of its fields changed; undefined and "" leave a field out. */
+function hashWith(changes) {
+  const fields = Object.entries({ ...state, ...changes }).filter(([, value]) => value !== undefined && value !== "");
+  return `#${new URLSearchParams(fields)}`;
+}
+
+/** Change the state. The browser's Back leads to the state before, except for what is typed. */
+function go(changes, { isTyped = false } = {}) {
+  const hash = hashWith(changes);
+  if (isTyped) location.replace(hash);
+  else location.hash = hash;
+  show();
+}
+
+function show() {
+  const next = stateOfHash();
+  if (JSON.stringify(next) === JSON.stringify(state) && shownGroup?.id === next.group) return;
+  const isListSame = LIST_FIELDS.every((name) => next[name] === state[name]);
+  const isGroupSame = shownGroup?.id === next.group;
+  state = next;
+  if (!isListSame) {
+    fillFilters();
+    updateList();
+  }
+  markOpenRow();
+  showDetail({ keepPlace: isGroupSame }).catch(showError);
+}
+
+const LIST_FIELDS = ["q", "env", "item", "fate", "sort", "score_from", "score_to", "step_from", "step_to"];
+
+async function showDetail({ keepPlace = false } = {}) {
+  document.body.dataset.show = state.group ? "group" : state.view === "run" ? "run" : "list";
+  if (!state.group) {
+    shownGroup = null;
+    showRun();
+    return;
+  }
+  if (shownGroup?.id !== state.group) {
+    const id = state.group;
+    const found = await readGroup(id);
+    if (state.group !== id) return; // another was opened meanwhile
+    if (!found) {
+      byId("detail").replaceChildren(el("p", { class: "note" }, `This page has no group ${id}.`));
+      return;
+    }
+    shownGroup = { id, ...found };
+  }
+  const { group, vocabulary } = shownGroup;
+  const scrolled = byId("detail").scrollTop;
+  const options = [["text", "Text"]];
+  if (group.sequences.some((sequence) => sequence.tokens)) options.push(["tokens", "Tokens"]);
+  if (group.sequences.length > 1) options.push(["diff", "Difference"]);
+  const view = options.some(([name]) => name === state.view) ? state.view : "text";
+  const views = { text: textView, tokens: tokenView, diff: differenceView };
+  byId("detail").replaceChildren(
+    groupHeading(group, rowOfId.get(group.id)),
+    tabs(options, view, (name) => go({ view: name === "text" ? undefined : name }), "View"),
+    ...views[view](group, vocabulary).flat().filter(Boolean));
+  byId("detail").scrollTop = keepPlace ? scrolled : 0;
+  if (!wide.matches && !keepPlace) scrollTo(0, 0);
+}
+
+function showError(error) {
+  byId("detail").replaceChildren(el("p", { class: "note", role: "alert" }, error.message));
+}
+
+// The overview: figures, charts, environments, reasons.
+
+function showRun() {
+  if (state.group) return;
+  const kept = index.dropped.filter((reason) => reason < 0).length;
+  const num = (column, wanted) => column.reduce((count, value) => count + (value === wanted ? 1 : 0), 0);
+  const environments = index.environments.map((name, number) => {
+    const rows = index.environment.flatMap((one, row) => (one === number ? [row] : []));
+    return [name || "(no name)", { env: name }, rows.length, mean(rows.map((row) => index.score_mean[row])), mean(rows.map((row) => index.length_mean[row]))];
+  });
+  const reasons = index.reasons.map((reason, number) => [reason, { fate: `dropped: ${reason}` }, num(index.dropped, number)]);
+  byId("detail").replaceChildren(
+    el("h2", {}, "Overview"),
+    facts([
+      ["groups", figure(index.id.length)],
+      ["sequences", figure(index.num_sequences.reduce((sum, count) => sum + count, 0))],
+      ["mean score", figure(mean(index.score_mean))],
+      ["kept", reasons.length ? figure(kept) : null],
+    ]),
+    el("div", { class: "charts" }, (head.charts ?? []).map(chart)),
+    ...(environments.length > 1 ? table(["Environment", "Groups", "Mean score", "Mean length"], environments) : []),
+    ...(reasons.length ? table(["Dropped", "Groups"], reasons) : []));
+}
+
+/** Rows of [name, filter it leads to, figures...]. */
+function table(titles, rows) {
+  const row = ([name, filter, ...figures]) =>
+    el("tr", {}, el("th", { scope: "row" }, el("a", { href: hashWith({ ...filter, view: undefined }) }, name)), figures.map((value) => el("td", {}, figure(value))));
+  return [el("table", {}, el("thead", {}, el("tr", {}, titles.map((title) => el("th", { scope: "col" }, title)))), el("tbody", {}, rows.map(row)))];
+}
+
+/** A chart in a shadow root of its own: matplotlib's ids and styles must not meet those of the page. */
+function chart({ title, svg }) {
+  const parsed = new DOMParser().parseFromString(svg, "image/svg+xml");
+  const drawing = parsed.documentElement;
+  for (const element of [drawing, ...drawing.querySelectorAll("*")]) {
+    if (["script", "foreignObject"].includes(element.localName)) element.remove();
+    for (const { name } of [...element.attributes]) if (name.startsWith("on")) element.removeAttribute(name);
+  }
+  const box = el("div", { role: "img", "aria-label": title });
+  const fit = document.createElement("style");
+  fit.textContent = "svg { display: block; width: 100%; height: auto; } text { fill: currentColor; }";
+  box.attachShadow({ mode: "open" }).append(document.importNode(drawing, true), fit);
+  return el("figure", {}, el("figcaption", {}, title), box);
+}
+
+// Filters and keys.
+
+function fillFilters() {
+  const form = byId("filters").elements;
+  const fill = (select, options) => {
+    select.replaceChildren(...options.map(([value, name]) => el("option", { value }, name)));
+  };
+  fill(form.env, [["", "all"], ...index.environments.map((name) => [name, name || "(no name)"])]);
+  fill(form.fate, [["", "all"], ["kept", "kept"], ["dropped", "dropped"], ...index.reasons.map((reason) => [`dropped: ${reason}`, `dropped: ${reason}`])]);
+  fill(form.sort, Object.entries(SORTS).map(([name, [title]]) => [name, title]));
+  for (const name of LIST_FIELDS) if (form[name] !== document.activeElement || !state[name]) form[name].value = state[name] ?? "";
+  const num = LIST_FIELDS.filter((name) => name !== "q" && state[name]).length;
+  byId("more-filters").firstElementChild.textContent = num ? `Filters and order (${num} set)` : "Filters and order";
+}
+
+/** Open a row in the view that is shown now; its own address is for copying and for new tabs. */
+function openClickedRow(event) {
+  const row = event.target.closest("a")?.dataset.row;
+  if (row === undefined || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  go({ group: index.id[row], seq: undefined, pair: undefined });
+}
+
+function listenToFilters() {
+  const form = byId("filters");
+  let waiting = 0;
+  form.addEventListener("input", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => go(Object.fromEntries(new FormData(form)), { isTyped: true }), 200);
+  });
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("reset", (event) => {
+    event.preventDefault();
+    go(Object.fromEntries(LIST_FIELDS.map((name) => [name, undefined])));
+  });
+  byId("scan-cancel").addEventListener("click", stopScan);
+}
+
+const KEYS = {
+  j: () => openNeighbour(1),
+  k: () => openNeighbour(-1),
+  ArrowDown: () => openNeighbour(1),
+  ArrowUp: () => openNeighbour(-1),
+  "/": () => byId("filters").elements.q.focus(),
+  t: () => state.group && go({ view: state.view === "tokens" ? undefined : "tokens" }),
+  c: nextColour,
+  Escape: goBack,
+  "?": () => byId("keys").showModal(),
+};
+
+function nextColour() {
+  if (!shownGroup || state.view !== "tokens") return;
+  const names = Object.keys(coloursOf(shownGroup.group.sequences[Number(state.seq ?? 0)]));
+  go({ colour: names[(names.indexOf(state.colour ?? names[0]) + 1) % names.length] });
+}
+
+function goBack() {
+  if (state.view) go({ view: undefined, pair: undefined });
+  else if (state.group) go({ group: undefined });
+}
+
+function listenToKeys() {
+  addEventListener("keydown", (event) => {
+    const isTyping = ["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName);
+    if (isTyping && event.key === "Escape") event.target.blur();
+    if (isTyping || byId("keys").open || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key.startsWith("Arrow") && byId("detail").contains(event.target)) return; // arrows scroll there
+    const act = KEYS[event.key];
+    if (!act) return;
+    event.preventDefault();
+    act();
+  });
+}
+
+function showHead(shown) {
+  byId("title").textContent = shown.title ?? "";
+  byId("about").textContent = shown.about ?? "";
+  head.charts = shown.charts;
+}
+
+async function start() {
+  showHead(head);
+  state = stateOfHash();
+  listenToFilters();
+  listenToKeys();
+  addEventListener("hashchange", show);
+  addEventListener("resize", () => showRows({ anew: false }));
+  byId("rows").addEventListener("click", openClickedRow);
+  byId("scroller").addEventListener("scroll", () => showRows({ anew: false }), { passive: true });
+  byId("open-keys").addEventListener("click", () => byId("keys").showModal());
+  byId("open-run").addEventListener("click", () => go({ group: undefined, view: "run" }));
+  byId("more-filters").open = wide.matches;
+  const packed = byId("index").textContent.trim();
+  if (packed) useIndex(JSON.parse(await inflate(packed)));
+  if (head.live) await poll();
+  fillFilters();
+  updateList();
+  await showDetail();
+  if (state.group) scrollToRow(rowOfId.get(state.group));
+}
+
+start().catch(showError);

@@ -84,8 +84,9 @@ class Checkpoints:
         aside.mkdir()
         for step in reversed(steps):
             self.directory(step).rename(aside / f"step_{step}")
-        if (self.save_path / "metrics.jsonl").is_file():
-            shutil.copy2(self.save_path / "metrics.jsonl", aside)
+        for name in ("metrics.jsonl", "trained_groups.jsonl"):
+            if (self.save_path / name).is_file():
+                shutil.copy2(self.save_path / name, aside)
         logger.warning(
             "checkpoints of steps that this run takes again are now in %s: %s (--resume resumes from the newest)",
             aside,

@@ -192,6 +192,8 @@ class TrainerConfig(BaseModel):
     """Resume from this step_<N> directory instead of the newest."""
     metrics_path: Path | None = None
     """JSON lines file with one object per step; None: <save_path>/metrics.jsonl."""
+    trace_groups: int = Field(4, ge=0)
+    """Groups per step, drawn at random, whose tokens get the trainer's values in <save_path>/trained_groups.jsonl."""
     use_wandb: bool = False
     """Also log to Weights & Biases."""
     wandb_project: str | None = None

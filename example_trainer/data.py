@@ -27,6 +27,8 @@ UNKNOWN_VERSION = -1
 """`policy_version` None, in an integer tensor."""
 
 Layout = Literal["padded", "packed"]
+SkipReason = Literal["too_long", "untrained", "zero_advantage"]
+"""Why a sequence is not computed; untrained: it has no trained position."""
 
 _WITHIN_GROUP: dict[Baseline, samples.GroupBaseline] = {
     "group": "group",
@@ -108,6 +110,8 @@ class MicroBatch:
     positions: Positions
     version_S: Tensor
     """int64 policy version that sampled the sequence; -1 if unknown."""
+    rows: Sequence[Row]
+    """[S] the sequences, on the CPU."""
     is_filler: bool = False
     """Whether it only makes the processes' counts equal: its weights are 0 and metrics omit it."""
 
@@ -128,10 +132,18 @@ def _moved(value: Any, device: torch.device) -> Any:
     return dataclasses.replace(value, **changes)
 
 
+class Origin(NamedTuple):
+    """Where a sequence stands among the groups of its step."""
+
+    group: int
+    sequence: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One sequence, shifted by one, with its trained positions."""
 
+    origin: Origin
     tokens: NDArray[np.int32]
     """[num_tokens - 1]"""
     trained: NDArray[np.int64]
@@ -175,14 +187,15 @@ class Batch:
     """In the micro-batches, prompts included, padding not."""
     num_trained_tokens: int
     """In the micro-batches."""
-    num_skipped_zero_advantage: int
-    num_skipped_untrained: int
-    """Sequences without a trained position."""
-    num_skipped_too_long: int
+    skipped: dict[Origin, SkipReason]
+    """The sequences received that are not in the micro-batches."""
     scores: NDArray[np.float64]
     """Per sequence received."""
     versions: NDArray[np.int64]
     """Per sequence received; -1 if unknown."""
+
+    def num_skipped(self, reason: SkipReason) -> int:
+        return list(self.skipped.values()).count(reason)
 
 
 def overlong_penalty(
@@ -204,16 +217,16 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
     Raises GroupError for token ids outside the model's vocabulary, and for a group without sampled logprobs unless all
     its sequences are supervised.
     """
-    all_rows = [row for group in groups for row in _rows(group, options)]
+    all_rows = [row for i, group in enumerate(groups) for row in _rows(group, i, options)]
     if options.baseline in ("batch", "group_batch"):
         all_rows = _normalise_over_batch(all_rows, centre=options.baseline == "batch")
-    fitting = [row for row in all_rows if len(row.tokens) < options.seq_len]
-    trained = [row for row in fitting if len(row.trained)]
+    reasons = {row.origin: _reason_to_skip(row, options) for row in all_rows}
+    trained = [row for row in all_rows if reasons[row.origin] in (None, "zero_advantage")]
     num_trained = sum(len(row.trained) for row in trained)
     kept = [
         dataclasses.replace(row, weight=_weight(row, options, num_trained, len(trained)))
         for row in trained
-        if options.keep_zero_advantage or row.advantages.any()
+        if reasons[row.origin] is None
     ]
     return Batch(
         micro_batches=[collate(rows, options) for rows in _split(kept, options)],
@@ -223,9 +236,7 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
         num_sequences=len(all_rows),
         num_tokens=sum(len(row.tokens) for row in kept),
         num_trained_tokens=sum(len(row.trained) for row in kept),
-        num_skipped_zero_advantage=len(trained) - len(kept),
-        num_skipped_untrained=len(fitting) - len(trained),
-        num_skipped_too_long=len(all_rows) - len(fitting),
+        skipped={origin: reason for origin, reason in reasons.items() if reason is not None},
         scores=np.concatenate([group.scores for group in groups] or [np.zeros(0)]),
         versions=np.array([row.version for row in all_rows], dtype=np.int64),
     )
@@ -250,7 +261,16 @@ def _refuse_unknown_tokens(group: ScoredGroup, vocab_size: int) -> None:
             )
 
 
-def _rows(group: ScoredGroup, options: DataOptions) -> Iterator[Row]:
+def _reason_to_skip(row: Row, options: DataOptions) -> SkipReason | None:
+    if len(row.tokens) >= options.seq_len:
+        return "too_long"
+    if not len(row.trained):
+        return "untrained"
+    return None if options.keep_zero_advantage or row.advantages.any() else "zero_advantage"
+
+
+def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row]:
+    """Yield the sequences of `group`, which is number `number` of its step."""
     if options.vocab_size is not None:
         _refuse_unknown_tokens(group, options.vocab_size)
     no_overrides: list[dict[str, Any] | None] = [None] * group.num_sequences
@@ -269,11 +289,14 @@ def _rows(group: ScoredGroup, options: DataOptions) -> Iterator[Row]:
         baseline=_WITHIN_GROUP[options.baseline],
         scale=options.scale_advantages and options.baseline != "group_batch",
     )
-    for start, sequence, override in zip(starts[:-1], sequences, overrides, strict=True):
+    for i, (start, sequence, override) in enumerate(
+        zip(starts[:-1], sequences, overrides, strict=True)
+    ):
         at = np.flatnonzero(sequence.completion_mask[1:])
         flat = start + 1 + at
         sampled = sequence.sampled_logprobs[1:][at]
         yield Row(
+            origin=Origin(number, i),
             tokens=sequence.input_ids[:-1],
             trained=at,
             labels=group.masks[flat],
@@ -441,6 +464,7 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
             teacher_logprobs_NK=None if teacher is None else torch.from_numpy(teacher.logprobs),
         ),
         version_S=torch.tensor([row.version for row in rows]),
+        rows=rows,
     )
 
 

@@ -56,6 +56,14 @@ class LogprobSums(NamedTuple):
     num_lowered: Tensor
 
 
+class PolicyLoss(NamedTuple):
+    """The loss of a micro-batch, and where it was clipped."""
+
+    share: LossShare
+    clipped_N: Tensor
+    """bool, the positions that `share.num_clipped` counts."""
+
+
 def logprob_sums(positions: Positions, logprobs_N: Tensor) -> LogprobSums:
     is_policy_N = ~positions.is_supervised_N
     own_N, sampled_N = logprobs_N.detach()[is_policy_N], positions.sampled_logprobs_N[is_policy_N]
@@ -81,7 +89,7 @@ def policy_loss(
     entropy_N: Tensor,
     ref_logprobs_N: Tensor | None = None,
     teacher_logprobs_own_NK: Tensor | None = None,
-) -> LossShare:
+) -> PolicyLoss:
     """Return the loss of a micro-batch.
 
     `teacher_logprobs_own_NK` are the trained model's log-probabilities of `positions.teacher_ids_NK`.
@@ -121,10 +129,11 @@ def policy_loss(
         if teacher_logprobs_own_NK is not None and positions.teacher_logprobs_NK is not None:
             distill_N = forward_kl(positions.teacher_logprobs_NK, teacher_logprobs_own_NK)
             loss_N = loss_N + objective.distill_coef * distill_N
-    return LossShare(
+    clipped_N = outside_N & is_policy_N
+    share = LossShare(
         loss=(loss_N * positions.weights_N).sum(),
         num_policy=is_policy_N.sum(),
-        num_clipped=(outside_N & is_policy_N).sum(),
+        num_clipped=clipped_N.sum(),
         num_rejected=((correction_N == 0) & is_policy_N).sum(),
         ratio_sum=(gap_N.detach().exp() * is_policy_N).sum(),
         kl_sum=kl_N.detach().sum(),
@@ -132,6 +141,7 @@ def policy_loss(
         entropy_sum=entropy_N.detach().sum(),
         distill_sum=distill_N.detach().sum(),
     )
+    return PolicyLoss(share, clipped_N)
 
 
 def correction_weights(objective: Objective, gap_N: Tensor, positions: Positions) -> Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
-import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -14,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+import msgspec
 import torch
 
 from atroposlib.errors import ConfigError, require
@@ -66,15 +65,11 @@ class MetricsLog:
         if not is_main:
             return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.touch()
-            kept = _lines_until(self.path, start)
-            # Truncate instead of rewriting, so that a crash loses no kept line.
-            os.truncate(self.path, sum(map(len, kept)))
+            last_step = cut_after(self.path, start)
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--metrics_path {self.path}: {error.strerror}") from error
-        if last is not None and (not kept or json.loads(kept[-1])["step"] < start):
+        if last is not None and last_step < start:
             self._append(last)
         if config.use_wandb and not config.wandb_project:
             logger.warning("wandb is off: --use_wandb needs --wandb_project")
@@ -173,9 +168,9 @@ def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
         "num_groups": batch.num_groups,
         "num_sequences": batch.num_sequences,
         "num_trained_tokens": batch.num_trained_tokens,
-        "num_skipped_zero_advantage": batch.num_skipped_zero_advantage,
-        "num_skipped_untrained": batch.num_skipped_untrained,
-        "num_skipped_too_long": batch.num_skipped_too_long,
+        "num_skipped_zero_advantage": batch.num_skipped("zero_advantage"),
+        "num_skipped_untrained": batch.num_skipped("untrained"),
+        "num_skipped_too_long": batch.num_skipped("too_long"),
         "staleness_mean": float(staleness.mean()) if known else None,
         "staleness_max": int(staleness.max()) if known else None,
     }
@@ -203,18 +198,33 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _lines_until(path: Path, step: int) -> list[bytes]:
-    """Return the complete lines of the steps up to `step`."""
-    if not step:
-        return []
-    lines = path.read_bytes().splitlines(keepends=True)
+class _Line(msgspec.Struct):
+    """The field that is read of a line."""
 
-    def is_kept(line: bytes) -> bool:
-        try:
-            return line.endswith(b"\n") and json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path} is no metrics file of this trainer: {line!r:.100}"
-            ) from error
+    step: int
 
-    return list(itertools.takewhile(is_kept, lines))
+
+def cut_after(path: Path, step: int) -> int:
+    """Remove the lines after `step` and a last line that was cut off; return the last step that is left, 0 for none.
+
+    Creates a missing file. Raises ConfigError for a line without a step, and OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    decoder = msgspec.json.Decoder(_Line)
+    num_bytes = last_step = 0
+    # Truncate instead of rewriting, so that a crash loses no kept line.
+    with path.open("a+b") as file:
+        file.seek(0)
+        for line in file if step else ():
+            if not line.endswith(b"\n"):
+                break
+            try:
+                found = decoder.decode(line).step
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                what = f"{path} was not written by this trainer: {line!r:.100}"
+                raise ConfigError(what) from error
+            if found > step:
+                break
+            num_bytes, last_step = num_bytes + len(line), found
+        file.truncate(num_bytes)
+    return last_step

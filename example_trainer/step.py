@@ -22,6 +22,7 @@ from example_trainer.model import Policy, Reference
 from example_trainer.objective import Objective
 from example_trainer.optim import set_learning_rate
 from example_trainer.parallel import whole
+from example_trainer.trained_groups import StepTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ def take_step(
     step: int,
     gap: LogprobGap,
     reference: Reference | None = None,
+    trace: StepTrace | None = None,
 ) -> StepResult:
     """Accumulate the gradient over the micro-batches, compare logprobs with the engines', then update the weights.
 
@@ -59,7 +61,7 @@ def take_step(
         own = policy.logprobs(micro_batch)
         if not micro_batch.is_filler:
             gap.observe(micro_batch, own.logprobs_N, step)
-        share = policy_loss(
+        share, clipped_N = policy_loss(
             objective,
             micro_batch.positions,
             own.logprobs_N,
@@ -70,6 +72,8 @@ def take_step(
         (share.loss * policy.world.size).backward()  # FSDP takes the mean over the processes
         if not micro_batch.is_filler:
             sums_of_logprobs = logprob_sums(micro_batch.positions, own.logprobs_N)
+            if trace is not None:
+                trace.observe(micro_batch, own.logprobs_N, own.entropy_N, clipped_N)
             totals += torch.stack([value.detach() for value in (*share, *sums_of_logprobs)])
     report = gap.settle(step)
     grad_norm = update_weights(policy, optimizer, config, step) if batch.micro_batches else None

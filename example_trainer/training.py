@@ -40,6 +40,7 @@ from example_trainer.records import (
     progress_line,
 )
 from example_trainer.step import data_options, describe_result, take_step
+from example_trainer.trained_groups import TrainedGroups
 from example_trainer.vllm_process import shares_gpu
 from example_trainer.weights import WeightsDirectory
 
@@ -66,6 +67,7 @@ def train(config: TrainerConfig) -> None:
         log = stack.enter_context(
             MetricsLog(config, start=start, last=metrics, is_main=world.is_main)
         )
+        trained_groups = stack.enter_context(TrainedGroups(config, world, start=start))
         weights = stack.enter_context(WeightsDirectory(config, policy))
         stopping = threading.Event()
         bridge = stack.enter_context(
@@ -100,7 +102,11 @@ def train(config: TrainerConfig) -> None:
             with clock.phase("train_s"):
                 with feed.training():
                     batch = make_batch(groups, options)
-                    result = take_step(policy, optimizer, batch, config, step, gap, reference)
+                    trace = trained_groups.begin(groups, batch, step=version)
+                    result = take_step(
+                        policy, optimizer, batch, config, step, gap, reference, trace
+                    )
+                    trained_groups.write(trace)
                 feed.acknowledge(step=version)
             with clock.phase("publish_s"):
                 if is_publish_due(version, config):

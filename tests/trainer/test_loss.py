@@ -43,7 +43,7 @@ def run(objective: Objective, case: Case, positions: Positions) -> tuple[LossSha
     """Return the loss and its gradient with respect to the own logprobs."""
     own_N = flat(case.own).requires_grad_()
     others = [flat([[p[3] for p in row] for row in case.own_teacher])]
-    share = policy_loss(
+    share, _ = policy_loss(
         objective,
         positions,
         own_N,
@@ -103,7 +103,7 @@ def test_an_entropy_bonus_lowers_the_loss_by_its_weighted_mean() -> None:
     entropy_N = torch.linspace(0.1, 0.9, len(positions.labels_N), dtype=torch.float64)
     own_N = flat(case.own)
     plain, with_bonus = (
-        policy_loss(Objective(entropy_coef=coef), positions, own_N, entropy_N=entropy_N).loss
+        policy_loss(Objective(entropy_coef=coef), positions, own_N, entropy_N=entropy_N).share.loss
         for coef in (0.0, 0.5)
     )
     assert (plain - with_bonus).item() == pytest.approx(0.5 * entropy_N.mean().item())
@@ -169,5 +169,6 @@ def test_no_objective_takes_the_rounding_of_an_engine_for_another_policy(name: s
     positions = micro_batch.positions
     torch.manual_seed(0)
     own_N = positions.sampled_logprobs_N + 0.05 * torch.randn(len(positions.labels_N))
-    share = policy_loss(objective_named(name), positions, own_N, entropy_N=torch.zeros_like(own_N))
+    zeros_N = torch.zeros_like(own_N)
+    share, _ = policy_loss(objective_named(name), positions, own_N, entropy_N=zeros_N)
     assert share.num_clipped / share.num_policy < 1e-3

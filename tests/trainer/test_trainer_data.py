@@ -117,7 +117,7 @@ def test_overrides_can_zero_a_sequence_and_a_zero_sequence_costs_nothing() -> No
     group = make_group([1.0, 0.0], overrides=[{}, {"set_advantage_to_zero": True}])
     batch = make_batch([group], OPTIONS)
     assert batch.micro_batches[0].tokens_BT.shape[0] == 1
-    assert batch.num_skipped_zero_advantage == 1
+    assert batch.num_skipped("zero_advantage") == 1
     # The dropped sequence still counts in the mean: its 6 of 11 tokens weigh nothing.
     assert weight_of_tokens(batch) == pytest.approx(5 / 11)
 
@@ -127,7 +127,7 @@ def test_equal_scores_leave_nothing_to_train_although_their_mean_is_rounded() ->
     for baseline in ("group", "rloo", "group_batch"):
         options = dataclasses.replace(OPTIONS, baseline=baseline, scale_advantages=False)  # type: ignore[arg-type]
         batch = make_batch([make_group([0.1, 0.1, 0.1])], options)
-        assert (batch.micro_batches, batch.num_skipped_zero_advantage) == ([], 3)
+        assert (batch.micro_batches, batch.num_skipped("zero_advantage")) == ([], 3)
 
 
 @pytest.mark.parametrize("baseline", ["batch", "group_batch"])
@@ -138,7 +138,7 @@ def test_no_normalisation_gives_a_silenced_sequence_an_advantage(baseline: str) 
     ]
     options = dataclasses.replace(OPTIONS, baseline=baseline)  # type: ignore[arg-type]
     batch = make_batch(groups, options)
-    assert (batch.num_skipped_zero_advantage, len(batch.rows)) == (1, 3)
+    assert (batch.num_skipped("zero_advantage"), len(batch.rows)) == (1, 3)
     values = np.concatenate([row.advantages for row in batch.rows])
     mean = values.mean() if baseline == "batch" else 0.0
     assert mean == pytest.approx(0.0, abs=1e-12)
@@ -179,7 +179,7 @@ def test_the_shortest_sequences_are_one_token_after_one() -> None:
         inference_logprobs=[[1.0, -0.5], [1.0, -0.5, -0.5]],
     )
     batch = make_batch([group], dataclasses.replace(OPTIONS, seq_len=2))
-    assert (batch.num_skipped_too_long, batch.num_trained_tokens) == (1, 1)
+    assert (batch.num_skipped("too_long"), batch.num_trained_tokens) == (1, 1)
     positions = batch.micro_batches[0].positions
     assert (positions.labels_N.tolist(), batch.rows[0].trained.tolist()) == ([6], [0])
     assert positions.weights_N.tolist() == [1.0]
@@ -205,15 +205,17 @@ def test_a_teacher_of_some_sequences_proposes_nothing_for_the_others() -> None:
 
 def test_a_kl_term_keeps_sequences_without_an_advantage() -> None:
     options = dataclasses.replace(OPTIONS, keep_zero_advantage=True)
-    assert make_batch([make_group([1.0, 1.0])], options).num_skipped_zero_advantage == 0
+    assert make_batch([make_group([1.0, 1.0])], options).num_skipped("zero_advantage") == 0
 
 
 def test_too_long_and_untrained_sequences_are_counted() -> None:
     group = make_group([1.0, 0.0, 0.5], length=8)  # 8, 9 and 10 tokens
     batch = make_batch([group], dataclasses.replace(OPTIONS, seq_len=9))
-    assert (batch.num_skipped_too_long, batch.num_sequences) == (1, 3)
+    assert (batch.num_skipped("too_long"), batch.num_sequences) == (1, 3)
     masks = [[-100] * 8, *[list(map(int, group.sequence(i).masks)) for i in (1, 2)]]
-    assert make_batch([make_group([1.0, 0, 0.5], masks=masks)], OPTIONS).num_skipped_untrained == 1
+    assert (
+        make_batch([make_group([1.0, 0, 0.5], masks=masks)], OPTIONS).num_skipped("untrained") == 1
+    )
 
 
 @pytest.mark.parametrize("loss_mean", ["token", "sequence"])

@@ -83,6 +83,15 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=name)
 
 
+def assert_equal_traces(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict | list):
+        assert len(found) == len(expected)
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            assert_equal_traces(found[key], expected[key])
+    else:
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.drill
 @pytest.mark.timeout(300)
 def test_two_processes_train_as_one_and_read_each_others_checkpoints(tmp_path: Path) -> None:
@@ -166,7 +175,7 @@ def test_a_process_that_reads_no_weights_holds_none(
 @pytest.mark.timeout(300)
 def test_two_processes_follow_one_hub_through_the_first(tmp_path: Path) -> None:
     model_dir = make_tiny_model(tmp_path / "model")
-    finals = []
+    finals, traces = [], []
     for name, launcher in (
         ("one", []),
         ("two", ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]),
@@ -189,7 +198,11 @@ def test_two_processes_follow_one_hub_through_the_first(tmp_path: Path) -> None:
             assert engine.versions == ["0", "1", "2", "3"]
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+        text = (tmp_path / name / "trained_groups.jsonl").read_text()
+        traces.append([json.loads(line) for line in text.splitlines()])
         finals.append(weights_of(settings))
+    assert [line["group_id"] for line in traces[1]] == [f"g{i}" for i in range(6)]
+    assert_equal_traces(traces[1], traces[0])
     assert_same(finals[1], finals[0])
 
 

@@ -212,14 +212,16 @@ def test_checkpoints_of_an_abandoned_run_are_set_aside_and_pruning_spares_this_o
     saved = checkpoints(tmp_path / "saved", keep_last=1)
     for step in (6, 9):
         saved.save(policy, optimizer, step)
-    (tmp_path / "saved/metrics.jsonl").write_text("{}\n")
+    for name in ("metrics.jsonl", "trained_groups.jsonl"):
+        (tmp_path / "saved" / name).write_text("{}\n")
     (tmp_path / "saved/earlier_run_1").mkdir()
     saved.begin(0)
     saved.save(policy, optimizer, 1)
     saved.remove_old()
     assert saved.steps() == [1]
     aside = tmp_path / "saved/earlier_run_2"
-    assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "step_6", "step_9"]
+    names = ["metrics.jsonl", "step_6", "step_9", "trained_groups.jsonl"]
+    assert sorted(path.name for path in aside.iterdir()) == names
     assert checkpoints(aside).steps() == [6, 9]
     assert "step_6, step_9 (--resume" in caplog.text
 
@@ -236,7 +238,8 @@ def test_a_run_that_falls_behind_what_the_hub_still_holds_says_so_and_goes_on(
     assert ledger_of(hub_url) == {"trained": 12}
     assert [step for step, *_ in metrics_of(config)] == [1, 2, 3, 4]
     left = {path.name for path in config.save_path.iterdir()}
-    assert left == {"earlier_run_1", "final_model", "metrics.jsonl", "step_2", "step_4"}
+    files = {"metrics.jsonl", "trained_groups.jsonl"}
+    assert left == {"earlier_run_1", "final_model", "step_2", "step_4"} | files
 
 
 def test_parameters_that_never_had_a_gradient_do_not_stop_a_resume(
@@ -281,7 +284,9 @@ def test_a_file_that_is_no_record_is_not_cut(model_dir: Path, tmp_path: Path) ->
     path = tmp_path / "notes.txt"
     path.write_text("do not lose this\n")
     config = config_for(model_dir, tmp_path, metrics_path=path)
-    with pytest.raises(ConfigError, match=r"notes.txt is no metrics file.*do not lose"):
+    with pytest.raises(
+        ConfigError, match=r"notes.txt was not written by this trainer.*do not lose"
+    ):
         MetricsLog(config, start=2)
     assert path.read_text() == "do not lose this\n"
 

@@ -1,0 +1,176 @@
+"""`trained_groups.jsonl`: the trainer's values at each trained token, for a few groups of every step.
+
+The values come from the training forward. They stay on the device until the step ends and are then copied to the CPU
+once. Every process draws the same groups and computes its share of their sequences; the first process writes the lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, Self
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atroposlib.errors import ConfigError
+from atroposlib.scored_data import IGNORE_INDEX, ScoredGroup
+from example_trainer.config import TrainerConfig
+from example_trainer.data import Batch, MicroBatch, Origin, Row
+from example_trainer.parallel import World
+from example_trainer.records import cut_after
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "trained_groups.jsonl"
+MAX_STEP_TOKENS = 2**18
+"""Trained tokens recorded per step, unless one group alone has more."""
+MAX_FILE_BYTES = 2**30
+"""A trained token takes about 40 bytes."""
+_DIGITS = 6
+"""After the decimal point; float32 has no more for a logprob near -1."""
+
+
+class TrainedGroups:
+    """The file; a context manager. With `--trace_groups 0` it records nothing."""
+
+    def __init__(self, config: TrainerConfig, world: World, *, start: int = 0) -> None:
+        """Open the file in the first process and keep only the lines of the first `start` steps."""
+        self.path = config.save_path / FILE_NAME
+        self._num_groups = config.trace_groups
+        self._seed = config.seed
+        self._world = world
+        self._file: BinaryIO | None = None
+        if not self._num_groups or not world.is_main:
+            return
+        try:
+            cut_after(self.path, start)
+            self._file = self.path.open("ab")
+        except OSError as error:
+            raise ConfigError(f"--save_path {self.path}: {error.strerror}") from error
+
+    def begin(self, groups: Sequence[ScoredGroup], batch: Batch, *, step: int) -> StepTrace | None:
+        """Draw the groups to record in `step`, the same in every process; None if there are none."""
+        order = random.Random(f"{self._seed} {step}").sample(range(len(groups)), len(groups))
+        drawn: dict[int, ScoredGroup] = {}
+        num_tokens = 0
+        for i in order[: self._num_groups]:
+            num_tokens += int(np.count_nonzero(groups[i].masks != IGNORE_INDEX))
+            if drawn and num_tokens > MAX_STEP_TOKENS:
+                break
+            drawn[i] = groups[i]
+        return StepTrace(drawn, batch, step=step, world=self._world) if drawn else None
+
+    def write(self, trace: StepTrace | None) -> None:
+        """Append the lines of a step; every process must call it."""
+        if trace is None:
+            return
+        lines = trace.lines()
+        if self._file is None:
+            return
+        text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+        if self._file.tell() + len(text) > MAX_FILE_BYTES:
+            limit_mib = MAX_FILE_BYTES // 2**20
+            logger.warning("%s is full (%d MiB): later steps are left out", self.path, limit_mib)
+            self._close()
+            return
+        self._file.write(text)
+        self._file.flush()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close()
+
+
+class StepTrace:
+    """The values of one step at the M trained tokens of the drawn groups."""
+
+    def __init__(
+        self, drawn: Mapping[int, ScoredGroup], batch: Batch, *, step: int, world: World
+    ) -> None:
+        """`drawn`: groups by position in the batch."""
+        self._drawn = drawn
+        self._skipped = batch.skipped
+        self._step = step
+        self._world = world
+        self._rows = {row.origin: row for row in batch.rows if row.origin.group in drawn}
+        ends = [0, *itertools.accumulate(len(row.trained) for row in self._rows.values())]
+        self._cuts = {
+            origin: slice(*cut)
+            for origin, cut in zip(self._rows, itertools.pairwise(ends), strict=True)
+        }
+        # Logprob, entropy, whether clipped. Tokens that other processes compute stay 0.
+        self._values_3M = torch.zeros(3, ends[-1], device=world.device)
+
+    def observe(
+        self, micro_batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, clipped_N: Tensor
+    ) -> None:
+        """Keep the values that a training forward computed for the drawn groups."""
+        if self._cuts.keys().isdisjoint(row.origin for row in micro_batch.rows):
+            return
+        values_3N = torch.stack([logprobs_N, entropy_N, clipped_N]).detach()
+        lengths = [len(row.trained) for row in micro_batch.rows]
+        parts = values_3N.split(lengths, dim=1)
+        for row, part_3N in zip(micro_batch.rows, parts, strict=True):
+            if row.origin in self._cuts:
+                self._values_3M[:, self._cuts[row.origin]] = part_3N
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Gather the values of all processes, each of which must call it; return one object per drawn group."""
+        values_3M = self._world.sum(self._values_3M).cpu().numpy()
+        return [
+            {
+                "group_id": group.group_id,
+                "step": self._step,
+                "policy_version": group.policy_version,
+                "env_id": group.env_id,
+                "sequences": list(self._sequences(i, group.num_sequences, values_3M)),
+            }
+            for i, group in sorted(self._drawn.items())
+        ]
+
+    def _sequences(
+        self, group: int, num_sequences: int, values_3M: NDArray[np.float32]
+    ) -> Iterator[dict[str, Any]]:
+        for index in range(num_sequences):
+            origin = Origin(group, index)
+            if origin in self._skipped:
+                yield {"index": index, "skipped": self._skipped[origin]}
+            else:
+                values_3N = values_3M[:, self._cuts[origin]]
+                yield {"index": index, **_tokens(self._rows[origin], values_3N)}
+
+
+def _tokens(row: Row, values_3N: NDArray[np.float32]) -> dict[str, Any]:
+    """Describe a computed sequence; `at` are indices of its tokens. Supervised tokens have no sampled logprobs."""
+    logprobs_N, entropy_N, clipped_N = values_3N.astype(np.float64)
+    advantages = _short(row.advantages)
+    is_constant = len(set(advantages)) == 1
+    gap = None if row.is_supervised else float(np.abs(logprobs_N - row.sampled_logprobs).mean())
+    return {
+        "advantage": float(row.advantages.mean()),
+        "clip_fraction": float(clipped_N.mean()),
+        "logprob_gap": gap,
+        "at": (row.trained + 1).tolist(),
+        "logprobs": _short(logprobs_N),
+        "sampled": None if row.is_supervised else _short(row.sampled_logprobs),
+        "advantages": advantages[0] if is_constant else advantages,
+        "entropies": _short(entropy_N),
+        "clipped": clipped_N.astype(int).tolist(),
+    }
+
+
+def _short(values_N: NDArray[np.float64]) -> list[float]:
+    return values_N.round(_DIGITS).tolist()

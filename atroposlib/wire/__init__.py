@@ -28,6 +28,7 @@ from atroposlib.wire.packed import (
     split_packed,
     tail_texts,
     unpack_group,
+    with_group_id,
 )
 
 __all__ = [
@@ -48,4 +49,5 @@ __all__ = [
     "split_packed",
     "tail_texts",
     "unpack_group",
+    "with_group_id",
 ]

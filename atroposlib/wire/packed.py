@@ -212,6 +212,11 @@ def open_blob(blob: Blob) -> PackedGroup:
         raise GroupError(f"not a packed group: {e}") from e
 
 
+def with_group_id(blob: Blob, group_id: str) -> bytes:
+    """Return the same group with this id."""
+    return _packed_encoder.encode(msgspec.structs.replace(open_blob(blob), group_id=group_id))
+
+
 def tail_members(packed: PackedGroup) -> dict[str, memoryview]:
     """Return the JSON of each field that is not an array; raises `GroupError`."""
     tail = packed.tail

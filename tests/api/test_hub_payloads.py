@@ -28,6 +28,7 @@ from atroposlib.api.http.payloads import (
 )
 from atroposlib.api.run.types import IncomingGroup
 from atroposlib.errors import GroupError
+from atroposlib.scored_data import Strictness
 from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
 from tests.api.helpers_api import FOURTEEN_KEYS, group, running_hub
 
@@ -92,7 +93,7 @@ async def test_a_body_decodes_to_the_same_groups_wherever_it_is_decoded(
 ) -> None:
     sent = [
         group(env_id=3, group_id="a", policy_version=9, messages=[[], []]),
-        group(3, images={"x": [1]}),
+        group(3, group_id="b", images={"x": [1]}),
     ]
     if place == "process":
         everything_in_a_process(monkeypatch)
@@ -101,15 +102,12 @@ async def test_a_body_decodes_to_the_same_groups_wherever_it_is_decoded(
     got = await codec.decode(memoryview(body), content_type=content_type, many=True)
     assert (process_id(codec) is not None) is (place == "process")
     first, second = got
-    digest = wire.content_digest(first.payload)
+    digest, other = (wire.content_digest(each.payload) for each in got)
     assert first.facts == wire.BlobFacts(
         env_id=3, num_sequences=2, num_tokens=4, policy_version=9, group_id="a", digest=digest
     )
-    assert (second.facts.group_id, second.facts.digest, second.facts.num_sequences) == (
-        None,
-        b"",
-        3,
-    )
+    assert second.facts.digest == other
+    assert (second.facts.group_id, second.facts.num_sequences) == ("b", 3)
     for want, have in zip(sent, got, strict=True):
         text = json.loads(b"".join(wire.json_pieces(have.payload)))
         assert {k: text[k] for k in want if k in text} == {
@@ -464,3 +462,20 @@ def test_a_decoder_process_loads_no_server() -> None:
     code = "import sys, atroposlib.api.http.decoding; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"fastapi", "starlette", "pydantic", "asyncio"}.isdisjoint(run.stdout.split())
+
+
+@pytest.mark.parametrize("encoding", ["json", "packed"])
+async def test_a_group_without_an_id_gets_one_that_its_payload_shows(
+    codec: GroupCodec, encoding: str
+) -> None:
+    sent = [group(), group(group_id="mine"), group()]
+    body = packed_body(*sent) if encoding == "packed" else json_body(sent)
+    content_type = CONTENT_TYPE_PACKED if encoding == "packed" else CONTENT_TYPE_JSON
+    found = await codec.decode(body, content_type=content_type, many=True)
+    ids = [each.facts.group_id for each in found]
+    assert ids[1] == "mine"
+    assert len(set(ids)) == 3
+    unpacked = [wire.unpack_group(each.payload, strictness=Strictness.WIRE) for each in found]
+    assert [each.group_id for each in unpacked] == ids
+    assert all(wire.content_digest(each) == wire.content_digest(unpacked[0]) for each in unpacked)
+    assert [bool(each.facts.digest) for each in found] == [False, True, False]

@@ -612,7 +612,7 @@ async def test_reset_forgets_the_run_and_says_so(
 
 async def test_packed_in_packed_out_is_the_same_blob(hub: Hub) -> None:
     await hub.start()
-    body = packed(group(2, 1, policy_version=4), group(2, 2))
+    body = packed(group(2, 1, group_id="a", policy_version=4), group(2, 2, group_id="b"))
     headers = {"Content-Type": CONTENT_TYPE_PACKED}
     response = await hub.http.post("/scored_data_list", content=body, headers=headers)
     assert response.json() == {"status": "received", "groups_processed": 2}

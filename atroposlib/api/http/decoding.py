@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import traceback
+import uuid
 from collections.abc import Sequence
 from typing import Final
 
@@ -32,6 +33,7 @@ from atroposlib.wire import (
     pack_group,
     split_packed,
     tail_texts,
+    with_group_id,
 )
 
 READY: Final = b"R"
@@ -112,9 +114,18 @@ def _blobs(body: Body, *, many: bool) -> list[memoryview]:
 
 
 def _incoming(group: ScoredGroup | memoryview) -> IncomingGroup:
+    """Pack a group; one without an id, as original clients send it, gets one, which the trainer receives."""
+    new_id = uuid.uuid4().hex
     if isinstance(group, ScoredGroup):
-        return IncomingGroup(facts_of(group), pack_group(group))
-    return IncomingGroup(check_blob(group), bytes(group))
+        facts = facts_of(group)
+        if facts.group_id is None:
+            group = group.replace(group_id=new_id)
+        payload = pack_group(group)
+    else:
+        facts = check_blob(group)
+        payload = bytes(group) if facts.group_id is not None else with_group_id(group, new_id)
+    # Without content digest: the hub need not remember an id that no client can send again.
+    return IncomingGroup(facts._replace(group_id=facts.group_id or new_id), payload)
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:

@@ -1,180 +1,40 @@
-"""Shared by `atropos-sft-gen` and `atropos-dpo-gen`: read groups from a hub, write rows of JSON to a file.
+"""What `atropos-sft-gen` and `atropos-dpo-gen` read from a group: text, messages, or prompt and answers as messages.
 
-A live run is joined, never reset; the groups read count as trained. Invariant: a batch is acknowledged after its rows
-are in the file, so an interrupted one is delivered again. The callers decide which rows a group gives.
+A group comes from a hub, or from a line of a file of `process` or `serve`, whose other keys then help to find the
+conversations. Messages are passed on unchanged, with their tool calls, reasoning and other keys.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple, TextIO, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.client import (
-    LeasedBatch,
-    TrainerClient,
-    TrainerNotRegistered,
-    TrainerRegistration,
-)
-from atroposlib.errors import ConfigError, EnvError, GroupError, HubRejected, HubUnavailable
+from atroposlib.errors import EnvError
 from atroposlib.scored_data import IGNORE_INDEX, ScoredGroup
-from atroposlib.utils.json_lines import on_one_line
 from atroposlib.utils.tokenizers import load_tokenizer
 
-logger = logging.getLogger(__name__)
-
-WAIT_S = 10.0
-"""Duration of one long poll; an original hub answers at once, and the client then waits a second."""
-GIVE_UP_AFTER_S = 600.0
-"""Longest outage of the hub before giving up."""
-
-Row: TypeAlias = dict[str, Any]
 Decode: TypeAlias = Callable[[Sequence[int]], str]
+Messages: TypeAlias = list[Any]
 
 
-class RowsConfig(BaseModel):
-    """Flags of both commands."""
+class Source(NamedTuple):
+    """A group and where it comes from."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    group: ScoredGroup
+    line: Mapping[str, Any]
+    """Its line of a file, as JSON; {} from a hub."""
 
-    filepath: Path
-    """File to write, one JSON object per line."""
-    api_url: str = "http://localhost:8000"
-    """Address of the hub."""
-    group_size: int = Field(default=2, ge=1)
-    """Sequences per group that environments send."""
-    max_token_len: int = Field(default=2048, ge=1)
-    """Longest sequence."""
-    tokenizer: str = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
-    """Name or path; not needed with --save-messages."""
-    save_messages: bool = False
-    """Write messages instead of text; environments must send them."""
-    num_seqs_to_save: int = Field(default=100, ge=1)
-    """Rows to write before stopping."""
-    allow_negative_scores: bool = False
-    """Also take scores of zero and below."""
-    append_to_previous: bool = False
-    """Append to an existing file."""
-
-
-def write_rows(
-    config: RowsConfig, rows_of: Callable[[ScoredGroup], list[Row]], *, groups_per_step: int
-) -> None:
-    """Write exactly `num_seqs_to_save` rows.
-
-    Raises ConfigError before the first call to the hub if the file cannot be written, and EnvError if messages are
-    required and a group has none.
-    """
-    logging.basicConfig(
-        level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s"
-    )
-    registration = TrainerRegistration(
-        batch_size=config.group_size * groups_per_step,
-        max_token_len=config.max_token_len,
-        checkpoint_dir="checkpoints",
-        save_checkpoint_interval=10,
-        starting_step=0,
-        num_steps=2 * config.num_seqs_to_save,  # environments may use it as total_steps
-    )
-    with (
-        _output(config.filepath, append=config.append_to_previous) as file,
-        TrainerClient(config.api_url) as hub,
-    ):
-        if hub.info().batch_size != -1:
-            _say("this hub has a trainer; it will not get the groups taken here")
-        hub.register(registration)
-        num_saved = 0
-        while num_saved < config.num_seqs_to_save:
-            batch = _next_batch(hub, registration)
-            with hub.holding(batch):
-                try:
-                    rows = [row for group in batch.groups for row in rows_of(group)]
-                    rows = rows[: config.num_seqs_to_save - num_saved]
-                    file.writelines(map(_line, rows))
-                    file.flush()
-                except Exception:
-                    hub.release(batch)
-                    raise
-            num_saved += len(rows)
-            try:
-                hub.ack(batch)
-            except HubRejected as e:
-                logger.warning("the hub may deliver these groups again: %s", e)
-            _say(f"{num_saved} of {config.num_seqs_to_save} rows in {config.filepath}")
-
-
-def _line(row: Row) -> str:
-    return on_one_line(json.dumps(row, ensure_ascii=False).encode()).decode() + "\n"
-
-
-@contextmanager
-def _output(path: Path, *, append: bool) -> Iterator[TextIO]:
-    """Open the file; remove it afterwards if it was created here and is empty."""
-    existed = path.exists()
-    if existed and not append:
-        raise ConfigError(f"{str(path)!r} exists; give another name or --append-to-previous")
-    try:
-        file = path.open("a" if existed else "x", encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(f"cannot write {str(path)!r}: {e.strerror}") from e
-    try:
-        with file:
-            if existed and not _ends_with_newline(path):
-                file.write("\n")
-            yield file
-    finally:
-        if not existed and path.stat().st_size == 0:
-            path.unlink()
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read(1) in (b"", b"\n")
-
-
-def _next_batch(hub: TrainerClient, registration: TrainerRegistration) -> LeasedBatch:
-    """Wait for a batch without a time limit; raise after `GIVE_UP_AFTER_S` without an answer from the hub."""
-    last_answer = time.monotonic()
-    has_explained = False
-    while True:
-        try:
-            batch = hub.lease_batch(wait_s=WAIT_S)
-        except TrainerNotRegistered:
-            hub.register(registration)  # the hub was reset, or has restarted without its data
-            continue
-        except GroupError as e:
-            logger.warning("batch skipped: %s", e)
-            continue
-        except HubUnavailable as e:
-            if time.monotonic() - last_answer > GIVE_UP_AFTER_S:
-                raise
-            logger.warning("waiting for the hub: %s", e)
-            time.sleep(1.0)
-            continue
-        if batch is not None:
-            return batch
-        last_answer = time.monotonic()
-        if not has_explained:
-            has_explained = True
-            _say("waiting for groups; GET /explain at the hub shows what is missing")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-# Groups as text or messages.
+    def with_tokens(self) -> ScoredGroup:
+        """Return the group; EnvError if its tokens are placeholders."""
+        if self.line.get("has_token_ids") is False:
+            raise EnvError(
+                "a group of an API without token ids has no text of its tokens; use"
+                " --save-messages or --format chat"
+            )
+        return self.group
 
 
 class Texts(NamedTuple):
@@ -184,6 +44,15 @@ class Texts(NamedTuple):
     """The common text before the first trained token of any sequence."""
     completions: list[str]
     """The rest of each sequence."""
+
+
+class Chat(NamedTuple):
+    """A conversation of which only the answer is trained."""
+
+    prompt: Messages
+    """What the model was sent first."""
+    answer: Messages
+    """Its first message and all later ones."""
 
 
 def decoder(tokenizer: str) -> Decode:
@@ -205,11 +74,69 @@ def texts_of(group: ScoredGroup, decode: Decode) -> Texts:
     return Texts(prefix, [text[len(prefix) :] for text in texts])
 
 
-def messages_of(group: ScoredGroup) -> list[list[Any]]:
+def messages_of(source: Source) -> list[Messages]:
     """Return the conversations of a group; EnvError if it has none."""
+    group = source.group
     if group.messages is None or len(group.messages) != group.num_sequences:
         raise EnvError(
             f"a group of environment {group.env_id} has no messages; run it with"
-            " --env.include_messages true, or drop --save-messages"
+            " --env.include_messages true, or drop --save-messages and --format chat"
         )
     return group.messages
+
+
+def chats_of(source: Source) -> list[Chat]:
+    """Split each conversation of a group; EnvError if one has no message of the assistant.
+
+    The prompt is the line's `prompt` if the conversations start with it (it may contain examples of answers), else all
+    messages before the assistant's first.
+    """
+    found = messages_of(source)
+    if not all(map(_first_answer, found)):
+        found = _sampled_messages(source) or found
+    sent = source.line.get("prompt")
+    prompt = sent if isinstance(sent, list) else []
+    has_prompt = all(
+        messages[: len(prompt)] == prompt and len(messages) > len(prompt) for messages in found
+    )
+    chats = []
+    for messages in found:
+        end = len(prompt) if prompt and has_prompt else _first_answer(messages)
+        if not end:
+            raise EnvError(
+                f"a group of environment {source.group.env_id} has a conversation without a prompt or"
+                " without a message of the assistant; --format chat needs `messages` with both"
+            )
+        chats.append(Chat(messages[:end], messages[end:]))
+    return chats
+
+
+def _first_answer(messages: Any) -> int:
+    """Return the position of the assistant's first message; 0 without one, or without a prompt before it."""
+    roles = [each.get("role") if isinstance(each, Mapping) else None for each in messages]
+    return roles.index("assistant") if "assistant" in roles else 0
+
+
+def _sampled_messages(source: Source) -> list[Messages] | None:
+    """Return the conversations that the recorded requests of a line had; None if one cannot be determined.
+
+    Environments that send no messages get a single one with all text of a sequence. A sequence's conversation is then
+    the messages of the request that its last answer came from, and this answer.
+    """
+    prompts: list[Any] = []
+    sampled: dict[Any, list[Messages]] = {}
+    for call in source.line.get("calls") or ():
+        earlier = call.get("continues")
+        added = call.get("prompt")
+        prompts.append(added if earlier is None else prompts[earlier] + added)
+        for answer in call["answers"]:
+            conversations = sampled.setdefault(answer["text"], [])
+            if isinstance(prompts[-1], list) and prompts[-1] not in conversations:
+                conversations.append(prompts[-1])
+    found = []
+    for text in source.line.get("completions") or ():
+        conversations = sampled.get(text, [])
+        if len(conversations) != 1:
+            return None
+        found.append([*conversations[0], {"role": "assistant", "content": text}])
+    return found if len(found) == source.group.num_sequences else None

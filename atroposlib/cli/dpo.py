@@ -1,21 +1,24 @@
 """`atropos-dpo-gen FILE` saves pairs of a good and a bad answer to the same prompt, for preference training.
 
-Acts as the trainer at the hub: groups read count as trained. See `_rows` for its guarantees.
+Reads a hub as its trainer (groups read count as trained), or files. See `_write_rows` for its guarantees.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pydantic import Field
 
-from atroposlib.cli._rows import Row, RowsConfig, decoder, messages_of, texts_of, write_rows
+from atroposlib.cli._rows import Chat, Source, chats_of, decoder, messages_of, texts_of
+from atroposlib.cli._write_rows import Row, RowsConfig, RowsOf, write_rows
 from atroposlib.config import parse_flags
 from atroposlib.errors import cli_boundary
-from atroposlib.scored_data import ScoredGroup
+
+logger = logging.getLogger(__name__)
 
 GROUPS_PER_STEP = 8
 
@@ -55,25 +58,51 @@ def _run(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def rows_for(config: DpoConfig) -> Callable[[ScoredGroup], list[Row]]:
-    """Return a function from a group to its pairs: `{prefix, pos, score, neg}`, or `{pos, score, neg}` of messages."""
-    decode = None if config.save_messages else decoder(config.tokenizer)
+def rows_for(config: DpoConfig) -> RowsOf:
+    """Return a function from a group to its pairs.
+
+    `{prefix, pos, score, neg}`, `{pos, score, neg}` of messages, or in format `chat` `{prompt, chosen, rejected,
+    score_chosen, score_rejected}`.
+    """
+    is_chat = config.format == "chat"
+    decode = None if is_chat or config.save_messages else decoder(config.tokenizer)
     chance = random.Random(config.seed)
 
-    def rows_of(group: ScoredGroup) -> list[Row]:
-        scores = group.scores.tolist()
+    def rows_of(source: Source) -> list[Row]:
+        scores = source.group.scores.tolist()
+        pairs = pairs_of(scores, config, chance)
+        if is_chat:
+            return _chat_rows(chats_of(source), scores, pairs)
         shared: Row = {}
         if decode is None:
-            contents: Sequence[object] = messages_of(group)
+            contents: Sequence[object] = messages_of(source)
         else:
-            prefix, contents = texts_of(group, decode)
+            prefix, contents = texts_of(source.with_tokens(), decode)
             shared = {"prefix": prefix}
         return [
             {**shared, "pos": contents[good], "score": scores[good], "neg": contents[bad]}
-            for good, bad in pairs_of(scores, config, chance)
+            for good, bad in pairs
         ]
 
     return rows_of
+
+
+def _chat_rows(chats: Sequence[Chat], scores: Sequence[float], pairs: Sequence[Pair]) -> list[Row]:
+    """Return the rows of pairs; two answers to different prompts are no pair."""
+    rows = [
+        {
+            "prompt": chats[good].prompt,
+            "chosen": chats[good].answer,
+            "rejected": chats[bad].answer,
+            "score_chosen": scores[good],
+            "score_rejected": scores[bad],
+        }
+        for good, bad in pairs
+        if chats[good].prompt == chats[bad].prompt
+    ]
+    if len(rows) < len(pairs):
+        logger.warning("%d pairs left out: their prompts differ", len(pairs) - len(rows))
+    return rows
 
 
 def pairs_of(scores: Sequence[float], config: DpoConfig, chance: random.Random) -> list[Pair]:

@@ -1,19 +1,19 @@
 """`atropos-sft-gen FILE` saves the best answers of environments as rows for supervised training.
 
-Acts as the trainer at the hub: groups read count as trained. See `_rows` for its guarantees.
+Reads a hub as its trainer (groups read count as trained), or files. See `_write_rows` for its guarantees.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pydantic import Field
 
-from atroposlib.cli._rows import Row, RowsConfig, decoder, messages_of, texts_of, write_rows
+from atroposlib.cli._rows import Source, chats_of, decoder, messages_of, texts_of
+from atroposlib.cli._write_rows import Row, RowsConfig, RowsOf, write_rows
 from atroposlib.config import parse_flags
 from atroposlib.errors import cli_boundary
-from atroposlib.scored_data import ScoredGroup
 
 
 class SftConfig(RowsConfig):
@@ -44,20 +44,36 @@ def _run(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def rows_for(config: SftConfig) -> Callable[[ScoredGroup], list[Row]]:
-    """Return a function from a group to its rows, best first: `{prefix, completion, score}` or `{messages, score}`."""
-    decode = None if config.save_messages else decoder(config.tokenizer)
+def rows_for(config: SftConfig) -> RowsOf:
+    """Return a function from a group to its rows, best first.
 
-    def rows_of(group: ScoredGroup) -> list[Row]:
-        scores = group.scores.tolist()
-        if decode is None:
-            contents: list[Row] = [{"messages": messages} for messages in messages_of(group)]
-        else:
-            prefix, completions = texts_of(group, decode)
-            contents = [{"prefix": prefix, "completion": text} for text in completions]
+    `{prefix, completion, score}`, `{messages, score}`, or in format `chat` `{prompt, completion, score}`.
+    """
+    contents_of = _contents_for(config)
+
+    def rows_of(source: Source) -> list[Row]:
+        scores = source.group.scores.tolist()
+        contents = contents_of(source)
         return [{**contents[i], "score": scores[i]} for i in _best(scores, config)]
 
     return rows_of
+
+
+def _contents_for(config: SftConfig) -> RowsOf:
+    """Return a function from a group to one row per sequence, without scores."""
+    if config.format == "chat":
+        return lambda source: [
+            {"prompt": chat.prompt, "completion": chat.answer} for chat in chats_of(source)
+        ]
+    if config.save_messages:
+        return lambda source: [{"messages": messages} for messages in messages_of(source)]
+    decode = decoder(config.tokenizer)
+
+    def texts(source: Source) -> list[Row]:
+        prefix, completions = texts_of(source.with_tokens(), decode)
+        return [{"prefix": prefix, "completion": text} for text in completions]
+
+    return texts
 
 
 def _best(scores: Sequence[float], config: SftConfig) -> list[int]:

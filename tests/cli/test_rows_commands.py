@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,20 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from atroposlib.cli import _rows, dpo, sft
+from atroposlib.cli import _write_rows, dpo, sft
+from atroposlib.cli._rows import texts_of
 from atroposlib.cli.dpo import DpoConfig, pairs_of
 from atroposlib.config import parse_flags
+from atroposlib.runtime.process import process
 from atroposlib.scored_data import Strictness, check_group
 from tests.api.helpers_api import serving
 from tests.cli.helpers_cli import TOKENIZER, HubServer, rows_in, text_group
+from tests.runtime.test_group_rows import Adding, ByHand, harnessed, hosted
 
 
 @pytest.fixture(autouse=True)
 def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_rows, "WAIT_S", 0.2)
+    monkeypatch.setattr(_write_rows, "WAIT_S", 0.2)
 
 
 def chat(answer: str) -> list[dict[str, str]]:
@@ -71,7 +75,7 @@ def test_a_prefix_that_comes_again_does_not_cut_the_text(
 def test_the_prefix_ends_where_training_begins() -> None:
     """Equal answers, or a group of one, still have a completion."""
     group = check_group(text_group("Q", ["same", "same"], [1, 1]), strictness=Strictness.MEANING)
-    found = _rows.texts_of(group, TOKENIZER.decode)
+    found = texts_of(group, TOKENIZER.decode)
     assert found == ("Q", ["same", "same"])
 
 
@@ -192,7 +196,7 @@ def test_a_hub_that_forgot_the_run_is_told_again(
             httpx.get(f"{hub.url}/reset_data")
             hub.send(group)
 
-    monkeypatch.setattr(_rows, "_say", forget)
+    monkeypatch.setattr(_write_rows, "_say", forget)
     path = tmp_path / "sft.jsonl"
     flags = ["--save-messages", "--save-top-n-per-group=1", "--num-seqs-to-save=2"]
     assert run_sft(hub, path, *flags) == 0
@@ -290,3 +294,122 @@ def test_pairs_are_the_same_for_the_same_seed() -> None:
     assert first == again
     assert first != other
     assert len({pair.bad for pair in first}) == 10
+
+
+# Stored files.
+
+
+def test_a_stored_file_gives_the_rows_that_a_hub_gives(
+    hub: HubServer, tokenizer_path: str, tmp_path: Path
+) -> None:
+    groups = [text_group(f"Q{i}: ", ["bad", "good"], [0, 1]) for i in range(4)]
+    hub.send(*groups)
+    flags = ["--tokenizer", tokenizer_path, "--num-seqs-to-save=4"]
+    assert run_dpo(hub, tmp_path / "of_hub.jsonl", *flags) == 0
+    stored = [lines(tmp_path / f"{i}.jsonl", *groups[i : i + 2]) for i in (0, 2)]
+    path = tmp_path / "of_file.jsonl"
+    assert dpo.main([str(path), "--from-file", *stored, "--tokenizer", tokenizer_path]) == 0
+    assert rows_in(path) == rows_in(tmp_path / "of_hub.jsonl")
+    assert len(rows_in(path)) == 4
+
+
+def test_files_give_all_rows_unless_a_number_is_given(tokenizer_path: str, tmp_path: Path) -> None:
+    stored = lines(tmp_path / "g.jsonl", *[text_group("Q", ["a", "b"], [1, 2])] * 60)
+    flags = ["--from-file", stored, "--tokenizer", tokenizer_path]
+    for number, wanted in (("all", []), ("some", ["--num-seqs-to-save=7"])):
+        assert sft.main([str(tmp_path / number), *flags, *wanted]) == 0
+    assert len(rows_in(tmp_path / "all")) == 120
+    assert len(rows_in(tmp_path / "some")) == 7
+
+
+def test_a_line_that_is_no_group_is_named_and_one_that_was_cut_off_is_left_out(
+    tokenizer_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = tmp_path / "g.jsonl"
+    lines(stored, text_group("Q", ["a", "b"], [1, 2]))
+    flags = ["--from-file", str(stored), "--tokenizer", tokenizer_path]
+    with stored.open("a") as file:
+        file.write('{"tokens": [[1')
+    assert sft.main([str(tmp_path / "whole"), *flags]) == 0
+    assert len(rows_in(tmp_path / "whole")) == 2
+    with stored.open("a") as file:
+        file.write("\n")
+    assert sft.main([str(tmp_path / "broken"), *flags]) == 2
+    assert f"{stored}, line 2: not a group" in capsys.readouterr().err
+    lines(stored, text_group("Q", ["a", "b"], [1, 2]) | {"masks": [[1], [2]]})
+    assert sft.main([str(tmp_path / "misaligned"), *flags]) == 2
+    assert f"{stored}, line 1: not a group: sequences[0].masks" in capsys.readouterr().err
+
+
+async def test_rows_of_process_become_prompts_and_answers(tmp_path: Path) -> None:
+    """Of an environment that sends conversations, and of one that leaves them to the recorded requests."""
+    for env_cls in (Adding, ByHand):
+        folder = tmp_path / env_cls.__name__
+        stored = await process(harnessed(env_cls, folder, use_wandb=False))
+        flags = ["--from-file", str(stored.path), "--format=chat"]
+        prompt = json.loads(stored.path.read_text())["prompt"]
+        good, bad = ([{"role": "assistant", "content": f"answer {i}"}] for i in (1, 0))
+        assert sft.main([str(folder / "sft"), *flags]) == 0
+        assert rows_in(folder / "sft") == [{"prompt": prompt, "completion": good, "score": 1.0}]
+        assert dpo.main([str(folder / "dpo"), *flags]) == 0
+        assert rows_in(folder / "dpo") == [
+            {"prompt": prompt, "chosen": good, "rejected": bad}
+            | {"score_chosen": 1.0, "score_rejected": 0.0}
+        ]
+
+
+async def test_rows_without_token_ids_have_messages_but_no_text_of_tokens(
+    tokenizer_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = await process(hosted(Adding, tmp_path))
+    [row] = rows_in(stored.path)
+    flags = ["--from-file", str(stored.path), "--tokenizer", tokenizer_path]
+    assert sft.main([str(tmp_path / "text"), *flags]) == 1
+    assert "use --save-messages or --format chat" in capsys.readouterr().err
+    assert sft.main([str(tmp_path / "messages"), *flags, "--save-messages"]) == 0
+    assert rows_in(tmp_path / "messages") == [{"messages": row["messages"][1], "score": 1.0}]
+    assert sft.main([str(tmp_path / "chat"), *flags, "--format=chat"]) == 0
+    [chat_row] = rows_in(tmp_path / "chat")
+    assert chat_row["prompt"] + chat_row["completion"] == row["messages"][1]
+
+
+def test_chat_rows_of_a_hub_keep_tool_calls_and_reasoning(hub: HubServer, tmp_path: Path) -> None:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    answer = [
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "one"},
+    ]
+    messages = [[*chat("?")[:1], *answer], chat("two")]
+    hub.send(text_group("Q", ["a", "b"], [1, 0], messages=messages))
+    path = tmp_path / "sft.jsonl"
+    assert run_sft(hub, path, "--format=chat", "--num-seqs-to-save=1") == 0
+    assert rows_in(path) == [{"prompt": chat("?")[:1], "completion": answer, "score": 1.0}]
+
+
+def test_chat_rows_need_a_message_of_the_assistant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = [[{"role": "user", "content": "all of the text"}]] * 2
+    stored = lines(tmp_path / "g.jsonl", text_group("Q", ["a", "b"], [1, 2], messages=messages))
+    path = tmp_path / "sft.jsonl"
+    assert sft.main([str(path), "--from-file", stored, "--format=chat"]) == 1
+    assert "without a message of the assistant" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_answers_to_different_prompts_are_no_pair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = [{"role": "user", "content": "another"}, *chat("good")[1:]]
+    group = text_group("Q", ["bad", "good"], [0, 1], messages=[chat("bad"), other])
+    stored = lines(tmp_path / "g.jsonl", group)
+    assert dpo.main([str(tmp_path / "dpo"), "--from-file", stored, "--format=chat"]) == 0
+    assert not (tmp_path / "dpo").exists()
+    assert "their prompts differ" in caplog.text
+    assert "no rows: no score is high enough" in capsys.readouterr().err
+
+
+def lines(path: Path, *groups: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(group) + "\n" for group in groups))
+    return str(path)

@@ -14,6 +14,7 @@ import functools
 import io
 import logging
 import os
+import ssl
 import threading
 import time
 import uuid
@@ -388,6 +389,7 @@ class TrainerClient:
             limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S),
             transport=transport,
             trust_env=False,
+            verify=ssl.create_default_context(),  # httpx alone does not read SSL_CERT_FILE then
         )
         self._retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(HubUnavailable),

@@ -12,11 +12,11 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -25,6 +25,7 @@ from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.runs import DirectoryRuns, stored_runs
+from atroposlib.cli.launch.command import main as main_of_atropos
 from atroposlib.cli.run_api import RunApiConfig, _stores, erase, main, policy_of
 from atroposlib.client import TrainerClient, TrainerRegistration
 from atroposlib.errors import ConfigError
@@ -498,24 +499,51 @@ def test_flags_that_do_not_fit_are_refused(
 # TLS
 
 
-def certificate(directory: Path, name: str) -> tuple[Path, Path]:
-    """A self-signed certificate for 127.0.0.1, and its key."""
-    cert, key = directory / f"{name}.pem", directory / f"{name}.key"
+class Certificate(NamedTuple):
+    """Files of a certificate and its key."""
+
+    cert: Path
+    key: Path
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--ssl-certfile", str(self.cert), "--ssl-keyfile", str(self.key)]
+
+
+def certificate(
+    directory: Path, name: str, *, address: str = "127.0.0.1", authority: Certificate | None = None
+) -> Certificate:
+    """A certificate for an address: self-signed, or by an authority, which is such a certificate itself."""
+    made = Certificate(directory / f"{name}.pem", directory / f"{name}.key")
+    by = (
+        ["-addext", "basicConstraints=critical,CA:FALSE", "-CA", authority.cert]
+        if authority
+        else []
+    )
+    by += ["-CAkey", authority.key] if authority else []
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-        + ["-nodes", "-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
-        + ["-out", cert, "-keyout", key],
+        + [
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={name}",
+            "-addext",
+            f"subjectAltName=IP:{address}",
+        ]
+        + [*by, "-out", made.cert, "-keyout", made.key],
         check=True,
         capture_output=True,
     )
-    return cert, key
+    return made
 
 
 def test_tls_is_spoken_and_client_certificates_are_asked_for(tmp_path: Path) -> None:
-    cert, key = certificate(tmp_path, "hub")
+    certified = certificate(tmp_path, "hub")
     client_cert, client_key = certificate(tmp_path, "trainer")
-    context = ssl.create_default_context(cafile=cert)
-    flags = ["--memory", "--ssl-certfile", str(cert), "--ssl-keyfile", str(key)]
+    context = ssl.create_default_context(cafile=certified.cert)
+    flags = ["--memory", *certified.flags]
     with running(tmp_path, *flags) as hub:
         assert hub.url.startswith("https://")
         assert httpx.get(f"{hub.url}/healthz", verify=context).json() == {"status": "ok"}
@@ -526,8 +554,74 @@ def test_tls_is_spoken_and_client_certificates_are_asked_for(tmp_path: Path) -> 
         context.load_cert_chain(client_cert, client_key)
         assert httpx.get(f"{hub.url}/healthz", verify=context).json() == {"status": "ok"}
         assert hub.end() == 0
-    said = refusal(tmp_path, "--ssl-certfile", str(cert), "--ssl-keyfile", str(client_key))
-    assert f"--ssl-certfile {cert}: cannot be loaded with its key" in said
+    said = refusal(tmp_path, *Certificate(certified.cert, client_key).flags)
+    assert f"--ssl-certfile {certified.cert}: cannot be loaded with its key" in said
+
+
+@contextmanager
+def two_over_tls(
+    directory: Path, *, owner: Sequence[str], other: Sequence[str], **variables: str
+) -> Iterator[tuple[Hub, Hub]]:
+    """Two hubs on a database, of which the first owns the default run; `variables` are those of the second."""
+    url = {"ATROPOS_DATABASE": variables.pop("database")}
+    with (
+        running(directory, *owner, **url) as first,
+        running(directory, *other, **url, **variables) as second,
+    ):
+        yield first, second
+
+
+def test_hubs_and_clients_trust_a_private_authority(
+    tmp_path: Path,
+    postgres_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    authority = certificate(tmp_path, "authority")
+    first, second = (certificate(tmp_path, name, authority=authority) for name in ("one", "two"))
+    trust = {"SSL_CERT_FILE": str(authority.cert)}
+    with two_over_tls(
+        tmp_path, owner=first.flags, other=second.flags, database=postgres_url, **trust
+    ) as (_, other):
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.cert))
+        with TrainerClient(other.url) as trainer:
+            trainer.register(TRAINER)
+        assert main_of_atropos(["status", other.url]) == 0
+        assert "batch: 4 sequences" in capsys.readouterr().out
+        assert other.end() == 0
+
+
+def test_hubs_show_each_other_their_certificates(tmp_path: Path, postgres_url: str) -> None:
+    authority = certificate(tmp_path, "authority")
+    certified = certificate(tmp_path, "hub", authority=authority)
+    flags = [*certified.flags, "--ssl-ca-certs", str(authority.cert)]
+    context = ssl.create_default_context(cafile=authority.cert)
+    context.load_cert_chain(*certified)
+    with two_over_tls(tmp_path, owner=flags, other=flags, database=postgres_url) as (_, other):
+        assert httpx.get(f"{other.url}/info", verify=context).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("is_trusted", "address", "reason"),
+    [(False, "127.0.0.1", "unable to get local issuer"), (True, "10.0.0.1", "address mismatch")],
+)
+def test_a_hub_that_does_not_trust_another_says_why_at_once(
+    tmp_path: Path, postgres_url: str, is_trusted: bool, address: str, reason: str
+) -> None:
+    authority = certificate(tmp_path, "authority")
+    flags = certificate(tmp_path, "hub", address=address, authority=authority).flags
+    trust = {"SSL_CERT_FILE": str(authority.cert)} if is_trusted else {}
+    with two_over_tls(tmp_path, owner=flags, other=(), database=postgres_url, **trust) as both:
+        owner, other = both
+        answer = httpx.get(f"{other.url}/info")
+        assert answer.status_code == 502
+        said = answer.json()["detail"]["msg"]
+        assert said.startswith(f"no TLS connection to the replica at {owner.url}")
+        assert reason in said
+        assert "SSL_CERT_FILE" in said
+        assert other.end() == 0
+    assert reason in other.errors
+    assert "Traceback" not in other.errors
 
 
 # Load and stop

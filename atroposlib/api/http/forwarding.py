@@ -189,7 +189,8 @@ class Sender:
         except (aiohttp.ClientError, OSError, TimeoutError) as e:
             if body.is_gone:
                 return True
-            if not body.is_sent:
+            refusal = _tls_refusal(e)
+            if not body.is_sent and refusal is None:
                 return False
             self._count.labels("failed").inc()
             logger.warning(
@@ -198,6 +199,11 @@ class Sender:
             abort = scope.get("extensions", {}).get(ABORT_EXTENSION)
             if not is_started:
                 text = f"the replica that serves the run broke the connection ({type(e).__name__})"
+                if refusal is not None:
+                    text = (
+                        f"no TLS connection to the replica at {owner.address}, which serves the run: {refusal};"
+                        " hubs trust the authorities of --ssl-ca-certs and SSL_CERT_FILE"
+                    )
                 await self._answer(502, text, scope, body.receive, send)
             elif abort is not None:
                 abort()
@@ -326,6 +332,13 @@ class _Body:
 def _end(patience: asyncio.Timeout) -> None:
     if not patience.expired():
         patience.reschedule(asyncio.get_running_loop().time())
+
+
+def _tls_refusal(error: Exception) -> ssl.SSLError | None:
+    """Return the refused certificate or protocol, which a retry does not mend; None for a broken connection."""
+    cause = error.__cause__ or error
+    is_end = isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
+    return cause if isinstance(cause, ssl.SSLError) and not is_end else None
 
 
 async def _note_sent(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:

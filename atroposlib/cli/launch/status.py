@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from dataclasses import dataclass
 from typing import Self
 
@@ -40,7 +41,12 @@ class HubReader:
         self.url = url.rstrip("/")
         token = token or os.environ.get(TOKEN_VARIABLE)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S, trust_env=False)
+        self._http = httpx.AsyncClient(
+            headers=headers,
+            timeout=TIMEOUT_S,
+            trust_env=False,
+            verify=ssl.create_default_context(),  # httpx alone does not read SSL_CERT_FILE then
+        )
 
     async def __aenter__(self) -> Self:
         return self

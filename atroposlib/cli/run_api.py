@@ -269,6 +269,8 @@ async def _serve(
     if hub.found:
         where = _place(config, _database(config))
         logger.info("resuming the runs in %s; --fresh erases them", where)
+    if replica is not None:
+        logger.info("as %s: %s", replica.address, replica.summary())
     collect_less_often()
     await server.serve(sockets=[listener])
     # Everything is stored: a second signal must not kill the interpreter while it exits.

@@ -271,6 +271,7 @@ def test_the_database_keeps_runs_that_other_hubs_leave_alone(
         assert hub.end() == 0
     shown = postgres_url.partition("?")[0]
     assert f"resuming the runs in {shown}; --fresh erases them" in hub.errors
+    assert f"as {hub.url}: serving 1 of 1 runs\n" in hub.errors
     assert list(tmp_path.iterdir()) == []
     assert main(["--list", "--database", postgres_url]) == 0
     assert capsys.readouterr().out.startswith("default ")
@@ -582,13 +583,19 @@ def test_hubs_and_clients_trust_a_private_authority(
     trust = {"SSL_CERT_FILE": str(authority.cert)}
     with two_over_tls(
         tmp_path, owner=first.flags, other=second.flags, database=postgres_url, **trust
-    ) as (_, other):
+    ) as (owner, other):
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.cert))
         with TrainerClient(other.url) as trainer:
             trainer.register(TRAINER)
         assert main_of_atropos(["status", other.url]) == 0
-        assert "batch: 4 sequences" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "batch: 4 sequences" in said
+        assert [line.split() for line in said.splitlines() if "alive" in line] == [
+            [url, "alive", runs]
+            for url, runs in sorted([(owner.url, "default"), (other.url, "none")])
+        ]
         assert other.end() == 0
+    assert f"as {other.url}: serving 0 of 1 runs; {owner.url} serves 1\n" in other.errors
 
 
 def test_hubs_show_each_other_their_certificates(tmp_path: Path, postgres_url: str) -> None:

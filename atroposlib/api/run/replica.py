@@ -266,6 +266,16 @@ class Replica:
             for member in sorted(self.ownership.members.values(), key=lambda each: each.address)
         ]
 
+    def summary(self) -> str:
+        """Return how many runs this replica serves, and every other living one, in one line."""
+        assert self.ownership is not None, "the replica is not open"
+        num_runs = sum(not run.is_kept for run in self.ownership.runs.values())
+        others = "".join(
+            f"; {member.address} serves {self.ownership.num_runs(member.id)}"
+            for member in self.ownership.others(self.id)
+        )
+        return f"serving {self.ownership.num_runs(self.id)} of {num_runs} runs{others}"
+
     # What it should own
 
     def note_broken(self, name: str, _: BaseException) -> None:

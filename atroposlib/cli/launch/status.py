@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from atroposlib.api.schemas import Explanation, Ledger
+from atroposlib.api.schemas import Explanation, HubStatus, Ledger, ReplicaStatus
 from atroposlib.errors import HubRejected, HubUnavailable
 
 TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
@@ -25,6 +25,8 @@ class HubView:
 
     explanation: Explanation
     ledger: Ledger
+    replicas: list[ReplicaStatus]
+    """The hubs of a shared database, and which runs each serves; empty without one."""
 
     @property
     def staleness(self) -> int | None:
@@ -59,6 +61,7 @@ class HubReader:
         return HubView(
             explanation=Explanation.model_validate_json(await self._get("/explain")),
             ledger=Ledger.model_validate_json(await self._get("/ledger")),
+            replicas=HubStatus.model_validate_json(await self._get("/status")).replicas or [],
         )
 
     async def _get(self, path: str) -> bytes:
@@ -137,10 +140,16 @@ def render_view(view: HubView, *, url: str) -> Group:
             str(each.buffered_sequences),
             str(each.floor),
         )
+    hubs = Table("hub", "state", "runs", box=None)
+    for hub in view.replicas:
+        hubs.add_row(
+            hub.address, "alive" if hub.is_alive else "lost", ", ".join(hub.runs) or "none"
+        )
     batch = "a batch is ready" if seen.batch == "ready" else f"no batch: {seen.reason}"
     dead = ", ".join(f"{count} {reason}" for reason, count in seen.dead.items())
     lines = [url, describe_queue(view), batch, f"ledger: {describe_ledger(view.ledger)}"]
     lines += [f"dead: {dead}"] if dead else []
     lines += [f"not granted: {conflict}" for conflict in seen.conflicts]
     none_yet = Text("no environment has registered")
-    return Group(Text("\n".join(lines)), environments if seen.environments else none_yet)
+    page = [Text("\n".join(lines)), environments if seen.environments else none_yet]
+    return Group(*page, *([hubs] if view.replicas else []))

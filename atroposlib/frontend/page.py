@@ -15,13 +15,13 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from isal import igzip
 
+from atroposlib.frontend.view_groups import text_in
 from atroposlib.frontend.vocabulary import Decode, Vocabulary
 from atroposlib.utils.files import replacing
 
@@ -37,9 +37,6 @@ BYTES_PER_CHUNK = 1_000_000
 """Of JSON; a chunk ends with the group that reaches it."""
 ITEM_CHARS = 40
 PREVIEW_CHARS = 80
-
-_PARTS = ("title", "css", "head", "index", "js", "chunks")
-"""The markers of viewer.html, in order."""
 
 
 class Chart(NamedTuple):
@@ -84,15 +81,12 @@ def write_page(
             "live": None,
         }
         with replacing(target) as file:
-            before, *after = _template()
-            file.write(before)
-            for part, text in zip(_PARTS, after, strict=True):
-                if part == "chunks":
+            for piece in _template():
+                if piece == "$chunks":
                     chunks.seek(0)
                     shutil.copyfileobj(chunks, file)
                 else:
-                    file.write(_part(part, head=head, index=index))
-                file.write(text)
+                    file.write(_filled(piece, head=head, index=index))
             size = file.tell()
     logger.info("%s: %d groups, %.1f MB", target, num_groups, size / 1e6)
 
@@ -101,32 +95,30 @@ def live_page(*, title: str, about: str, poll: str, every_s: float) -> bytes:
     """Return a page without groups that asks the URL `poll` for them."""
     live = {"poll": poll, "every_s": every_s}
     head = {"title": title, "about": about, "num_groups": 0, "charts": [], "live": live}
-    before, *after = _template()
-    parts = [_part(part, head=head) for part in _PARTS]
-    return before + b"".join(chain.from_iterable(zip(parts, after, strict=True)))
+    return b"".join(_filled(piece, head=head) for piece in _template())
 
 
-def _template() -> list[bytes]:
-    """Return the text of viewer.html before, between and after its markers."""
-    text = (_FOLDER / "viewer.html").read_text(encoding="utf-8")
-    pieces = re.split(rf"\$({'|'.join(_PARTS)})\b", text)
-    assert tuple(pieces[1::2]) == _PARTS, "viewer.html: a marker is missing or occurs twice"
-    return [piece.encode() for piece in pieces[::2]]
+def _template() -> list[str]:
+    """Return viewer.html in pieces: text and markers."""
+    return re.split(r"(\$[a-z]+)", (_FOLDER / "viewer.html").read_text(encoding="utf-8"))
 
 
-def _part(part: str, *, head: Mapping[str, Any], index: _Index | None = None) -> bytes:
-    match part:
-        case "title":
+def _filled(piece: str, *, head: Mapping[str, Any], index: _Index | None = None) -> bytes:
+    """Return a piece of viewer.html as it stands in a page; without `index`, there are no groups."""
+    match piece:
+        case "$title":
             return html.escape(head["title"]).encode()
-        case "head":
-            return msgspec.json.encode(head).replace(b"<", b"\\u003c")
-        case "index" if index is not None:
-            return _compressed(msgspec.json.encode(index.content()))
-        case "css":
+        case "$css":
             return (_FOLDER / "viewer.css").read_bytes()
-        case "js":
+        case "$head":
+            return msgspec.json.encode(head).replace(b"<", b"\\u003c")
+        case "$index":
+            return b"" if index is None else _compressed(msgspec.json.encode(index.content()))
+        case "$js":
             return b"\n".join(file.read_bytes() for file in sorted(_FOLDER.glob("viewer/*.js")))
-    return b""
+        case "$chunks":
+            return b""
+    return piece.encode()
 
 
 def _compressed(content: bytes) -> bytes:
@@ -196,7 +188,10 @@ class _Index:
 
     def summary(self) -> str:
         """Return the numbers of groups and sequences, and the mean score."""
-        parts = [f"{len(self._ids):,} groups", f"{sum(self.columns['num_sequences']):,} sequences"]
+        parts = [
+            _counted(len(self._ids), "group"),
+            _counted(sum(self.columns["num_sequences"]), "sequence"),
+        ]
         if self._num_scores:
             parts.append(f"mean score {self._score_sum / self._num_scores:.3f}")
         return ", ".join(parts)
@@ -205,6 +200,10 @@ class _Index:
         """Return the columns and the names that two of them refer to."""
         names = {"environments": list(self._environments), "reasons": list(self._reasons)}
         return {**self.columns, **names}
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _number_of(name: Any, numbers: dict[str, int]) -> int:
@@ -284,18 +283,3 @@ def _preview(sequence: Mapping[str, Any]) -> str:
     asked = next((m.get("content") for m in messages if m.get("role") == "user"), None)
     text = sequence.get("text") if asked is None else text_in(asked)
     return " ".join((text or "")[: 4 * PREVIEW_CHARS].split())[:PREVIEW_CHARS]
-
-
-def text_in(content: Any) -> str:
-    """Return a message's text; the parts of a list are joined, and parts without text shown as their type."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(map(_part_text, content))
-    return "" if content is None else str(content)
-
-
-def _part_text(part: Any) -> str:
-    if not isinstance(part, Mapping):
-        return f"[{part}]"
-    return str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]"

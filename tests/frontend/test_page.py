@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
-import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from atroposlib.frontend.page import GROUPS_PER_CHUNK, Chart, write_page
 from atroposlib.frontend.vocabulary import Vocabulary, decoder
+from tests.frontend.helpers_pages import read_page
 from tests.tiny_model import make_tiny_tokenizer
-
-
-class Page(NamedTuple):
-    head: dict[str, Any]
-    columns: dict[str, Any]
-    chunks: list[dict[str, Any]]
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        return [group for chunk in self.chunks for group in chunk["groups"]]
-
-
-def read_page(path: Path) -> Page:
-    """Read a page's data as the viewer does."""
-    text = path.read_text(encoding="utf-8")
-    found = dict(re.findall(r'<script type="[^"]*" id="([^"]*)">([^<]*)</script>', text))
-    unpacked = {
-        name: json.loads(gzip.decompress(base64.b64decode(packed)))
-        for name, packed in found.items()
-        if name != "head"
-    }
-    chunks = [unpacked[f"chunk-{i}"] for i in range(len(unpacked) - 1)]
-    return Page(json.loads(found["head"]), unpacked["index"], chunks)
 
 
 def group(number: int, **more: Any) -> dict[str, Any]:

@@ -1,0 +1,367 @@
+"""Groups as the viewer shows them, made from a row of a JSONL file, a `ScoredGroup`, or samples of an evaluation.
+
+A row holds the keys of `ScoredDataGroup` and those of `runtime/rows.py`; all of them but `scores` may be missing, as in
+the original's files. A malformed field is left out rather than refused: a person looks at the page to find such faults.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from atroposlib.frontend.vocabulary import Decode
+from atroposlib.samples import group_advantages
+from atroposlib.scored_data import IGNORE_INDEX, ScoredGroup
+
+logger = logging.getLogger(__name__)
+
+DECIMALS = 6
+"""Of logprobs and advantages."""
+MAX_METRIC_CHARS = 200
+"""A longer text of an evaluation's sample is no metric."""
+
+DATA_URI = re.compile(r"data:image/(?:jpeg|png);base64,[A-Za-z0-9+/]+={0,2}")
+"""The images that a page shows: none is loaded from elsewhere."""
+_BASE64_STARTS = {"/9j/": "jpeg", "iVBORw0KGgo": "png"}
+"""First characters of the two formats in base64, for images without a type."""
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+
+_FACTS = (
+    *("duration_s", "usage", "generation_params", "group_overrides", "overrides"),
+    *("environment_source", "atroposlib_version"),
+)
+"""Keys of a row that are shown as they are."""
+
+
+def view_of_row(
+    row: Mapping[str, Any], *, name: str, decode: Decode | None = None
+) -> dict[str, Any] | None:
+    """Return the view group of a row; None if it has no sequence. `name` is its id if the row has none."""
+    scores = _listed(row.get("scores"))
+    conversations = conversations_of(row.get("messages"), num_sequences=len(scores))
+    if len(conversations) != len(scores):
+        logger.warning(
+            "%s: messages of %d sequences, scores of %d; the rest is dropped",
+            *(name, len(conversations), len(scores)),
+        )
+    count = min(len(scores), len(conversations))
+    if not count:
+        return None
+    trained = _trained(row)
+    numbers = [_number(score) for score in scores[:count]]
+    advantages = _advantages(row, numbers, trained)
+    images = images_in(row.get("images"))
+    sequences: list[dict[str, Any]] = []
+    for i, conversation in enumerate(conversations[:count]):
+        shown = _conversation(row, i, conversation, decode)
+        if shown["text"] is not None:
+            images += DATA_URI.findall(shown["text"])
+            shown["text"] = DATA_URI.sub("[image]", shown["text"])
+        sequences.append(
+            {
+                "score": numbers[i],
+                "advantage": advantages[i],
+                "finish_reason": _at(row.get("finish_reasons"), i),
+                **shown,
+                **_token_figures(row, i, trained),
+            }
+        )
+    return {
+        "id": str(row.get("group_id") or name),
+        "environment": row.get("environment"),
+        "env_id": row.get("env_id"),
+        "item_id": row.get("item_id"),
+        "item": row.get("item"),
+        "gold_answer": row.get("gold_answer"),
+        "step": None,
+        "policy_version": row.get("policy_version"),
+        "staleness": None,
+        "dropped": None,
+        "facts": _facts(row, scores[:count]),
+        "images": list(dict.fromkeys(images)),
+        "sequences": sequences,
+    }
+
+
+def view_of_group(group: ScoredGroup, *, decode: Decode | None = None) -> dict[str, Any] | None:
+    """Return the view group of a checked group; one without a group id gets a hash of its tokens and scores."""
+    row = {**group.to_dict(), "policy_version": group.policy_version, "group_id": group.group_id}
+    content = group.tokens.tobytes() + group.lengths.tobytes() + group.scores.tobytes()
+    return view_of_row(row, name=xxhash.xxh3_64_hexdigest(content), decode=decode)
+
+
+def views_of_samples(samples: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield one view group per item of an evaluation; the samples of an item follow each other."""
+    numbered = enumerate(samples, start=1)
+    for name, members in groupby(numbered, key=lambda each: _item_name(each[1], each[0])):
+        yield _view_of_item(name, [sample for _, sample in members])
+
+
+# Conversations.
+
+
+def conversations_of(messages: Any, *, num_sequences: int) -> list[list[Any]]:
+    """Return a list of messages, or of texts, for each sequence."""
+    if not messages:
+        return [[] for _ in range(num_sequences)]
+    if not isinstance(messages, list) or (num_sequences == 1 and isinstance(messages[0], Mapping)):
+        messages = [messages]  # one conversation or text, for a group of one
+    return [_flat(conversation) for conversation in messages]
+
+
+def _flat(messages: Any) -> list[Any]:
+    """Return the messages of a conversation in order, with nested lists flattened.
+
+    >>> _flat(["a", ["b", [{"role": "user"}]]])
+    ['a', 'b', {'role': 'user'}]
+    """
+    if not isinstance(messages, list):
+        return [messages]
+    return [message for part in messages for message in _flat(part)]
+
+
+def text_in(content: Any) -> str:
+    """Return a message's text; the parts of a list are joined, and parts without text shown as their type."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(map(_part, content))
+    return "" if content is None else str(content)
+
+
+def _part(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return f"[{part}]"
+    return str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]"
+
+
+def _conversation(
+    row: Mapping[str, Any], i: int, messages: list[Any], decode: Decode | None
+) -> dict[str, Any]:
+    """Return the keys `messages` and `text` of a sequence; one of them is None.
+
+    A single user message is the whole text of a sequence (`include_messages`). Without a conversation, it is made from
+    the row's prompt and completion, unless the prompt is only the first turn; else it is the tokens' text.
+    """
+    tokens = _at(row.get("tokens"), i)
+    is_whole_text = len(messages) == 1 and (
+        isinstance(messages[0], str) or (tokens and _role(messages[0]) == "user")
+    )
+    if messages and not is_whole_text:
+        return {"messages": [_message(message) for message in messages], "text": None}
+    prompt, completion = row.get("prompt"), _at(row.get("completions"), i)
+    calls = _listed(row.get("calls"))
+    if prompt and completion is not None and not any("continues" in call for call in calls):
+        asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        answer = {"role": "assistant", "content": completion}
+        return {"messages": [*map(_message, asked), answer], "text": None}
+    if messages:
+        only = messages[0]
+        return {
+            "messages": None,
+            "text": only if isinstance(only, str) else text_in(only["content"]),
+        }
+    return {"messages": None, "text": decode(tokens) if decode and tokens else None}
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        return {"role": "", "content": text_in(message)}
+    return {key: value for key, value in message.items() if value is not None}
+
+
+# Images.
+
+
+def images_in(value: Any) -> list[str]:
+    """Return the JPEG and PNG images in a group's `images` (nested) as data URIs, each once, in order."""
+    return list(dict.fromkeys(uri for text in _texts_in(value) if (uri := _uri_of(text))))
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(inner)
+
+
+def _uri_of(text: str) -> str | None:
+    if DATA_URI.fullmatch(text):
+        return text
+    for start, kind in _BASE64_STARTS.items():
+        if text.startswith(start) and _BASE64.fullmatch(text):
+            return f"data:image/{kind};base64,{''.join(text.split())}"
+    return None
+
+
+# Numbers.
+
+
+def _trained(row: Mapping[str, Any]) -> list[list[int]]:
+    """Return 0 or 1 for each token of each sequence; masks of 0 and 1 alone are read as that."""
+    masks = [_listed(mask) for mask in _listed(row.get("masks"))]
+    if all(label in (0, 1) for mask in masks for label in mask):
+        return [[int(label) for label in mask] for mask in masks]
+    return [[int(label != IGNORE_INDEX) for label in mask] for mask in masks]
+
+
+def _token_figures(row: Mapping[str, Any], i: int, trained: list[list[int]]) -> dict[str, Any]:
+    """Return the arrays of a sequence that are as long as its tokens; {} without tokens."""
+    tokens, is_trained = _at(row.get("tokens"), i), _at(trained, i)
+    if not tokens or not is_trained or len(is_trained) != len(tokens):
+        return {}
+    found = {"tokens": tokens, "trained": is_trained}
+    for name, key in (("sampled", "inference_logprobs"), ("token_advantages", "advantages")):
+        values = _at(row.get(key), i)
+        if isinstance(values, list) and len(values) == len(tokens):
+            found[name] = [
+                rounded(value) if is_one else None
+                for value, is_one in zip(values, is_trained, strict=True)
+            ]
+    return found
+
+
+def _advantages(
+    row: Mapping[str, Any], scores: Sequence[float | None], trained: list[list[int]]
+) -> list[float | None]:
+    """Return one advantage per sequence, as the trainer computes them by default, or the mean of those given."""
+    given = _listed(row.get("advantages"))
+    if len(given) == len(scores):
+        return [_mean_where(values, _at(trained, i)) for i, values in enumerate(given)]
+    if any(score is None for score in scores):
+        return [None] * len(scores)
+    overrides = [_at(row.get("overrides"), i) or {} for i in range(len(scores))]
+    all_supervised = (row.get("group_overrides") or {}).get("sft")
+    is_compared = np.array(
+        [
+            not override.get("sft", all_supervised) and (not trained or any(_at(trained, i) or ()))
+            for i, override in enumerate(overrides)
+        ],
+        bool,
+    )
+    by_sequence = np.full(len(scores), np.nan)
+    by_sequence[is_compared] = group_advantages(np.array(scores, float)[is_compared])
+    return [
+        0.0 if override.get("set_advantage_to_zero") else rounded(advantage)
+        for override, advantage in zip(overrides, by_sequence.tolist(), strict=True)
+    ]
+
+
+def _mean_where(values: Any, is_trained: list[int] | None) -> float | None:
+    if not isinstance(values, list):
+        return rounded(values)
+    used = [v for v, is_one in zip(values, is_trained or (), strict=False) if is_one]
+    return rounded(sum(used) / len(used)) if used else None
+
+
+def rounded(value: Any) -> float | None:
+    """Return a number without the digits that are not shown; None for anything that is no finite number."""
+    number = _number(value)
+    return None if number is None else round(number, DECIMALS)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _facts(row: Mapping[str, Any], scores: Sequence[Any]) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    odd = [f"sequence {i}: {s}" for i, s in enumerate(scores, start=1) if _number(s) is None]
+    if odd:
+        facts["scores that are no numbers"] = ", ".join(odd)
+    calls = [call for call in _listed(row.get("calls")) if isinstance(call, Mapping)]
+    if calls:
+        facts |= {"model": calls[0].get("model"), "sampling": calls[0].get("sampling")}
+        facts["requests"] = len(calls)
+    began_at = _number(row.get("began_at"))
+    if began_at:
+        facts["began_at"] = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(began_at))
+    facts |= {key: row.get(key) for key in _FACTS}
+    return {key: value for key, value in facts.items() if value not in (None, {}, [])}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _at(values: Any, i: int) -> Any:
+    """Return an entry of an optional list; None if there is none."""
+    return values[i] if isinstance(values, list) and i < len(values) else None
+
+
+# Evaluations.
+
+_SAMPLE_KEYS = frozenset(
+    {
+        *("row", "item", "messages", "finish_reason", "gold_answer"),
+        *("item_index", "item_hash", "num_samples", "sample_index"),
+    }
+)
+"""Keys of a sample with a place of their own, and the numbering."""
+
+
+def _item_name(sample: Mapping[str, Any], number: int) -> str:
+    """Return the id of the group of a sample; one without an item's index is alone in its group."""
+    index = sample.get("item_index")
+    return f"sample-{number}" if index is None else f"item-{index}"
+
+
+def _view_of_item(name: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first = samples[0]
+    shared = {
+        key: value
+        for key, value in first.items()
+        if key not in _SAMPLE_KEYS
+        and key != "score"
+        and not isinstance(value, float)
+        and len(samples) > 1
+        and all(sample.get(key) == value for sample in samples)
+    }
+    return {
+        "id": name,
+        "item_id": first.get("item_index"),
+        "item": first.get("row", first.get("item")),
+        "gold_answer": first.get("gold_answer"),
+        "facts": shared,
+        "sequences": [_view_of_sample(sample, shared) for sample in samples],
+    }
+
+
+def _view_of_sample(sample: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    messages = sample.get("messages")
+    other = {
+        key: value
+        for key, value in sample.items()
+        if key not in _SAMPLE_KEYS and key not in shared and value is not None
+    }
+    metrics = {
+        key: value
+        for key, value in other.items()
+        if isinstance(value, bool | int | float)
+        or (isinstance(value, str) and len(value) <= MAX_METRIC_CHARS)
+    }
+    texts = [f"{key}: {text_in(value)}" for key, value in other.items() if key not in metrics]
+    return {
+        "score": _number(metrics.pop("score", None)),
+        "finish_reason": sample.get("finish_reason"),
+        "messages": [_message(message) for message in _flat(messages)] if messages else None,
+        "text": "\n\n".join(texts) if texts and not messages else None,
+        "metrics": metrics,
+    }

@@ -29,7 +29,8 @@ from atroposlib.cli._demo.commands import (
     python,
 )
 from atroposlib.cli.launch.supervisor import free_port, terminate_like_interrupt
-from atroposlib.cli.plot_run import SMOOTHING_STEPS, read_steps, smooth
+from atroposlib.frontend.charts import SMOOTHING_STEPS, smooth
+from atroposlib.frontend.run_files import read_lines
 from atroposlib.utils.owned_process import OwnedProcess
 from benchmarks._tiny_tasks import (
     MAX_POSITIONS,
@@ -155,7 +156,7 @@ def run(task: Task, *, name: str, seed: int, num_steps: int, out: Path) -> dict[
         "random_player": statistics.mean(each.score for each in played),
         "heldout_before": before,
         "heldout_after": after,
-        "rewards": [round(step["reward_mean"], 4) for step in read_steps(out / "metrics.jsonl")],
+        "rewards": [round(step["reward_mean"], 4) for step in read_lines(out / "metrics.jsonl")],
     }
     (out / "result.json").write_text(f"{json.dumps(result)}\n", encoding="utf-8")
     return result

@@ -24,5 +24,8 @@ def test_a_run_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_run_without_metrics_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plot_run.main([str(tmp_path)]) == 2
-    assert "metrics.jsonl cannot be read" in capsys.readouterr().err
+    assert plot_run.main([str(tmp_path / "absent")]) == 2
+    assert "absent: there is no such file or directory" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rew')
+    assert plot_run.main([str(tmp_path / "metrics.jsonl")]) == 2
+    assert "metrics.jsonl: no metrics of a trainer's step yet" in capsys.readouterr().err

@@ -1,0 +1,250 @@
+"""The files of a run as one page: groups, the trainer's metrics, and what it knows of the groups it trained.
+
+Files are recognised by the keys of their first line, because their names are settings. The trainer's lines
+(`trained_groups.jsonl`) join the groups by their group id. Only complete lines are read, so a run may be in progress.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from atroposlib.errors import ConfigError, MissingDependency
+from atroposlib.frontend.charts import charts_of
+from atroposlib.frontend.page import Chart, write_page
+from atroposlib.frontend.view_groups import rounded, view_of_row, views_of_samples
+from atroposlib.frontend.vocabulary import Decode, decoder
+from atroposlib.utils.tokenizers import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_DEPTH = 3
+"""Folders below the run's own in which files are looked for: a trainer's save_path, a part's folder."""
+
+Kind: TypeAlias = Literal["groups", "samples", "metrics", "trained"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """The files of one run or evaluation, in order of their paths."""
+
+    source: Path
+    """The directory or the file that was named."""
+    groups: list[Path] = field(default_factory=list)
+    samples: list[Path] = field(default_factory=list)
+    metrics: list[Path] = field(default_factory=list)
+    trained: list[Path] = field(default_factory=list)
+
+    @property
+    def signature(self) -> tuple[tuple[str, int, int], ...]:
+        """Return a value that changes when a file does."""
+        paths = [*self.groups, *self.samples, *self.metrics, *self.trained]
+        found = [(path, path.stat()) for path in paths]
+        return tuple((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found)
+
+
+def find_run_files(source: Path) -> RunFiles:
+    """Return the files of a run's directory, or one JSONL file, which is read as groups if it is nothing else.
+
+    Raises ConfigError if there is nothing of the kind in the directory, or no such file.
+    """
+    if not source.exists():
+        raise ConfigError(f"{source}: there is no such file or directory")
+    if not source.is_dir():
+        return RunFiles(source=source, **{_kind_of(source) or "groups": [source]})
+    found: dict[Kind, list[Path]] = {}
+    for path in _json_files(source):
+        kind = _kind_of(path)
+        if kind is not None:
+            found.setdefault(kind, []).append(path)
+    if not found.keys() - {"trained"}:
+        raise ConfigError(
+            f"{source}: its *.jsonl files hold no groups, samples of an evaluation or metrics of a trainer; "
+            "environments write groups to --env.data_path_to_save_groups"
+        )
+    return RunFiles(source=source, **found)
+
+
+def write_run_page(
+    files: RunFiles,
+    target: Path,
+    *,
+    title: str | None = None,
+    about: str = "",
+    tokenizer: Any = None,
+) -> None:
+    """Write the page of a run; `title` None: the name of its directory or file.
+
+    Without a tokenizer, that of a model in the directory is used, if there is one.
+    """
+    if tokenizer is None and files.source.is_dir():
+        tokenizer = _tokenizer_of(files.source)
+    decode = None if tokenizer is None else decoder(tokenizer)
+    steps = [step for path in files.metrics for step in read_lines(path)]
+    charts: list[Chart] = []
+    missing = ""
+    try:
+        charts = charts_of(steps) if steps else []
+    except MissingDependency as error:
+        missing = f"No charts: {error}"
+    said = [about, f"{len(steps):,} optimizer steps" if steps else "", missing]
+    write_page(
+        target,
+        view_groups(files, decode),
+        title=title or files.source.resolve().name,
+        about=". ".join(filter(None, said)),
+        charts=charts,
+        decode=decode,
+    )
+
+
+def view_groups(files: RunFiles, decode: Decode | None) -> Iterator[dict[str, Any]]:
+    """Yield the view groups of a run, one at a time."""
+    trained = _Trained(files.trained)
+    for path in files.groups:
+        for number, row in enumerate(read_lines(path), start=1):
+            view = view_of_row(row, name=f"line-{number}", decode=decode)
+            if view is not None:
+                trained.add_to(view)
+                yield view
+    for path in files.samples:
+        yield from views_of_samples(read_lines(path))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file; a last line that is not complete is left out.
+
+    Raises ConfigError for a file that cannot be read and for another line that is no JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield _decoded(line)
+                except ValueError as error:
+                    if not line.endswith(b"\n"):
+                        logger.warning("%s: the last line is incomplete and left out", path)
+                        return
+                    raise ConfigError(f"{path}, line {number}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        try:
+            found = json.loads(line)  # Python's reader accepts NaN, which the original writes
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError("expected a JSON object")
+    return found
+
+
+def _json_files(folder: Path) -> list[Path]:
+    patterns = ["*/" * depth + "*.jsonl" for depth in range(_DEPTH + 1)]
+    return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+
+
+def _kind_of(path: Path) -> Kind | None:
+    """Return what a file holds by its first line; None for anything else."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline()
+        keys = {key for key, value in _decoded(line).items() if value is not None}
+    except (OSError, ValueError):
+        return None
+    if "scores" in keys:
+        return "groups"
+    if "item_index" in keys or path.name == "samples.jsonl":
+        return "samples"
+    if {"group_id", "step", "sequences"} <= keys:
+        return "trained"
+    return "metrics" if {"step", "reward_mean"} <= keys else None
+
+
+def _tokenizer_of(folder: Path) -> Any:
+    """Return the tokenizer of a model in a run's directory; None without one."""
+    for depth in range(_DEPTH):
+        for path in sorted(folder.glob("*/" * depth + "*/tokenizer_config.json")):
+            return load_tokenizer(str(path.parent.resolve()), flag="--tokenizer")
+    return None
+
+
+class _Trained:
+    """The lines of `trained_groups.jsonl`, read when a group needs its own: memory holds their places only."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._at: dict[str, tuple[Path, int]] = {}
+        """File and first byte of the last line of each group id."""
+        for path in paths:
+            start = 0
+            with path.open("rb") as file:
+                for line in file:
+                    if line.endswith(b"\n"):
+                        self._at[_group_id.decode(line).group_id] = (path, start)
+                    start += len(line)
+
+    def add_to(self, view: dict[str, Any]) -> None:
+        """Add what the trainer knows of a view group, if it has it."""
+        place = self._at.get(view["id"])
+        if place is None:
+            return
+        path, start = place
+        with path.open("rb") as file:
+            file.seek(start)
+            add_training(view, _decoded(file.readline()))
+
+
+class _GroupId(msgspec.Struct):
+    group_id: str
+
+
+_group_id = msgspec.json.Decoder(_GroupId)
+
+
+def add_training(view: dict[str, Any], line: Mapping[str, Any]) -> None:
+    """Add a trainer's line of a group to its view group: step, staleness, and figures of its sequences and tokens."""
+    view["step"] = line["step"]
+    version = line.get("policy_version")
+    if version is not None:
+        view["policy_version"] = version
+        view["staleness"] = line["step"] - 1 - version
+    entries = line["sequences"]
+    reasons = [entry.get("skipped") for entry in entries]
+    if all(reasons):
+        view["dropped"] = reasons[0] if reasons else None
+    for entry in entries:
+        if entry["index"] < len(view["sequences"]):
+            _add_entry(view["sequences"][entry["index"]], entry)
+
+
+def _add_entry(sequence: dict[str, Any], entry: Mapping[str, Any]) -> None:
+    if entry.get("skipped"):
+        sequence["metrics"] = {"not trained": entry["skipped"]}
+        return
+    sequence["advantage"] = rounded(entry.get("advantage"))
+    sequence["metrics"] = {"clip_fraction": entry.get("clip_fraction")}
+    num_tokens = len(sequence.get("tokens") or ())
+    if any(at >= num_tokens for at in entry["at"]):
+        return  # another sequence: the file belongs to another run
+    for name, key in (
+        *(("trainer", "logprobs"), ("entropy", "entropies")),
+        *(("token_advantages", "advantages"), ("clipped", "clipped")),
+    ):
+        values = entry.get(key)
+        if isinstance(values, list):
+            by_token: list[Any] = [None] * num_tokens
+            for at, value in zip(entry["at"], values, strict=True):
+                by_token[at] = value if key == "clipped" else rounded(value)
+            sequence[name] = by_token

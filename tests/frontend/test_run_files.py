@@ -1,0 +1,154 @@
+"""A run's directory as one page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.errors import ConfigError
+from atroposlib.frontend.run_files import find_run_files, write_run_page
+from tests.frontend.helpers_pages import Page, read_page
+from tests.tiny_model import make_tiny_tokenizer
+
+TOKENIZER = make_tiny_tokenizer()
+
+
+def write(path: Path, *rows: dict[str, Any], rest: str = "") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + rest)
+
+
+def row(name: str, **more: Any) -> dict[str, Any]:
+    tokens = TOKENIZER.encode("abc")
+    return {
+        "group_id": name,
+        "tokens": [tokens, tokens],
+        "masks": [[-100, *tokens[1:]]] * 2,
+        "inference_logprobs": [[1.0, -0.5, -0.25]] * 2,
+        "scores": [1.0, 0.0],
+        **more,
+    }
+
+
+def trained(name: str, step: int, *sequences: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "group_id": name,
+        "step": step,
+        "policy_version": step - 2,
+        "env_id": 0,
+        "sequences": list(sequences),
+    }
+
+
+KEPT = {
+    "index": 0,
+    "advantage": 0.75,
+    "clip_fraction": 0.5,
+    "at": [1, 2],
+    "logprobs": [-0.5, -0.3],
+    "sampled": [-0.5, -0.25],
+    "advantages": [0.5, 1.0],
+    "entropies": [0.1, 0.2],
+    "clipped": [0, 1],
+}
+SKIPPED = {"index": 1, "skipped": "too_long"}
+
+
+def page_of(source: Path, **options: Any) -> Page:
+    target = source.with_name("page.html")
+    write_run_page(find_run_files(source), target, **options)
+    return read_page(target)
+
+
+def test_what_the_trainer_knows_joins_the_groups_by_their_id(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write(run / "rollouts.jsonl", *(row(f"g{i}") for i in range(4)))
+    write(
+        run / "checkpoints" / "trained_groups.jsonl",
+        trained("g2", 3, KEPT, SKIPPED),
+        trained("g0", 4, {**SKIPPED, "index": 0}, SKIPPED),
+        trained("of another run", 4, KEPT),
+        rest='{"group_id": "g3"',
+    )
+    page = page_of(run)
+    assert page.columns["step"] == [4, None, 3, None]
+    assert page.columns["staleness"] == [1, None, 1, None]
+    assert page.columns["dropped"] == [0, -1, -1, -1]
+    assert page.columns["reasons"] == ["too_long"]
+    assert page.columns["gap_mean"] == [None, None, pytest.approx(0.025), None]
+    first, second = page.groups[2]["sequences"]
+    assert first["advantage"] == 0.75
+    assert first["trainer"] == [None, -0.5, -0.3]
+    assert first["sampled"] == [None, -0.5, -0.25]
+    assert first["entropy"] == [None, 0.1, 0.2]
+    assert first["token_advantages"] == [None, 0.5, 1.0]
+    assert first["clipped"] == [None, 0, 1]
+    assert second["metrics"] == {"not trained": "too_long"}
+    assert page.groups[2]["policy_version"] == 1
+
+
+def test_a_line_of_the_trainer_for_another_sequence_adds_no_figures_of_tokens(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "run" / "g.jsonl", row("g0"))
+    far = {**KEPT, "at": [1, 99]}
+    write(tmp_path / "run" / "trained_groups.jsonl", trained("g0", 3, far, {**KEPT, "index": 7}))
+    [group] = page_of(tmp_path / "run").groups
+    assert group["step"] == 3
+    assert "trainer" not in group["sequences"][0]
+
+
+def test_files_are_found_by_what_they_hold(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write(run / "b" / "anything.jsonl", row("g1", item=7))
+    write(run / "a.jsonl", row("g0"), rest='{"scores": [')
+    write(run / "metrics.jsonl", {"step": 1, "reward_mean": 0.5}, {"step": 2, "reward_mean": 1.0})
+    write(run / "evals" / "sums" / "samples.jsonl", {"score": 1.0, "item_index": 3})
+    write(run / "warm_up.jsonl", {"step": 1, "accuracy": 0.5})
+    write(run / "broken.jsonl", rest="no json\n")
+    write(run / "1" / "2" / "3" / "4" / "far.jsonl", row("far"))
+    page = page_of(run, about="About", title="Title")
+    assert page.columns["id"] == ["g0", "g1", "item-3"]
+    assert page.head["title"] == "Title"
+    assert page.head["about"].startswith("About. 2 optimizer steps. 3 groups, 5 sequences")
+    assert [chart["title"] for chart in page.head["charts"]] == ["reward"]
+
+
+def test_pieces_come_from_the_tokenizer_of_a_model_in_the_directory(tmp_path: Path) -> None:
+    write(tmp_path / "run" / "g.jsonl", row("g0"))
+    assert page_of(tmp_path / "run").chunks[0]["vocabulary"] == {}
+    TOKENIZER.save_pretrained(tmp_path / "run" / "checkpoints" / "final_model")
+    page = page_of(tmp_path / "run")
+    assert sorted(page.chunks[0]["vocabulary"].values()) == ["a", "b", "c"]
+    assert page.groups[0]["sequences"][0]["text"] == "abc"
+
+
+def test_without_matplotlib_the_page_says_that_it_has_no_charts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "metrics.jsonl", {"step": 1, "reward_mean": 0.5})
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    page = page_of(tmp_path / "metrics.jsonl")
+    assert page.head["charts"] == []
+    assert "No charts: matplotlib is not installed" in page.head["about"]
+
+
+def test_a_directory_without_files_of_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file or directory"):
+        find_run_files(tmp_path / "absent")
+    write(tmp_path / "trained_groups.jsonl", trained("g0", 3))
+    write(tmp_path / "other.jsonl", {"text": "x"})
+    with pytest.raises(ConfigError, match="hold no groups, samples of an evaluation or metrics"):
+        find_run_files(tmp_path)
+
+
+def test_a_line_that_is_no_object_is_named_and_leaves_an_earlier_page(tmp_path: Path) -> None:
+    write(tmp_path / "g.jsonl", row("g0"), rest="[]\n")
+    (tmp_path / "page.html").write_text("earlier")
+    with pytest.raises(ConfigError, match="line 2: expected a JSON object"):
+        page_of(tmp_path / "g.jsonl")
+    assert (tmp_path / "page.html").read_text() == "earlier"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["g.jsonl", "page.html"]

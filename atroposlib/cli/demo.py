@@ -41,7 +41,6 @@ from atroposlib.cli._demo.report import (
     compare_modes,
     draw_learning_curve,
     mode_figures,
-    write_rollouts_page,
 )
 from atroposlib.cli.launch.step_metrics import JsonLines, StepMetrics
 from atroposlib.cli.launch.supervisor import (
@@ -62,6 +61,7 @@ from atroposlib.errors import (
     cli_boundary,
     install_command,
 )
+from atroposlib.frontend.run_files import find_run_files, write_run_page
 from atroposlib.utils.letter_reversal import Split, distinct_prompts
 
 NUM_HELDOUT_PROMPTS = 500
@@ -128,7 +128,12 @@ def run_demo(config: DemoConfig, files: RunFiles, display: Display) -> None:
         before=outcome.before,
         after=outcome.after,
     )
-    write_rollouts_page(files.root / "rollouts.html", files.rollouts)
+    write_run_page(
+        find_run_files(files.root),
+        files.root / "rollouts.html",
+        title="Rollouts of the demo",
+        about="The task: reverse the letters, then stop. Reward 1 for exactly that, else 0",
+    )
     display.say(
         f"held-out accuracy, sampled: {outcome.before.sampled:.3f} -> {outcome.after.sampled:.3f}, "
         f"greedy: {outcome.before.greedy:.3f} -> {outcome.after.greedy:.3f}\n"

@@ -1,7 +1,7 @@
 """One evaluation over items, and the directory of one `evaluate` command.
 
-The directory holds samples.jsonl (lines are appended as items finish), metrics.json (at the end),
-evaluate_config.yaml and versions.json. Invariant: samples.jsonl without metrics.json is an evaluation in progress or
+The directory holds evaluate_config.yaml, versions.json, samples.jsonl (lines are appended as items finish), and at the
+end metrics.json and samples.html. Invariant: samples.jsonl without metrics.json is an evaluation in progress or
 interrupted; `EvalRun(is_resumed=True)` continues it without repeating or losing an item. It computes no metrics.
 """
 
@@ -34,6 +34,7 @@ METRICS_FILE = "metrics.json"
 SAMPLES_FILE = "samples.jsonl"
 CONFIG_FILE = "evaluate_config.yaml"
 VERSIONS_FILE = "versions.json"
+PAGE_FILE = "samples.html"
 
 INDEX_KEYS = ("item_index", "item_hash", "num_samples", "sample_index")
 """Keys that `evaluate_items` adds to a sample."""
@@ -99,7 +100,8 @@ class EvalRun:
             (self.folder / METRICS_FILE).unlink(missing_ok=True)
             logger.info("resumed: %d items are in %s", len(self._stored), path)
         else:
-            keep_earlier(self.folder, (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, VERSIONS_FILE))
+            names = (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, VERSIONS_FILE, PAGE_FILE)
+            keep_earlier(self.folder, names)
             replace_file(self.folder / CONFIG_FILE, self._config)
             replace_file(self.folder / VERSIONS_FILE, json.dumps(_versions(), indent=2) + "\n")
 

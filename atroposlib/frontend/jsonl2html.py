@@ -1,70 +1,40 @@
-"""Render a JSONL file of scored groups as one self-contained page; all text from the file is escaped.
+"""The page of a JSONL file of groups or of a run's directory, under the original's names.
 
-Runnable: `python -m atroposlib.frontend.jsonl2html groups.jsonl`.
+Runnable: `python -m atroposlib.frontend.jsonl2html groups.jsonl`. The page is that of `page.py`;
+`create_html_for_group` returns a block of HTML for pages of one's own. All text is escaped.
 """
 
 from __future__ import annotations
 
 import html
-import json
 import logging
-import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import Template
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from atroposlib.errors import ConfigError, cli_boundary
+from atroposlib.frontend.run_files import find_run_files, write_run_page
+from atroposlib.frontend.view_groups import DATA_URI, conversations_of, text_in
 
 logger = logging.getLogger(__name__)
 
 PREVIEW_CHARS = 90
-_DATA_URI = re.compile(r"data:image/(?:jpeg|png);base64,[A-Za-z0-9+/]+={0,2}")
 
 
-def generate_html(input_path: str | Path, output_path: str | Path | None = None) -> Path:
-    """Write the page next to the file (same stem, `.html`), or to `output_path`; return its path.
+def generate_html(
+    input_path: str | Path, output_path: str | Path | None = None, *, tokenizer: Any = None
+) -> Path:
+    """Write the page to `output_path`; None: next to the file with the suffix `.html`, in a directory `run.html`.
 
-    Raises ConfigError if the file cannot be read or a line is not a JSON object.
+    Returns its path. Raises ConfigError if the file cannot be read or a line is no JSON object.
     """
     source = Path(input_path)
-    target = Path(output_path) if output_path is not None else source.with_suffix(".html")
-    num_groups = num_scores = num_numbers = 0
-    total = 0.0
-    for group in _read(source, _Scores):
-        num_groups += 1
-        num_scores += len(group.scores or [])
-        numbers = [n for score in group.scores or [] if (n := _number(score)) is not None]
-        num_numbers += len(numbers)
-        total += sum(numbers)
-    mean = f", mean score {total / num_numbers:.3f}" if num_numbers else ""
-    blocks = (
-        create_html_for_group({"scores": group.scores, "messages": group.messages}, i)
-        for i, group in enumerate(_read(source, _Conversations))
-    )
-    write_page(
-        target,
-        title=source.stem,
-        about=f"{num_groups} groups, {num_scores} sequences{mean}",
-        body=blocks,
-    )
+    default = source / "run.html" if source.is_dir() else source.with_suffix(".html")
+    target = default if output_path is None else Path(output_path)
+    title = f"Rendered Messages - {source.resolve().stem}"
+    write_run_page(find_run_files(source), target, title=title, tokenizer=tokenizer)
     return target
-
-
-def write_page(target: Path, *, title: str, about: str, body: Iterable[str]) -> None:
-    """Write a page; `body` is pieces of HTML, the other two are text."""
-    template = Path(__file__).with_name("rollouts.html").read_text(encoding="utf-8")
-    before, after = (
-        Template(part).substitute(title=html.escape(title), about=html.escape(about))
-        for part in template.split("$body")
-    )
-    with target.open("w", encoding="utf-8") as file:
-        file.write(before)
-        file.writelines(f"{piece}\n" for piece in body)
-        file.write(after)
 
 
 def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
@@ -74,7 +44,7 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
     than scores or the reverse, the rest is dropped and logged.
     """
     scores = group_data.get("scores") or []
-    conversations = _conversations(group_data.get("messages"), num_sequences=len(scores))
+    conversations = conversations_of(group_data.get("messages"), num_sequences=len(scores))
     if len(conversations) != len(scores):
         logger.warning(
             "group %d: messages of %d sequences, scores of %d; the rest is dropped",
@@ -115,64 +85,6 @@ def _number(score: Any) -> float | None:
         return None
 
 
-def _conversations(messages: Any, *, num_sequences: int) -> list[list[Any]]:
-    """Return a list of messages for each sequence."""
-    if not messages:
-        return [[] for _ in range(num_sequences)]
-    if not isinstance(messages, list) or (num_sequences == 1 and isinstance(messages[0], Mapping)):
-        messages = [messages]  # one conversation or text, for a group of one
-    return [_flat(conversation) for conversation in messages]
-
-
-def _flat(messages: Any) -> list[Any]:
-    """Return the messages of a conversation in order, with nested lists flattened.
-
-    >>> _flat(["a", ["b", [{"role": "user"}]]])
-    ['a', 'b', {'role': 'user'}]
-    """
-    if not isinstance(messages, list):
-        return [messages]
-    return [message for part in messages for message in _flat(part)]
-
-
-class _Scores(msgspec.Struct):
-    """The scores of a line; its other fields are skipped."""
-
-    scores: Any = None
-
-
-class _Conversations(_Scores):
-    messages: Any = None
-
-
-L = TypeVar("L", bound=_Scores)
-
-
-def _read(source: Path, kind: type[L]) -> Iterator[L]:
-    """Read a file line by line, so that memory does not grow with the file."""
-    decoder = msgspec.json.Decoder(kind)
-    try:
-        with source.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _decoded(decoder, line, where=f"{source}, line {number}")
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(source)!r}: {error.strerror}") from error
-
-
-def _decoded(decoder: msgspec.json.Decoder[L], line: bytes, *, where: str) -> L:
-    try:
-        return decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        pass
-    try:  # Python's reader accepts NaN, which the original writes
-        return msgspec.convert(json.loads(line), decoder.type)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: expected an object: {error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from error
-
-
 def _badge(score: Any) -> str:
     number = _number(score)
     text = html.escape(str(score)) if number is None else f"{number:g}"
@@ -181,14 +93,14 @@ def _badge(score: Any) -> str:
 
 def _message(message: Any) -> str:
     if not isinstance(message, Mapping):
-        return f"<pre>{html.escape(_text(message))}</pre>"
+        return f"<pre>{html.escape(text_in(message))}</pre>"
     role = html.escape(str(message.get("role", "")), quote=True)
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     uris = [_image(part) for part in parts]
     pictures = "".join(f'<img src="{uri}" alt="image of the message">' for uri in uris if uri)
     rest = [part for part, uri in zip(parts, uris, strict=True) if not uri]
-    text = html.escape(_text(rest if isinstance(content, list) else content))
+    text = html.escape(text_in(rest if isinstance(content, list) else content))
     return (
         f'<div class="message {role}"><div class="role">{role.capitalize()}</div>'
         f"{pictures}<pre>{text}</pre></div>"
@@ -199,22 +111,7 @@ def _image(part: Any) -> str | None:
     """Return the data URI of an image part that is PNG or JPEG; None for others: the page loads nothing."""
     given = part.get("image_url") if isinstance(part, Mapping) else None
     uri = given.get("url") if isinstance(given, Mapping) else given
-    return uri if isinstance(uri, str) and _DATA_URI.fullmatch(uri) else None
-
-
-def _text(content: Any) -> str:
-    """Return a message's text; the parts of a list are joined, and parts without text shown as their type."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(map(_part, content))
-    return "" if content is None else str(content)
-
-
-def _part(part: Any) -> str:
-    if not isinstance(part, Mapping):
-        return f"[{part}]"
-    return str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]"
+    return uri if isinstance(uri, str) and DATA_URI.fullmatch(uri) else None
 
 
 def _preview(conversation: Sequence[Any]) -> str:
@@ -224,7 +121,7 @@ def _preview(conversation: Sequence[Any]) -> str:
             isinstance(message, Mapping) and message.get("role") == "user"
         ):
             content = message if isinstance(message, str) else message.get("content")
-            text = " ".join(_text(content).split())
+            text = " ".join(text_in(content).split())
             return text if len(text) <= PREVIEW_CHARS else text[: PREVIEW_CHARS - 3] + "..."
     return ""
 
@@ -233,7 +130,7 @@ def main() -> int:
     """Render the file named on the command line."""
     if len(sys.argv) not in (2, 3):
         raise ConfigError(
-            "usage: python -m atroposlib.frontend.jsonl2html GROUPS.jsonl [PAGE.html]"
+            "usage: python -m atroposlib.frontend.jsonl2html GROUPS.jsonl|RUN_DIRECTORY [PAGE.html]"
         )
     sys.stdout.write(f"{generate_html(*sys.argv[1:])}\n")
     return 0

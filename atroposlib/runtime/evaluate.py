@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from numbers import Real
@@ -12,7 +13,15 @@ from typing import Any
 import yaml
 
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.eval_run import METRICS_FILE, EvalRun, dated_folder, stored_samples
+from atroposlib.envs.eval_run import (
+    METRICS_FILE,
+    PAGE_FILE,
+    SAMPLES_FILE,
+    EvalRun,
+    dated_folder,
+    stored_samples,
+)
+from atroposlib.frontend.run_files import find_run_files, write_run_page
 from atroposlib.runtime.closing import closed_at_end
 from atroposlib.runtime.masking import without_secrets
 from atroposlib.runtime.metrics import require_wandb, start_wandb
@@ -67,6 +76,11 @@ async def evaluate(env: BaseEnv, *, timings: Timings | None = None) -> Path:
                 )
             if not (run.folder / METRICS_FILE).exists():
                 await _log_other_metrics(env, result)
+        samples = run.folder / SAMPLES_FILE
+        if samples.exists():
+            files = find_run_files(samples)
+            title = run.folder.resolve().name
+            await asyncio.to_thread(write_run_page, files, run.folder / PAGE_FILE, title=title)
     return run.folder
 
 

@@ -117,7 +117,7 @@ async def process_and_render(env: BaseEnv, options: ProcessOptions | None = None
         finally:
             log = env.jsonl_writer
             if isinstance(log, GroupLog) and log.num_groups:
-                await asyncio.to_thread(generate_html, log.path)
+                await asyncio.to_thread(generate_html, log.path, tokenizer=env.tokenizer)
 
 
 @contextlib.contextmanager

@@ -103,50 +103,6 @@ def test_the_learning_curve_is_a_png(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def write_groups(path: Path, num_groups: int) -> None:
-    with path.open("w") as file:
-        for number in range(num_groups):
-            prompt = f"<{number}>"
-            answers = ["<b>&", "right"]
-            group = {
-                "scores": [0.0, 1.0],
-                "messages": [
-                    [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-                    for answer in answers
-                ],
-            }
-            file.write(json.dumps(group) + "\n")
-
-
-def test_the_rollouts_page_shows_early_and_late_groups_and_escapes_them(tmp_path: Path) -> None:
-    rollouts, page = tmp_path / "rollouts.jsonl", tmp_path / "rollouts.html"
-    write_groups(rollouts, 100)
-    with rollouts.open("a") as file:
-        file.write('{"scores": [0.0')
-    report.write_rollouts_page(page, rollouts)
-    html = page.read_text()
-    early, late = html.split("<h2>Late</h2>")
-    assert "&lt;5&gt;" in early
-    assert "&lt;6&gt;" not in html
-    assert "&lt;94&gt;" in late
-    assert "&lt;99&gt;" in late
-    assert "<b>&<" not in html
-    assert "&lt;b&gt;&amp;" in html
-
-
-def test_a_short_run_shows_every_group_once(tmp_path: Path) -> None:
-    rollouts = tmp_path / "rollouts.jsonl"
-    write_groups(rollouts, 5)
-    assert len(report.read_ends(rollouts, num_groups=6)) == 5
-
-
-def test_text_with_a_line_separator_is_one_line(tmp_path: Path) -> None:
-    rollouts = tmp_path / "rollouts.jsonl"
-    rollouts.write_text('{"text": "a\u2028b\x85c"}\n{"text": "d"}\n{"te', encoding="utf-8")
-    groups = report.read_ends(rollouts, num_groups=6)
-    assert groups == {0: {"text": "a\u2028b\x85c"}, 1: {"text": "d"}}
-
-
 def claim(out: Path) -> None:
     display, _ = quiet_display()
     with demo._claim(out, display) as files:

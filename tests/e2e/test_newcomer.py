@@ -22,6 +22,7 @@ import pytest
 
 from atroposlib.client import TrainerClient, TrainerRegistration
 from tests.contract.test_readme import environment_source
+from tests.frontend.helpers_pages import read_page
 from tests.processes import ROOT, Process, answers, free_port, running, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.drill, pytest.mark.timeout(300)]
@@ -178,7 +179,8 @@ def test_the_first_hour(tmp_path: Path) -> None:
             terminal.wait_for(PROCESSED)
         groups = (tmp_path / "data/count_vowels.jsonl").read_text().splitlines()
         assert [max(json.loads(group)["scores"]) for group in groups] == [1.0] * 4
-        assert "How many vowels" in (tmp_path / "data/count_vowels.html").read_text()
+        page = read_page(tmp_path / "data/count_vowels.html")
+        assert "How many vowels" in page.columns["preview"][0]
 
         with desk.types("evaluate", "--env.data_dir_to_save_evals=evals") as terminal:
             assert terminal.end() == 0, terminal.screen

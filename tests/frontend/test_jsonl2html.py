@@ -1,4 +1,4 @@
-"""The rollout page: self-contained, everything escaped, errors named."""
+"""The original's functions: the page of a file, and a group as a block of HTML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError
-from atroposlib.frontend.jsonl2html import create_html_for_group, generate_html, get_score_class
+from atroposlib.frontend.jsonl2html import (
+    create_html_for_group,
+    generate_html,
+    get_score_class,
+    main,
+)
+from tests.frontend.helpers_pages import read_page
 
 
 def write(path: Path, *groups: object) -> Path:
@@ -17,26 +23,35 @@ def write(path: Path, *groups: object) -> Path:
     return path
 
 
-def test_page_shows_messages_and_scores_and_escapes_them(tmp_path: Path) -> None:
-    evil = "<script>alert(1)</script> & $about"
-    messages = [[{"role": "user", "content": evil}, {"role": "assistant", "content": "4"}]]
-    group = {"scores": [1.0], "messages": messages}
-    page = generate_html(write(tmp_path / "a<b.jsonl", group, group))
-    text = page.read_text()
-    assert page == tmp_path / "a<b.html"
-    assert "<script" not in text
-    assert text.count("&lt;script&gt;alert(1)&lt;/script&gt; &amp; $about") == 4
-    assert "2 groups, 2 sequences, mean score 1.000" in text
-    assert "a&lt;b" in text
-    assert text.count('class="score reward-positive"') == 4
-    assert "http" not in text  # nothing is loaded from elsewhere
+def test_the_page_of_a_file_holds_its_conversations_and_scores(tmp_path: Path) -> None:
+    group = {"messages": [[ASKED], [ANSWERED]], "scores": [1, "n/a"]}
+    path = generate_html(write(tmp_path / "a<b.jsonl", group, group))
+    assert path == tmp_path / "a<b.html"
+    assert "<title>Rendered Messages - a&lt;b</title>" in path.read_text()
+    page = read_page(path)
+    assert page.head["about"] == "2 groups, 4 sequences, mean score 1.000"
+    assert [each["id"] for each in page.groups] == ["line-1", "line-2"]
+    assert [(s["score"], s["messages"]) for s in page.groups[1]["sequences"]] == [
+        (1.0, [ASKED]),
+        (None, [ANSWERED]),
+    ]
+    assert page.groups[0]["facts"] == {"scores that are no numbers": "sequence 2: n/a"}
 
 
-def test_page_names_parts_that_are_not_text(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": "data:"}}]
-    group = {"scores": [0.0], "messages": [[{"role": "user", "content": parts}]]}
-    text = generate_html(write(tmp_path / "g.jsonl", group), tmp_path / "p.html").read_text()
-    assert "look\n[image_url]" in text
+def test_the_page_of_a_run_directory_is_written_into_it(tmp_path: Path) -> None:
+    write(tmp_path / "groups.jsonl", {"messages": [[ASKED]], "scores": [1]})
+    assert generate_html(tmp_path) == tmp_path / "run.html"
+    assert read_page(tmp_path / "run.html").head["num_groups"] == 1
+
+
+def test_the_command_prints_the_path_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "g.jsonl", {"messages": ["text"], "scores": [1]})
+    monkeypatch.setattr("sys.argv", ["jsonl2html", str(source), str(tmp_path / "page.html")])
+    assert main() == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
+    assert read_page(tmp_path / "page.html").groups[0]["sequences"][0]["text"] == "text"
 
 
 @pytest.mark.parametrize(
@@ -108,18 +123,14 @@ def test_of_messages_and_scores_the_shorter_list_counts(caplog: pytest.LogCaptur
     assert create_html_for_group({"messages": [], "scores": []}, 0) == ""
 
 
-def test_items_have_the_originals_ids_and_roles(tmp_path: Path) -> None:
-    group = {"messages": [[ASKED], [ANSWERED]], "scores": [1, "n/a"]}
-    text = generate_html(write(tmp_path / "g.jsonl", group, group)).read_text()
-    assert re.findall(r'id="(group-.*?)"', text) == [
-        "group-0-item-0",
-        "group-0-item-1",
-        "group-1-item-0",
-        "group-1-item-1",
-    ]
-    assert re.findall(r'class="role">(\w+)<', text)[:2] == ["User", "Assistant"]
-    assert "<title>Rendered Messages - g</title>" in text
-    assert "2 groups, 4 sequences, mean score 1.000" in text
+def test_a_block_of_html_has_the_originals_ids_and_roles_and_escapes_text() -> None:
+    evil = {"role": "user", "content": "<script>alert(1)</script> &"}
+    text = create_html_for_group({"messages": [[evil], [ANSWERED]], "scores": [1, "n/a"]}, 1)
+    assert re.findall(r'id="(group-.*?)"', text) == ["group-1-item-0", "group-1-item-1"]
+    assert re.findall(r'class="role">(\w+)<', text) == ["User", "Assistant"]
+    assert "<script" not in text
+    assert "<pre>&lt;script&gt;alert(1)&lt;/script&gt; &amp;</pre>" in text
+    assert "no messages were saved" in create_html_for_group({"scores": [1.0]}, 0)
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\r"])
@@ -128,25 +139,20 @@ def test_characters_that_only_look_like_line_ends_are_text(tmp_path: Path, separ
     path = tmp_path / "g.jsonl"
     line = json.dumps(group, ensure_ascii=False)
     path.write_text(f"{line}\r\n{line}\n", encoding="utf-8", newline="")
-    text = generate_html(path).read_bytes().decode()
-    assert f"<pre>a{separator}b</pre>" in text
-    assert "2 groups" in text
-
-
-def test_group_without_messages_says_so(tmp_path: Path) -> None:
-    assert (
-        "no messages were saved"
-        in generate_html(write(tmp_path / "g.jsonl", {"scores": [1.0]})).read_text()
-    )
+    groups = read_page(generate_html(path)).groups
+    assert [each["sequences"][0]["messages"][0]["content"] for each in groups] == [
+        f"a{separator}b"
+    ] * 2
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("{", "line 1: not JSON"), ("[]", "expected an object")]
+    ("line", "message"), [("{\n", "line 1: not JSON"), ("[]\n", "line 1: expected a JSON object")]
 )
 def test_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "g.jsonl"
     path.write_text(line)
     with pytest.raises(ConfigError, match=message):
         generate_html(path)
-    with pytest.raises(ConfigError, match="cannot read"):
+    assert not (tmp_path / "g.html").exists()
+    with pytest.raises(ConfigError, match="no such file"):
         generate_html(tmp_path / "absent.jsonl")

@@ -18,6 +18,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.runtime.command import run_environment
 from atroposlib.runtime.evaluate import evaluate
 from tests.envs.helpers_envs import ENGINE, Offline
+from tests.frontend.helpers_pages import read_page
 from tests.processes import running, wait_for
 from tests.runtime.slow_sums_env import SlowSums
 
@@ -81,6 +82,9 @@ def test_results_go_to_a_dated_directory_with_configuration_and_versions(
     assert saved["openai"][0]["model_name"] == "m"
     assert json.loads((folder / "versions.json").read_text())["packages"]["pydantic"]
     assert len((folder / "samples.jsonl").read_text().splitlines()) == 180
+    page = read_page(folder / "samples.html")
+    assert (page.head["title"], page.head["num_groups"]) == (folder.name, 60)
+    assert page.columns["num_sequences"] == [3] * 60
     estimates = results(folder)["estimates"]
     assert estimates["eval/mean_score"]["n"] == 180
     assert estimates["eval/pass@1"]["n"] == 60

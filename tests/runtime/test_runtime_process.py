@@ -22,6 +22,7 @@ from atroposlib.errors import (
 )
 from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.runtime.process import ProcessOptions, process, process_and_render
+from tests.frontend.helpers_pages import read_page
 from tests.runtime.helpers_runtime import ScriptedEnv, make_group
 
 APPEND = ProcessOptions(append=True)
@@ -311,7 +312,11 @@ async def test_a_failed_run_has_its_page(tmp_path: Path) -> None:
 
     with pytest.raises(EngineUnavailable):
         await process_and_render(env_at(tmp_path, answer=answer, max_num_workers=1))
-    assert "2 groups" in (tmp_path / "g.html").read_text()
+    page = read_page(tmp_path / "g.html")
+    assert [len(group["sequences"]) for group in page.groups] == [2, 2]
+    used = {t for group in page.groups for s in group["sequences"] for t in s["tokens"]}
+    pieces = page.chunks[0]["vocabulary"]
+    assert pieces == {str(token): ByteTokenizer().decode([token]) for token in used}
 
 
 async def test_a_cancelled_run_has_its_page(tmp_path: Path) -> None:

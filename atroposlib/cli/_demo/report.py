@@ -1,4 +1,4 @@
-"""The demo's results: the learning curve and a page of rollouts."""
+"""The demo's results: the learning curve, and a comparison with the other mode."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from atroposlib.cli._demo.evaluation import Accuracy
 from atroposlib.cli.launch.step_metrics import StepMetrics
-from atroposlib.cli.plot_run import SMOOTHING_STEPS, smooth
-from atroposlib.frontend.jsonl2html import create_html_for_group, write_page
+from atroposlib.frontend.charts import SMOOTHING_STEPS, smooth
 
 MODE_FIGURES = {
     "seconds_per_step": "s per step",
@@ -18,8 +17,6 @@ MODE_FIGURES = {
     "staleness_mean": "steps is the mean age of its groups",
 }
 """Keys of `summary.json` in which synchronous and asynchronous runs differ, and their captions."""
-_GROUPS_SHOWN = 6
-"""Number of first groups shown, and of last groups."""
 
 
 def draw_learning_curve(
@@ -75,26 +72,3 @@ def compare_modes(root: Path, summary: dict[str, Any]) -> str:
         + "; ".join(f"{each[key]} {caption}" for key, caption in MODE_FIGURES.items())
         for each in (*shown[-1:], summary)
     )
-
-
-def write_rollouts_page(path: Path, rollouts: Path) -> None:
-    """Write an HTML page of the first and the last groups of a JSONL file of groups."""
-    groups = read_ends(rollouts, num_groups=_GROUPS_SHOWN)
-    half = len(groups) // 2
-    shown = [create_html_for_group(group, index) for index, group in groups.items()]
-    write_page(
-        path,
-        title="Rollouts of the demo",
-        about="The task: reverse the letters, then stop. Reward 1 for exactly that, else 0.",
-        body=["<h2>Early</h2>", *shown[:half], "<h2>Late</h2>", *shown[half:]],
-    )
-
-
-def read_ends(rollouts: Path, *, num_groups: int) -> dict[int, dict[str, Any]]:
-    """Return the first and the last `num_groups` groups by their place in the file, from 0.
-
-    Only complete lines are read: the environment may have been stopped while writing one.
-    """
-    lines = rollouts.read_text(encoding="utf-8").split("\n")[:-1]
-    last = len(lines) - num_groups
-    return {i: json.loads(line) for i, line in enumerate(lines) if i < num_groups or i >= last}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from atroposlib.envs.dataset_env import DatasetEnv
+from atroposlib.envs.reward_fns.math_worker import BlockingWorkers
+from atroposlib.envs.rewards import JsonValue, RewardFailure, RewardWorkers
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ByteTokenizer, Respond, ServerHarness
 
@@ -14,6 +20,27 @@ from atroposlib.inference.harness import ByteTokenizer, Respond, ServerHarness
 def load(name: str) -> ModuleType:
     """Import a module of `environments/`; a folder is followed by a dot."""
     return importlib.import_module(f"atroposlib.environments.{name}")
+
+
+@functools.cache
+def _worker(preload: tuple[str, ...]) -> BlockingWorkers:
+    return BlockingWorkers(num_workers=1, preload=preload)
+
+
+class SharedWorkers(RewardWorkers):
+    """A pool whose process serves all tests: to start one that preloads math-verify takes a second of CPU."""
+
+    def __init__(self, preload: tuple[str, ...]) -> None:
+        super().__init__(preload=preload)
+        self._worker = _worker(preload)
+
+    async def run(
+        self, function: Callable[..., JsonValue] | str, *args: JsonValue, timeout_s: float
+    ) -> JsonValue | RewardFailure:
+        [outcome] = await asyncio.to_thread(self._worker.run, function, [args], timeout_s=timeout_s)
+        if isinstance(outcome, RewardFailure):
+            self._count(outcome)
+        return outcome
 
 
 def make_env(
@@ -31,4 +58,6 @@ def make_env(
     env = env_cls(config, [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")])
     harness = ServerHarness(respond=respond, weight_version=weight_version)
     env.server.servers = [harness]
+    if isinstance(env, DatasetEnv):
+        env.reward_workers = SharedWorkers(env.preload)
     return env

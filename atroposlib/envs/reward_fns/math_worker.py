@@ -34,7 +34,7 @@ class BlockingWorkers:
 
     def run(
         self,
-        function: Callable[..., JsonValue],
+        function: Callable[..., JsonValue] | str,
         calls: Sequence[Sequence[JsonValue]],
         *,
         timeout_s: float,

@@ -61,6 +61,7 @@ def _same_interpreter() -> Iterator[None]:
     yield
     sys.setrecursionlimit(recursion_limit)
     gc.set_threshold(*thresholds)
+    gc.unfreeze()
 
 
 def require_postgres() -> None:

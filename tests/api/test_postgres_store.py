@@ -21,7 +21,7 @@ from atroposlib.api.stores.base import (  # noqa: E402
     StoreFull,
     TermLost,
 )
-from atroposlib.api.stores.postgres import store as store_module  # noqa: E402
+from atroposlib.api.stores.postgres import sessions  # noqa: E402
 from atroposlib.api.stores.postgres.runs import PostgresRuns  # noqa: E402
 from atroposlib.api.stores.postgres.store import PostgresStore  # noqa: E402
 from tests.api.test_hub_stores import new_group, stored  # noqa: E402
@@ -217,7 +217,7 @@ async def test_calls_wait_for_a_database_that_ends_their_connections(
 async def test_a_database_out_of_reach_for_long_breaks_the_store(
     runs: PostgresRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(sessions, "_PATIENCE_S", 0.2)
     failures: list[BaseException] = []
     store = PostgresStore("run", pool=runs._pool, owners=runs.owners, on_failure=failures.append)
     await store.open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import shutil
@@ -91,6 +92,35 @@ async def test_connections_that_break_anywhere_lose_and_repeat_nothing(
     print(f"60 broken connections in {num_steps + 60} steps")
 
 
+async def set_aside_and_delete(runs: PostgresRuns) -> None:
+    """Do all that can be done to a run that is not open."""
+    await runs._claim("run")
+    name = await runs.set_aside("run", experiment="a", step=1, resumed=None)
+    [kept] = await runs.kept()
+    assert await runs.names() == [kept.name] == [name]
+    await runs.bring_back(kept)
+    assert [each.name for each in await runs.stored()] == ["run"]
+    await runs.forget("run")
+    assert await runs.names() == []
+
+
+@pytest.mark.parametrize(("direction", "stride"), [(Direction.REQUEST, 60), (Direction.REPLY, 15)])
+async def test_connections_that_break_anywhere_neither_fail_nor_repeat_changes_of_runs(
+    postgres: Cluster, postgres_url: str, direction: Direction, stride: int
+) -> None:
+    """Also between a commit and its answer, which has 18 bytes."""
+    async with Proxy(postgres.port) as proxy:
+        url = postgres_url.replace(str(postgres.port), str(proxy.port))
+        async with opened(url) as runs:
+            for num_bytes in itertools.count(1, stride):
+                await set_aside_and_delete(runs)  # fills the caches of new connections
+                proxy.reset_after(direction, num_bytes)
+                await set_aside_and_delete(runs)
+                if proxy.is_armed:
+                    break
+    assert num_bytes > 30 * stride
+
+
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """One that the test may kill."""
@@ -118,6 +148,16 @@ async def test_a_killed_database_is_a_pause(cluster: Cluster) -> None:
         await store.close()
     await check_what_is_left(cluster.url(), judge)
     print(f"4 kills of the database in {num_steps} steps")
+
+
+async def test_the_list_of_runs_waits_for_a_database_that_restarts(cluster: Cluster) -> None:
+    async with opened(cluster.url()) as runs:
+        await runs.owners.claim("run")
+        await asyncio.to_thread(cluster.kill)
+        asking = asyncio.create_task(runs.names())
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(cluster.start)
+        assert await asking == ["run"]
 
 
 @pytest.mark.parametrize("how", ["reset", "hang"])

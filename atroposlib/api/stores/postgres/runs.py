@@ -9,57 +9,27 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import asyncpg
 
 from atroposlib.api.stores.base import GroupStore, OwnedElsewhere, StoreBroken
 from atroposlib.api.stores.postgres import rows
-from atroposlib.api.stores.postgres.owners import LAPSE_S, Owners, application_name
+from atroposlib.api.stores.postgres.owners import LAPSE_S, Owners, Term, application_name
 from atroposlib.api.stores.postgres.schema import migrate
+from atroposlib.api.stores.postgres.sessions import connect, on_connection, open_pool, waiting
 from atroposlib.api.stores.postgres.store import MAX_DROPS, PostgresStore
 from atroposlib.api.stores.runs import Kept, StoredRun, kept_as
-from atroposlib.errors import ConfigError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_S: Final = 5.0
 _MAX_CONNECTIONS: Final = 8
 """For all runs of a hub; a run's transactions take one, and each batch that is read another."""
-_SETTINGS: Final = {
-    "synchronous_commit": "on",
-    "jit": "off",
-    # A hub that hangs or is cut off within a transaction must not keep the next owner waiting.
-    "idle_in_transaction_session_timeout": "5s",
-    "tcp_keepalives_idle": "2",
-    "tcp_keepalives_interval": "1",
-    "tcp_keepalives_count": "3",
-    "tcp_user_timeout": "5000",
-}
 _KEPT: Final = "kept_of is not null"
-
-
-async def connect(url: str, *, name: str, max_size: int) -> asyncpg.Pool:
-    """Open connections to the database. Raises `ConfigError`, without the password, if there are none."""
-
-    async def keep(connection: asyncpg.Connection) -> None:
-        """Nothing of a session is changed, so nothing is reset: this saves a round trip per call."""
-
-    try:
-        pool = await asyncpg.create_pool(
-            url,
-            min_size=0,  # asyncpg logs a traceback whenever it cannot restore a minimum
-            max_size=max_size,
-            timeout=_CONNECT_S,
-            server_settings=_SETTINGS | {"application_name": name},
-            reset=keep,
-        )
-        async with pool.acquire():
-            return pool
-    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, ValueError) as e:
-        raise ConfigError(f"the database cannot be reached: {e or type(e).__name__}") from e
 
 
 class PostgresRuns:
@@ -80,7 +50,7 @@ class PostgresRuns:
         self.on_failure = on_failure
         self._segment_bytes = segment_bytes
         self._is_connected = False
-        self.owners = Owners(self._session)
+        self.owners = Owners(functools.partial(connect, url))
         """This hub's view of who owns which run; it may join once `open` has returned."""
 
     @asynccontextmanager
@@ -99,11 +69,11 @@ class PostgresRuns:
             logger.warning("the database runs with fsync = off: a loss of power loses groups")
 
     async def _connect(self) -> None:
-        open_pool = functools.partial(connect, self._url, name=application_name(self.owners.id))
-        self._control = await open_pool(max_size=2)
+        name = application_name(self.owners.id)
+        self._control = await open_pool(self._url, name=name, max_size=2)
         try:
             await migrate(self._control)
-            self._pool = await open_pool(max_size=_MAX_CONNECTIONS)
+            self._pool = await open_pool(self._url, name=name, max_size=_MAX_CONNECTIONS)
         except BaseException:
             self._control.terminate()
             raise
@@ -122,23 +92,26 @@ class PostgresRuns:
         self._pool.terminate()
         self._control.terminate()
 
-    async def _session(self, name: str) -> asyncpg.Connection:
-        return await asyncpg.connect(
-            self._url, timeout=_CONNECT_S, server_settings=_SETTINGS | {"application_name": name}
-        )
-
     async def names(self) -> list[str]:
-        found = await self._control.fetch("select name from runs")
+        found = await self._fetch("select name from runs")
         return sorted(name for (name,) in found)
 
     async def holds(self, name: str) -> bool:
-        return bool(await self._control.fetchval("select 1 from runs where name = $1", name))
+        return bool(await self._fetch("select 1 from runs where name = $1", name))
 
     async def kept(self) -> list[Kept]:
-        found = await self._control.fetch(
+        found = await self._fetch(
             f"select * from runs where {_KEPT} order by kept_at desc, id desc"
         )
         return [_kept(row) for row in found]
+
+    async def _fetch(self, query: str, *arguments: object) -> list[Any]:
+        rows: list[Any] = await on_connection(
+            self._control,
+            lambda connection: connection.fetch(query, *arguments),
+            who="the list of runs",
+        )
+        return rows
 
     def store(self, name: str) -> GroupStore:
         return PostgresStore(
@@ -152,9 +125,10 @@ class PostgresRuns:
     async def set_aside(
         self, name: str, *, experiment: str, step: int, resumed: Kept | None
     ) -> str:
-        async with self._owned(name) as (connection, run_id):
-            taken = await connection.fetch("select name from runs")
-            kept = kept_as(name, [taken_name for (taken_name,) in taken], experiment, step)
+        async def rename(connection: Any, run_id: int) -> str:
+            # Of the others: an attempt whose answer was lost may have renamed it already.
+            others = await connection.fetch("select name from runs where id <> $1", run_id)
+            kept = kept_as(name, [other for (other,) in others], experiment, step)
             await connection.execute(
                 "update runs set name = $2, kept_of = $3, kept_experiment = $4, kept_step = $5, kept_at = $6,"
                 " owner = null where id = $1",
@@ -165,10 +139,12 @@ class PostgresRuns:
                 step,
                 kept.set_aside_at,
             )
-        return kept.name
+            return kept.name
+
+        return await self._change(name, await self._claim(name), rename)
 
     async def bring_back(self, kept: Kept) -> None:
-        async with self._owned(kept.name, by_force=True) as (connection, run_id):
+        async def rename(connection: Any, run_id: int) -> None:
             await connection.execute(
                 "update runs set name = $2, kept_of = null, kept_experiment = null, kept_step = null,"
                 " kept_at = null where id = $1",
@@ -176,34 +152,54 @@ class PostgresRuns:
                 kept.of_run,
             )
 
+        await self._change(kept.name, await self._claim(kept.name, by_force=True), rename)
+
     async def forget(self, name: str) -> None:
         if not await self.holds(name):
             return
-        async with self._owned(name) as (connection, run_id):
+        term = await self._claim(name)
+
+        async def erase(connection: Any, run_id: int) -> list[int]:
             await rows.erase(connection, run_id)
-            segments = list(await rows.segment_sizes(connection, run_id))
-        # In parts, and before the run's row: after a crash in between, it is an empty run that can be forgotten again.
-        for start in range(0, len(segments), MAX_DROPS):
-            async with self._owned(name) as (connection, run_id):
-                part = segments[start : start + MAX_DROPS]
-                await rows.drop_segments(connection, run_id, part)
-        async with self._owned(name) as (connection, run_id):
+            return list(await rows.segment_sizes(connection, run_id))
+
+        async def delete(connection: Any, run_id: int) -> None:
             await connection.execute("delete from states where run_id = $1", run_id)
             await connection.execute("delete from runs where id = $1", run_id)
 
-    @asynccontextmanager
-    async def _owned(self, name: str, *, by_force: bool = False) -> AsyncIterator[tuple[Any, int]]:
-        """A transaction on a run that this hub owns now, and on which no other may begin a term before it ends."""
-        claimed = await self.owners.claim(name, by_force=by_force)
-        async with self._control.acquire() as connection, connection.transaction():
-            held = await connection.fetchval(
-                "select 1 from runs where id = $1 and term = $2 for update",
-                claimed.run_id,
-                claimed.number,
-            )
-            if held is None:
-                raise OwnedElsewhere(name, "an unknown address")
-            yield connection, claimed.run_id
+        segments = await self._change(name, term, erase)
+        # In parts, and before the run's row: after a crash in between, it is an empty run that can be forgotten again.
+        for start in range(0, len(segments), MAX_DROPS):
+            part = segments[start : start + MAX_DROPS]
+            await self._change(name, term, functools.partial(rows.drop_segments, segments=part))
+        try:
+            await self._change(name, term, delete)
+        except OwnedElsewhere:
+            if await self.holds(name):
+                raise
+            # By an attempt whose answer was lost.
+
+    async def _claim(self, name: str, *, by_force: bool = False) -> Term:
+        return await waiting(lambda: self.owners.claim(name, by_force=by_force), who=f"run {name}")
+
+    async def _change(self, name: str, term: Term, work: Callable[[Any, int], Awaitable[T]]) -> T:
+        """Call `work` in a transaction on a run of this hub, on which no other may begin a term before it ends.
+
+        If an answer of the database is lost, `work` is called again, perhaps after its effect.
+        """
+
+        async def attempt(connection: Any) -> T:
+            async with connection.transaction():
+                held = await connection.fetchval(
+                    "select 1 from runs where id = $1 and term = $2 for update",
+                    term.run_id,
+                    term.number,
+                )
+                if held is None:
+                    raise OwnedElsewhere(name, "an unknown address")
+                return await work(connection, term.run_id)
+
+        return await on_connection(self._control, attempt, who=f"run {name}")
 
     async def other_hub(self) -> str | None:
         """Return the address of another living hub; waits for the lapse of one that died."""
@@ -216,13 +212,17 @@ class PostgresRuns:
 
     async def stored(self) -> list[StoredRun]:
         """The runs with their sizes, by name, as `run-api --list` shows them."""
-        found = await self._control.fetch(
+        found = await self._fetch(
             "select runs.*, extract(epoch from changed_at)::float8 as changed_at"
             " from runs left join states on run_id = id"
         )
         listed = []
         for row in found:
-            sizes = await rows.segment_sizes(self._control, row["id"])
+            sizes = await on_connection(
+                self._control,
+                functools.partial(rows.segment_sizes, run_id=row["id"]),
+                who="the list of runs",
+            )
             listed.append(
                 StoredRun(
                     name=row["name"],

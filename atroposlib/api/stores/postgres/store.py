@@ -1,7 +1,7 @@
 """One run in PostgreSQL. Implements `GroupStore`.
 
 One task writes. Calls that arrive while it is busy become one transaction, which takes effect only in this owner's
-term. If the connection is lost, the transaction is tried again for `_PATIENCE_S`, exactly once: its serial number says
+term. If the connection is lost, the transaction is tried again (`sessions`), exactly once: its serial number says
 whether an attempt without an answer was committed. After any other failure the store is broken until the run is opened
 again, here or by another replica.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,6 +34,7 @@ from atroposlib.api.stores.base import (
 from atroposlib.api.stores.postgres import rows
 from atroposlib.api.stores.postgres.owners import Owners, Term
 from atroposlib.api.stores.postgres.rows import Location, Merged
+from atroposlib.api.stores.postgres.sessions import on_connection
 
 T = TypeVar("T")
 
@@ -42,10 +42,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_COMMIT_BYTES: Final = 16 << 20
 """Payload bytes per transaction."""
-_PATIENCE_S: Final = 10.0
-"""How long calls wait for a database that cannot be reached."""
-_ATTEMPT_S: Final = 10.0
-_RETRY_S: Final = 0.1
 _IDLE_S: Final = 1.0
 """Interval at which the writer looks after the segments."""
 _LOCKED_S: Final = 60.0
@@ -54,18 +50,6 @@ MAX_DROPS: Final = 50
 """Tables dropped in one transaction: each takes four of the server's locks."""
 _SPARSE_SHARE: Final = 0.2
 _SPARSE_S: Final = 600.0
-
-UNAVAILABLE: Final = (
-    OSError,  # TimeoutError is one
-    asyncpg.PostgresConnectionError,
-    asyncpg.InterfaceError,
-    asyncpg.InternalClientError,  # the server ended the session just before the call
-    asyncpg.OperatorInterventionError,
-    asyncpg.TooManyConnectionsError,
-    asyncpg.TransactionRollbackError,
-    asyncpg.IdleInTransactionSessionTimeoutError,
-)
-"""Errors after which the same call may succeed on another connection."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -429,28 +413,8 @@ class PostgresStore:
         return bool(serial == self._serial + 1)
 
     async def _on_connection(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        """Call `work` with a connection, and again with another while the database cannot be reached."""
-        lost_s: float | None = None
-        while True:
-            try:
-                async with asyncio.timeout(_ATTEMPT_S), self._pool.acquire() as connection:
-                    try:
-                        answer = await work(connection)
-                    except BaseException:
-                        with contextlib.suppress(asyncpg.InterfaceError):  # already closed
-                            connection.terminate()  # its transaction, if any, is rolled back
-                        raise
-                if lost_s is not None:
-                    waited_s = time.monotonic() - lost_s
-                    logger.info("run %s waited %.1f s for the database", self._name, waited_s)
-                return answer
-            except UNAVAILABLE as e:
-                if lost_s is None:
-                    lost_s = time.monotonic()
-                    logger.warning("run %s waits for the database: %r", self._name, e)
-                if time.monotonic() - lost_s > _PATIENCE_S:
-                    raise StoreBroken(f"the database cannot be reached: {e!r}") from e
-                await asyncio.sleep(_RETRY_S)
+        """Call `work` with a connection; see `sessions.on_connection`."""
+        return await on_connection(self._pool, work, who=f"run {self._name}")
 
     def _take_over(self, effects: _Effects) -> None:
         if effects.segment is not None:

@@ -31,7 +31,7 @@ FILE_NAME = "trained_groups.jsonl"
 MAX_STEP_TOKENS = 2**18
 """Trained tokens recorded per step, unless one group alone has more."""
 MAX_FILE_BYTES = 2**30
-"""A trained token takes about 40 bytes."""
+"""A trained token takes 30 to 40 bytes."""
 _DIGITS = 6
 """After the decimal point; float32 has no more for a logprob near -1."""
 

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from atroposlib.client import TrainerClient
+from atroposlib.utils.tracing import record_step
 from example_trainer.bridges import EngineWatch, make_bridge
 from example_trainer.checkpointing import Checkpoints, Start
 from example_trainer.config import TrainerConfig
@@ -99,6 +101,7 @@ def train(config: TrainerConfig) -> None:
             if groups is None:
                 break
             version = step + 1
+            began_at = time.time()
             with clock.phase("train_s"):
                 with feed.training():
                     batch = make_batch(groups, options)
@@ -108,6 +111,9 @@ def train(config: TrainerConfig) -> None:
                     )
                     trained_groups.write(trace)
                 feed.acknowledge(step=version)
+            if world.is_main:
+                ids = [group.group_id for group in groups]
+                record_step(ids, step=version, began_at=began_at)
             with clock.phase("publish_s"):
                 if is_publish_due(version, config):
                     empty_cache(policy.device)

@@ -29,6 +29,7 @@ from atroposlib.runtime.hub_link import HubLink
 from atroposlib.runtime.losses import listed
 from atroposlib.runtime.outbox import Outbox, sampling_for
 from atroposlib.runtime.timings import Timings
+from atroposlib.utils.tracing import item_span
 
 logger = logging.getLogger(__name__)
 
@@ -397,7 +398,12 @@ class Items:
             return None
         work = self._work.get(key) or Work(item=entry["item"])
         try:
-            with as_failures(), noting_sampling(), sampling_for(self._outbox.experiment):
+            with (
+                as_failures(),
+                noting_sampling(),
+                sampling_for(self._outbox.experiment),
+                item_span({"atropos.environment": env.registered_name, "atropos.item": key}),
+            ):
                 groups, backlog = await collect_timed(env, work.item)
                 if groups:
                     await env.handle_send_to_api(groups, work.item)

@@ -34,6 +34,7 @@ from atroposlib.runtime.group_log import ALWAYS_WRITTEN, GroupLog, group_line
 from atroposlib.runtime.losses import listed
 from atroposlib.runtime.rows import Provenance, text_messages
 from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
+from atroposlib.utils.tracing import note_group
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ class Outbox:
         for given in groups:
             if given is None:
                 self.dropped["none"] += 1
+                note_group(None, {"atropos.dropped": "none"})
                 continue
             num_judged += 1
             group = with_text_as_messages(without_tensors(given))
@@ -147,13 +149,23 @@ class Outbox:
                 checked = await self._judge(group, abort_on_max_length)
             except Dropped as verdict:
                 self._drop(verdict.reason, str(verdict))
+                note_group(None, {"atropos.dropped": verdict.reason})
                 continue
             except GroupError as error:
                 errors.append(error)
                 self.dropped["malformed"] += 1
+                note_group(None, {"atropos.dropped": "malformed"})
                 logger.error("malformed group dropped: %s", error)
                 continue
             await self._record(group, checked, item)
+            note_group(
+                checked.group_id,
+                {
+                    "atropos.score_mean": float(checked.scores.mean()),
+                    "atropos.num_sequences": checked.num_sequences,
+                    "atropos.policy_version": checked.policy_version,
+                },
+            )
             accepted += 1
             self.num_accepted += 1
             self._score_sum += float(checked.scores.sum())
@@ -388,7 +400,9 @@ class Outbox:
         if self._log is None:
             return
         record = recorded()
-        more = self._provenance.of(checked, item, record) if self._provenance and record else {}
+        more: dict[str, Any] = {"group_id": checked.group_id}
+        if self._provenance is not None and record is not None:
+            more |= self._provenance.of(checked, item, record)
         line = await in_thread_if_large(group, group_line, group, checked, more)
         self._log.write(line)
 

@@ -71,7 +71,6 @@ class Provenance:
         return {
             "item_id": record.item_id,
             "item": record.item,
-            "group_id": checked.group_id,
             "gold_answer": self._gold_answer(item),
             "prompt": self._first_prompt(record.calls),
             "completions": [answer and answer.completion for answer in answers],

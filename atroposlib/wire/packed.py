@@ -212,6 +212,10 @@ def open_blob(blob: Blob) -> PackedGroup:
         raise GroupError(f"not a packed group: {e}") from e
 
 
+def group_id_of(blob: Blob) -> str | None:
+    return open_blob(blob).group_id
+
+
 def with_group_id(blob: Blob, group_id: str) -> bytes:
     """Return the same group with this id."""
     return _packed_encoder.encode(msgspec.structs.replace(open_blob(blob), group_id=group_id))

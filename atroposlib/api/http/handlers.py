@@ -37,7 +37,8 @@ from atroposlib.api.stores.base import Durability, StoreFull
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import DISTILL_FIELDS, WIRE_KEYS
-from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED, json_pieces
+from atroposlib.utils import tracing
+from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED, group_id_of, json_pieces
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -129,6 +130,7 @@ async def scored_data_list(request: Request) -> Response:
 
 async def _take_in(run: Coordinator, request: Request, *, many: bool) -> list[Receipt]:
     """Decode, check and store groups; if there is no room, hold an original client, which would drop the groups."""
+    began_at = time.time()
     services = _services(request)
     body = await request.body()
     content_type = request.headers.get("content-type", "")
@@ -138,9 +140,25 @@ async def _take_in(run: Coordinator, request: Request, *, many: bool) -> list[Re
         run.reject("invalid")
         raise
     if is_native(request.scope):
-        return await run.accept(groups, experiment=request.headers.get(schemas.EXPERIMENT_HEADER))
-    held_s: float = request.scope.get("held_s", 0.0)
-    return await _accept_patiently(run, groups, hold_s=services.limits.hold_s - held_s)
+        experiment = request.headers.get(schemas.EXPERIMENT_HEADER)
+        receipts = await run.accept(groups, experiment=experiment)
+    else:
+        held_s: float = request.scope.get("held_s", 0.0)
+        hold_s = services.limits.hold_s - held_s
+        receipts = await _accept_patiently(run, groups, hold_s=hold_s)
+    if tracing.is_on():
+        for group, receipt in zip(groups, receipts, strict=True):
+            tracing.record_group(
+                "store",
+                group.facts.group_id,
+                began_at=began_at,
+                attributes={
+                    "atropos.run": run.name,
+                    "atropos.env_id": receipt.env_id,
+                    "atropos.is_duplicate": receipt.is_duplicate,
+                },
+            )
+    return receipts
 
 
 async def _accept_patiently(
@@ -257,6 +275,7 @@ async def _batch_response(
     wanted: LeaseRequest | None,
     share: Share,
 ) -> Response:
+    began_at = time.time()
     services = _services(request)
     staleness = services.metrics.staleness.labels(run.name)
     for steps in delivery.staleness:
@@ -281,6 +300,19 @@ async def _batch_response(
             await run.give_back(delivery.batch_id)
         raise
     share.hold(body.num_bytes)
+    if tracing.is_on():
+        for payload, steps in zip(delivery.payloads, delivery.staleness, strict=True):
+            tracing.record_group(
+                "deliver",
+                group_id_of(payload),
+                began_at=began_at,
+                attributes={
+                    "atropos.run": run.name,
+                    "atropos.batch_id": delivery.batch_id,
+                    "atropos.step": delivery.step,
+                    "atropos.staleness": steps,
+                },
+            )
     if wanted is not None:
         return BatchResponse(body, share, timeout_s=delivery.expires_in_s)
     return PlainBatchResponse(body, share, run, delivery)

@@ -32,6 +32,7 @@ from atroposlib.inference.servers.limiter import AsyncSemWithAdaptiveWeight
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.sampling_notes import Call, note_sampling, recorded
 from atroposlib.patience import MAX_RETRY_AFTER_S, Backoff
+from atroposlib.utils.tracing import note_request
 
 logger = logging.getLogger(__name__)
 
@@ -507,6 +508,15 @@ class APIServer(ABC):
                     self.num_tokens_in += num_in
                     self.num_tokens_out += num_out
                     self._record(kwargs, answer, seconds)
+                    note_request(
+                        duration_s=seconds,
+                        attributes={
+                            "server.address": self.config.base_url,
+                            "gen_ai.request.model": self.config.model_name,
+                            "gen_ai.usage.input_tokens": num_in,
+                            "gen_ai.usage.output_tokens": num_out,
+                        },
+                    )
                     return answer
                 await asyncio.sleep(pause_s)
         finally:

@@ -400,7 +400,7 @@ class Outbox:
         if self._log is None:
             return
         record = recorded()
-        more: dict[str, Any] = {"group_id": checked.group_id}
+        more: dict[str, Any] = {"group_id": checked.group_id, "environment": self._environment}
         if self._provenance is not None and record is not None:
             more |= self._provenance.of(checked, item, record)
         line = await in_thread_if_large(group, group_line, group, checked, more)

@@ -55,7 +55,6 @@ class Provenance:
     def __init__(self, env: BaseEnv) -> None:
         self._env = env
         self._constants = {
-            "environment": env.registered_name,
             "environment_source": source_of(type(env)),
             "atroposlib_version": __version__,
         }

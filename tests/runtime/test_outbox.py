@@ -356,6 +356,7 @@ async def test_log_line_holds_the_checked_group(tmp_path: Path) -> None:
     assert line["masks"] == [[-100, 6, 7], [-100, 6, 8]]
     assert line["seed"] == 4
     assert line["overrides"] is None
+    assert (line["environment"], len(line["group_id"])) == ("e", 32)
     assert line["messages"][0] == [{"role": "user", "content": env.decode_tokens([5, 6, 7])}]
     assert env.completion_lengths == [2, 2]
 

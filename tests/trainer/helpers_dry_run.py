@@ -14,7 +14,10 @@ from torch.utils._pytree import tree_leaves
 from atroposlib.scored_data import ScoredGroup
 from benchmarks.trainer import SCALES
 from example_trainer.config import TrainerConfig
+from example_trainer.data import Batch
 from example_trainer.model import Policy, PolicyModule
+from example_trainer.parallel import World
+from example_trainer.trained_groups import StepTrace
 from tests.trainer.helpers_trainer import make_group
 
 aten = torch.ops.aten
@@ -57,6 +60,12 @@ def policy_of(model: Any, device: str) -> Policy:
         dtype=torch.bfloat16,
         module=PolicyModule(model),
     )
+
+
+def trace_of(policy: Policy, batch: Batch) -> StepTrace:
+    """Return a trace of every group, on the policy's device."""
+    world = World(rank=0, size=1, device=policy.device)
+    return StepTrace(dict(enumerate(make_groups())), batch, step=1, world=world)
 
 
 class OneDevice(TorchDispatchMode):

@@ -39,6 +39,7 @@ from tests.trainer.helpers_dry_run import (
     config_for_dry_run,
     make_groups,
     policy_of,
+    trace_of,
 )
 
 pytestmark = [
@@ -97,7 +98,9 @@ def take_one_step(model: Loaded, dtype: torch.dtype, **changes: Any) -> None:
         assert len(batch.micro_batches) > 1
         gap = LogprobGap(policy, limit=None)
         frozen = reference if config.kl_coef else None
-        result = take_step(policy, optimizer, batch, config, 1, gap, frozen)
+        trace = trace_of(policy, batch)
+        result = take_step(policy, optimizer, batch, config, 1, gap, frozen, trace)
+        assert len(trace.lines()) == batch.num_groups
         described = describe_result(result, batch)
     assert described["loss"] is not None
     assert described["logprob_gap_max"] is not None

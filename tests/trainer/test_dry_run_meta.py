@@ -34,6 +34,7 @@ from tests.trainer.helpers_dry_run import (
     config_for_dry_run,
     make_groups,
     policy_of,
+    trace_of,
 )
 
 META = World(rank=0, size=1, device=torch.device("meta"))
@@ -78,7 +79,9 @@ def take_one_step(model: Loaded, **changes: Any) -> None:
     assert len(batch.micro_batches) > 1
     with OneDevice("meta"):
         gap = LogprobGap(policy, limit=None)
-        result = take_step(policy, optimizer, batch, config, 1, gap, reference)
+        trace = trace_of(policy, batch)
+        result = take_step(policy, optimizer, batch, config, 1, gap, reference, trace)
+        assert len(trace.lines()) == batch.num_groups
         described = describe_result(result, batch)
         assert described["loss"] is not None
         assert described["logprob_gap_max"] is not None

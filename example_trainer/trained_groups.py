@@ -55,11 +55,12 @@ class TrainedGroups:
             raise ConfigError(f"--save_path {self.path}: {error.strerror}") from error
 
     def begin(self, groups: Sequence[ScoredGroup], batch: Batch, *, step: int) -> StepTrace | None:
-        """Draw the groups to record in `step`, the same in every process; None if there are none."""
-        order = random.Random(f"{self._seed} {step}").sample(range(len(groups)), len(groups))
+        """Draw groups with an id to record in `step`, the same in every process; None if there are none."""
+        named = [i for i, group in enumerate(groups) if group.group_id is not None]
+        num_drawn = min(self._num_groups, len(named))
         drawn: dict[int, ScoredGroup] = {}
         num_tokens = 0
-        for i in order[: self._num_groups]:
+        for i in random.Random(f"{self._seed} {step}").sample(named, num_drawn):
             num_tokens += int(np.count_nonzero(groups[i].masks != IGNORE_INDEX))
             if drawn and num_tokens > MAX_STEP_TOKENS:
                 break

@@ -22,8 +22,18 @@ from example_trainer.parallel import ALONE
 from example_trainer.step import data_options, take_step
 from example_trainer.trained_groups import TrainedGroups
 from example_trainer.training import train
+from tests.trainer import helpers_trainer
 from tests.trainer.helpers_run import Configure, config_for, send
-from tests.trainer.helpers_trainer import PROMPT, logprobs_of, make_group, pairs
+from tests.trainer.helpers_trainer import PROMPT, logprobs_of
+
+
+def make_group(scores: list[float], **fields: Any) -> ScoredGroup:
+    return helpers_trainer.make_group(scores, **fields).replace(group_id="g")
+
+
+def pairs(number: int) -> list[ScoredGroup]:
+    groups = helpers_trainer.pairs(number)
+    return [group.replace(group_id=f"g{i}") for i, group in enumerate(groups)]
 
 
 def lines_of(config: TrainerConfig) -> list[dict[str, Any]]:
@@ -117,7 +127,7 @@ def test_each_step_draws_other_groups_and_a_resumed_run_the_same(
 ) -> None:
     config = config_for(model_dir, tmp_path, trace_groups=2)
     policy = load_policy(config)
-    groups = [group.replace(group_id=f"g{i}") for i, group in enumerate(pairs(8))]
+    groups = pairs(8)
     train_on(policy, config, groups, steps=4)
     drawn = [(line["step"], line["group_id"]) for line in lines_of(config)]
     assert [step for step, _ in drawn] == [1, 1, 2, 2, 3, 3, 4, 4]
@@ -171,3 +181,11 @@ def test_a_run_records_the_ids_that_the_hub_delivered_unless_it_is_off(
     config = configure(num_steps=2, resume=True, trace_groups=0)
     train(config)
     assert [line["step"] for line in lines_of(config)] == [1, 1]
+
+
+def test_groups_without_an_id_are_left_out(model_dir: Path, tmp_path: Path) -> None:
+    config = config_for(model_dir, tmp_path)
+    groups = [pairs(1)[0].replace(group_id=None), *pairs(1)]
+    train_on(load_policy(config), config, groups, steps=1)
+    train_on(load_policy(config), config, groups[:1], start=1, steps=2)
+    assert [(line["step"], line["group_id"]) for line in lines_of(config)] == [(1, "g0")]

@@ -8,7 +8,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.processes import free_port
 
 START_S = 30
 _LIBC = ctypes.CDLL(None)
@@ -55,8 +56,7 @@ class Cluster:
             entry = pwd.getpwnam("nobody")
             os.chown(directory, entry.pw_uid, entry.pw_gid)
             self._user = {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self._server: subprocess.Popen[bytes] | None = None
         self._run("initdb", "-A", "trust", "-U", "hub", "-E", "UTF8", "--no-locale", "--no-sync")
 

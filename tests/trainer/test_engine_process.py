@@ -16,15 +16,14 @@ import pytest
 
 from atroposlib.errors import ConfigError, EngineError
 from example_trainer.vllm_process import EngineProcess, vllm_environment
+from tests.processes import answers, free_port
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture
@@ -178,12 +177,13 @@ def test_an_engine_and_its_children_end_when_its_parent_is_killed(
     """vLLM ignores SIGTERM while it starts."""
     child = tmp_path / "child"
     command = [str(FAKE_ENGINE), str(port), *options, *([str(child)] if options else [])]
+    # Of the base class, which owns the process: `EngineProcess` imports torch, for three seconds of CPU.
     program = (
         "import sys, time; from pathlib import Path\n"
-        "from example_trainer.vllm_process import EngineProcess\n"
-        f"engine = EngineProcess([sys.executable, *{command!r}], stop_grace_s=0.2,"
-        f" url='http://127.0.0.1:{port}', log_path=Path({str(tmp_path / 'log')!r}))\n"
-        "engine.start(); engine.wait_ready(); print(engine.pid, flush=True); time.sleep(60)\n"
+        "from atroposlib.utils.owned_process import OwnedProcess\n"
+        f"engine = OwnedProcess([sys.executable, *{command!r}], stop_grace_s=0.2,"
+        f" name='engine', log_path=Path({str(tmp_path / 'log')!r}))\n"
+        "engine.start(); print(engine.pid, flush=True); time.sleep(60)\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=FAKE_ENGINE.parents[2]
@@ -191,6 +191,10 @@ def test_an_engine_and_its_children_end_when_its_parent_is_killed(
     try:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
+        deadline = time.monotonic() + 30
+        while not answers(f"http://127.0.0.1:{port}/health"):
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.02)
         assert is_running(pid)
     finally:
         parent.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ import pytest
 from atroposlib.errors import EngineError
 from example_trainer.bridges.restart import RestartBridge
 from example_trainer.vllm_process import EngineProcess
+from tests.processes import free_port
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 
@@ -29,9 +29,7 @@ class Engines:
     """Makes fake engines on one port and remembers them; `options` by the model's name, else for all."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.directory = directory
         self.options: list[str] = []

@@ -165,6 +165,8 @@ def test_hubs_that_share_a_database_serve_the_environments_in_turn(
     }
     found = programs(tmp_path, run, ATROPOS_DATABASE="postgresql://db/runs")
     assert [found[f"hub-{i}"].env["PORT"] for i in range(2)] == ["8000", "8001"]
+    advertised = "--advertise=http://127.0.0.1:8001" in found["hub-1"].argv
+    assert advertised == ("command" not in hub)
     assert [found[f"gsm8k_server-{i}"].env["HUB_URL"][-4:] for i in range(3)] == [
         *("8000", "8001", "8000"),
     ]
@@ -284,6 +286,85 @@ def test_skypilot_gets_a_job_group(tmp_path: Path) -> None:
     assert by_name["hub"]["resources"]["memory"] == "4+"
     for task in tasks:
         subprocess.run(["bash", "-n"], input=task["run"].encode(), check=True)
+
+
+# Several hubs: each advertises the address that clients have, since others may not know its machine's own name.
+
+HUBS: dict[str, Any] = {
+    **FULL,
+    "hub": {"count": 2, "env": {"ATROPOS_DATABASE": "${ATROPOS_DATABASE}"}},
+}
+
+
+def words_of_python(script: str, directory: Path, **variables: str) -> list[str]:
+    """Run a script in which `python` prints its arguments."""
+    program = directory / "bin" / "python"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    environ = {"PATH": f"{program.parent}:/usr/bin:/bin", **SECRETS, **variables}
+    environ["ATROPOS_DATABASE"] = "postgresql://db/runs"
+    done = subprocess.run(["bash", "-c", script], env=environ, check=True, capture_output=True)
+    return done.stdout.decode().splitlines()
+
+
+def test_several_hubs_on_slurm_call_each_other_by_their_nodes_addresses(tmp_path: Path) -> None:
+    run = {**HUBS, "setup": "export NODE_ADDRESS=10.0.0.7"}
+    render(write_run(tmp_path / "run.yaml", run), target="slurm", out=tmp_path / "jobs")
+    script = (tmp_path / "jobs" / "hub.sbatch").read_text()
+    subprocess.run(["bash", "-n"], input=script.encode(), check=True)
+    start, _, _ = script.partition("run_part ")
+    words = words_of_python(
+        f"{start}PROGRAM",
+        tmp_path,
+        SLURM_ARRAY_TASK_ID="1",
+        RUN_FILES=str(tmp_path / "jobs"),
+    )
+    assert words[-3:] == [
+        *("--host=0.0.0.0", "--port=8001", "--advertise=http://10.0.0.7:8001"),
+    ]
+    client = (tmp_path / "jobs" / "gsm8k_server.sbatch").read_text()
+    assert "wait_for hub-1 /healthz" in client
+    assert 'HUB_URL=$(address "hub-$((INDEX % 2))")' in client
+
+
+def test_several_hubs_on_kubernetes_call_each_other_by_their_pods_names(tmp_path: Path) -> None:
+    render(write_run(tmp_path / "run.yaml", HUBS), target="kubernetes", out=tmp_path)
+    manifests = list(yaml.safe_load_all((tmp_path / "run.yaml").read_text()))
+    by_name = {f"{each['kind']} {each['metadata']['name']}": each for each in manifests}
+    hubs = by_name["StatefulSet full-hub"]["spec"]
+    assert (hubs["replicas"], hubs["serviceName"]) == (2, "full-hub")
+    container = hubs["template"]["spec"]["containers"][0]
+    assert container["command"][-1] == "--advertise=$(HUB_URL)"
+    variables = {each["name"]: each for each in container["env"]}
+    assert variables["HUB_URL"]["value"] == "http://full-hub-$(INDEX).full-hub:8000"
+    assert list(variables).index("INDEX") < list(variables).index("HUB_URL")  # so it is replaced
+    assert variables["ATROPOS_DATABASE"]["valueFrom"]["secretKeyRef"]["name"] == "full-secrets"
+    client = by_name["Job full-gsm8k-server"]["spec"]["template"]["spec"]
+    variables = {each["name"]: each for each in client["containers"][0]["env"]}
+    assert variables["HUB_URL"]["value"] == "http://full-hub:8000"
+    wait = " ".join(client["initContainers"][0]["command"])
+    assert all(f"http://full-hub-{i}.full-hub:8000/healthz" in wait for i in range(2))
+    validate = pytest.importorskip("kubernetes_validate")
+    for manifest in manifests:
+        validate.validate(manifest, "1.31", strict=True)
+
+
+def test_several_hubs_on_skypilot_call_each_other_by_their_nodes_names(tmp_path: Path) -> None:
+    render(write_run(tmp_path / "run.yaml", HUBS), target="skypilot", out=tmp_path)
+    _, *tasks = yaml.safe_load_all((tmp_path / "run.yaml").read_text())
+    by_name = {task["name"]: task for task in tasks}
+    assert by_name["hub"]["num_nodes"] == 2
+    assert by_name["hub"]["secrets"]["ATROPOS_DATABASE"] is None
+    words = words_of_python(
+        by_name["hub"]["run"],
+        tmp_path,
+        SKYPILOT_NODE_RANK="1",
+        SKYPILOT_JOBGROUP_NAME="full",
+    )
+    assert words[-1] == "--advertise=http://hub-1.full:8000"
+    script = by_name["gsm8k-server"]["run"]
+    assert "HUB_URL=http://hub-$((INDEX % 2)).${SKYPILOT_JOBGROUP_NAME}:8000\n" in script
 
 
 def test_a_rendered_script_names_the_variable_that_is_not_set(tmp_path: Path) -> None:

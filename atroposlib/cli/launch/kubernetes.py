@@ -140,7 +140,9 @@ def _environment(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[s
         index = "metadata.labels['apps.kubernetes.io/pod-index']"
     values: dict[str, str] = {"RUN_DIR": f"/runs/{run.name}"}
     if part.section.port is not None:
-        values |= {"HOST": "0.0.0.0", "PORT": str(part.section.port)}
+        service = f"{run.name}-{task_name(part)}"
+        own = f"http://{service}-$(INDEX).{service}:{part.section.port}"
+        values |= {"HOST": "0.0.0.0", "PORT": str(part.section.port), variable_of(part): own}
     for server in parts:
         if server.name not in part.needs or server.section.port is None:
             continue

@@ -7,7 +7,8 @@ A command may contain variables, written `${NAME}`, which every part also has as
     HOST          address to listen on
     PORT          the instance's own port
     HUB_URL       address of the part `hub`; every part with a port has one (`my_judge`: MY_JUDGE_URL).
-                  With several instances, instance i of another part gets instance i modulo their number
+                  With several instances, instance i of another part gets instance i modulo their number,
+                  and each instance of this part its own
     ENGINE_URLS   addresses of all instances, comma-separated; every part with a port has one
 """
 
@@ -162,6 +163,8 @@ def _hub(run: RunFile, hub: Hub) -> Part:
         or "--database" in words
         or "ATROPOS_DATABASE" in {**run.env, **hub.env}
     )
+    if has_database:
+        defaults["advertise"] = "${HUB_URL}"
     if has_database or "memory" in hub.flags:
         del defaults["data_dir"]
     own = _program("atroposlib.cli.run_api", hub, defaults)

@@ -12,6 +12,8 @@ from atroposlib.cli.launch.parts import Part, instance_names, variable_of
 from atroposlib.cli.launch.run_file import VARIABLE, RunFile
 from atroposlib.cli.launch.slurm import command_line
 
+GROUP = "${SKYPILOT_JOBGROUP_NAME}"
+
 
 def render_skypilot(run: RunFile, parts: Sequence[Part]) -> list[dict[str, Any]]:
     """Return the documents: the header and one task for each part."""
@@ -58,7 +60,8 @@ def _task(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
 def _script(parts: Sequence[Part], part: Part) -> str:
     lines = ["set -e", "export INDEX=${SKYPILOT_NODE_RANK}"]
     if part.section.port is not None:
-        lines.append(f"export HOST=0.0.0.0 PORT={part.section.port}")
+        own = f"http://{task_name(part)}-$INDEX.{GROUP}:{part.section.port}"
+        lines.append(f"export HOST=0.0.0.0 PORT={part.section.port} {variable_of(part)}={own}")
     for each in parts:
         if each.name not in part.needs:
             continue
@@ -68,11 +71,10 @@ def _script(parts: Sequence[Part], part: Part) -> str:
                 lines.append(f"until [ {' -a '.join(marks)} ]; do sleep 2; done")
             continue
         num = each.section.count
-        group = "${SKYPILOT_JOBGROUP_NAME}"
-        hosts = [f"http://{task_name(each)}-{i}.{group}:{each.section.port}" for i in range(num)]
-        own = f"http://{task_name(each)}-$((INDEX % {num})).{group}:{each.section.port}"
+        hosts = [f"http://{task_name(each)}-{i}.{GROUP}:{each.section.port}" for i in range(num)]
+        one = f"http://{task_name(each)}-$((INDEX % {num})).{GROUP}:{each.section.port}"
         variable = variable_of(each)
-        lines.append(f"export {variable}={hosts[0] if num == 1 else own}")
+        lines.append(f"export {variable}={hosts[0] if num == 1 else one}")
         lines.append(f"export {variable}S={','.join(hosts)}")
         check = f"curl -fs -m 5 -o /dev/null $url{each.ready}"
         if each.ready == "port":

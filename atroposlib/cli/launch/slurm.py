@@ -76,7 +76,10 @@ def _job(run: RunFile, parts: Sequence[Part], part: Part, run_dir: Path) -> str:
         head.append(f"export HOST=0.0.0.0 PORT=$(({section.port} + INDEX))")
     name = f"{part.name}-$INDEX" if is_array else part.name
     lines = [*head, *_environment(part), "export PYTHONUNBUFFERED=1", *run.setup.splitlines()]
-    lines += ['source "$RUN_FILES/functions.sh"', ""]
+    lines.append('source "$RUN_FILES/functions.sh"')
+    if section.port is not None:
+        lines.append(f"export {variable_of(part)}=$(own_address)")
+    lines.append("")
     lines += _connect(parts, part)
     lines += ["PROGRAM() {", f"    exec {command_line(part, indent=' ' * 8)}", "}", ""]
     limits = f"{section.timeout:.0f} {section.restart} {section.max_restarts}"

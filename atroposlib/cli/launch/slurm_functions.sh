@@ -24,6 +24,10 @@ wait_for() {
     until is_ready "$1" "$2"; do sleep 2; done
 }
 
+own_address() {
+    echo "http://${NODE_ADDRESS:-$(hostname -I | cut -d " " -f 1)}:$PORT"
+}
+
 address() {
     cat "$RUN_DIR/addresses/$1"
 }
@@ -40,7 +44,7 @@ run_part() {
     local num_failed=0 status moved started answered checked in_use child
     mkdir -p "$RUN_DIR/addresses" "$RUN_DIR/done"
     if [ -n "${PORT:-}" ]; then
-        echo "http://${NODE_ADDRESS:-$(hostname -I | cut -d " " -f 1)}:$PORT" > "$RUN_DIR/addresses/.$name"
+        own_address > "$RUN_DIR/addresses/.$name"
         mv "$RUN_DIR/addresses/.$name" "$RUN_DIR/addresses/$name"
     fi
     while true; do

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cli.helpers_launch import (
     atropos,
@@ -20,6 +21,7 @@ from tests.cli.helpers_launch import (
     make_model,
     short_demo,
     steps_of,
+    write_run,
 )
 from tests.processes import free_port
 
@@ -117,11 +119,17 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
                 daemon.wait()
 
 
+@pytest.mark.parametrize("num_hubs", [1, 2])
 def test_a_run_ends_on_slurm_with_one_job_queued_again(
-    slurm: dict[str, str], tmp_path: Path
+    slurm: dict[str, str], tmp_path: Path, num_hubs: int, request: pytest.FixtureRequest
 ) -> None:
     make_model(tmp_path / "runs" / "short" / "model")
     run_file = short_demo(tmp_path)
+    if num_hubs > 1:
+        changed = yaml.safe_load(run_file.read_text())
+        flags = {"database": request.getfixturevalue("postgres_url")}
+        changed["hub"] |= {"count": num_hubs, "flags": flags}
+        write_run(run_file, changed)
     subprocess.run(
         atropos("render", run_file, "--for", "slurm", "--out", "jobs"),
         cwd=tmp_path,
@@ -138,6 +146,7 @@ def test_a_run_ends_on_slurm_with_one_job_queued_again(
     hub = next(
         job for job in jobs if "short-hub" in run(slurm, "squeue", "-h", "-j", job, "-o", "%j")
     )
+    hub += "" if num_hubs == 1 else "_0"
     run(slurm, "scontrol", "requeue", hub)
     wait_until((run_dir / "done" / "trainer").exists, what="the trainer's end", run_dir=run_dir)
     wait_until(lambda: not run(slurm, "squeue", "-h"), what="the jobs' end", run_dir=run_dir)

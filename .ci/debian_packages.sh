@@ -9,6 +9,7 @@ set -uo pipefail
 packages=(
     "bubblewrap|bwrap|tests/envs/test_sandbox.py[bubblewrap], tests/environments/test_terminal_env.py"
     "postgresql|postgres|tests of the hub's PostgreSQL store"
+    "prometheus|promtool|tests/contract/test_deploy.py: the parts of the compose file as processes"
     "slurm-wlm|slurmctld|tests of jobs on SLURM"
     "munge|munged|tests of jobs on SLURM"
     "chromium|chromium|tests of the viewer in a browser"

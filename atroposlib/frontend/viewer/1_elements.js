@@ -43,23 +43,48 @@ const text = (value) => (typeof value === "string" ? value : value === undefined
 /** The first characters of a text on one line. */
 const oneLine = (value, length) => value.slice(0, length).replace(/\s+/g, " ") + (value.length > length ? "\u2026" : "");
 
-const FIRST_PIECE = 20_000;
+const BLOCK_CHARS = 8000;
+const SHOWN_CHARS = 20_000;
 
-/** A text as <pre>. What exceeds 20,000 characters is shown on request, so that long lines do not stop the browser. */
-function longText(content) {
-  const box = el("pre");
-  const more = el("button", { type: "button", class: "more", onclick: () => show(shown * 5) });
-  let shown = 0;
-  function show(length) {
-    let end = Math.min(length, content.length);
-    if (/[\ud800-\udbff]/.test(content[end - 1] ?? "")) end += 1; // never between the halves of a character
-    box.append(content.slice(shown, end));
-    shown = end;
-    const left = content.length - shown;
-    more.textContent = `Show ${figure(Math.min(left, shown * 4))} more of ${figure(content.length)} characters`;
-    more.hidden = left <= 0;
+/**
+ * Texts as blocks of at most 8,000 characters; runs are [{text, tag}], without a tag plain.
+ * The browser lays out only the blocks in sight: as one line, a megabyte would stop it for half a minute.
+ */
+function blocks(runs) {
+  const made = [];
+  let room = 0;
+  for (const { text: whole, tag } of runs) {
+    for (let start = 0, end; start < whole.length; start = end) {
+      if (room === 0) {
+        made.push(el("span", { class: "block" }));
+        room = BLOCK_CHARS;
+      }
+      end = start + room;
+      if (end < whole.length) {
+        const lineEnd = whole.lastIndexOf("\n", end - 1) + 1;
+        if (lineEnd > start) end = lineEnd;
+        else if (/[\ud800-\udbff]/.test(whole[end - 1])) end += 1; // never between the halves of a character
+        room = 0;
+      } else {
+        end = whole.length;
+        room -= end - start;
+      }
+      const piece = whole.slice(start, end);
+      made.at(-1).append(tag ? el(tag, {}, piece) : piece);
+    }
   }
-  show(FIRST_PIECE);
+  return made;
+}
+
+/** A text as <pre>, of long ones the beginning. */
+function longText(content) {
+  const box = el("pre", {}, blocks([{ text: content.slice(0, SHOWN_CHARS).replace(/[\ud800-\udbff]$/, "") }]));
+  if (content.length <= SHOWN_CHARS) return [box];
+  const showAll = () => {
+    box.replaceChildren(...blocks([{ text: content }]));
+    more.remove();
+  };
+  const more = el("button", { type: "button", class: "more", onclick: showAll }, `Show all ${counted(content.length, "character")}`);
   return [box, more];
 }
 
@@ -76,7 +101,8 @@ function fold(summary, makeInside, { open = false, className = null } = {}) {
 /** A <dl> of names and values without those that are null. */
 function facts(pairs) {
   const known = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return el("dl", { class: "facts" }, known.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+  const shown = (value) => (String(value).length > 300 ? longText(String(value)) : String(value));
+  return el("dl", { class: "facts" }, known.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, shown(value)))));
 }
 
 /** A <select> with [value, label] options. */

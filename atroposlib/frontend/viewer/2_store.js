@@ -82,7 +82,7 @@ function columnsOf(groups) {
     const gaps = group.sequences.flatMap((sequence) => (sequence.trainer ? gapsOf(sequence).map((gap) => gap && Math.abs(gap)) : []));
     columns.id.push(group.id);
     columns.chunk.push(0);
-    columns.environment.push(numberOf(columns.environments, group.environment ?? ""));
+    columns.environment.push(group.environment ? numberOf(columns.environments, group.environment) : -1);
     columns.item.push(group.item_id === null || group.item_id === undefined ? "" : String(group.item_id));
     columns.step.push(group.step ?? null);
     columns.score_mean.push(mean(scores));
@@ -92,11 +92,18 @@ function columnsOf(groups) {
     columns.length_mean.push(mean(group.sequences.map(lengthOf)));
     columns.gap_mean.push(mean(gaps));
     columns.staleness.push(group.staleness ?? null);
-    columns.advantage_max.push(largest(group.sequences.map((sequence) => sequence.advantage)));
+    columns.advantage_max.push(largest(group.sequences.map((sequence) => Math.abs(sequence.advantage))));
     columns.dropped.push(group.dropped ? numberOf(columns.reasons, group.dropped) : -1);
-    columns.preview.push(oneLine(flatText(splitPrompt(group).prompt), 80));
+    columns.preview.push(previewOf(group));
   }
   return columns;
+}
+
+/** The beginning of the first user message, else of the text. */
+function previewOf(group) {
+  const messages = group.sequences.length ? messagesOf(group.sequences[0]) : [];
+  const asked = messages.find((message) => message.role === "user") ?? messages[0] ?? "";
+  return oneLine(flatText([asked]), 80);
 }
 
 async function poll() {
@@ -110,7 +117,7 @@ async function poll() {
     if (isNew) useIndex(columnsOf(groups));
     showHead({ ...head, ...newHead });
     byId("live").textContent = "Live";
-    if (isNew) showRun();
+    if (isNew) showIndex();
   } catch (error) {
     byId("live").textContent = `No answer (${error.message}); asking every ${seconds} s`;
   }

@@ -3,7 +3,7 @@
 const ROW_PX = 62; // as in viewer.css
 const SORTS = {
   "": ["as in the file", null],
-  advantage: ["highest advantage", (row) => index.advantage_max[row]],
+  advantage: ["largest advantage", (row) => index.advantage_max[row]],
   high: ["highest mean score", (row) => index.score_mean[row]],
   low: ["lowest mean score", (row) => negated(index.score_mean[row])],
   spread: ["widest scores", (row) => index.score_max[row] - index.score_min[row]],
@@ -148,10 +148,10 @@ function showRows({ anew = true } = {}) {
 }
 
 function rowElement(row) {
-  const environment = index.environments.length > 1 ? index.environments[index.environment[row]] : "";
+  const environment = index.environments.length > 1 ? index.environments[index.environment[row]] : null;
   const details = [
     environment,
-    index.item[row] && `item ${index.item[row]}`,
+    /^\d+/.test(index.item[row]) && `item ${parseInt(index.item[row], 10)}`,
     isNumber(index.step[row]) && `step ${index.step[row]}`,
     `\u00d7${index.num_sequences[row]}`,
     isNumber(index.staleness[row]) && index.staleness[row] > 0 && `stale ${index.staleness[row]}`,
@@ -159,7 +159,7 @@ function rowElement(row) {
   const reason = index.reasons[index.dropped[row]];
   return el("li", {}, el("a", { href: hashWith({ group: index.id[row], seq: undefined, pair: undefined }), "data-row": row },
     el("span", {}, el("bdi", { class: "preview" }, index.preview[row] || index.id[row]), figure(index.score_mean[row]), spreadBar(row)),
-    el("span", { class: "details" }, el("bdi", {}, details.join(" \u00b7 ")), reason && el("span", { class: "dropped" }, reason)),
+    el("span", { class: "details" }, el("bdi", {}, details.join(" \u00b7 ")), reason && el("span", { class: "dropped" }, `dropped: ${reason}`)),
   ));
 }
 

@@ -166,7 +166,8 @@ function completionCard(group, number, messages) {
 const sequenceName = (sequence, number) => [`#${number + 1}`, sequence.label].filter(Boolean).join(" ");
 
 function figuresOf(sequence) {
-  const length = sequence.tokens ? counted(sequence.tokens.length, "token") : counted(lengthOf(sequence), "character");
+  const trained = sequence.trained?.reduce((sum, one) => sum + one, 0);
+  const length = sequence.tokens && `${counted(sequence.tokens.length, "token")}${sequence.trained ? `, ${figure(trained)} trained` : ""}`;
   const ended = sequence.finish_reason && `ended: ${sequence.finish_reason}`;
   const advantage = isNumber(sequence.advantage) && `advantage ${signed(sequence.advantage)}`;
   return el("p", { class: "figures" }, el("strong", {}, `score ${figure(sequence.score)}`),

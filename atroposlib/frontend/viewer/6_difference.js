@@ -78,8 +78,8 @@ function differenceView(group) {
   const column = (number, kind, tag, choose, label) =>
     el("section", { class: "card" },
       el("header", {}, choice(names, String(number), choose, label), figuresOf(group.sequences[number])),
-      el("pre", { class: "difference" }, pieces.filter((piece) => piece.kind === "same" || piece.kind === kind)
-        .map((piece) => (piece.kind === "same" ? piece.text : el(tag, {}, piece.text)))));
+      el("pre", { class: "difference" }, blocks(pieces.filter((piece) => piece.kind === "same" || piece.kind === kind)
+        .map((piece) => ({ text: piece.text, tag: piece.kind === "same" ? null : tag })))));
   return [
     !isWhole && el("p", {}, "These texts differ too much for a comparison word by word; all between their common ends is marked."),
     el("div", { class: "completions" },

@@ -65,6 +65,7 @@ async function showDetail({ keepPlace = false } = {}) {
     tabs(options, view, (name) => go({ view: name === "text" ? undefined : name }), "View"),
     ...views[view](group, vocabulary).flat().filter(Boolean));
   byId("detail").scrollTop = keepPlace ? scrolled : 0;
+  for (const pressed of document.querySelectorAll(".tabs [aria-pressed=true]")) pressed.parentElement.scrollLeft = pressed.offsetLeft - 60;
   if (!wide.matches && !keepPlace) scrollTo(0, 0);
 }
 
@@ -80,7 +81,7 @@ function showRun() {
   const num = (column, wanted) => column.reduce((count, value) => count + (value === wanted ? 1 : 0), 0);
   const environments = index.environments.map((name, number) => {
     const rows = index.environment.flatMap((one, row) => (one === number ? [row] : []));
-    return [name || "(no name)", { env: name }, rows.length, mean(rows.map((row) => index.score_mean[row])), mean(rows.map((row) => index.length_mean[row]))];
+    return [name, { env: name }, rows.length, mean(rows.map((row) => index.score_mean[row])), mean(rows.map((row) => index.length_mean[row]))];
   });
   const reasons = index.reasons.map((reason, number) => [reason, { fate: `dropped: ${reason}` }, num(index.dropped, number)]);
   byId("detail").replaceChildren(
@@ -125,7 +126,7 @@ function fillFilters() {
   const fill = (select, options) => {
     select.replaceChildren(...options.map(([value, name]) => el("option", { value }, name)));
   };
-  fill(form.env, [["", "all"], ...index.environments.map((name) => [name, name || "(no name)"])]);
+  fill(form.env, [["", "all"], ...index.environments.map((name) => [name, name])]);
   fill(form.fate, [["", "all"], ["kept", "kept"], ["dropped", "dropped"], ...index.reasons.map((reason) => [`dropped: ${reason}`, `dropped: ${reason}`])]);
   fill(form.sort, Object.entries(SORTS).map(([name, [title]]) => [name, title]));
   for (const name of LIST_FIELDS) if (form[name] !== document.activeElement || !state[name]) form[name].value = state[name] ?? "";
@@ -144,10 +145,12 @@ function openClickedRow(event) {
 function listenToFilters() {
   const form = byId("filters");
   let waiting = 0;
-  form.addEventListener("input", () => {
+  const waitForMore = () => {
     clearTimeout(waiting);
     waiting = setTimeout(() => go(Object.fromEntries(new FormData(form)), { isTyped: true }), 200);
-  });
+  };
+  form.addEventListener("input", waitForMore);
+  form.addEventListener("change", waitForMore);
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("reset", (event) => {
     event.preventDefault();
@@ -198,13 +201,19 @@ function showHead(shown) {
   head.charts = shown.charts;
 }
 
+function showIndex() {
+  fillFilters();
+  updateList();
+  showRun();
+}
+
 async function start() {
   showHead(head);
   state = stateOfHash();
   listenToFilters();
   listenToKeys();
   addEventListener("hashchange", show);
-  addEventListener("resize", () => showRows({ anew: false }));
+  new ResizeObserver(() => showRows({ anew: false })).observe(byId("scroller"));
   byId("rows").addEventListener("click", openClickedRow);
   byId("scroller").addEventListener("scroll", () => showRows({ anew: false }), { passive: true });
   byId("open-keys").addEventListener("click", () => byId("keys").showModal());
@@ -213,8 +222,7 @@ async function start() {
   const packed = byId("index").textContent.trim();
   if (packed) useIndex(JSON.parse(await inflate(packed)));
   if (head.live) await poll();
-  fillFilters();
-  updateList();
+  showIndex();
   await showDetail();
   if (state.group) scrollToRow(rowOfId.get(state.group));
 }

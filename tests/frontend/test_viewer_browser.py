@@ -1,0 +1,640 @@
+"""The viewer in headless Chromium: stored and live pages, what a person sees and does, and hostile text.
+
+Debian's packages `chromium` and `chromium-driver`; without them the module is skipped and says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import http.server
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.frontend.page import Chart, live_page, write_page
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="NOT TESTED: the viewer, no selenium")
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.drill,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER), reason="NOT TESTED: the viewer, no chromium and chromedriver"
+    ),
+]
+
+PNG = (
+    "data:image/png;base64,"
+    + base64.b64encode(
+        bytes.fromhex(
+            "89504e470d0a1a0a0000000d494844520000000100000001080600000"
+            "01f15c4890000000d49444154789c63606060f80f0001040100b6a1e5"
+            "3d0000000049454e44ae426082"
+        )
+    ).decode()
+)
+PIECES = [
+    "<|im_start|>",
+    "user",
+    "\n",
+    "What",
+    " is",
+    " it",
+    "?",
+    "<|im_end|>",
+    " four",
+    " ",
+    "\u202e",
+]
+
+
+def decode(tokens: Any) -> str:
+    return "".join(PIECES[token] for token in tokens)
+
+
+def conversation(question: str, *answers: str) -> list[list[dict[str, Any]]]:
+    asked = {"role": "user", "content": question}
+    return [[asked, {"role": "assistant", "content": answer}] for answer in answers]
+
+
+def group(number: int, **changes: Any) -> dict[str, Any]:
+    """Return a group of two sequences; the second is the better one."""
+    texts = conversation(f"What is {number} + 1?", f"It is {number}.", f"It is {number + 1}.")
+    sequences = [
+        {"score": score, "advantage": score - 0.5, "finish_reason": end, "messages": messages}
+        for score, end, messages in zip([0.0, 1.0], ["length", "stop"], texts, strict=True)
+    ]
+    fields = {"id": f"g{number}", "item_id": number, "step": number // 10, "environment": "sums"}
+    return {**fields, "sequences": sequences, **changes}
+
+
+def group_with_tokens(number: int) -> dict[str, Any]:
+    """Return a group whose first sequence has a prompt of five tokens and four trained ones."""
+    group_of_two = group(number)
+    group_of_two["sequences"][0] |= {
+        "tokens": [0, 1, 2, 3, 4, 8, 9, 10, 7],
+        "trained": [0, 0, 0, 0, 0, 1, 1, 1, 1],
+        "sampled": [None] * 5 + [-0.05, -0.7, -3.0, -0.01],
+        "trainer": [None] * 5 + [-0.05, -1.2, -2.5, -0.01],
+        "entropy": [None] * 5 + [0.2, 1.5, 3.5, 0.0],
+        "token_advantages": [None] * 5 + [-0.5] * 4,
+        "clipped": [0] * 6 + [1, 0, 0],
+        "versions": [None] * 5 + [3, 3, 4, 4],
+    }
+    return group_of_two
+
+
+class Viewer:
+    """A page in the browser, and what a person looks for in it."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def open(self, page: Path | str, state: str = "") -> None:
+        address = page if isinstance(page, str) else page.as_uri()
+        for url in ("about:blank", f"{address}#{state}"):  # blank, else it would not load again
+            self.driver.get(url)
+            self.until(lambda url=url: self.run("return location.href").startswith(url[:11]))
+
+    def until(self, is_true: Callable[[], Any]) -> Any:
+        return WebDriverWait(self.driver, 20, ignored_exceptions=[Exception]).until(
+            lambda _: is_true()
+        )
+
+    def all(self, selector: str) -> list[Any]:
+        return list(self.driver.find_elements(By.CSS_SELECTOR, selector))
+
+    def one(self, selector: str) -> Any:
+        self.until(lambda: self.all(selector))
+        [element] = self.all(selector)
+        return element
+
+    def texts(self, selector: str) -> list[str]:
+        return [element.text for element in self.all(selector)]
+
+    def rows(self) -> list[str]:
+        """Return the first lines of the rows, from top to bottom."""
+        script = """return [...document.querySelectorAll('#rows li')]
+            .sort((a, b) => parseFloat(a.style.top) - parseFloat(b.style.top))
+            .map(row => row.querySelector('.preview').textContent)"""
+        return list(self.driver.execute_script(script))
+
+    def wait_for_rows(self, *rows: str) -> None:
+        self.until(lambda: self.rows() == list(rows))
+
+    def button(self, label: str, within: str = "") -> Any:
+        return self.until(lambda: next(b for b in self.all(f"{within} button") if b.text == label))
+
+    def press(self, *keys: str) -> None:
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def inside(self, selector: str) -> str:
+        """Return the joined text of elements, also of those out of sight."""
+        found = self.all(selector)
+        return "".join(self.run("return arguments[0].map(e => e.textContent)", found))
+
+    def state(self) -> str:
+        return str(self.driver.execute_script("return location.hash"))
+
+    def run(self, script: str, *values: Any) -> Any:
+        return self.driver.execute_script(script, *values)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(flag)
+    options.add_argument("--window-size=1280,900")
+    options.page_load_strategy = "none"
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def viewer(chromium: Any) -> Iterator[Viewer]:
+    """A browser of 1280 x 900; the test fails if the page logs anything to the console or loads a file."""
+    yield Viewer(chromium)
+    assert chromium.get_log("browser") == []
+    loaded = chromium.execute_script("return performance.getEntriesByType('resource')")
+    assert [entry["name"] for entry in loaded if "/groups" not in entry["name"]] == []
+    chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """A page of 40 groups: every fourth of `words`, every tenth dropped."""
+
+    def groups() -> Iterator[dict[str, Any]]:
+        for i in range(40):
+            changes: dict[str, Any] = {}
+            if i % 4 == 0:
+                changes["environment"] = "words"
+            if i % 10 == 9:
+                changes["dropped"] = "equal scores"
+            yield group(i, **changes)
+
+    write_page(tmp_path / "run.html", groups(), title="A run", about="sums and words")
+    return tmp_path / "run.html"
+
+
+def written(path: Path, *groups: dict[str, Any], **more: Any) -> Path:
+    write_page(path / "page.html", groups, title="t", about="", **more)
+    return path / "page.html"
+
+
+def test_a_stored_page_shows_a_group_with_its_prompt_once(viewer: Viewer, page: Path) -> None:
+    viewer.open(page)
+    viewer.until(lambda: viewer.rows()[:2] == ["What is 0 + 1?", "What is 1 + 1?"])
+    assert viewer.one("#count").text == "40 groups"
+    viewer.one("#rows a[data-row='3']").click()
+    viewer.until(lambda: "Item 3" in viewer.texts("h2"))
+    detail = viewer.one("#detail").text
+    assert detail.count("What is 3 + 1?") == 1
+    assert viewer.texts(".card pre") == ["It is 3.", "It is 4."]
+    assert viewer.texts(".card .figures") == [
+        "score 0\nadvantage -0.5\nended: length",
+        "score 1\nadvantage +0.5\nended: stop",
+    ]
+    Select(viewer.one("[aria-label='Order of the completions']")).select_by_value("advantage")
+    viewer.until(lambda: viewer.texts(".card pre") == ["It is 4.", "It is 3."])
+
+
+def test_a_link_to_a_group_opens_it(viewer: Viewer, page: Path) -> None:
+    viewer.open(page)
+    viewer.one("#rows a[data-row='7']").click()
+    viewer.until(lambda: viewer.state() == "#group=g7")
+    viewer.open(page, "group=g39")
+    viewer.until(lambda: "Item 39" in viewer.texts("h2"))
+    assert viewer.one("#rows [aria-current]").text.startswith("What is 39 + 1?")
+    viewer.open(page, "group=unknown")
+    viewer.until(lambda: "This page has no group unknown." in viewer.one("#detail").text)
+
+
+def test_filters_and_order_choose_the_rows_and_survive_a_reload(viewer: Viewer, page: Path) -> None:
+    viewer.open(page)
+    viewer.until(viewer.rows)
+    Select(viewer.one("[name=env]")).select_by_value("words")
+    viewer.one("[name=step_from]").send_keys("1")
+    viewer.one("[name=step_to]").send_keys("2")
+    expected = [f"What is {i} + 1?" for i in (12, 16, 20, 24, 28)]
+    viewer.wait_for_rows(*expected)
+    assert viewer.one("#count").text == "5 of 40 groups"
+    Select(viewer.one("[name=sort]")).select_by_value("last")
+    by_step = [expected[i] for i in (2, 3, 4, 0, 1)]
+    viewer.wait_for_rows(*by_step)
+    viewer.driver.refresh()
+    viewer.wait_for_rows(*by_step)
+    viewer.button("Clear the filters").click()
+    viewer.until(lambda: viewer.one("#count").text == "40 groups")
+    Select(viewer.one("[name=fate]")).select_by_value("dropped: equal scores")
+    viewer.wait_for_rows(*(f"What is {i} + 1?" for i in (9, 19, 29, 39)))
+    viewer.one("[name=item]").send_keys("29")
+    viewer.wait_for_rows("What is 29 + 1?")
+
+
+def test_groups_are_filtered_by_score_and_sorted_by_advantage(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    groups = [group(i) for i in range(4)]
+    for i, scores in enumerate([(0, 0), (0, 1), (1, 1), (0, 4)]):
+        for sequence, score in zip(groups[i]["sequences"], scores, strict=True):
+            sequence |= {"score": float(score), "advantage": score - sum(scores) / 2}
+    viewer.open(written(tmp_path, *groups), "sort=advantage&score_from=0.5&score_to=2")
+    viewer.wait_for_rows("What is 3 + 1?", "What is 1 + 1?", "What is 2 + 1?")
+
+
+def test_search_finds_text_beyond_the_preview_in_every_chunk(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    groups = [group(i) for i in range(200)]
+    for i in (3, 160):
+        groups[i]["sequences"][1]["messages"][-1]["content"] = 'far on: a "Needle"\u00e9 in the hay'
+    viewer.open(written(tmp_path, *groups))
+    viewer.until(viewer.rows)
+    viewer.press("/", "a needle")
+    viewer.until(lambda: viewer.one("#count").text == "0 of 200 groups")
+    viewer.one("[name=q]").send_keys(Keys.CONTROL, "a", Keys.NULL, '"needle"\u00c9')
+    viewer.wait_for_rows("What is 3 + 1?", "What is 160 + 1?")
+    assert not viewer.one("#scan").is_displayed()
+
+
+def test_a_search_can_be_stopped(viewer: Viewer, tmp_path: Path) -> None:
+    viewer.open(written(tmp_path, *(group(i) for i in range(3000))))
+    viewer.until(viewer.rows)
+    viewer.run("go({q: 'no such text'})")  # a click on the button lands in the same task
+    assert viewer.run("return !document.getElementById('scan').hidden")
+    viewer.run("go({q: 'nor this'}); document.getElementById('scan-cancel').click()")
+    viewer.until(lambda: "search stopped at" in viewer.one("#count").text)
+    assert not viewer.one("#scan").is_displayed()
+
+
+def test_keys_walk_through_the_groups(viewer: Viewer, page: Path) -> None:
+    viewer.open(page)
+    viewer.until(viewer.rows)
+    viewer.press("jjj")
+    viewer.until(lambda: viewer.state() == "#group=g2")
+    viewer.press("k", Keys.ARROW_DOWN, Keys.ARROW_UP, "k")
+    viewer.until(lambda: viewer.state() == "#group=g0")
+    viewer.press("?")
+    viewer.until(lambda: viewer.one("#keys").is_displayed())
+    viewer.press(Keys.ESCAPE)
+    viewer.until(lambda: not viewer.one("#keys").is_displayed())
+    viewer.press("/", "39j")
+    viewer.until(lambda: "q=39j" in viewer.state())
+    viewer.press(Keys.ESCAPE, Keys.ESCAPE)
+    viewer.until(lambda: "group" not in viewer.state())
+    assert viewer.one("#detail h2").text == "Overview"
+
+
+def test_tokens_show_every_figure_and_no_colour_is_alone(viewer: Viewer, tmp_path: Path) -> None:
+    page = written(tmp_path, group_with_tokens(1), decode=decode)
+    viewer.open(page, "group=g1")
+    viewer.until(lambda: viewer.all(".card"))
+    viewer.press("t")
+    viewer.until(lambda: len(viewer.all(".token")) == 9)
+    pieces = [viewer.run("return arguments[0].textContent", t) for t in viewer.all(".token")]
+    assert pieces == [
+        *("<|im_start|>", "user", "\u21b5\n", "What", " is", " four", "\u2423", "[U+202E]"),
+        "<|im_end|>",
+    ]
+    assert viewer.texts(".token.special") == ["<|im_start|>", "<|im_end|>"]
+    assert len(viewer.all(".token.context")) == 5
+    assert viewer.texts(".legend li") == ["trained 4", "not trained 5"]
+    ActionChains(viewer.driver).move_to_element(viewer.all(".token")[6]).perform()
+    panel = viewer.one("#panel").text.replace("\n", " ")
+    assert panel == (
+        "Token 6 of 9 \u2423 id 9 trained yes sampled logprob -0.7000 (49.7 %) "
+        "trainer's logprob -1.2000 (30.1 %) gap -0.5 (ratio 0.607) entropy 1.5 advantage -0.5 "
+        "clipped yes policy version 3"
+    )
+    viewer.one(".tokens").send_keys(Keys.ARROW_RIGHT)
+    assert viewer.one("#panel").text.startswith("Token 7 of 9")
+    assert viewer.one(".token.chosen").text == "[U+202E]"
+
+
+def test_colours_of_tokens_follow_their_figures(viewer: Viewer, tmp_path: Path) -> None:
+    viewer.open(written(tmp_path, group_with_tokens(1), decode=decode), "group=g1&view=tokens")
+    seen = {}
+    labels = viewer.until(lambda: viewer.texts("[aria-label=Colour] button"))
+    for label in labels:
+        viewer.button(label, "[aria-label=Colour]").click()
+        assert viewer.texts("[aria-label=Colour] [aria-pressed=true]") == [label]
+        seen[label] = [text for text in viewer.texts(".legend li") if not text.endswith(" 0")]
+    assert seen == {
+        "trained": ["trained 4", "not trained 5"],
+        "sampled logprob": ["over -0.1 2", "-1 to -0.5 1", "-4 to -2 1"],
+        "trainer's logprob": ["over -0.1 2", "-2 to -1 1", "-4 to -2 1"],
+        "gap": ["-1 to -0.3 1", "-0.02 to 0.02 2", "0.3 to 1 1"],
+        "entropy": ["under 0.1 1", "0.1 to 0.5 1", "1 to 2 1", "over 3 1"],
+        "advantage": ["-1 to -0.3 4"],
+        "clipped": ["clipped 1", "not clipped 8"],
+        "policy version": ["version 3 2", "version 4 2"],
+    }
+    backgrounds = viewer.run(
+        "return [...document.querySelectorAll('.token')]"
+        ".map(token => getComputedStyle(token).backgroundColor)"
+    )
+    assert backgrounds[4] == "rgba(0, 0, 0, 0)"
+    assert backgrounds[5] == backgrounds[6] != backgrounds[7] == backgrounds[8]
+    viewer.press("c")
+    viewer.until(lambda: "colour=trained" in viewer.state())
+
+
+def test_two_completions_are_compared_word_by_word(viewer: Viewer, tmp_path: Path) -> None:
+    texts = ["We add 2 and 2, so it is 4.", "So: 5", "We add 2 to 2, so it is 5."]
+    sequences = [
+        {"score": float(i), "messages": messages}
+        for i, messages in enumerate(conversation("2 + 2?", *texts))
+    ]
+    viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g")
+    viewer.until(lambda: len(viewer.all(".card")) == 3)
+    viewer.all(".card header button")[0].click()
+    viewer.button("Choose the other")
+    viewer.all(".card header button")[2].click()
+    viewer.until(lambda: viewer.texts(".difference") == [texts[0], texts[2]])
+    assert [text.strip() for text in viewer.texts("del")] == ["and", "4"]
+    assert [text.strip() for text in viewer.texts("ins")] == ["to", "5"]
+    assert "pair=0%2C2" in viewer.state()
+    Select(viewer.one("[aria-label=Second]")).select_by_value("1")
+    viewer.until(lambda: viewer.texts(".difference") == [texts[0], texts[1]])
+
+
+def test_texts_too_different_for_words_are_marked_whole(viewer: Viewer, tmp_path: Path) -> None:
+    texts = [" ".join(f"{letter}{i}" for i in range(5000)) for letter in "ab"]
+    sequences = [{"score": 0.0, "messages": messages} for messages in conversation("?", *texts)]
+    viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g&view=diff")
+    viewer.until(lambda: "differ too much" in viewer.one("#detail").text)
+    assert [viewer.inside("del"), viewer.inside("ins")] == texts
+
+
+EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+
+
+def test_hostile_text_is_shown_as_text(viewer: Viewer, tmp_path: Path) -> None:
+    answers = [
+        EVIL,
+        "\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627",
+        "\U0001f469\u200d\U0001f680 \U0001f1e8\U0001f1ed",
+        "a\u202eb",
+    ]
+    sequences = [
+        {"score": 1.0, "messages": messages, "finish_reason": EVIL, "metrics": {EVIL: EVIL}}
+        for messages in conversation(EVIL, *answers)
+    ]
+    odd = {"role": EVIL, "name": EVIL, "content": [{"type": EVIL}, {"text": EVIL}]}
+    call = {"function": {"name": EVIL, "arguments": EVIL}}
+    sequences[0]["messages"] += [odd, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    fields = {"environment": EVIL, "dropped": EVIL, "item": EVIL, "facts": {EVIL: EVIL}}
+    shown = {**fields, "id": EVIL, "gold_answer": EVIL, "images": [EVIL], "sequences": sequences}
+    svg = (
+        "<svg xmlns='http://www.w3.org/2000/svg' onload='hacked=1'><script>hacked=3</script></svg>"
+    )
+    write_page(
+        tmp_path / "p.html", [shown, group(2)], title=EVIL, about=EVIL, charts=[Chart(EVIL, svg)]
+    )
+    viewer.open(tmp_path / "p.html")
+    viewer.one("#rows a[data-row='0']").click()
+    viewer.until(lambda: viewer.all(".card"))
+    for summary in viewer.all("#detail summary"):
+        summary.click()
+    texts = viewer.run("return [...document.querySelectorAll('.card pre')].map(p => p.textContent)")
+    assert set(answers) <= set(texts)
+    assert viewer.one("#title").text == EVIL
+    assert EVIL in viewer.one("#detail").text
+    for view in ("diff", "tokens", "text"):
+        viewer.run("go({view: arguments[0], q: arguments[1]})", view, EVIL)
+        viewer.until(lambda: viewer.one("#count").text == "1 of 2 groups")
+    assert viewer.run("return window.hacked ?? null") is None
+    assert viewer.all("#detail script, #detail img, #rows img, header img") == []
+
+
+def test_a_line_of_a_megabyte_is_shown_without_a_stop(viewer: Viewer, tmp_path: Path) -> None:
+    long = "x" + "\U0001f600x" * 350_000
+    sequences = [{"score": 0.0, "messages": m} for m in conversation("Go on", long, long + "y")]
+    viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g")
+    viewer.until(lambda: len(viewer.all(".card")) == 2)
+
+    def shown() -> str:
+        return str(viewer.run("return document.querySelector('.card pre').textContent"))
+
+    assert long.startswith(shown())
+    assert 10_000 < len(shown()) < 20_001
+    viewer.all(".card .more")[0].click()
+    assert shown() == long
+    halves = r"[...document.querySelectorAll('.block')].some(b => /^[\udc00-\udfff]/.test(b.textContent))"
+    assert viewer.run(f"return {halves}") is False
+    viewer.run("go({view: 'diff'})")
+    viewer.until(lambda: viewer.inside("ins") == "xy")
+
+
+def test_many_tokens_are_shown_in_pieces(viewer: Viewer, tmp_path: Path) -> None:
+    sequence = {"score": 0.0, "tokens": [4, 5] * 50_000, "trained": [0, 1] * 50_000}
+    viewer.open(written(tmp_path, {"id": "g", "sequences": [sequence]}), "group=g&view=tokens")
+    viewer.until(lambda: len(viewer.all(".token")) == 4000)
+    assert viewer.texts(".legend li") == ["trained 50,000", "not trained 50,000"]
+    assert viewer.all(".token.number")[1].text == "5"  # no tokenizer: ids
+    viewer.run("arguments[0].click()", viewer.button("Show more of 100,000 tokens"))
+    assert len(viewer.all(".token")) == 8000
+
+
+def test_tools_and_reasoning_are_folded_and_images_shown(viewer: Viewer, tmp_path: Path) -> None:
+    call = {"id": "c", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    picture = {"type": "image_url", "image_url": {"url": PNG}}
+    elsewhere = {"type": "image_url", "image_url": {"url": "https://example.com/x.png"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Add"}, picture, elsewhere]},
+        {"role": "assistant", "content": "", "reasoning_content": "Use it.", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "3"},
+        {"role": "assistant", "content": "<think>\nIt said 3.</think>\n\nThree."},
+    ]
+    shown = {"id": "g", "images": [PNG], "sequences": [{"score": 1.0, "messages": messages}]}
+    viewer.open(written(tmp_path, shown), "group=g")
+    viewer.until(lambda: viewer.all(".card"))
+    assert viewer.texts(".card summary") == [
+        "Reasoning, 7 characters",
+        'Calls add({"a": 1, "b": 2})',
+        "tool \u00b7 add 1 character: 3",
+        "Reasoning, 10 characters",
+    ]
+    assert viewer.texts(".card pre") == ["Three."]
+    for summary in viewer.all(".card summary"):
+        summary.click()
+    opened = ["Use it.", '{\n  "a": 1,\n  "b": 2\n}', "3", "It said 3.", "Three."]
+    viewer.until(lambda: viewer.texts(".card pre") == opened)
+    assert [image.get_attribute("src") for image in viewer.all("#detail img")] == [PNG]
+    assert "https://example.com/x.png" in viewer.one("#detail").text
+
+
+def test_plain_texts_share_their_prompt_up_to_a_whole_word(viewer: Viewer, tmp_path: Path) -> None:
+    sequences = [{"score": 0.0, "text": f"Count to ten: {rest}"} for rest in ("one", "once")]
+    viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g")
+    viewer.until(lambda: viewer.texts(".card pre") == ["one", "once"])
+    assert viewer.texts("#detail .message pre")[0] == "Count to ten: "
+
+
+def test_the_overview_has_charts_and_leads_to_filters(viewer: Viewer, page: Path) -> None:
+    svg = "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 9 9'><text>Reward</text></svg>"
+    groups = [
+        group(i, environment="ab"[i % 2], dropped="late" if i == 3 else None) for i in range(6)
+    ]
+    viewer.open(written(page.parent, *groups, charts=[Chart("Mean reward", svg)]))
+    viewer.until(viewer.rows)
+    assert viewer.texts("figcaption") == ["Mean reward"]
+    drawn = (
+        "return document.querySelector('figure div').shadowRoot.querySelector('text').textContent"
+    )
+    assert viewer.run(drawn) == "Reward"
+    assert viewer.texts("tbody tr") == ["a 3 0.5 22", "b 3 0.5 22", "late 1"]
+    viewer.all("tbody a")[-1].click()
+    viewer.wait_for_rows("What is 3 + 1?")
+
+
+@pytest.mark.parametrize(
+    "state", ["", "view=run", "group=g1", "group=g1&view=tokens", "group=g1&view=diff"]
+)
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_wider_than_the_screen(
+    viewer: Viewer, tmp_path: Path, state: str, width: int
+) -> None:
+    shown = group_with_tokens(1)
+    shown["sequences"][1]["messages"][-1]["content"] = "x" * 3000
+    screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 900}
+    viewer.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    viewer.open(written(tmp_path, shown, group(2), decode=decode), state)
+    viewer.until(lambda: viewer.all("#detail *"))
+    assert viewer.run("return document.scrollingElement.scrollWidth") == width
+    assert viewer.one("#list").is_displayed() == (width == 1280 or state == "")
+    assert viewer.one("#detail").is_displayed() == (width == 1280 or state != "")
+
+
+def test_the_page_is_dark_where_the_system_is(viewer: Viewer, page: Path) -> None:
+    for scheme, is_dark in (("dark", True), ("light", False)):
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        viewer.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        viewer.open(page)
+        colours = viewer.run(
+            "const style = getComputedStyle(document.body); return [style.color, style.backgroundColor]"
+        )
+        text, background = (sum(map(int, colour[4:-1].split(", "))) for colour in colours)
+        assert (text > background + 300) == is_dark
+
+
+def test_a_file_that_was_cut_off_says_so(viewer: Viewer, tmp_path: Path) -> None:
+    path = written(tmp_path, *(group(i) for i in range(60)))
+    whole = path.read_text()
+    path.write_text(whole[: whole.index('id="chunk-1"') - 40])
+    viewer.open(path, "group=g55")
+    viewer.until(lambda: "chunk-1 is missing" in viewer.one("#detail").text)
+
+
+@contextmanager
+def serving(handle: Callable[[http.server.BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    """Serve GET requests from a thread."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        do_GET = functools.partialmethod(lambda self: handle(self))
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def answer(request: http.server.BaseHTTPRequestHandler, content: bytes, kind: str) -> None:
+    request.send_response(200)
+    request.send_header("Content-Type", kind)
+    request.end_headers()
+    request.wfile.write(content)
+
+
+def test_rows_of_100_000_groups_are_there_before_the_chunks(viewer: Viewer, tmp_path: Path) -> None:
+    sequence = {"score": 1.0, "text": "a text"}
+    groups = ({"id": f"g{i}", "item_id": i, "sequences": [sequence]} for i in range(100_000))
+    write_page(tmp_path / "p.html", groups, title="t", about="")
+    page = (tmp_path / "p.html").read_bytes()
+    cut = page.index(b'<script type="text/plain" id="chunk-1"')
+    is_seen = threading.Event()
+
+    def slowly(request: http.server.BaseHTTPRequestHandler) -> None:
+        answer(request, page[:cut], "text/html")
+        is_seen.wait(60)
+        request.wfile.write(page[cut:])
+
+    with serving(slowly) as url:
+        viewer.open(url)
+        viewer.until(viewer.rows)
+        assert viewer.run("return document.readyState") == "loading"
+        assert viewer.one("#count").text == "100,000 groups"
+        assert len(viewer.rows()) < 50
+        print(
+            "first paint:", viewer.run("return performance.getEntriesByType('paint')[0].startTime")
+        )
+        viewer.run("go({group: 'g99999'})")
+        is_seen.set()
+        viewer.until(lambda: "Item 99999" in viewer.texts("h2"))
+        assert viewer.run("return unpacked.size") == 1
+    viewer.run("document.getElementById('scroller').scrollTop = 1e9")
+    viewer.until(lambda: viewer.run("return [...rowElements.keys()].at(-1)") == 99_999)
+    assert len(viewer.rows()) < 50
+
+
+def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> None:
+    groups = [group(0)]
+    answers = [
+        lambda: json.dumps(
+            {"head": {"about": f"{len(groups)} so far"}, "groups": groups, "vocabulary": {}}
+        )
+    ]
+
+    def handle(request: http.server.BaseHTTPRequestHandler) -> None:
+        if request.path.startswith("/groups"):
+            answer(request, answers[-1]().encode(), "application/json")
+        else:
+            content = live_page(title="Live", about="", poll="groups", every_s=0.05)
+            answer(request, content, "text/html")
+
+    with serving(handle) as url:
+        viewer.open(url)
+        viewer.wait_for_rows("What is 0 + 1?")
+        viewer.one("#rows a").click()
+        viewer.until(lambda: viewer.all(".card"))
+        groups[:] = [group(2, environment="words"), group(1)]
+        viewer.wait_for_rows("What is 2 + 1?", "What is 1 + 1?")
+        assert viewer.one("#about").text == "2 so far"
+        assert "Item 0" in viewer.texts("h2")
+        Select(viewer.one("[name=env]")).select_by_value("words")
+        viewer.wait_for_rows("What is 2 + 1?")
+        viewer.press("j")
+        viewer.one("[name=q]").send_keys("it is 3")
+        groups.append(group(3, environment="words"))
+        viewer.wait_for_rows("What is 2 + 1?", "What is 3 + 1?")
+        answers.append(lambda: "no JSON")
+        viewer.until(lambda: viewer.one("#live").text.startswith("No answer"))
+        answers.pop()
+        viewer.until(lambda: viewer.one("#live").text == "Live")
+        viewer.open("about:blank")

@@ -1,28 +1,53 @@
-"""`view-run` shows the groups of a run in the browser: prompt, completions, scores.
+"""`view-run` shows the groups of a run in the browser: a live one at a hub, or the stored files of one.
 
-By default it only reads: it shows the group that was queued last and takes nothing from the trainer. With `--consume`
-it acts as the trainer, like the original viewer: shown batches are consumed. Needs the extra `view`.
+A live run is only read: the page shows the groups that were queued last and takes nothing from the trainer. With
+`--consume` it acts as the trainer, like the original viewer: shown batches are consumed. A live run needs the extra
+`view`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.routing import Route
 
-from atroposlib.cli._group_page import note, page_of
-from atroposlib.cli._rows import Decode, decoder
+from atroposlib.cli.run_api import listen
 from atroposlib.client import TrainerClient, TrainerNotRegistered, TrainerRegistration
 from atroposlib.config import parse_flags
-from atroposlib.errors import AtroposError, GroupError, HubError, HubRejected, cli_boundary, require
+from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, cli_boundary, require
+from atroposlib.frontend.page import live_page
+from atroposlib.frontend.run_files import find_run_files, write_run_page
+from atroposlib.frontend.view_groups import view_of_group
+from atroposlib.frontend.vocabulary import Decode, Vocabulary, decoder
+from atroposlib.http_guard import foreign_host
 from atroposlib.scored_data import ScoredGroup
+from atroposlib.utils.tokenizers import load_tokenizer
 
 GROUPS_PER_STEP = 8
 RETRY_FOR_S = 3.0
 """Short, because a person waits for the page."""
+POLL_EVERY_S = 2.0
+"""The page asks for new groups this often; all pages together make one request to the hub."""
+MAX_GROUPS = 200
+"""Groups that are kept to show."""
+NOTHING_YET = "There is no group yet; the environments have sent none"
+
+_FRAME = """<iframe src="viewer" title="Groups of the run"
+ style="width: 100%; height: calc(100vh - 140px); min-height: 400px; border: 0"></iframe>
+<a href="viewer" target="_blank">Open the groups alone</a>, for links to a group and on a phone"""
 
 
 class ViewConfig(BaseModel):
@@ -30,14 +55,16 @@ class ViewConfig(BaseModel):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
+    run: Path | None = None
+    """A run's or an evaluation's directory, or a JSONL file, to show instead of a live run."""
     api_url: str = "http://localhost:8000"
-    """Address of the hub."""
+    """Address of the hub of a live run."""
     host: str = "127.0.0.1"
     """Address to serve the page on."""
     port: int = Field(default=9001, ge=0, le=65535)
     """Port to serve the page on."""
     tokenizer: str = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
-    """Name or path."""
+    """Name or path. For stored files the default is that of a model in the directory, if there is one."""
     consume: bool = False
     """Take batches as a trainer does, instead of only reading."""
     group_size: int = Field(default=2, ge=1)
@@ -45,59 +72,215 @@ class ViewConfig(BaseModel):
     max_token_len: int = Field(default=2048, ge=1)
     """With --consume: longest sequence."""
     share: bool = False
-    """Publish the page through Gradio's servers."""
+    """Publish the page of a live run through Gradio's servers."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve the page until Ctrl-C; 2 for a wrong flag, 1 without the extra `view`."""
-    return cli_boundary(lambda: run(argv, ViewConfig, prog="view-run", images=False))
+    """Serve the page until Ctrl-C; 2 for a wrong flag or file, 1 without the extra `view`."""
+    return cli_boundary(lambda: run(argv, ViewConfig, prog="view-run"))
 
 
-def run(argv: Sequence[str] | None, model: type[ViewConfig], *, prog: str, images: bool) -> int:
+def run(argv: Sequence[str] | None, model: type[ViewConfig], *, prog: str) -> int:
+    """Parse the flags and serve a live run or stored files."""
     config = parse_flags(
-        model, argv, prog=prog, description="Show the groups of a run in the browser."
+        model,
+        argv,
+        prog=prog,
+        description="Show the groups of a run in the browser.",
+        positional="run",
     )
-    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
-    gradio = require("gradio", extra="view")
-    decode = decoder(config.tokenizer)
-    with TrainerClient(config.api_url, retry_for_s=RETRY_FOR_S) as hub:
-        page = build_page(
-            gradio, lambda: read_page(hub, config, decode, images=images), config=config
-        )
-        try:
-            page.launch(
-                server_name=config.host, server_port=config.port or None, share=config.share
-            )
-        except OSError as e:  # gradio's message does not name the flag
-            raise AtroposError(
-                f"cannot serve the page on {config.host}:{config.port}: {e}; choose another --port"
-            ) from e
+    if config.run is not None:
+        return serve_stored(config.run, config)
+    return serve_live(config)
+
+
+# Stored files.
+
+
+def serve_stored(source: Path, config: ViewConfig) -> int:
+    if config.share or config.consume:
+        raise ConfigError("--share and --consume are for a live run; omit them or the directory")
+    is_named = "tokenizer" in config.model_fields_set
+    tokenizer = load_tokenizer(config.tokenizer, flag="--tokenizer") if is_named else None
+    find_run_files(source)
+    with (
+        listen(config.host, config.port) as listener,
+        tempfile.TemporaryDirectory(prefix="view-run-") as folder,
+    ):
+        app = stored_app(StoredPage(source, Path(folder) / "page.html", tokenizer))
+        port = listener.getsockname()[1]
+        print(f"{source}: http://{config.host}:{port}/ (Ctrl-C ends)", flush=True)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        server.run(sockets=[listener])
     return 0
 
 
-def build_page(gradio: Any, read: Callable[[], str], *, config: ViewConfig) -> Any:
-    """Build the page; `read` returns its content."""
-    what = "Take the next batch" if config.consume else "Show the group queued last"
-    with gradio.Blocks(title="Atropos run", analytics_enabled=False) as page:
-        gradio.Markdown(f"## Run at {config.api_url}")
-        button = gradio.Button(what, variant="primary")
-        shown = gradio.HTML()
-        button.click(read, outputs=shown)
-        if not config.consume:
-            page.load(read, outputs=shown)
+class StoredPage:
+    """The page of stored files, written again when they have changed."""
+
+    def __init__(self, source: Path, target: Path, tokenizer: Any) -> None:
+        self._source = source
+        self._target = target
+        self._tokenizer = tokenizer
+        self._signature: object = None
+        self._lock = threading.Lock()
+        """Held while the page is written: requests run in threads."""
+
+    def path(self) -> Path:
+        """Return the current page; ConfigError if the files cannot be read."""
+        with self._lock:
+            files = find_run_files(self._source)
+            if files.signature != self._signature:
+                signature = (
+                    files.signature
+                )  # taken first: what is added meanwhile is shown next time
+                write_run_page(files, self._target, tokenizer=self._tokenizer)
+                self._signature = signature
+            return self._target
+
+
+def stored_app(page: StoredPage) -> FastAPI:
+    """Return the application that serves a page at `/`."""
+
+    def show(request: Request) -> Response:
+        if (refusal := _refusal(request)) is not None:
+            return refusal
+        try:
+            return FileResponse(page.path(), media_type="text/html", headers=_NOT_STORED)
+        except ConfigError as error:
+            return PlainTextResponse(f"{error}\n", 500)
+
+    return FastAPI(routes=[Route("/", show)])
+
+
+_NOT_STORED = {"Cache-Control": "no-store"}
+
+
+def _refusal(request: Request) -> Response | None:
+    """Refuse a web page whose name was made to resolve to this machine (DNS rebinding)."""
+    server = request.scope.get("server")
+    host = foreign_host(request.scope["headers"], server=server[0] if server else None)
+    if host is None:
+        return None
+    return PlainTextResponse(f"this server is not {host!r}: call it as localhost\n", 403)
+
+
+# A live run.
+
+
+def serve_live(config: ViewConfig) -> int:
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
+    gradio = require("gradio", extra="view")
+    if config.port:
+        listen(config.host, config.port).close()  # gradio's message would not name the flag
+    decode = decoder(load_tokenizer(config.tokenizer, flag="--tokenizer"))
+    with TrainerClient(config.api_url, retry_for_s=RETRY_FOR_S) as hub:
+        seen = SeenGroups(hub, config, decode)
+        build_page(gradio, seen, config=config).launch(
+            server_name=config.host,
+            server_port=config.port or None,
+            share=config.share,
+            ssr_mode=False,  # Gradio's other server does not know these routes
+            app_kwargs={"routes": live_routes(seen, config)},
+        )
+    return 0
+
+
+def build_page(gradio: Any, seen: SeenGroups, *, config: ViewConfig) -> Any:
+    """Build Gradio's page: the viewer, and with `consume` a button that takes a batch."""
+    with gradio.Blocks(title="Atropos run", analytics_enabled=False, fill_width=True) as page:
+        if config.consume:
+            button = gradio.Button("Take the next batch", variant="primary")
+            button.click(seen.take_batch, outputs=gradio.Markdown())
+        gradio.HTML(_FRAME)
     return page
 
 
-def read_page(hub: TrainerClient, config: ViewConfig, decode: Decode, *, images: bool) -> str:
-    """Return the page's content, or a note with the error."""
-    try:
-        found = _take(hub, config) if config.consume else [hub.latest_example()]
-    except (HubError, GroupError) as e:
-        return note(f"Cannot read from the hub: {e}")
-    groups = [group for group in found if group is not None]
-    if not groups:
-        return note("There is no group yet. Try again when the environments have sent some.")
-    return page_of(groups, decode, images=images)
+def live_routes(seen: SeenGroups, config: ViewConfig) -> list[Route]:
+    """Return the routes of the viewer and of the groups it asks for."""
+    page = live_page(
+        title=f"Run at {config.api_url}",
+        about=NOTHING_YET,
+        poll="newest-groups",
+        every_s=POLL_EVERY_S,
+    )
+
+    def viewer(request: Request) -> Response:
+        return Response(page, media_type="text/html")
+
+    def newest(request: Request) -> Response:
+        answer = seen.newest(after=request.query_params.get("after"))
+        return Response(answer, media_type="application/json", headers=_NOT_STORED)
+
+    def guarded(handler: Callable[[Request], Response]) -> Callable[[Request], Response]:
+        # Gradio's servers forward a shared page under their own name.
+        return lambda request: (not config.share and _refusal(request)) or handler(request)
+
+    return [Route("/viewer", guarded(viewer)), Route("/newest-groups", guarded(newest))]
+
+
+class SeenGroups:
+    """The newest groups of a run, as the viewer asks for them."""
+
+    def __init__(self, hub: TrainerClient, config: ViewConfig, decode: Decode) -> None:
+        self._hub = hub
+        self._config = config
+        self._decode = decode
+        self._vocabulary = Vocabulary(decode)
+        self._groups: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        """View groups by id, oldest first."""
+        self._read_at = float("-inf")
+        self._state = NOTHING_YET
+        self._lock = threading.Lock()
+        """Held during a request to the hub: handlers run in threads."""
+
+    def newest(self, *, after: str | None) -> bytes:
+        """Return the JSON of the groups that came after the one with that id; of all if it is unknown."""
+        with self._lock:
+            if not self._config.consume and time.monotonic() - self._read_at >= POLL_EVERY_S / 2:
+                self._read_at = time.monotonic()
+                self._add(self._read)
+            groups = list(self._groups.values())
+            known = [view["id"] for view in groups]
+            if after in known:
+                groups = groups[known.index(after) + 1 :]
+            answer = {
+                "head": {"title": f"Run at {self._config.api_url}", "about": self._state},
+                "groups": groups,
+                "vocabulary": self._vocabulary.of(groups),
+            }
+        return msgspec.json.encode(answer)
+
+    def take_batch(self) -> str:
+        """Take a batch as the trainer; return what happened."""
+        with self._lock:
+            self._add(lambda: _take(self._hub, self._config))
+            return self._state
+
+    def _read(self) -> list[ScoredGroup]:
+        group = self._hub.latest_example()
+        return [] if group is None else [group]
+
+    def _add(self, read: Callable[[], list[ScoredGroup]]) -> None:
+        """Add the groups that `read` returns, and say how it went."""
+        try:
+            found = read()
+        except (HubError, GroupError) as error:
+            self._state = f"Cannot read from the hub: {error}"
+            return
+        views = [view_of_group(group, decode=self._decode) for group in found]
+        for view in views:
+            if view is not None:
+                self._groups.setdefault(view["id"], view)
+        while len(self._groups) > MAX_GROUPS:
+            self._groups.popitem(last=False)
+        if self._config.consume and not found:
+            self._state = "There is no batch yet; the hub has too few groups"
+        elif not self._groups:
+            self._state = NOTHING_YET
+        else:
+            what = "Batches taken from the trainer" if self._config.consume else "Newest groups"
+            self._state = f"{what}: {len(self._groups)} shown, at most {MAX_GROUPS}"
 
 
 def _take(hub: TrainerClient, config: ViewConfig) -> list[ScoredGroup]:

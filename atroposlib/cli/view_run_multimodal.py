@@ -1,4 +1,7 @@
-"""`view-run-multimodal`: `view-run` for groups with images, in their `images` or as data URIs in their text."""
+"""`view-run-multimodal`: `view-run` with a tokenizer of a model that reads images, as in the original.
+
+Both commands show images: those of a group's `images`, and data URIs in its messages and texts.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,12 @@ class ViewMultimodalConfig(ViewConfig):
     """Flags of `view-run-multimodal`."""
 
     tokenizer: str = "Qwen/Qwen2-VL-2B-Instruct"
-    """Name or path."""
+    """Name or path. For stored files the default is that of a model in the directory, if there is one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve the page until Ctrl-C; 2 for a wrong flag, 1 without the extra `view`."""
-    return cli_boundary(
-        lambda: run(argv, ViewMultimodalConfig, prog="view-run-multimodal", images=True)
-    )
+    """Serve the page until Ctrl-C; 2 for a wrong flag or file, 1 without the extra `view`."""
+    return cli_boundary(lambda: run(argv, ViewMultimodalConfig, prog="view-run-multimodal"))
 
 
 if __name__ == "__main__":

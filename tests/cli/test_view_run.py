@@ -2,104 +2,116 @@
 
 from __future__ import annotations
 
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from atroposlib.cli import view_run, view_run_multimodal
-from atroposlib.cli._group_page import images_in, page_of
-from atroposlib.cli.view_run import ViewConfig, build_page, read_page
+from atroposlib.cli.view_run import (
+    MAX_GROUPS,
+    NOTHING_YET,
+    SeenGroups,
+    StoredPage,
+    ViewConfig,
+    stored_app,
+)
 from atroposlib.client import TrainerClient
 from atroposlib.errors import install_command
-from atroposlib.scored_data import ScoredGroup, Strictness, check_group
+from tests.api.helpers_api import serving
 from tests.cli.helpers_cli import TOKENIZER, HubServer, text_group
+from tests.frontend.helpers_pages import Page, read_page
 
-PNG = "iVBORw0KGgoAAAANSUhEUg=="
-URI = f"data:image/png;base64,{PNG}"
-
-
-def scored(*args: Any, **more: Any) -> ScoredGroup:
-    return check_group(text_group(*args, **more), strictness=Strictness.MEANING)
+URI = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUg=="
 
 
-def shown(hub: HubServer, **changes: Any) -> str:
+@contextmanager
+def seen_at(hub: HubServer, **changes: Any) -> Iterator[SeenGroups]:
     config = ViewConfig(api_url=hub.url, **changes)
     with TrainerClient(hub.url, retry_for_s=0.0) as client:
-        return read_page(client, config, TOKENIZER.decode, images=False)
+        yield SeenGroups(client, config, TOKENIZER.decode)
 
 
-# The page.
+def newest(seen: SeenGroups, after: str | None = None) -> dict[str, Any]:
+    """What the page gets when it asks, however soon after it asked before."""
+    seen._read_at = float("-inf")
+    found: dict[str, Any] = json.loads(seen.newest(after=after))
+    return found
 
 
-def test_a_group_is_shown_as_prompt_completions_and_scores() -> None:
-    page = page_of([scored("Q: 2+2? ", ["4", "5"], [1.0, -0.25], env_id=3)], TOKENIZER.decode)
-    assert "environment 3, 2 sequences, 18 tokens, 2 of them trained, mean score 0.375" in page
-    assert "<pre>Q: 2+2? </pre>" in page
-    assert '<div class="score high">1</div><div><pre>4</pre></div>' in page
-    assert '<div class="score low">-0.25</div><div><pre>5</pre></div>' in page
-    assert "<details" not in page
+def answers(shown: dict[str, Any]) -> list[str]:
+    """The text of the first sequence of each group."""
+    return [group["sequences"][0]["text"] for group in shown["groups"]]
 
 
-def test_equal_scores_are_neither_high_nor_low() -> None:
-    page = page_of([scored("Q", ["a", "b"], [1, 1])], TOKENIZER.decode)
-    assert page.count('<div class="score ">1</div>') == 2
-
-
-def test_several_groups_fold_and_the_first_is_open() -> None:
-    page = page_of([scored("Q", ["a"], [i]) for i in range(3)], TOKENIZER.decode)
-    assert page.count("<details>") == 2
-    assert "<details open><summary>Group 1 of 3</summary>" in page
-
-
-@pytest.mark.parametrize("images", [False, True])
-def test_text_of_a_group_cannot_be_markup(images: bool) -> None:
-    evil = '<script>alert(1)</script><img src=x onerror="alert(1)">'
-    group = scored(evil, [evil], [1], images=[f'{URI}" onerror="alert(1)', "javascript:alert(1)"])
-    page = page_of([group], TOKENIZER.decode, images=images)
-    assert "<script" not in page
-    assert "<img" not in page
-    assert "&lt;script&gt;" in page
-
-
-def test_images_are_shown_where_they_stand_and_from_their_field() -> None:
-    group = scored(f"Look: {URI} ", ["a cat", "a dog"], [1, 0], images=[[URI], {"image": PNG}])
-    page = page_of([group], TOKENIZER.decode, images=True)
-    assert page.count(f'<img src="{URI}"') == 2
-    assert "<pre>Look: [image] </pre>" in page
-    plain = page_of([group], TOKENIZER.decode, images=False)
-    assert "<img" not in plain
-
-
-def test_images_are_found_in_any_shape_once_and_in_order() -> None:
-    jpeg = "/9j/4AAQSkZJRg=="
-    value = [[URI, None], {"a": {"b": jpeg}}, PNG, "text", 3, f"{URI} and more"]
-    assert images_in(value) == [URI, f"data:image/jpeg;base64,{jpeg}"]
-    assert images_in(None) == []
-
-
-# The hub.
+# A live run.
 
 
 def test_looking_registers_no_trainer_and_takes_nothing_from_one(hub: HubServer) -> None:
-    assert "There is no group yet" in shown(hub)
-    assert hub.get("/info") == {"batch_size": -1, "max_token_len": -1}
-    hub.register(batch_size=2)
-    assert "There is no group yet" in shown(hub)
-    hub.send(text_group("Q", ["first", "x"], [1, 2]), text_group("Q", ["last", "x"], [1, 2]))
-    before = hub.get("/ledger"), hub.get("/status")
-    assert "<pre>last</pre>" in shown(hub)
-    assert "<pre>last</pre>" in shown(hub)
-    assert (hub.get("/ledger"), hub.get("/status")) == before
-    assert before[0]["queued"] == 2
+    with seen_at(hub) as seen:
+        assert newest(seen)["head"]["about"] == NOTHING_YET
+        assert hub.get("/info") == {"batch_size": -1, "max_token_len": -1}
+        hub.register(batch_size=2)
+        assert newest(seen)["groups"] == []
+        hub.send(text_group("Q", ["first", "x"], [1, 2]), text_group("Q", ["last", "x"], [1, 2]))
+        before = hub.get("/ledger"), hub.get("/status")
+        assert answers(newest(seen)) == ["Qlast"]
+        assert answers(newest(seen)) == ["Qlast"]
+        assert (hub.get("/ledger"), hub.get("/status")) == before
+        assert before[0]["queued"] == 2
+
+
+def test_a_group_is_shown_with_its_advantages_and_the_text_of_its_tokens(hub: HubServer) -> None:
+    hub.send(text_group("Q", ["4", "5"], [1, 0]))
+    with seen_at(hub) as seen:
+        shown = newest(seen)
+    [group] = shown["groups"]
+    assert [each["advantage"] for each in group["sequences"]] == [0.9998, -0.9998]
+    assert sorted(shown["vocabulary"].values()) == ["4", "5", "Q"]
+
+
+def test_groups_that_were_seen_stay_and_only_newer_ones_are_sent_again(hub: HubServer) -> None:
+    with seen_at(hub) as seen:
+        for answer in ("a", "b", "c"):
+            hub.send(text_group("Q", [answer, "x"], [1, 2]))
+            shown = newest(seen)
+        assert answers(shown) == ["Qa", "Qb", "Qc"]
+        second = shown["groups"][1]["id"]
+        assert answers(newest(seen, after=second)) == ["Qc"]
+        assert answers(newest(seen, after="of another run")) == ["Qa", "Qb", "Qc"]
+
+
+def test_a_bounded_number_of_groups_is_kept(hub: HubServer) -> None:
+    hub.register(batch_size=2 * MAX_GROUPS + 20)
+    hub.send(*[text_group("Q", [str(i), "x"], [1, 2]) for i in range(MAX_GROUPS + 10)])
+    with seen_at(hub, consume=True) as seen:
+        seen.take_batch()
+        shown = answers(newest(seen))
+    assert (len(shown), shown[0], shown[-1]) == (MAX_GROUPS, "Q10", f"Q{MAX_GROUPS + 9}")
+
+
+def test_several_pages_make_one_request_to_the_hub(hub: HubServer) -> None:
+    hub.send(text_group("Q", ["a", "x"], [1, 2]))
+    with seen_at(hub) as seen:
+        first = newest(seen)
+        hub.send(text_group("Q", ["b", "x"], [1, 2]))
+        assert json.loads(seen.newest(after=None)) == first
 
 
 def test_consuming_takes_batches_as_a_trainer_does(hub: HubServer) -> None:
-    assert "There is no group yet" in shown(hub, consume=True, group_size=1)
+    with seen_at(hub, consume=True, group_size=1) as seen:
+        assert seen.take_batch() == "There is no batch yet; the hub has too few groups"
     assert hub.get("/info")["batch_size"] == 8
     hub.send(*[text_group("Q", [f"a{i}", f"b{i}"], [1, 2]) for i in range(5)])
-    page = shown(hub, consume=True)
-    assert "Group 1 of 4" in page
-    assert "<pre>a0</pre>" in page
+    with seen_at(hub, consume=True) as seen:
+        assert newest(seen)["groups"] == []
+        assert seen.take_batch() == "Batches taken from the trainer: 4 shown, at most 200"
+        assert answers(newest(seen)) == [f"Qa{i}" for i in range(4)]
     ledger = hub.get("/ledger")
     assert (ledger["trained"], ledger["queued"], ledger["leased"]) == (4, 1, 0)
 
@@ -107,14 +119,61 @@ def test_consuming_takes_batches_as_a_trainer_does(hub: HubServer) -> None:
 def test_consuming_does_not_reset_a_live_run(hub: HubServer) -> None:
     hub.register(batch_size=2, wandb_project="theirs")
     hub.send(text_group("Q", ["a", "b"], [1, 2]))
-    assert "<pre>a</pre>" in shown(hub, consume=True)
+    with seen_at(hub, consume=True) as seen:
+        seen.take_batch()
+        assert answers(newest(seen)) == ["Qa"]
     assert hub.get("/wandb_info")["project"] == "theirs"
 
 
 def test_a_hub_that_does_not_answer_is_said_on_the_page() -> None:
-    assert "Cannot read from the hub: GET http://127.0.0.1:1/latest_example" in shown(
-        HubServer("http://127.0.0.1:1")
-    )
+    with seen_at(HubServer("http://127.0.0.1:1")) as seen:
+        about = newest(seen)["head"]["about"]
+    assert "Cannot read from the hub: GET http://127.0.0.1:1/latest_example" in about
+
+
+# Stored files.
+
+
+def row(answer: str) -> str:
+    return json.dumps({"scores": [1.0], "messages": [answer], "images": [URI]}) + "\n"
+
+
+def test_a_stored_run_is_served_and_read_again_when_its_files_grow(tmp_path: Path) -> None:
+    source = tmp_path / "run"
+    source.mkdir()
+    (source / "groups.jsonl").write_text(row("first"))
+    (tmp_path / "served").mkdir()
+    page = StoredPage(source, tmp_path / "served" / "page.html", None)
+    with serving(stored_app(page)) as url:
+
+        def shown() -> Page:
+            (tmp_path / "copy.html").write_bytes(httpx.get(url).raise_for_status().content)
+            return read_page(tmp_path / "copy.html")
+
+        [group] = shown().groups
+        assert (group["sequences"][0]["text"], group["images"]) == ("first", [URI])
+        written = page.path().stat().st_ino
+        assert shown().head["num_groups"] == 1
+        assert page.path().stat().st_ino == written  # not again for the same files
+        with (source / "groups.jsonl").open("a") as file:
+            file.write(row("second"))
+        assert [each["sequences"][0]["text"] for each in shown().groups] == ["first", "second"]
+        refused = httpx.get(url, headers={"Host": "evil.example"})
+        assert (refused.status_code, "evil.example" in refused.text) == (403, True)
+        (source / "groups.jsonl").write_text("{}\n[]\n")
+        broken = httpx.get(url)
+        assert broken.status_code == 500
+        assert "hold no groups" in broken.text
+
+
+def test_wrong_files_and_flags_of_a_stored_run_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert view_run.main([str(tmp_path)]) == 2
+    assert "hold no groups" in capsys.readouterr().err
+    (tmp_path / "g.jsonl").write_text(row("first"))
+    assert view_run.main([str(tmp_path), "--share"]) == 2
+    assert "--share and --consume are for a live run" in capsys.readouterr().err
 
 
 # The command.
@@ -122,7 +181,7 @@ def test_a_hub_that_does_not_answer_is_said_on_the_page() -> None:
 
 class Widget:
     def __init__(self, gradio: Gradio, *args: Any, **options: Any) -> None:
-        self.gradio, self.args, self.options = gradio, args, options
+        self.gradio = gradio
 
     def __enter__(self) -> Widget:
         return self
@@ -130,17 +189,14 @@ class Widget:
     def __exit__(self, *_: object) -> None: ...
 
     def click(self, read: Any, outputs: Any) -> None:
-        self.gradio.calls.append(("click", read()))
-
-    def load(self, read: Any, outputs: Any) -> None:
-        self.gradio.calls.append(("load", read()))
+        self.gradio.calls.append(("click", read))
 
     def launch(self, **options: Any) -> None:
         self.gradio.calls.append(("launch", options))
 
 
 class Gradio:
-    """The four widgets of the page; what is wired to an event is called at once."""
+    """The widgets of the page; tests/e2e has the real ones."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -150,43 +206,48 @@ class Gradio:
         return lambda *args, **options: Widget(self, *args, **options)
 
 
-@pytest.mark.parametrize(("consume", "events"), [(False, ["click", "load"]), (True, ["click"])])
-def test_opening_the_page_shows_a_group_but_consumes_none(consume: bool, events: list[str]) -> None:
-    gradio = Gradio()
-    build_page(gradio, lambda: "content", config=ViewConfig(consume=consume))
-    assert gradio.calls == [(event, "content") for event in events]
+@pytest.fixture
+def gradio(monkeypatch: pytest.MonkeyPatch) -> Gradio:
+    fake = Gradio()
+    monkeypatch.setattr(view_run, "require", lambda module, *, extra: fake)
+    return fake
 
 
 @pytest.mark.parametrize("command", [view_run, view_run_multimodal])
 def test_the_page_is_private_unless_asked_for(
-    command: Any, hub: HubServer, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
+    command: Any, hub: HubServer, tokenizer_path: str, gradio: Gradio
 ) -> None:
-    gradio = Gradio()
-    monkeypatch.setattr(view_run, "require", lambda module, *, extra: gradio)
-    hub.send(text_group("Q", [URI, "x"], [1, 2]))
     flags = ["--api-url", hub.url, "--tokenizer", tokenizer_path, "--port=9009"]
     assert command.main(flags) == 0
-    launched = {"server_name": "127.0.0.1", "server_port": 9009, "share": False}
-    assert gradio.calls[-1] == ("launch", launched)
-    assert ("<img" in gradio.calls[0][1]) == (command is view_run_multimodal)
+    [(name, options)] = gradio.calls
+    assert name == "launch"
+    assert (options["server_name"], options["server_port"]) == ("127.0.0.1", 9009)
+    assert options["share"] is False
 
 
-def test_a_port_in_use_names_its_flag(
+def test_only_a_button_takes_batches(hub: HubServer, tokenizer_path: str, gradio: Gradio) -> None:
+    flags = ["--api-url", hub.url, "--tokenizer", tokenizer_path, "--port=0", "--consume"]
+    assert view_run.main(flags) == 0
+    assert [name for name, _ in gradio.calls] == ["click", "launch"]
+    assert hub.get("/info")["batch_size"] == -1
+
+
+def test_a_port_in_use_names_another(
     hub: HubServer,
     tokenizer_path: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    gradio: Gradio,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def refuse(self: Widget, **options: Any) -> None:
-        raise OSError("Cannot find empty port in range: 9009-9009")
-
-    monkeypatch.setattr(Widget, "launch", refuse)
-    monkeypatch.setattr(view_run, "require", lambda module, *, extra: Gradio())
-    flags = ["--api-url", hub.url, "--tokenizer", tokenizer_path, "--port=9009"]
-    assert view_run.main(flags) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("error: cannot serve the page on 127.0.0.1:9009")
-    assert "choose another --port" in told
+    (tmp_path / "g.jsonl").write_text(row("first"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flags in (["--api-url", hub.url, "--tokenizer", tokenizer_path], [str(tmp_path)]):
+            assert view_run.main([*flags, f"--port={port}"]) == 2
+            error = capsys.readouterr().err
+            assert f"--port {port}: already in use" in error
+            assert f"for example --port {port + 1}" in error
+    assert gradio.calls == []
 
 
 def test_a_missing_gradio_names_its_extra(

@@ -1,9 +1,8 @@
-"""`view-run` with the real Gradio: the page is served, and its button shows what the hub holds."""
+"""`view-run` with the real Gradio: it serves the viewer and its groups beside its own page."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 import httpx
@@ -20,21 +19,32 @@ pytestmark = [
 ]
 
 
-def test_the_page_of_a_real_gradio_shows_the_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("consume", [False, True])
+def test_a_real_gradio_serves_the_viewer_of_a_live_run(tmp_path: Path, consume: bool) -> None:
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     port = free_port()
     with serving(create_app()) as url:
-        HubServer(url).send(text_group("Q: ", ["good", "bad"], [1, 0]))
+        hub = HubServer(url)
+        hub.register(batch_size=2)
+        hub.send(text_group("Q: ", ["good", "bad"], [1, 0]))
+        before = hub.get("/ledger")
         flags = ["--api-url", url, "--tokenizer", str(tmp_path / "tokenizer"), f"--port={port}"]
+        flags += ["--consume"] if consume else []
         command = ["-m", "atroposlib.cli.view_run", *flags]
         with running("viewer", command, log_path=tmp_path / "log") as viewer:
             root = f"http://127.0.0.1:{port}"
             wait_for(lambda: answers(root), timeout_s=50, process=viewer)
             with httpx.Client(base_url=root, timeout=20, trust_env=False) as page:
                 assert "Atropos run" in page.get("/").raise_for_status().text
-                call = page.post("/gradio_api/call/show", json={"data": []}).raise_for_status()
-                events = page.get(f"/gradio_api/call/show/{call.json()['event_id']}").text
-    name, data = events.strip().splitlines()
-    assert name == "event: complete"
-    [shown] = json.loads(data.removeprefix("data: "))
-    assert "<pre>good</pre>" in shown
+                assert '"poll":"newest-groups"' in page.get("/viewer").raise_for_status().text
+                if consume:
+                    assert page.get("/newest-groups").json()["groups"] == []
+                    call = page.post("/gradio_api/call/take_batch", json={"data": []})
+                    name = call.raise_for_status().json()["event_id"]
+                    events = page.get(f"/gradio_api/call/take_batch/{name}").text
+                    assert "Batches taken from the trainer: 1 shown" in events
+                [group] = page.get("/newest-groups").raise_for_status().json()["groups"]
+                refused = page.get("/newest-groups", headers={"Host": "evil.example"})
+                assert refused.status_code == 403
+        assert [each["text"] for each in group["sequences"]] == ["Q: good", "Q: bad"]
+        assert (hub.get("/ledger") == before) == (not consume)

@@ -14,8 +14,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import uvicorn
@@ -42,7 +43,8 @@ RETRY_FOR_S = 3.0
 POLL_EVERY_S = 2.0
 """The page asks for new groups this often; all pages together make one request to the hub."""
 MAX_GROUPS = 200
-"""Groups that are kept to show."""
+MAX_BYTES = 64_000_000
+"""Limits of the groups that are kept to show, as JSON; one group alone may be larger."""
 NOTHING_YET = "There is no group yet; the environments have sent none"
 
 _FRAME = """<iframe src="viewer" title="Groups of the run"
@@ -219,6 +221,14 @@ def live_routes(seen: SeenGroups, config: ViewConfig) -> list[Route]:
     return [Route("/viewer", guarded(viewer)), Route("/newest-groups", guarded(newest))]
 
 
+class _Seen(NamedTuple):
+    """A group as the page gets it."""
+
+    json: msgspec.Raw
+    pieces: dict[str, str]
+    """Of its tokens, by id."""
+
+
 class SeenGroups:
     """The newest groups of a run, as the viewer asks for them."""
 
@@ -227,8 +237,9 @@ class SeenGroups:
         self._config = config
         self._decode = decode
         self._vocabulary = Vocabulary(decode)
-        self._groups: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        """View groups by id, oldest first."""
+        self._groups: OrderedDict[str, _Seen] = OrderedDict()
+        """By group id, oldest first."""
+        self._num_bytes = 0
         self._read_at = float("-inf")
         self._state = NOTHING_YET
         self._lock = threading.Lock()
@@ -240,14 +251,13 @@ class SeenGroups:
             if not self._config.consume and time.monotonic() - self._read_at >= POLL_EVERY_S / 2:
                 self._read_at = time.monotonic()
                 self._add(self._read)
-            groups = list(self._groups.values())
-            known = [view["id"] for view in groups]
-            if after in known:
-                groups = groups[known.index(after) + 1 :]
+            names = list(self._groups)
+            start = names.index(after) + 1 if after is not None and after in names else 0
+            seen = [self._groups[name] for name in names[start:]]
             answer = {
                 "head": {"title": f"Run at {self._config.api_url}", "about": self._state},
-                "groups": groups,
-                "vocabulary": self._vocabulary.of(groups),
+                "groups": [each.json for each in seen],
+                "vocabulary": dict(chain.from_iterable(each.pieces.items() for each in seen)),
             }
         return msgspec.json.encode(answer)
 
@@ -268,12 +278,17 @@ class SeenGroups:
         except (HubError, GroupError) as error:
             self._state = f"Cannot read from the hub: {error}"
             return
-        views = [view_of_group(group, decode=self._decode) for group in found]
-        for view in views:
-            if view is not None:
-                self._groups.setdefault(view["id"], view)
-        while len(self._groups) > MAX_GROUPS:
-            self._groups.popitem(last=False)
+        for group in found:
+            view = view_of_group(group, decode=self._decode)
+            if view is not None and view["id"] not in self._groups:
+                json = msgspec.Raw(msgspec.json.encode(view))
+                self._groups[view["id"]] = _Seen(json, self._vocabulary.of([view]))
+                self._num_bytes += len(bytes(json))
+        while len(self._groups) > MAX_GROUPS or (
+            self._num_bytes > MAX_BYTES and len(self._groups) > 1
+        ):
+            _, oldest = self._groups.popitem(last=False)
+            self._num_bytes -= len(bytes(oldest.json))
         if self._config.consume and not found:
             self._state = "There is no batch yet; the hub has too few groups"
         elif not self._groups:

@@ -234,7 +234,7 @@ def _add_entry(sequence: dict[str, Any], entry: Mapping[str, Any]) -> None:
         sequence["metrics"] = {"not trained": entry["skipped"]}
         return
     sequence["advantage"] = rounded(entry.get("advantage"))
-    sequence["metrics"] = {"clip_fraction": entry.get("clip_fraction")}
+    sequence["metrics"] = {name: entry.get(name) for name in ("clip_fraction", "logprob_gap")}
     num_tokens = len(sequence.get("tokens") or ())
     if any(at >= num_tokens for at in entry["at"]):
         return  # another sequence: the file belongs to another run

@@ -228,7 +228,7 @@ def _token_figures(row: Mapping[str, Any], i: int, trained: list[list[int]]) -> 
         values = _at(row.get(key), i)
         if isinstance(values, list) and len(values) == len(tokens):
             found[name] = [
-                rounded(value) if is_one else None
+                round(value, DECIMALS) if is_one and isinstance(value, float | int) else None
                 for value, is_one in zip(values, is_trained, strict=True)
             ]
     return found

@@ -95,6 +95,16 @@ def test_a_bounded_number_of_groups_is_kept(hub: HubServer) -> None:
     assert (len(shown), shown[0], shown[-1]) == (MAX_GROUPS, "Q10", f"Q{MAX_GROUPS + 9}")
 
 
+def test_a_bounded_amount_of_text_is_kept_but_always_the_newest_group(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view_run, "MAX_BYTES", 10)
+    with seen_at(hub) as seen:
+        for answer in ("a", "b"):
+            hub.send(text_group("Q", [answer, "x"], [1, 2]))
+            assert answers(newest(seen)) == [f"Q{answer}"]
+
+
 def test_several_pages_make_one_request_to_the_hub(hub: HubServer) -> None:
     hub.send(text_group("Q", ["a", "x"], [1, 2]))
     with seen_at(hub) as seen:

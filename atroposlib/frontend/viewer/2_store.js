@@ -72,7 +72,9 @@ function matcher(query) {
   return (value) => typeof value === "string" && pattern.test(value);
 }
 
-// A live page asks its server for the newest groups and makes the index itself.
+// A live page asks its server for the groups after those it has, keeps the newest and makes the index itself.
+
+const MAX_LIVE_GROUPS = 200;
 
 function columnsOf(groups) {
   const columns = structuredClone(NO_COLUMNS);
@@ -109,11 +111,14 @@ function previewOf(group) {
 async function poll() {
   const seconds = head.live.every_s;
   try {
-    const answer = await fetch(head.live.poll, { cache: "no-store" });
+    const after = index.id.length ? `?after=${encodeURIComponent(index.id.at(-1))}` : "";
+    const answer = await fetch(head.live.poll + after, { cache: "no-store" });
     if (!answer.ok) throw new Error(`status ${answer.status}`);
-    const { head: newHead, groups, vocabulary } = await answer.json();
+    const { head: newHead, groups: added, vocabulary } = await answer.json();
+    const known = new Map([...(live?.groups ?? []), ...added].map((group) => [group.id, group]));
+    const groups = [...known.values()].slice(-MAX_LIVE_GROUPS);
     const isNew = JSON.stringify(groups.map((group) => group.id)) !== JSON.stringify(index.id);
-    live = { groups, vocabulary };
+    live = { groups, vocabulary: { ...live?.vocabulary, ...vocabulary } };
     if (isNew) useIndex(columnsOf(groups));
     showHead({ ...head, ...newHead });
     byId("live").textContent = "Live";

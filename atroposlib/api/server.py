@@ -43,6 +43,7 @@ from atroposlib.api.schemas import Registration as Registration
 from atroposlib.api.schemas import ScoredData as ScoredData
 from atroposlib.api.stores.base import OwnedElsewhere, StoreBroken, StoreFull, UnreadableRun
 from atroposlib.errors import ConfigError, GroupError
+from atroposlib.utils import tracing
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tracing.is_on()  # imports the exporter, which takes half a second, before the first request
         await (replica or hub).open()
         watchers = [
             asyncio.create_task(_let_time_pass(hub, may_recover=replica is not None)),

@@ -25,7 +25,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atroposlib.errors import ConfigError, MissingDependency, require
+from atroposlib.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -137,7 +137,7 @@ def _recorder() -> _Recorder | None:
     try:
         require("opentelemetry.sdk.trace", extra="otel")
         return _Recorder([_exporter(name) for name in names])
-    except (MissingDependency, ConfigError) as error:
+    except (ImportError, ValueError) as error:
         logger.warning("no OpenTelemetry spans are recorded: %s", error)
         return None
 

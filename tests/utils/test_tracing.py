@@ -181,3 +181,9 @@ def test_a_collector_receives_the_spans_when_the_process_ends(
     assert spans.keys() == {"item", "store", "step", "train"}
     assert spans["store"].parent_span_id == spans["item"].span_id == spans["train"].parent_span_id
     assert [link.span_id for link in spans["step"].links] == [spans["item"].span_id]
+
+
+def test_a_faulty_variable_does_not_stop_the_program() -> None:
+    run = run_code(OTEL_TRACES_EXPORTER="console", OTEL_BSP_MAX_QUEUE_SIZE="-1")
+    assert run.stdout.split()[0] == "False"
+    assert "no OpenTelemetry spans are recorded: max_queue_size" in run.stderr

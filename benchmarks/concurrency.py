@@ -3,7 +3,8 @@
 `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/concurrency.py` simulates servers and clients in virtual time
 (`_simulated_engine.py`, a minute of CPU) with the adaptive limiter, with the configured maximum only, and with the best
 fixed number. `--http` then sends real requests to the scripted engine, alternately with and without adaptation, and
-simulates the same. `--sensitivity` halves and doubles each constant of the limiter.
+simulates the same. `--unequal` sends them to two scripted engines of unequal speed behind one `ServerManager`.
+`--sensitivity` halves and doubles each constant of the limiter.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.scripted_engine import Latency, Script
 from atroposlib.inference.servers.concurrency import ConcurrencyController
 from atroposlib.inference.servers.vllm import VLLMServer
@@ -40,6 +42,7 @@ WINDOW_S, RECOVERED, GIVEN_UP_S = 3.0, 0.9, 300.0
 """A server has recovered when a window has this share of the best rate."""
 
 MakeLimiter = Callable[[], Limiter]
+Ask = Callable[..., Awaitable[Any]]
 
 
 def adaptive() -> Limiter:
@@ -305,43 +308,50 @@ def describe_constants(seeds: int) -> None:
 HTTP_SLOTS, HTTP_WORKERS, HTTP_LENGTHS = 16, 128, (20, 60)
 
 
-@dataclass
-class Counts:
-    finished: list[float] = field(default_factory=list)
+class Counts(NamedTuple):
+    finished: list[float]
     """Seconds of every answered request, including retries."""
-    num_sent: int = 0
+    num_sent: int
 
 
-async def ask_for(seconds: float, url: str, *, adapts: bool) -> Counts:
-    """Keep HTTP_WORKERS requests open and count completions in the second half."""
-    server = VLLMServer(
-        APIServerConfig(
-            base_url=url, server_type="vllm", model_name="scripted", adaptive_concurrency=adapts
-        )
-    )
-    counts, half = Counts(), time.monotonic() + seconds / 2
-    send = server._completion_wrapper
-
-    async def counted(**kwargs: object) -> object:
-        counts.num_sent += time.monotonic() > half
-        return await send(**kwargs)
-
-    server._completion_wrapper = counted  # type: ignore[method-assign]
+async def keep_asking(ask: Ask, *, num_workers: int, seconds: float) -> list[float]:
+    """Keep `num_workers` requests open; return the seconds of each that was answered in the second half."""
+    finished, half = [], time.monotonic() + seconds / 2
 
     async def work(worker: int) -> None:
         for i in range(10**9):
             began = time.monotonic()
-            await server.completion(prompt=f"{worker} {i}", max_tokens=HTTP_LENGTHS[1], n=1)
+            await ask(prompt=f"{worker} {i}", max_tokens=HTTP_LENGTHS[1], n=1)
             if time.monotonic() > half:
-                counts.finished.append(time.monotonic() - began)
+                finished.append(time.monotonic() - began)
 
-    workers = [asyncio.create_task(work(worker)) for worker in range(HTTP_WORKERS)]
+    workers = [asyncio.create_task(work(worker)) for worker in range(num_workers)]
     await asyncio.wait(workers, timeout=seconds)
     for worker in workers:
         worker.cancel()
     await asyncio.gather(*workers, return_exceptions=True)
+    return finished
+
+
+def config_of(url: str, **settings: bool) -> APIServerConfig:
+    return APIServerConfig(base_url=url, server_type="vllm", model_name="scripted", **settings)
+
+
+async def ask_for(seconds: float, url: str, *, adapts: bool) -> Counts:
+    """Keep HTTP_WORKERS requests open and count completions in the second half."""
+    server = VLLMServer(config_of(url, adaptive_concurrency=adapts))
+    num_sent, half = 0, time.monotonic() + seconds / 2
+    send = server._completion_wrapper
+
+    async def counted(**kwargs: object) -> object:
+        nonlocal num_sent
+        num_sent += time.monotonic() > half
+        return await send(**kwargs)
+
+    server._completion_wrapper = counted  # type: ignore[method-assign]
+    finished = await keep_asking(server.completion, num_workers=HTTP_WORKERS, seconds=seconds)
     await server.close()
-    return counts
+    return Counts(finished, num_sent)
 
 
 def describe_http(seconds: float, repeats: int) -> None:
@@ -381,15 +391,84 @@ def describe_http(seconds: float, repeats: int) -> None:
     table(f"Over HTTP: {HTTP_SLOTS} slots and {HTTP_WORKERS} requests wanted", head, rows)
 
 
+# Two servers of unequal speed.
+
+SLOWNESS = 4
+UNEQUAL_WORKERS = (8, 16, 32, 64, 128, 256)
+
+
+class Sample(NamedTuple):
+    rate: float
+    """Completions per second."""
+    p50_s: float
+    p99_s: float
+    last_share: float
+    """Share of the last server in the tokens."""
+
+
+async def ask_all(urls: Sequence[str], *, num_workers: int, seconds: float) -> Sample:
+    """Send requests through a manager with default settings."""
+    manager = ServerManager([config_of(url) for url in urls])
+    waits = sorted(await keep_asking(manager.completion, num_workers=num_workers, seconds=seconds))
+    tokens = [server.num_tokens_out for server in manager.servers]
+    await manager.close()
+    num = len(waits)
+    return Sample(
+        2 * num / seconds, waits[num // 2], waits[num * 99 // 100], tokens[-1] / sum(tokens)
+    )
+
+
+def describe_unequal(seconds: float) -> None:
+    scripts = [
+        Script(
+            num_slots=HTTP_SLOTS,
+            lengths=HTTP_LENGTHS,
+            latency=Latency(per_token_s=slowness * TOKEN_TIME_S),
+        )
+        for slowness in (1, SLOWNESS)
+    ]
+    rows = []
+    with running_engine(scripts[0]) as fast, running_engine(scripts[1]) as slow:
+        for num_workers in UNEQUAL_WORKERS:
+            alone, slow_alone, both = (
+                asyncio.run(ask_all(urls, num_workers=num_workers, seconds=seconds))
+                for urls in ([fast], [slow], [fast, slow])
+            )
+            rows.append(
+                [
+                    str(num_workers),
+                    *(f"{one.rate:.1f}" for one in (alone, slow_alone, both)),
+                    f"{both.rate / (alone.rate + slow_alone.rate):.2f}",
+                    f"{both.last_share:.2f}",
+                    *(f"{one.p50_s:.2f} / {one.p99_s:.2f}" for one in (alone, both)),
+                ]
+            )
+    head = [
+        "requests in flight",
+        "fast alone, /s",
+        "slow alone, /s",
+        "both, /s",
+        "of the sum",
+        "tokens of the slow server",
+        "fast alone: p50 / p99, s",
+        "both: p50 / p99, s",
+    ]
+    table(f"Two servers of {HTTP_SLOTS} slots, one {SLOWNESS} times slower", head, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="servers whose name contains this")
     parser.add_argument("--http", type=float, default=0.0, help="seconds of each run over HTTP")
+    parser.add_argument("--unequal", type=float, default=0.0, help="seconds of each run over HTTP")
     parser.add_argument("--sensitivity", action="store_true", help="constants instead of servers")
     args = parser.parse_args()
     if args.sensitivity:
         describe_constants(args.seeds)
+        return
+    if args.unequal:
+        describe_unequal(args.unequal)
         return
     for name, server in SERVERS.items():
         if args.only in name:

@@ -10,7 +10,8 @@ PART ?= all
 
 .PHONY: demo test drills lint bench gpu clean
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Unset, PYTHONDONTWRITEBYTECODE lets the hundreds of processes that tests start compile each module once.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -397,6 +397,7 @@ def test_a_port_in_use_is_named_and_exits_1(
 
 
 @pytest.mark.e2e
+@pytest.mark.drill
 def test_sigterm_ends_it_cleanly_while_a_request_runs(model_dir: Path) -> None:
     process = run_engine("--model", str(model_dir), "--port", "0", "--served_model_name", "tiny")
     assert process.stderr is not None

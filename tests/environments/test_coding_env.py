@@ -78,6 +78,7 @@ def test_every_test_must_pass() -> None:
     assert judge_program("print(1)", tests, None, LIMITS) == "wrong"
 
 
+@pytest.mark.drill
 async def test_hostile_programs_are_counted_and_earn_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

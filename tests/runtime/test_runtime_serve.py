@@ -354,9 +354,11 @@ async def test_environment_that_waits_costs_the_hub_next_to_nothing() -> None:
 
 
 async def test_hub_can_explain_that_the_trainer_waits_for_one_long_item() -> None:
+    explained = asyncio.Event()
+
     async def answer(item: int) -> Any:
         if item == 1:
-            await asyncio.Event().wait()
+            await explained.wait()
         return make_group()
 
     timings = replace(FAST, poll_wait_s=0.05)
@@ -369,6 +371,7 @@ async def test_hub_can_explain_that_the_trainer_waits_for_one_long_item() -> Non
                     and "reported 1 items in flight" in hub.coordinator.explain().reason
                 )
             )
+            explained.set()
 
 
 async def test_original_hub_is_polled_at_the_pace_and_its_bound_holds() -> None:

@@ -127,6 +127,7 @@ def test_blocks_that_cannot_be_compiled_run_as_they_are_after_one_warning(
 
 
 @pytest.mark.e2e
+@pytest.mark.drill
 @pytest.mark.timeout(180)  # importing torch takes a minute on a busy machine
 def test_logprobs_of_a_large_vocabulary_need_a_fraction_of_one_tensor_of_logits() -> None:
     """In a process of its own: memory once used stays with a process."""

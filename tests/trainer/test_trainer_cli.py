@@ -208,6 +208,7 @@ def test_a_missing_engine_ends_with_its_address(
     assert engine.url in capsys.readouterr().err
 
 
+@pytest.mark.drill
 def test_sigterm_ends_the_trainer_with_143_and_leaves_nothing(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
     with fake_engine() as engine:

@@ -34,7 +34,7 @@ CHECKPOINT_STEPS = 5
 POLICY = RunPolicy(env_timeout_s=600.0)
 BUSY_LOOK_S, IDLE_LOOK_S = 300.0, 60.0
 """An environment asks for its status this often while its items run, and while it has none."""
-MAX_LACK = NUM_BATCHES / 3
+MAX_LACK = NUM_BATCHES / 2
 """Groups that an environment with groups queued may lack of its share of `NUM_BATCHES` batches."""
 SLOW = (8 / 24, 10 / 24)
 """From when to when trainers are three times slower; of the simulated time."""

@@ -274,6 +274,8 @@ def test_search_finds_text_beyond_the_preview_in_every_chunk(
     viewer.one("[name=q]").send_keys(Keys.CONTROL, "a", Keys.NULL, '"needle"\u00c9')
     viewer.wait_for_rows("What is 3 + 1?", "What is 160 + 1?")
     assert not viewer.one("#scan").is_displayed()
+    viewer.one("#rows a[data-row='160']").click()
+    viewer.until(lambda: viewer.run("return CSS.highlights.get('searched')?.size") == 1)
 
 
 def test_a_search_can_be_stopped(viewer: Viewer, tmp_path: Path) -> None:

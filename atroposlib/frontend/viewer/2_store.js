@@ -66,9 +66,11 @@ function searchedTexts(group) {
   return [group.id, group.environment, text(group.item), group.gold_answer, ...group.sequences.flatMap(ofSequence)];
 }
 
+const patternOf = (query, flags) => new RegExp(query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), flags);
+
 /** Whether a text contains the query, whatever the case. */
 function matcher(query) {
-  const pattern = new RegExp(query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "iu");
+  const pattern = patternOf(query, "iu");
   return (value) => typeof value === "string" && pattern.test(value);
 }
 

@@ -153,7 +153,7 @@ function rowElement(row) {
     environment,
     /^\d+/.test(index.item[row]) && `item ${parseInt(index.item[row], 10)}`,
     isNumber(index.step[row]) && `step ${index.step[row]}`,
-    `\u00d7${index.num_sequences[row]}`,
+    counted(index.num_sequences[row], "sequence"),
     isNumber(index.staleness[row]) && index.staleness[row] > 0 && `stale ${index.staleness[row]}`,
   ].filter(Boolean);
   const reason = index.reasons[index.dropped[row]];

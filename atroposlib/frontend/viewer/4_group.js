@@ -99,7 +99,7 @@ function toolCall(call) {
 // The page of a group.
 
 function groupHeading(group, row) {
-  const title = group.item_id === null || group.item_id === undefined ? `Group ${group.id}` : `Item ${group.item_id}`;
+  const title = group.item_id === null || group.item_id === undefined ? `Group ${oneLine(group.id, 12)}` : `Item ${group.item_id}`;
   const sampled = isNumber(group.policy_version) ? `policy ${group.policy_version}` : null;
   const stale = isNumber(group.staleness) ? `${counted(group.staleness, "step")} stale` : null;
   const place = listed.indexOf(row);
@@ -110,7 +110,7 @@ function groupHeading(group, row) {
       el("button", { type: "button", disabled: place <= 0, onclick: () => openNeighbour(-1) }, "Previous"),
       el("button", { type: "button", disabled: place < 0 || place + 1 >= listed.length, onclick: () => openNeighbour(1) }, "Next"),
       el("button", { type: "button", onclick: copyLink }, "Copy link")),
-    el("p", { class: "about" }, [group.environment, isNumber(group.step) && `step ${group.step}`, sampled, stale].filter(Boolean).join(" \u00b7 ")),
+    el("p", { class: "about" }, [group.environment, isNumber(group.step) && `step ${group.step}`, sampled, stale, `group ${group.id}`].filter(Boolean).join(" \u00b7 ")),
     group.dropped && el("p", { class: "dropped" }, `Dropped: ${group.dropped}`),
   );
 }
@@ -143,7 +143,7 @@ function textView(group) {
         completions.length > 1 && choice(orders, state.order ?? "", (order) => go({ order: order || undefined }), "Order of the completions")),
       el("div", { class: "completions" }, order.map((number) => completionCard(group, number, completions[number])))),
     group.item !== null && group.item !== undefined && fold("Item", () => longText(text(group.item))),
-    fold("About this group", () => facts([["group", group.id], ...Object.entries(group.facts ?? {}).map(([name, value]) => [name, text(value)])])),
+    Object.keys(group.facts ?? {}).length > 0 && fold("About this group", () => facts(Object.entries(group.facts ?? {}).map(([name, value]) => [name, text(value)]))),
   ];
 }
 

@@ -89,7 +89,7 @@ function tokenText(sequence, vocabulary, classes, values, panel) {
     box.children[i].classList.add("chosen");
     panel.replaceChildren(...tokenFigures(sequence, i, vocabulary));
   }
-  const place = (event) => (event.target.parentElement === box ? [...box.children].indexOf(event.target) : -1);
+  const place = (event) => Number(event.target.dataset.place ?? -1);
   box.addEventListener("pointerover", (event) => choose(place(event)));
   box.addEventListener("click", (event) => choose(place(event)));
   box.addEventListener("keydown", (event) => {
@@ -120,7 +120,7 @@ function tokenElement(sequence, i, vocabulary, classes, value) {
   const names = ["token", classes.find((one) => one.has(value))?.css, sequence.trained?.[i] ? "" : "context"];
   if (piece === undefined) names.push("number");
   else if (SPECIAL.test(piece)) names.push("special");
-  return el("span", { class: names.filter(Boolean).join(" ") }, piece === undefined ? String(id) : visiblePiece(piece));
+  return el("span", { class: names.filter(Boolean).join(" "), "data-place": i }, piece === undefined ? String(id) : visiblePiece(piece));
 }
 
 function tokenFigures(sequence, i, vocabulary) {

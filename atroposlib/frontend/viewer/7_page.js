@@ -66,7 +66,23 @@ async function showDetail({ keepPlace = false } = {}) {
     ...views[view](group, vocabulary).flat().filter(Boolean));
   byId("detail").scrollTop = keepPlace ? scrolled : 0;
   for (const pressed of document.querySelectorAll(".tabs [aria-pressed=true]")) pressed.parentElement.scrollLeft = pressed.offsetLeft - 60;
-  if (!wide.matches && !keepPlace) scrollTo(0, 0);
+  if (!wide.matches && !keepPlace) {
+    scrollTo(0, 0);
+    byId("detail").querySelector("h2").focus();
+  }
+  markMatches();
+}
+
+/** Mark what was searched for, where it is in sight or comes in sight by scrolling. */
+function markMatches() {
+  const ranges = [];
+  const walker = document.createTreeWalker(byId("detail"), NodeFilter.SHOW_TEXT);
+  while (state.q && ranges.length < 1000 && walker.nextNode()) {
+    for (const { index: start, 0: found } of walker.currentNode.data.matchAll(patternOf(state.q, "giu"))) {
+      ranges.push(new StaticRange({ startContainer: walker.currentNode, startOffset: start, endContainer: walker.currentNode, endOffset: start + found.length }));
+    }
+  }
+  CSS.highlights?.set("searched", new Highlight(...ranges));
 }
 
 function showError(error) {

@@ -2,7 +2,7 @@
 
 const ROW_PX = 62; // as in viewer.css
 const SORTS = {
-  "": ["as in the file", null],
+  "": [head.live ? "newest first" : "as in the file", null],
   advantage: ["largest advantage", (row) => index.advantage_max[row]],
   high: ["highest mean score", (row) => index.score_mean[row]],
   low: ["lowest mean score", (row) => negated(index.score_mean[row])],
@@ -46,7 +46,7 @@ function passesColumns() {
 
 function inOrder(rows) {
   const key = SORTS[state.sort]?.[1];
-  if (!key) return rows;
+  if (!key) return head.live ? rows.toReversed() : rows;
   const keys = new Map(rows.map((row) => [row, key(row)]));
   const rank = (row) => (isNumber(keys.get(row)) ? keys.get(row) : -Infinity);
   return rows.toSorted((a, b) => (rank(a) === rank(b) ? a - b : rank(b) - rank(a)));

@@ -137,15 +137,24 @@ function chart({ title, svg }) {
 
 // Filters and keys.
 
-function fillFilters() {
+function fillOptions() {
   const form = byId("filters").elements;
   const fill = (select, options) => {
+    const chosen = select.value;
+    if (select.dataset.options === JSON.stringify(options)) return; // it may be open
+    select.dataset.options = JSON.stringify(options);
     select.replaceChildren(...options.map(([value, name]) => el("option", { value }, name)));
+    select.value = chosen;
   };
   fill(form.env, [["", "all"], ...index.environments.map((name) => [name, name])]);
   fill(form.fate, [["", "all"], ["kept", "kept"], ["dropped", "dropped"], ...index.reasons.map((reason) => [`dropped: ${reason}`, `dropped: ${reason}`])]);
   fill(form.sort, Object.entries(SORTS).map(([name, [title]]) => [name, title]));
-  for (const name of LIST_FIELDS) if (form[name] !== document.activeElement || !state[name]) form[name].value = state[name] ?? "";
+}
+
+/** Show the state in the fields, except in the one that is typed into. */
+function fillFilters() {
+  const form = byId("filters").elements;
+  for (const name of LIST_FIELDS) if (form[name] !== document.activeElement) form[name].value = state[name] ?? "";
   const num = LIST_FIELDS.filter((name) => name !== "q" && state[name]).length;
   byId("more-filters").firstElementChild.textContent = num ? `Filters and order (${num} set)` : "Filters and order";
 }
@@ -218,7 +227,7 @@ function showHead(shown) {
 }
 
 function showIndex() {
-  fillFilters();
+  fillOptions();
   updateList();
   showRun();
 }
@@ -239,6 +248,7 @@ async function start() {
   if (packed) useIndex(JSON.parse(await inflate(packed)));
   if (head.live) await poll();
   showIndex();
+  fillFilters();
   await showDetail();
   if (state.group) scrollToRow(rowOfId.get(state.group));
 }

@@ -104,12 +104,13 @@ def serve_stored(source: Path, config: ViewConfig) -> int:
         raise ConfigError("--share and --consume are for a live run; omit them or the directory")
     is_named = "tokenizer" in config.model_fields_set
     tokenizer = load_tokenizer(config.tokenizer, flag="--tokenizer") if is_named else None
-    find_run_files(source)
     with (
         listen(config.host, config.port) as listener,
         tempfile.TemporaryDirectory(prefix="view-run-") as folder,
     ):
-        app = stored_app(StoredPage(source, Path(folder) / "page.html", tokenizer))
+        page = StoredPage(source, Path(folder) / "page.html", tokenizer)
+        page.path()  # a file that cannot be read is reported here
+        app = stored_app(page)
         port = listener.getsockname()[1]
         print(f"{source}: http://{config.host}:{port}/ (Ctrl-C ends)", flush=True)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))

@@ -247,7 +247,8 @@ def _advantages(
     all_supervised = (row.get("group_overrides") or {}).get("sft")
     is_compared = np.array(
         [
-            not override.get("sft", all_supervised) and (not trained or any(_at(trained, i) or ()))
+            not override.get("sft", all_supervised)
+            and (not any(trained) or any(_at(trained, i) or ()))
             for i, override in enumerate(overrides)
         ],
         bool,

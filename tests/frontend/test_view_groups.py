@@ -122,6 +122,7 @@ def test_masks_of_0_and_1_say_what_is_trained() -> None:
         ({"overrides": [{"sft": True}, {}]}, [None, 0.0]),
         ({"masks": [[-100] * 3, [-100, -100, 4]]}, [None, 0.0]),
         ({"scores": [None, 1.0]}, [None, None]),
+        ({"tokens": [[], []], "masks": [[], []]}, [0.9998, -0.9998]),  # an API without token ids
     ],
 )
 def test_advantages_are_those_of_the_trainer(changes: dict[str, Any], expected: list[Any]) -> None:

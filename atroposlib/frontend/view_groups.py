@@ -151,14 +151,14 @@ def _conversation(
     A single user message is the whole text of a sequence (`include_messages`). Without a conversation, it is made from
     the row's prompt and completion, unless the prompt is only the first turn; else it is the tokens' text.
     """
-    tokens = _at(row.get("tokens"), i)
+    tokens = _listed(_at(row.get("tokens"), i))
     is_whole_text = len(messages) == 1 and (
         isinstance(messages[0], str) or (tokens and _role(messages[0]) == "user")
     )
     if messages and not is_whole_text:
         return {"messages": [_message(message) for message in messages], "text": None}
     prompt, completion = row.get("prompt"), _at(row.get("completions"), i)
-    calls = _listed(row.get("calls"))
+    calls = map(_mapping, _listed(row.get("calls")))
     if prompt and completion is not None and not any("continues" in call for call in calls):
         asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         answer = {"role": "assistant", "content": completion}
@@ -220,7 +220,7 @@ def _trained(row: Mapping[str, Any]) -> list[list[int]]:
 
 def _token_figures(row: Mapping[str, Any], i: int, trained: list[list[int]]) -> dict[str, Any]:
     """Return the arrays of a sequence that are as long as its tokens; {} without tokens."""
-    tokens, is_trained = _at(row.get("tokens"), i), _at(trained, i)
+    tokens, is_trained = _listed(_at(row.get("tokens"), i)), _at(trained, i)
     if not tokens or not is_trained or len(is_trained) != len(tokens):
         return {}
     found = {"tokens": tokens, "trained": is_trained}
@@ -243,8 +243,8 @@ def _advantages(
         return [_mean_where(values, _at(trained, i)) for i, values in enumerate(given)]
     if any(score is None for score in scores):
         return [None] * len(scores)
-    overrides = [_at(row.get("overrides"), i) or {} for i in range(len(scores))]
-    all_supervised = (row.get("group_overrides") or {}).get("sft")
+    overrides = [_mapping(_at(row.get("overrides"), i)) for i in range(len(scores))]
+    all_supervised = _mapping(row.get("group_overrides")).get("sft")
     is_compared = np.array(
         [
             not override.get("sft", all_supervised)
@@ -287,9 +287,10 @@ def _facts(row: Mapping[str, Any], scores: Sequence[Any]) -> dict[str, Any]:
     odd = [f"sequence {i}: {s}" for i, s in enumerate(scores, start=1) if _number(s) is None]
     if odd:
         facts["scores that are no numbers"] = ", ".join(odd)
-    calls = [call for call in _listed(row.get("calls")) if isinstance(call, Mapping)]
+    calls = _listed(row.get("calls"))
     if calls:
-        facts |= {"model": calls[0].get("model"), "sampling": calls[0].get("sampling")}
+        first = _mapping(calls[0])
+        facts |= {"model": first.get("model"), "sampling": first.get("sampling")}
         facts["requests"] = len(calls)
     began_at = _number(row.get("began_at"))
     if began_at:
@@ -300,6 +301,10 @@ def _facts(row: Mapping[str, Any], scores: Sequence[Any]) -> dict[str, Any]:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _at(values: Any, i: int) -> Any:

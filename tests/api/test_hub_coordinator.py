@@ -899,7 +899,7 @@ async def test_waiting_trainer_is_woken_when_a_silent_minimum_is_suspended() -> 
     await joined(coordinator, min_batch_allocation=1.0)
     await coordinator.accept([incoming(2)])
     assert await coordinator.deliver() is None
-    async with asyncio.timeout(5), asyncio.TaskGroup() as waiting:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as waiting:
         waiting.create_task(coordinator.arrivals.wait(60))
         await asyncio.sleep(0)
         clock.now += 61

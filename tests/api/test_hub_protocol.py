@@ -69,7 +69,7 @@ class Client:
 
     async def answer(self) -> bytes:
         """The status line of the next answer; its headers and body are read too."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             head = await self.reader.readuntil(b"\r\n\r\n")
             for line in head.lower().split(b"\r\n"):
                 if line.startswith(b"content-length:"):
@@ -77,7 +77,7 @@ class Client:
         return head.split(b"\r\n")[0]
 
     async def is_closed(self) -> bool:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             try:
                 return await self.reader.read(1) == b""
             except ConnectionError:
@@ -240,7 +240,7 @@ async def test_held_client_that_hangs_up_frees_its_place_with_its_body_unread(
             b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
         )
         client.writer.write(b"z" * num_sent)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not run.num_held():  # noqa: ASYNC110 - no event to wait for
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
@@ -314,7 +314,7 @@ async def test_busy_crowd_leaves_room_for_health_and_acknowledgements() -> None:
         busy = [await server.connect() for _ in range(4)]
         for client in busy:
             client.writer.write(ask("/batch"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await are_busy.wait()
         for request, status in [
             (ask("/healthz"), b"HTTP/1.1 200 OK"),

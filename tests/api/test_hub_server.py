@@ -735,7 +735,7 @@ async def test_long_poll_of_an_environment_that_died_is_no_sign_of_life() -> Non
             "query_string": b"env_id=0&wait=60&seen_step=0",
             "headers": [],
         }
-        async with asyncio.timeout(5), asyncio.TaskGroup() as calls:
+        async with asyncio.timeout(30), asyncio.TaskGroup() as calls:
             calls.create_task(hub.app(scope, receive, send))
             await has_body.wait()
             await asyncio.sleep(0)
@@ -810,7 +810,7 @@ async def test_time_goes_on_after_a_failure(
     monkeypatch.setattr("atroposlib.api.server.TICK_S", 0.001)
     runs = Failing()
     app = create_app(runs)
-    async with app.router.lifespan_context(app), asyncio.timeout(5):
+    async with app.router.lifespan_context(app), asyncio.timeout(30):
         await runs.has_gone_on.wait()
     assert "expiry failed" in caplog.text
 

@@ -425,7 +425,7 @@ async def test_a_script_may_refuse_while_paused() -> None:
 
 
 async def test_completions_beyond_the_slots_are_queued() -> None:
-    script = Script(num_slots=2, latency=Latency(first_token_s=0.05))
+    script = Script(num_slots=2, latency=Latency(first_token_s=0.5))  # time to see four wait
     async with running(script) as client:
         began = time.monotonic()
         asked = [asyncio.create_task(client.ask(seed=i)) for i in range(6)]
@@ -434,7 +434,7 @@ async def test_completions_beyond_the_slots_are_queued() -> None:
         _, metrics = await client.get("/metrics")
         assert b'vllm:num_requests_waiting{engine="0",model_name="scripted"} 4.0' in metrics
         await asyncio.gather(*asked)
-        assert 0.15 <= time.monotonic() - began < 0.6
+        assert time.monotonic() - began >= 1.5
         assert (client.engine.num_running, client.engine.num_waiting) == (0, 0)
 
 
@@ -612,7 +612,7 @@ async def test_a_connection_that_is_being_accepted_is_broken_with_the_engine(
             await asyncio.sleep(0)
         await engine.stop()
         was_served = list(engine.served)
-        client.settimeout(5)
+        client.settimeout(30)
         with contextlib.suppress(ConnectionResetError):
             while await asyncio.to_thread(client.recv, 9999):
                 pass
@@ -649,7 +649,7 @@ def test_the_command_says_its_address_and_ends_at_a_signal() -> None:
 
 
 async def _until(condition: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0.001)
 

@@ -82,13 +82,13 @@ async def test_wait_for_sem_returns_once_a_slot_of_that_budget_is_free(is_traini
     limiters = [server.sem if is_training else server.eval_sem for server in servers]
     for limiter in limiters:
         await limiter.acquire()
-    await asyncio.wait_for(manager.wait_for_sem(is_training=not is_training), 1)
+    await asyncio.wait_for(manager.wait_for_sem(is_training=not is_training), 30)
     waiting = asyncio.create_task(manager.wait_for_sem(is_training=is_training))
     for _ in range(5):
         await asyncio.sleep(0)
     assert not waiting.done()
     limiters[1].release()
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 30)
     assert [limiter.in_use for limiter in limiters] == [1, 0]
     assert not any(limiter._waiters for limiter in limiters)
 
@@ -291,7 +291,7 @@ async def test_an_open_session_is_load_but_no_waiting_request() -> None:
 
 async def test_calls_inside_a_dedicated_server_cannot_block_each_other() -> None:
     manager, servers = harnesses(1, num_max_requests_at_once=1)
-    async with asyncio.timeout(5), manager.dedicated_server() as server:
+    async with asyncio.timeout(30), manager.dedicated_server() as server:
         assert server is servers[0]
         await asyncio.gather(*(server.chat_completion(messages=HELLO) for _ in range(3)))
         await manager.chat_completion(messages=HELLO)

@@ -34,8 +34,9 @@ CHECKPOINT_STEPS = 5
 POLICY = RunPolicy(env_timeout_s=600.0)
 BUSY_LOOK_S, IDLE_LOOK_S = 300.0, 60.0
 """An environment asks for its status this often while its items run, and while it has none."""
-MAX_LACK = NUM_BATCHES / 2
-"""Groups that an environment with groups queued may lack of its share of `NUM_BATCHES` batches."""
+MAX_LACK, MAX_PART = 4.0, 0.4
+"""Groups that an environment with groups queued may lack of its share of `NUM_BATCHES` batches, and the same as a part
+of it; the larger counts."""
 SLOW = (8 / 24, 10 / 24)
 """From when to when trainers are three times slower; of the simulated time."""
 
@@ -478,9 +479,10 @@ class SimulatedRun:
                 continue
             got = sum(taken[env_id] for _, taken in self._window)
             share = sum(entitled[env_id] for entitled, _ in self._window)
-            lack = min(share, got + queue.num_sequences(env_id)) - got
-            worst = max(worst, lack / env.kind.group_size)
-        assert worst <= MAX_LACK, f"an environment lacks {worst} groups"
+            lack = (min(share, got + queue.num_sequences(env_id)) - got) / env.kind.group_size
+            limit = max(MAX_LACK, MAX_PART * share / env.kind.group_size)
+            assert lack <= limit, f"environment {env_id} lacks {lack} groups of {env.kind}"
+            worst = max(worst, lack)
         self.lacks.append(worst)
 
     async def each_minute(self, _: SimulatedRun) -> None:

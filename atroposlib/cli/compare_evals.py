@@ -1,7 +1,7 @@
-"""`python -m atroposlib.cli.compare_evals BEFORE AFTER`: the difference of two evaluations, item by item.
+"""`atropos-env compare BEFORE AFTER [--html PAGE]`: the difference of two evaluations, and the items that changed.
 
 Items that both have are paired, which removes the variance between items (arXiv:2411.00640). The answers to one item
-are averaged first.
+are averaged first. The page shows the answers of both to every item, most changed first.
 """
 
 from __future__ import annotations
@@ -18,11 +18,20 @@ from pydantic import BaseModel, ConfigDict
 from atroposlib.config import parse_flags
 from atroposlib.envs.eval_run import INDEX_KEYS, Sample, stored_samples
 from atroposlib.errors import ConfigError, cli_boundary
+from atroposlib.frontend.page import write_page
+from atroposlib.frontend.view_groups import views_of_samples
 from atroposlib.utils.display import table_of, uncertainty
 from atroposlib.utils.estimates import Estimate, estimate_mean
 
 ItemKey: TypeAlias = tuple[str, int]
 """An item's hash, and how many items before it have the same."""
+
+
+SCORE = "score"
+"""The value whose changed items are listed; without it, the first value that both evaluations have."""
+MAX_ITEMS = 20
+"""Changed items in the terminal; the page has all."""
+ASKED_CHARS = 60
 
 
 class CompareConfig(BaseModel):
@@ -34,6 +43,8 @@ class CompareConfig(BaseModel):
     """Directory of an evaluation, or its samples file."""
     after: Path
     """The same for the other evaluation."""
+    html: Path | None = None
+    """Write a page with the answers of both to every item."""
 
 
 class Comparison(NamedTuple):
@@ -45,26 +56,64 @@ class Comparison(NamedTuple):
     """`after - before`; its n is the number of items."""
 
 
+class ItemPair(NamedTuple):
+    """An item in two evaluations."""
+
+    before: list[Sample]
+    after: list[Sample]
+    old: float
+    """Mean of the compared value, before."""
+    new: float
+
+    @property
+    def change(self) -> float:
+        """The mean after minus the mean before."""
+        return self.new - self.old
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and return the exit code."""
     return cli_boundary(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _main(argv: list[str]) -> None:
-    if len(argv) == 2 and not any(argument.startswith("-") for argument in argv):
-        argv = ["--before", argv[0], "--after", argv[1]]
+    if len(argv) >= 2 and not any(argument.startswith("-") for argument in argv[:2]):
+        argv = ["--before", argv[0], "--after", *argv[1:]]
     config = parse_flags(
         CompareConfig,
         argv,
-        prog="compare_evals BEFORE AFTER",
+        prog="compare BEFORE AFTER",
         description="Compare two evaluations of the same items.",
     )
     rows = [("Value", "Before", "After", "Difference", "Stderr", "95 % interval", "Items")]
-    found = compare(stored_samples(config.before), stored_samples(config.after))
-    for name, (before, after, difference) in found.items():
-        means = (f"{before:.4f}", f"{after:.4f}", f"{difference:+.4f}")
+    before, after = stored_samples(config.before), stored_samples(config.after)
+    found = compare(before, after)
+    for name, (old, new, difference) in found.items():
+        means = (f"{old:.4f}", f"{new:.4f}", f"{difference:+.4f}")
         rows.append((name, *means, *uncertainty(difference)))
     print(table_of(rows), end="")
+    value = SCORE if SCORE in found else next(iter(found))
+    pairs = paired_items(before, after, value=value)
+    print(_changes_text(pairs, value), end="")
+    if config.html is not None:
+        about = f"before: {config.before}, after: {config.after}; sorted by the change of {value}"
+        write_page(config.html, map(view_of_pair, pairs), title="Two evaluations", about=about)
+        print(f"page: {config.html}")
+
+
+def _changes_text(pairs: Sequence[ItemPair], value: str) -> str:
+    """Return the table of the items whose value changed."""
+    changed = [pair for pair in pairs if pair.change]
+    shown = changed[:MAX_ITEMS]
+    text = f"\n{value} changed in {len(changed):,} of {len(pairs):,} items"
+    if not changed:
+        return f"{text}\n"
+    rows = [("Item", "Before", "After", "Difference", "Asked")]
+    for pair in shown:
+        numbers = (f"{pair.old:.4f}", f"{pair.new:.4f}", f"{pair.change:+.4f}")
+        rows.append((str(pair.after[0]["item_index"]), *numbers, _asked(pair.after[0])))
+    more = f"; the {len(shown)} that changed most:" if len(shown) < len(changed) else ":"
+    return f"{text}{more}\n{table_of(rows)}"
 
 
 def compare(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Comparison]:
@@ -90,22 +139,69 @@ def compare(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Comp
     return found
 
 
+def paired_items(
+    before: Sequence[Sample], after: Sequence[Sample], *, value: str
+) -> list[ItemPair]:
+    """Return the items of which both evaluations have `value`, those with the largest change first."""
+    old, new = _by_item(before), _by_item(after)
+    pairs = []
+    for item in (item for item in old if item in new):
+        was, now = _means(old[item]).get(value), _means(new[item]).get(value)
+        if was is not None and now is not None:
+            pairs.append(ItemPair(old[item], new[item], was, now))
+    return sorted(pairs, key=lambda pair: -abs(pair.change))
+
+
+def view_of_pair(pair: ItemPair) -> dict[str, Any]:
+    """Return an item as one group of the viewer, with the answers before and after."""
+    [old] = views_of_samples(pair.before)
+    [new] = views_of_samples(pair.after)
+    sequences = [
+        {**sequence, "label": label}
+        for label, view in (("before", old), ("after", new))
+        for sequence in view["sequences"]
+    ]
+    facts = {"before": pair.old, "after": pair.new, "difference": pair.change}
+    return {**new, "facts": facts, "sequences": sequences}
+
+
+def _by_item(samples: Sequence[Sample]) -> dict[ItemKey, list[Sample]]:
+    """Return the samples of each item."""
+    by_index: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_index[sample["item_index"]].append(sample)
+    num_equal: Counter[str] = Counter()
+    found = {}
+    for listed in by_index.values():
+        item_hash = listed[0]["item_hash"]
+        found[item_hash, num_equal[item_hash]] = listed
+        num_equal[item_hash] += 1
+    return found
+
+
 def _means_by_item(samples: Sequence[Sample]) -> dict[str, dict[ItemKey, float]]:
     """Return the mean of every number in the samples, by its name and item."""
-    keys: dict[int, ItemKey] = {}
-    num_equal: Counter[str] = Counter()
-    values: dict[str, dict[ItemKey, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[ItemKey, float]] = defaultdict(dict)
+    for item, listed in _by_item(samples).items():
+        for name, mean in _means(listed).items():
+            found[name][item] = mean
+    return found
+
+
+def _means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean of every number in the samples of one item."""
+    values: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
-        index, item_hash = sample["item_index"], sample["item_hash"]
-        if index not in keys:
-            keys[index] = (item_hash, num_equal[item_hash])
-            num_equal[item_hash] += 1
         for name, value in _numbers_of(sample).items():
-            values[name][keys[index]].append(value)
-    return {
-        name: {item: sum(found) / len(found) for item, found in by_item.items()}
-        for name, by_item in values.items()
-    }
+            values[name].append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def _asked(sample: Sample) -> str:
+    """Return the start of an item's question, on one line."""
+    said = [each["content"] for each in sample.get("messages") or () if each["role"] == "user"]
+    text = said[0] if said else sample.get("row", sample.get("item", ""))
+    return " ".join(str(text).split())[:ASKED_CHARS].replace("|", "/")
 
 
 def _numbers_of(sample: Mapping[str, Any]) -> dict[str, float]:

@@ -116,6 +116,7 @@ def _run(argv: Sequence[str]) -> int:
     compare = commands.add_parser("compare", help="print the difference of two evaluations")
     compare.add_argument("before", help="directory of an evaluation, or its samples file")
     compare.add_argument("after", help="the same for the other evaluation")
+    compare.add_argument("--html", metavar="PAGE", help="write a page with the answers of both")
     new = commands.add_parser("new", help="write NAME.py and test_NAME.py here")
     new.add_argument("name")
     new.add_argument("--shape", choices=list(dict.fromkeys(SHAPES.values())), default="dataset")
@@ -137,7 +138,8 @@ def _run(argv: Sequence[str]) -> int:
     elif given.command == "rescore":
         start(given.name, ["evaluate", "--rescore", given.folder, *given.arguments])
     elif given.command == "compare":
-        return compare_evals.main([given.before, given.after])
+        page = ["--html", given.html] if given.html else []
+        return compare_evals.main([given.before, given.after, *page])
     else:
         for path in write_new(given.name, shape=given.shape, folder=Path()):
             print(path)

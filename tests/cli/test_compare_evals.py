@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,42 @@ def test_command_prints_every_number_of_the_samples(
     ]
     assert cells[1] == ["score", "0.0000", "1.0000", "+1.0000", "0.0000", "[1.0000, 1.0000]", "2"]
     assert cells[2][:4] == ["length", "3.0000", "3.0000", "+0.0000"]
+
+
+def test_the_items_that_changed_most_come_first_also_on_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = samples({"a": [1.0], "b": [0.0, 1.0], "c": [0.0]})
+    new = samples({"a": [1.0], "b": [0.0, 0.0], "c": [1.0]})
+    for name, listed in (("old", old), ("new", new)):
+        for sample in listed:
+            turns = [
+                ("user", f"Question\n{sample['item_hash']} | ?"),
+                ("assistant", f"{name} answer"),
+            ]
+            sample["messages"] = [{"role": role, "content": text} for role, text in turns]
+        lines = "".join(json.dumps(sample) + "\n" for sample in listed)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    page = tmp_path / "page.html"
+    assert (
+        main([str(tmp_path / "old.jsonl"), str(tmp_path / "new.jsonl"), "--html", str(page)]) == 0
+    )
+    said = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert said[0] == "score changed in 2 of 3 items:"
+    assert [line.split("|")[1:-1] for line in said[3:5]] == [
+        [" 2    ", " 0.0000 ", " 1.0000 ", " +1.0000    ", " Question c / ? "],
+        [" 1    ", " 0.5000 ", " 0.0000 ", " -0.5000    ", " Question b / ? "],
+    ]
+    [chunk] = re.findall(r'id="chunk-0">(.*?)</script>', page.read_text())
+    groups = json.loads(gzip.decompress(base64.b64decode(chunk)))["groups"]
+    assert [group["item_id"] for group in groups] == [2, 1, 0]
+    assert [(each["label"], each["score"]) for each in groups[1]["sequences"]] == [
+        ("before", 0.0),
+        ("before", 1.0),
+        ("after", 0.0),
+        ("after", 0.0),
+    ]
+    assert groups[0]["sequences"][0]["messages"][1]["content"] == "old answer"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`atropos-env list|run|openenv|rescore|compare|new`: find environments, run or serve one, compare results, write one.
+"""`atropos-env list|run|openenv|rescore|compare|new`: find, run, serve, compare and write environments.
 
 Environments are the files of `atroposlib.environments`, and what installed packages register as entry points of the
 group `atropos.environments` (`my_task = "my_package.my_task:MyTask"`). `list` reads their source and imports none, so
@@ -27,7 +27,7 @@ from rich.table import Table
 
 import atroposlib.environments
 import atroposlib.envs
-from atroposlib.cli import compare_evals
+from atroposlib.cli import compare_evals, rescore
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError, MissingDependency, cli_boundary
 
@@ -109,10 +109,19 @@ def _run(argv: Sequence[str]) -> int:
         metavar="N",
         help="limit of connections (default: 256)",
     )
-    rescore = commands.add_parser("rescore", help="score the stored answers of an evaluation again")
-    rescore.add_argument("name")
-    rescore.add_argument("folder", help="directory of the evaluation")
-    rescore.add_argument("arguments", nargs=argparse.REMAINDER, help="as after `evaluate`")
+    rescoring = commands.add_parser(
+        "rescore",
+        help="score stored rollouts or answers again, with today's code",
+        usage="atropos-env rescore [-h] PATH --env ENV [--out PAGE] [flag of `process` or `evaluate` ...]",
+        allow_abbrev=False,
+    )
+    rescoring.add_argument(
+        "path", type=Path, help="JSONL file of `process`, or directory of an evaluation"
+    )
+    rescoring.add_argument("--env", required=True, help="name in `list`, or a Python file")
+    rescoring.add_argument(
+        "--out", type=Path, metavar="PAGE", help="write a page with both scores of every sequence"
+    )
     compare = commands.add_parser("compare", help="print the difference of two evaluations")
     compare.add_argument("before", help="directory of an evaluation, or its samples file")
     compare.add_argument("after", help="the same for the other evaluation")
@@ -121,7 +130,7 @@ def _run(argv: Sequence[str]) -> int:
     new.add_argument("name")
     new.add_argument("--shape", choices=list(dict.fromkeys(SHAPES.values())), default="dataset")
     given, rest = parser.parse_known_args(argv)
-    if rest and given.command != "openenv":
+    if rest and given.command not in ("openenv", "rescore"):
         parser.error(f"unknown arguments: {' '.join(rest)}")
     if given.command == "list":
         width = None if sys.stdout.isatty() else PIPE_WIDTH
@@ -136,7 +145,7 @@ def _run(argv: Sequence[str]) -> int:
             serve_openenv(env, host=given.host, port=given.port, max_sessions=given.max_sessions)
         )
     elif given.command == "rescore":
-        start(given.name, ["evaluate", "--rescore", given.folder, *given.arguments])
+        return _rescore(given, rest)
     elif given.command == "compare":
         page = ["--html", given.html] if given.html else []
         return compare_evals.main([given.before, given.after, *page])
@@ -144,6 +153,22 @@ def _run(argv: Sequence[str]) -> int:
         for path in write_new(given.name, shape=given.shape, folder=Path()):
             print(path)
     return 0
+
+
+def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:
+    if given.path.is_dir():
+        if given.out is not None:
+            raise ConfigError("--out: an evaluation that is scored again is a new directory")
+        start(given.env, ["evaluate", "--rescore", str(given.path), *flags])
+    if not given.path.is_file():
+        raise ConfigError(f"{given.path}: there is no such file or directory")
+    env = build(given.env, flags, prog=f"atropos-env rescore --env {given.env}")
+    rescored = asyncio.run(rescore.rescore(env, given.path))
+    print(rescored.to_text())
+    if given.out is not None:
+        rescore.write_rescored_page(given.out, given.path, rescored, tokenizer=env.tokenizer)
+        print(f"page: {given.out}")
+    return 0 if rescored.is_unchanged else 1
 
 
 def find_environments() -> list[Environment]:

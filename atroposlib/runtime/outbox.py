@@ -30,7 +30,7 @@ from atroposlib.envs.env_config import BaseEnvConfig
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.inference.servers.sampling_notes import noted, recorded
 from atroposlib.patience import Backoff
-from atroposlib.runtime.group_log import ALWAYS_WRITTEN, GroupLog, group_line
+from atroposlib.runtime.group_log import ALWAYS_WRITTEN, group_line
 from atroposlib.runtime.losses import listed
 from atroposlib.runtime.rows import Provenance, text_messages
 from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
@@ -61,6 +61,12 @@ class AuthorHooks(Protocol):
     async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None: ...
 
 
+class Lines(Protocol):
+    """Receives the JSON of each accepted group: a `GroupLog`, or the list of a replay."""
+
+    def write(self, line: bytes) -> None: ...
+
+
 class Outbox:
     """Checks, records and sends the groups of one environment."""
 
@@ -69,7 +75,7 @@ class Outbox:
         env: AuthorHooks,
         *,
         environment: str,
-        log: GroupLog | None = None,
+        log: Lines | None = None,
         provenance: Provenance | None = None,
         backoff: Backoff | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,

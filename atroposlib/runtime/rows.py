@@ -70,6 +70,7 @@ class Provenance:
         return {
             "item_id": record.item_id,
             "item": record.item,
+            "group_size": self._env.config.group_size,
             "gold_answer": self._gold_answer(item),
             "prompt": self._first_prompt(record.calls),
             "completions": [answer and answer.completion for answer in answers],

@@ -70,13 +70,15 @@ def test_run_starts_the_command_of_the_environment(
 
 
 def test_rescore_is_evaluate_with_a_stored_evaluation(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["atropos-env"])
     with pytest.raises(SystemExit) as ended:
-        main(["rescore", "gsm8k_eval", "nowhere"])
+        main(["rescore", str(tmp_path), "--env", "gsm8k_eval"])
     assert ended.value.code == 2
-    assert "nowhere: there is no evaluate_config.yaml" in capsys.readouterr().err
+    assert f"{tmp_path}: there is no evaluate_config.yaml" in capsys.readouterr().err
+    assert main(["rescore", "nowhere", "--env", "gsm8k_eval"]) == 2
+    assert "nowhere: there is no such file or directory" in capsys.readouterr().err
 
 
 def test_compare_prints_the_difference_of_two_evaluations(

@@ -46,6 +46,7 @@ LAYERS = {
     "atroposlib.engine": "",
     "atroposlib.cli": f"{HUB} client inference envs runtime environments",
     "atroposlib.environments": "",
+    "atroposlib.testing": "checker runtime",
     "atroposlib.tests": "",
     "atropos_taskset": "envs cli",
     "example_trainer": "client",

@@ -30,6 +30,7 @@ from atroposlib.errors import AtroposError
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, made_up_logprobs
 from atroposlib.inference.scripted_answers import answer_tokens
 from atroposlib.runtime.process import process
+from atroposlib.runtime.replay import Replayer
 from atroposlib.scored_data import Strictness, check_group
 from tests.environments.game_players import drive_taxi, play_blackjack, play_table
 from tests.environments.helpers_environments import load, make_env
@@ -324,7 +325,7 @@ def test_check_finds_no_fault(case: Case) -> None:
 
 @pytest.mark.drill
 @every_case
-async def test_process_writes_groups_that_pass_the_strict_gate(
+async def test_process_writes_groups_that_pass_the_strict_gate_and_replay(
     case: Case, made: Callable[..., Any], tmp_path: Path
 ) -> None:
     path = str(tmp_path / "groups.jsonl")
@@ -337,6 +338,10 @@ async def test_process_writes_groups_that_pass_the_strict_gate(
         assert checked.num_trained > 0
         is_supervised = (group["group_overrides"] or {}).get("sft", False)
         assert is_supervised or len(set(group["scores"])) > 1
+    async with Replayer(made(sometimes_right(case))) as replayer:
+        replays = [replay async for replay in replayer.replays(groups)]
+    assert [replay.fault for replay in replays] == [None] * 8
+    assert [replay.scores for replay in replays] == [group["scores"] for group in groups]
 
 
 @pytest.mark.drill

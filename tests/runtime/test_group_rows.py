@@ -84,6 +84,7 @@ async def test_a_row_tells_what_was_asked_answered_and_used(tmp_path: Path) -> N
     assert row["environment_source"]["file"] == Path(__file__).name
     assert row["atroposlib_version"]
     assert row["group_id"]
+    assert row["group_size"] == 2
     assert row["duration_s"] >= 0
     [call] = row["calls"]
     assert (call["model"], call["base_url"]) == ("policy", "http://policy/v1")

@@ -1,0 +1,105 @@
+"""`atropos-env rescore`: what changed, what cannot be replayed, and an exit code for a pipeline."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from atroposlib.cli.environments import main
+from tests.cli.helpers_rollouts import RIGHT, SumsFolder
+
+
+@pytest.fixture
+def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SumsFolder:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    made = SumsFolder(folder=tmp_path)
+    made.write()
+    made.roll_out()
+    return made
+
+
+def rescored(sums: SumsFolder, *more: str) -> int:
+    return main(["rescore", str(sums.rollouts), "--env", str(sums.env), *more])
+
+
+def test_unchanged_code_exits_with_zero(
+    sums: SumsFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rescored(sums, "--env.temperature", "0.5") == 0
+    assert capsys.readouterr().out == (
+        "3 of 3 groups scored again: 0 with other scores (0 of 6 sequences), 0 advantages flip\n"
+    )
+
+
+def test_changed_scores_and_flipped_advantages_are_listed(
+    sums: SumsFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums.write(score=f"1.0 - {RIGHT}")
+    assert rescored(sums) == 1
+    table = capsys.readouterr().out
+    cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in table.splitlines()[2:-1]]
+    assert cells[:3] == [
+        ["0", "0", "1 -> 0", "0.9998 -> -0.9998", "flips"],
+        ["0", "1", "0 -> 1", "-0.9998 -> 0.9998", "flips"],
+        ["1", "0", "0 -> 1", "0 -> 0", ""],
+    ]
+    assert "3 with other scores (6 of 6 sequences), 4 advantages flip" in table
+
+
+def test_changed_requests_are_counted_with_their_reason(
+    sums: SumsFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums.write(prompt="""f"Add {row['a']} and 3." if row["a"] % 2 else f"{row['a']} + 3?\"""")
+    lines = sums.rollouts.read_bytes().splitlines()
+    num_odd = sum(msgspec.json.decode(line)["item"]["a"] % 2 for line in lines)
+    assert 0 < num_odd < 3
+    assert rescored(sums) == 1
+    text = capsys.readouterr().out
+    assert f"{3 - num_odd} of 3 groups scored again: 0 with other scores" in text
+    assert f"{num_odd} groups cannot be replayed: its requests changed\n" in text
+    assert re.search(r"  [0-9a-f]{8}: its requests changed: 'Add \d+ and 3.' has 0 more", text)
+
+
+def test_a_random_reward_is_named(sums: SumsFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    sums.write(score="__import__('random').random()")
+    assert rescored(sums) == 1
+    text = capsys.readouterr().out
+    assert "| not repeatable |" in text or "| flips, not repeatable |" in text
+    assert "3 of them got other scores again when scored twice: the reward is random" in text
+
+
+def test_the_page_has_both_scores_of_changed_groups_first(sums: SumsFolder) -> None:
+    sums.write(score="0.0")
+    page = sums.folder / "page.html"
+    assert rescored(sums, "--out", str(page)) == 1
+    [chunk] = re.findall(r'id="chunk-0">(.*?)</script>', page.read_text())
+    groups = msgspec.json.decode(gzip.decompress(base64.b64decode(chunk)))["groups"]
+    assert [group["item_id"] for group in groups] == [0, 2, 1]
+    assert [sequence["metrics"] for sequence in groups[0]["sequences"]] == [
+        {"old score": 1.0, "new score": 0.0},
+        {"old score": 0.0, "new score": 0.0},
+    ]
+    assert main(["rescore", str(sums.folder), "--env", str(sums.env), "--out", str(page)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "line 1: "),
+        (b"[]", "line 1: not a group: it has no scores"),
+        (b"", "the file has no groups"),
+    ],
+)
+def test_a_file_without_groups_is_refused(
+    sums: SumsFolder, line: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums.rollouts.write_bytes(line + b"\n")
+    assert rescored(sums) == 2
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`atropos-env list|run|openenv|rescore|compare|new`: find, run, serve, compare and write environments.
+"""`atropos-env list|run|openenv|rescore|pin|compare|new`: find, run, serve, test, compare and write environments.
 
 Environments are the files of `atroposlib.environments`, and what installed packages register as entry points of the
 group `atropos.environments` (`my_task = "my_package.my_task:MyTask"`). `list` reads their source and imports none, so
@@ -27,7 +27,7 @@ from rich.table import Table
 
 import atroposlib.environments
 import atroposlib.envs
-from atroposlib.cli import compare_evals, rescore
+from atroposlib.cli import compare_evals, pin, rescore
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError, MissingDependency, cli_boundary
 
@@ -122,6 +122,25 @@ def _run(argv: Sequence[str]) -> int:
     rescoring.add_argument(
         "--out", type=Path, metavar="PAGE", help="write a page with both scores of every sequence"
     )
+    pinning = commands.add_parser(
+        "pin",
+        help="write a test that a stored rollout gets its right scores",
+        usage="atropos-env pin [-h] GROUP --env ENV [--file PATH] [--score I=VALUE ...] [flag of `process` ...]",
+        allow_abbrev=False,
+    )
+    pinning.add_argument("group", help="its group_id, or the start of it")
+    pinning.add_argument("--env", required=True, help="name in `list`, or a Python file")
+    pinning.add_argument(
+        "--file", type=Path, help="JSONL file of `process` (default: where it writes)"
+    )
+    pinning.add_argument(
+        "--score",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="I=VALUE",
+        help="right score of sequence I, where the stored one is wrong",
+    )
     compare = commands.add_parser("compare", help="print the difference of two evaluations")
     compare.add_argument("before", help="directory of an evaluation, or its samples file")
     compare.add_argument("after", help="the same for the other evaluation")
@@ -130,7 +149,7 @@ def _run(argv: Sequence[str]) -> int:
     new.add_argument("name")
     new.add_argument("--shape", choices=list(dict.fromkeys(SHAPES.values())), default="dataset")
     given, rest = parser.parse_known_args(argv)
-    if rest and given.command not in ("openenv", "rescore"):
+    if rest and given.command not in ("openenv", "rescore", "pin"):
         parser.error(f"unknown arguments: {' '.join(rest)}")
     if given.command == "list":
         width = None if sys.stdout.isatty() else PIPE_WIDTH
@@ -146,6 +165,8 @@ def _run(argv: Sequence[str]) -> int:
         )
     elif given.command == "rescore":
         return _rescore(given, rest)
+    elif given.command == "pin":
+        _pin(given, rest)
     elif given.command == "compare":
         page = ["--html", given.html] if given.html else []
         return compare_evals.main([given.before, given.after, *page])
@@ -169,6 +190,18 @@ def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:
         rescore.write_rescored_page(given.out, given.path, rescored, tokenizer=env.tokenizer)
         print(f"page: {given.out}")
     return 0 if rescored.is_unchanged else 1
+
+
+def _pin(given: argparse.Namespace, flags: Sequence[str]) -> None:
+    env_cls = load(given.env)
+    pinned = pin.pin(
+        env_cls,
+        pin.find_row(given.file or pin.default_file(env_cls), given.group),
+        flags=flags,
+        judged=pin.judged_scores(given.score),
+        folder=Path(given.env).parent if given.env.endswith(".py") else Path(),
+    )
+    print(pin.to_text(pinned))
 
 
 def find_environments() -> list[Environment]:

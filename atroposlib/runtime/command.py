@@ -433,6 +433,11 @@ def _summary(
     return f"{mode} {line}"
 
 
+def default_groups_path(env_cls: type[BaseEnv]) -> str:
+    """Return where `process` writes the groups of a class whose `config_init` gives no path."""
+    return f"data/{env_cls.name or 'groups'}.jsonl"
+
+
 def _env_config(
     env_cls: type[BaseEnv], defaults: BaseEnvConfig, values: SectionValues, mode: str
 ) -> BaseEnvConfig:
@@ -447,7 +452,7 @@ def _env_config(
     if mode == "process":
         forced |= {"ensure_scores_are_not_same": False, "include_messages": True}
         if not defaults.data_path_to_save_groups:
-            forced["data_path_to_save_groups"] = f"data/{env_cls.name or 'groups'}.jsonl"
+            forced["data_path_to_save_groups"] = default_groups_path(env_cls)
     from_yaml = values.yaml.get(ENV_NAMESPACE) or {}
     if not isinstance(from_yaml, Mapping):
         raise ConfigError(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
+import runpy
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atroposlib.checker import check_env
+from atroposlib.cli.environments import main as atropos_env
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.runtime.process import process
 from atroposlib.scored_data import Strictness, check_group
@@ -142,6 +147,27 @@ def test_example_passes_check(name: str) -> None:
 async def test_test_of_the_readme_passes() -> None:
     known = namespace_of("CountVowels")
     await namespace_of("testing", CountVowels=known["CountVowels"])["test_right_answers_score"]()
+
+
+def test_the_commands_of_replay_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("atroposlib.envs.base.load_tokenizer", lambda name: ByteTokenizer())
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    Path("my_env.py").write_text(BLOCKS["CountVowels"])
+    path = Path("data/count_vowels.jsonl")
+    asyncio.run(process(offline("CountVowels", total_steps=3, data_path_to_save_groups=str(path))))
+    group_id = json.loads(path.read_text().splitlines()[0])["group_id"]
+    block = README.split("## Replay")[1].split("```")[1].replace("GROUP_ID", group_id)
+    rescore, pin, run = [shlex.split(line, comments=True) for line in block.splitlines()[1:]]
+    assert atropos_env(rescore[1:]) == 0
+    assert "3 of 3 groups scored again: 0 with other scores" in capsys.readouterr().out
+    assert Path("page.html").stat().st_size > 1000
+    assert atropos_env(pin[1:]) == 0
+    assert "it passes today" in capsys.readouterr().out  # the first word has no vowel
+    [test] = Path().glob(run[1])
+    runpy.run_path(str(test))[test.stem]()
 
 
 def test_names_in_the_readme_exist() -> None:

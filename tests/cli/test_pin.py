@@ -1,0 +1,112 @@
+"""`atropos-env pin`: the test that it writes fails with the bug and passes after the cure."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from atroposlib.cli.environments import main
+from atroposlib.cli.pin import judged_scores
+from atroposlib.errors import ConfigError
+from tests.cli.helpers_rollouts import RIGHT, SumsFolder
+
+BUG = """float(answer.startswith(str(row["b"])))"""
+"""Compares with a summand instead of the sum."""
+
+
+@pytest.fixture
+def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SumsFolder:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    made = SumsFolder(folder=tmp_path)
+    made.write(score=BUG)
+    made.roll_out()
+    return made
+
+
+def first_id(sums: SumsFolder) -> str:
+    return str(msgspec.json.decode(sums.rollouts.read_bytes().splitlines()[0])["group_id"])
+
+
+def pytest_of(sums: SumsFolder) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(sums.folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_test_is_red_with_the_bug_and_green_after_the_cure(
+    sums: SumsFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = first_id(sums)[:8]
+    test = sums.folder / f"test_pin_{name}.py"
+    argv = ["pin", name, "--env", "sums.py", "--score", "0=1", "1=0", "--env.temperature", "0.5"]
+    assert main(argv) == 0
+    assert capsys.readouterr().out == (
+        f"wrote {test.name}; it fails today:\n"
+        "  sequence 0: today 0, should be 1\n  sequence 1: today 1, should be 0\n"
+    )
+    assert "flags=['--env.temperature', '0.5']" in test.read_text()
+    sums.rollouts.unlink()
+    red = pytest_of(sums)
+    assert red.returncode == 1
+    assert f"FAILED test_pin_{name}.py" in red.stdout
+    sums.write(score=RIGHT)
+    green = pytest_of(sums)
+    assert "1 passed" in green.stdout, green.stdout
+
+
+def test_code_that_raises_today_is_pinned(
+    sums: SumsFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums.write(score="1 / 0")
+    assert main(["pin", first_id(sums), "--env", "sums.py"]) == 0
+    said = capsys.readouterr().out
+    assert "it fails today:\n  today's code raised ZeroDivisionError: division by zero" in said
+
+
+def test_data_are_loaded_if_the_prompt_needs_other_rows(
+    sums: SumsFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums.write(prompt="""f"{row['a']} + {3 if len(self.train_rows) > 1 else 4}?\"""", score=BUG)
+    assert main(["pin", first_id(sums), "--env", "sums.py"]) == 0
+    assert "it passes today" in capsys.readouterr().out
+    [test] = sums.folder.glob("test_pin_*.py")
+    assert "loads_data=True" in test.read_text()
+    runpy.run_path(str(test))[test.stem]()
+
+
+def test_a_group_whose_requests_changed_is_refused(
+    sums: SumsFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums.write(prompt="'Add!'")
+    assert main(["pin", first_id(sums), "--env", "sums.py"]) == 1
+    assert "cannot be replayed: its requests changed: 'Add!'" in capsys.readouterr().err
+    assert list(sums.folder.glob("test_*")) == []
+
+
+def test_what_is_wrong_is_one_line(sums: SumsFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    name = first_id(sums)
+    file = ["--file", str(sums.rollouts)]
+    for argv, message in [
+        (["zzz", "--env", "sums.py", *file], "'zzz' is the id of no group"),
+        (["", "--env", "sums.py"], "'' is the start of 3 ids: "),
+        ([name, "--env", "sums.py", "--score", "2=1"], "the group has sequences 0 to 1"),
+        ([name, "--env", "sums.py", "--file", "no.jsonl"], "no.jsonl: there is no such file"),
+        ([name, "--env", "sums.py", "--env.sed", "1"], "did you mean --env.seed?"),
+    ]:
+        assert main(["pin", *argv]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    assert main(["pin", name, "--env", "sums.py"]) == 0
+    assert main(["pin", name, "--env", "sums.py"]) == 2
+    assert "exists; remove it to pin the group again" in capsys.readouterr().err
+
+
+def test_a_judged_score_names_sequence_and_value() -> None:
+    with pytest.raises(ConfigError, match="give SEQUENCE=SCORE"):
+        judged_scores(["right"])

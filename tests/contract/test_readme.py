@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
 
+from atroposlib.cli.run_api import RunApiConfig
+from atroposlib.config import parse_flags
 from atroposlib.inference.scripted_engine import ByteTokenizer, Script, ScriptedEngine
+from atroposlib.runtime.command import read_flags
 from atroposlib.scored_data import Strictness, check_group
+from environments.gsm8k_server import GSM8kEnv
+from example_trainer.run import RunConfig
+from tests.api.helpers_api import running_hub
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -76,3 +83,56 @@ def test_files_named_in_the_reading_order_exist() -> None:
     section = README.split("## Reading the code")[1]
     for path in re.findall(r"`((?:atroposlib|example_trainer)/[\w/]+\.py)`", section):
         assert (ROOT / path).is_file(), path
+
+
+def test_pictures_exist_are_small_and_load_nothing() -> None:
+    pictures = [ROOT / path for path in re.findall(r"docs/pictures/[\w.]+", README)]
+    assert {path.name for path in pictures} == {path.name for path in pictures[0].parent.iterdir()}
+    for path in pictures:
+        assert path.stat().st_size < 150_000, path
+        if path.suffix == ".svg":
+            assert "url(http" not in path.read_text(), path
+
+
+def test_pages_that_the_readme_names_exist() -> None:
+    for path in re.findall(r"`((?:[\w/]+/)?[A-Z]+\.md)`", README):
+        assert (ROOT / path).is_file(), path
+
+
+def commands() -> list[list[str]]:
+    """Return the words of every command in the README's blocks, without assignments before it."""
+    text = "\n".join(re.findall(r"^```bash\n(.*?)^```", README, re.S | re.M)).replace("\\\n", " ")
+    found = [shlex.split(line, comments=True) for line in text.splitlines()]
+    return [words[1:] if re.match(r"[A-Z_]+=", words[0]) else words for words in found if words]
+
+
+async def test_every_command_in_a_block_is_accepted() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    async with running_hub() as hub:
+        for words in commands():
+            match words:
+                case ["make", target]:
+                    assert re.search(rf"^{target}:", makefile, re.M), words
+                case ["pip", "install", "-e", package]:
+                    assert set(package.removeprefix(".[").removesuffix("]").split(",")) <= set(
+                        extras
+                    )
+                case ["python", "-m", "venv", *_]:
+                    pass
+                case ["run-api", *flags]:
+                    parse_flags(RunApiConfig, flags, prog="run-api")
+                case ["curl", url]:
+                    answer = await hub.http.get(url.removeprefix("localhost:8000"))
+                    assert answer.status_code == 200, words
+                case ["atropos-grpo-run", *flags]:
+                    parse_flags(RunConfig, flags, prog="atropos-grpo-run")
+                case ["atropos", "up", "run.yaml"]:
+                    pass
+                case ["python", path, "serve", *flags]:
+                    assert (ROOT / path).is_file(), words
+                    read_flags(GSM8kEnv, "serve", flags, prog=path)
+                case _:
+                    raise AssertionError(f"unknown command: {words}")

@@ -47,8 +47,17 @@ def environment(variables: dict[str, str]) -> dict[str, str]:
     return {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **variables}
 
 
-def start(cwd: Path, *flags: str, **variables: str) -> ForkedCommand:
-    return ForkedCommand(flags, cwd=cwd, env=environment(variables))
+def start(cwd: Path, *flags: str, **variables: str) -> ForkedCommand | subprocess.Popen[str]:
+    if "SSL_CERT_FILE" not in variables:
+        return ForkedCommand(flags, cwd=cwd, env=environment(variables))
+    return subprocess.Popen(  # aiohttp reads this variable when it is imported
+        [sys.executable, "-m", "atroposlib.cli.run_api", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=environment(variables),
+    )
 
 
 def listening_url(hub: ForkedCommand | subprocess.Popen[str]) -> str:
@@ -62,7 +71,7 @@ def listening_url(hub: ForkedCommand | subprocess.Popen[str]) -> str:
 class Hub:
     """A hub that runs for the length of a block, and what it said once it has ended."""
 
-    def __init__(self, process: ForkedCommand, url: str) -> None:
+    def __init__(self, process: ForkedCommand | subprocess.Popen[str], url: str) -> None:
         self.process = process
         self.url = url
         self.output = ""

@@ -603,8 +603,13 @@ def test_hubs_and_clients_trust_a_private_authority(
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.cert))
         with TrainerClient(other.url) as trainer:
             trainer.register(TRAINER)
-        assert main_of_atropos(["status", other.url]) == 0
-        said = capsys.readouterr().out
+        said, deadline = "", time.monotonic() + 20
+        while (
+            other.url not in said.partition("hub ")[2]
+        ):  # the owner reads once a second who is there
+            assert time.monotonic() < deadline, said
+            assert main_of_atropos(["status", other.url]) == 0
+            said = capsys.readouterr().out
         assert "batch: 4 sequences" in said
         assert [line.split() for line in said.splitlines() if "alive" in line] == [
             [url, "alive", runs]

@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -101,11 +101,11 @@ def item_span(attributes: Attributes) -> Iterator[None]:
         _record_item(recorder, item, attributes)
 
 
-def note_request(*, duration_s: float, attributes: Attributes) -> None:
+def note_request(*, duration_s: float, attributes: Callable[[], Attributes]) -> None:
     """Add a request that ends now to the current item, if one is recorded."""
     if (item := _item.get()) is not None:
         now = time.time()
-        item.requests.append((now - duration_s, now, attributes))
+        item.requests.append((now - duration_s, now, attributes()))
 
 
 def note_group(group_id: str | None, attributes: Attributes) -> None:

@@ -38,7 +38,7 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> Finished:
 
 
 def request_of(model: str) -> None:
-    tracing.note_request(duration_s=0.25, attributes={"gen_ai.request.model": model})
+    tracing.note_request(duration_s=0.25, attributes=lambda: {"gen_ai.request.model": model})
 
 
 def test_each_group_of_an_item_has_a_trace_and_the_first_has_the_requests(

@@ -223,7 +223,9 @@ def _token_figures(row: Mapping[str, Any], i: int, trained: list[list[int]]) -> 
     tokens, is_trained = _listed(_at(row.get("tokens"), i)), _at(trained, i)
     if not tokens or not is_trained or len(is_trained) != len(tokens):
         return {}
-    found = {"tokens": tokens, "trained": is_trained}
+    found: dict[str, Any] = {"tokens": tokens, "trained": is_trained}
+    if versions := _versions(_at(row.get("weight_versions"), i), len(tokens)):
+        found["versions"] = versions
     for name, key in (("sampled", "inference_logprobs"), ("token_advantages", "advantages")):
         values = _at(row.get(key), i)
         if isinstance(values, list) and len(values) == len(tokens):
@@ -232,6 +234,19 @@ def _token_figures(row: Mapping[str, Any], i: int, trained: list[list[int]]) -> 
                 for value, is_one in zip(values, is_trained, strict=True)
             ]
     return found
+
+
+def _versions(spans: Any, num_tokens: int) -> list[int | None] | None:
+    """Return the policy version of every token, None where it is unknown; None without a known one."""
+    found: list[int | None] = [None] * num_tokens
+    try:
+        for span in spans or ():
+            start, length, version = span["start"], span["num_tokens"], span["weight_version"]
+            found[start : start + length] = [int(version) if version.isdecimal() else None] * length
+    except (TypeError, KeyError, AttributeError):
+        return None
+    is_known = len(found) == num_tokens and any(each is not None for each in found)
+    return found if is_known else None
 
 
 def _advantages(

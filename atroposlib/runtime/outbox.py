@@ -32,7 +32,7 @@ from atroposlib.inference.servers.sampling_notes import noted, recorded
 from atroposlib.patience import Backoff
 from atroposlib.runtime.group_log import ALWAYS_WRITTEN, group_line
 from atroposlib.runtime.losses import listed
-from atroposlib.runtime.rows import Provenance, text_messages
+from atroposlib.runtime.rows import Provenance, text_messages, token_lists
 from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
 from atroposlib.utils.tracing import note_group
 
@@ -407,6 +407,8 @@ class Outbox:
             return
         record = recorded()
         more: dict[str, Any] = {"group_id": checked.group_id, "environment": self._environment}
+        if (notes := noted()) is not None and (versions := notes.versions_in(token_lists(checked))):
+            more["weight_versions"] = versions
         if self._provenance is not None and record is not None:
             more |= self._provenance.of(checked, item, record)
         line = await in_thread_if_large(group, group_line, group, checked, more)

@@ -14,8 +14,9 @@ import pytest
 
 from atroposlib.client import AnotherExperiment, EnvStatus, SendReceipt, UnknownEnvironment
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
+from atroposlib.frontend.view_groups import view_of_row
 from atroposlib.inference.harness import ServerHarness
-from atroposlib.inference.servers.sampling_notes import noting_sampling
+from atroposlib.inference.servers.sampling_notes import note_sampling, noting_sampling
 from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
@@ -343,6 +344,22 @@ async def test_flush_gives_up_after_its_time_and_says_how_many_remain() -> None:
     outbox = make_outbox(ScriptedEnv())
     await outbox.accept(make_group())
     assert await outbox.flush(0.01) == 1
+
+
+async def test_log_line_says_which_version_sampled_each_token(tmp_path: Path) -> None:
+    log = GroupLog.open(tmp_path / "g.jsonl")
+    outbox = make_outbox(ScriptedEnv(), log)
+    outputs = [[6, 7], [6, 8]]
+    for versions in ([[("3", 2)], [("3", 2)]], [[("3", 1), ("4", 1)], [("4", 2)]]):
+        with noting_sampling():
+            note_sampling({}, versions, prompt=[5], outputs=outputs)
+            await outbox.accept(make_group(), send=False)
+    log.close()
+    one, several = map(json.loads, (tmp_path / "g.jsonl").read_text().splitlines())
+    assert "weight_versions" not in one
+    shown = view_of_row(several, name="g")
+    assert shown is not None
+    assert [sequence["versions"] for sequence in shown["sequences"]] == [[None, 3, 4], [None, 4, 4]]
 
 
 async def test_log_line_holds_the_checked_group(tmp_path: Path) -> None:

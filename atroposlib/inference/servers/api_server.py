@@ -259,7 +259,8 @@ class APIServer(ABC):
     def _noted(self, asked: dict[str, Any], raw: tuple[Any, ...]) -> TokenCompletions:
         """Record how an answer was sampled, for the current item."""
         answer = TokenCompletions.of(raw)
-        note_sampling(asked, answer.weight_versions)
+        prompt, outputs = answer[:2]
+        note_sampling(asked, answer.weight_versions, prompt=prompt, outputs=outputs)
         return answer
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ inside it adds its temperature and the engine's versions, and the outbox reads t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,12 +18,23 @@ Spans = Sequence[tuple[str, int]]
 """(weight version, number of consecutive sampled tokens) in sampling order."""
 
 
+class Turn(NamedTuple):
+    """One sampled completion."""
+
+    start: int
+    """Tokens before it."""
+    tokens: Sequence[int]
+    spans: Spans
+
+
 class SamplingNotes:
     """The notes of one item, including its child tasks."""
 
     def __init__(self) -> None:
         self.temperatures: set[float] = set()
         """Of the completions so far; 1 if a request gave none."""
+        self.turns: list[Turn] = []
+        """Completions of known versions."""
         self._oldest: int | None = None
         self._is_known = True
 
@@ -50,6 +61,52 @@ class SamplingNotes:
         True
         """
         return self._oldest if self._is_known else None
+
+    def versions_in(self, sequences: Iterable[Sequence[int]]) -> list[list[dict[str, Any]]] | None:
+        """Return the spans of each sequence (`place_spans`); None unless several versions sampled the item.
+
+        Of equal completions, each sequence gets one.
+
+        >>> notes = SamplingNotes()
+        >>> notes.turns = [Turn(1, [7, 8], [("3", 2)]), Turn(1, [7, 8], [("4", 2)])]
+        >>> [[span["weight_version"] for span in spans] for spans in notes.versions_in([[5, 7, 8], [5, 7, 8], [5]])]
+        [['3'], ['4'], []]
+        """
+        if len({version for turn in self.turns for version, _ in turn.spans}) < 2:
+            return None
+        found: list[list[dict[str, Any]]] = []
+        used: set[int] = set()
+        for tokens in sequences:
+            by_start: dict[int, int] = {}
+            for number, turn in enumerate(self.turns):
+                other = by_start.get(turn.start)
+                is_better = other is None or (other in used and number not in used)
+                if is_better and _is_at(turn, tokens):
+                    by_start[turn.start] = number
+            used.update(by_start.values())
+            turns = [self.turns[number] for number in by_start.values()]
+            found.append(
+                [span for turn in turns for span in place_spans(turn.spans, start=turn.start)]
+            )
+        return found
+
+
+def _is_at(turn: Turn, tokens: Sequence[int]) -> bool:
+    end = turn.start + len(turn.tokens)
+    return end <= len(tokens) and list(tokens[turn.start : end]) == list(turn.tokens)
+
+
+def place_spans(spans: Spans, *, start: int) -> list[dict[str, Any]]:
+    """Return spans of sampled tokens with their positions in the whole sequence.
+
+    >>> place_spans([("3", 2), ("4", 1)], start=10)
+    [{'start': 10, 'num_tokens': 2, 'weight_version': '3'}, {'start': 12, 'num_tokens': 1, 'weight_version': '4'}]
+    """
+    placed = []
+    for version, num_tokens in spans:
+        placed.append({"start": start, "num_tokens": num_tokens, "weight_version": version})
+        start += num_tokens
+    return placed
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -129,14 +186,25 @@ def recorded() -> ItemRecord | None:
     return notes if isinstance(notes, ItemRecord) else None
 
 
-def note_sampling(asked: Mapping[str, Any], versions: Sequence[Spans | None] = ()) -> None:
+def note_sampling(
+    asked: Mapping[str, Any],
+    versions: Sequence[Spans | None] = (),
+    *,
+    prompt: Sequence[int] = (),
+    outputs: Sequence[Sequence[int]] = (),
+) -> None:
     """Note what a request with the keywords `asked` sampled; does nothing outside an item or in evaluation.
 
-    `versions` is one list of spans per completion.
+    `versions` is one list of spans per completion; `outputs` are the tokens of each, sampled after `prompt`.
     """
     notes = _current.get()
     if notes is None or (asked.get("split") or "train") != "train":
         return
     notes.add(versions)
+    notes.turns += [
+        Turn(len(prompt), tokens, spans)
+        for tokens, spans in zip(outputs, versions, strict=False)
+        if spans is not None
+    ]
     temperature = {**asked, **(asked.get("extra_body") or {})}.get("temperature")
     notes.temperatures.add(1.0 if temperature is None else float(temperature))

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.api_server import WeightSpan
+from atroposlib.inference.servers.sampling_notes import place_spans
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 
 
@@ -305,8 +306,11 @@ class SequenceStore:
         labels = [*labels, *[IGNORE_INDEX] * num_given, *sampled.tokens]
         logprobs = [*logprobs, *[MASKED_LOGPROB] * num_given, *sampled.logprobs]
         tokens = [*turn.tokens, *sampled.tokens]
-        new_spans = place_spans(sampled.weight_versions, start=len(turn.tokens))
-        spans = None if spans is None or new_spans is None else [*spans, *new_spans]
+        new_spans = sampled.weight_versions
+        if spans is not None and new_spans is not None:
+            spans = [*spans, *place_spans(new_spans, start=len(turn.tokens))]
+        else:
+            spans = None
         full_text = turn.full_text + sampled.full_text
         # Validation would visit every token.
         node = SequenceNode.model_construct(
@@ -437,23 +441,6 @@ def _spans_before(spans: list[dict[str, Any]] | None, *, end: int) -> list[dict[
         for span in spans
         if span["start"] < end
     ]
-
-
-def place_spans(spans: Sequence[WeightSpan] | None, *, start: int) -> list[dict[str, Any]] | None:
-    """Return spans of sampled tokens with their positions in the whole sequence.
-
-    >>> place_spans([WeightSpan("3", 2), WeightSpan("4", 1)], start=10)
-    [{'start': 10, 'num_tokens': 2, 'weight_version': '3'}, {'start': 12, 'num_tokens': 1, 'weight_version': '4'}]
-    """
-    if spans is None:
-        return None
-    placed = []
-    for span in spans:
-        placed.append(
-            {"start": start, "num_tokens": span.num_tokens, "weight_version": span.weight_version}
-        )
-        start += span.num_tokens
-    return placed
 
 
 def oldest_version(spans: Sequence[dict[str, Any]] | None) -> int | None:

@@ -132,7 +132,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     return dataclasses.replace(value, **changes)
 
 
-class Origin(NamedTuple):
+class SequenceOrigin(NamedTuple):
     """Where a sequence stands among the groups of its step."""
 
     group: int
@@ -143,7 +143,7 @@ class Origin(NamedTuple):
 class Row:
     """One sequence, shifted by one, with its trained positions."""
 
-    origin: Origin
+    origin: SequenceOrigin
     tokens: NDArray[np.int32]
     """[num_tokens - 1]"""
     trained: NDArray[np.int64]
@@ -187,7 +187,7 @@ class Batch:
     """In the micro-batches, prompts included, padding not."""
     num_trained_tokens: int
     """In the micro-batches."""
-    skipped: dict[Origin, SkipReason]
+    skipped: dict[SequenceOrigin, SkipReason]
     """The sequences received that are not in the micro-batches."""
     scores: NDArray[np.float64]
     """Per sequence received."""
@@ -296,7 +296,7 @@ def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row
         flat = start + 1 + at
         sampled = sequence.sampled_logprobs[1:][at]
         yield Row(
-            origin=Origin(number, i),
+            origin=SequenceOrigin(number, i),
             tokens=sequence.input_ids[:-1],
             trained=at,
             labels=group.masks[flat],

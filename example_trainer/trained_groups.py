@@ -21,7 +21,7 @@ from torch import Tensor
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX, ScoredGroup
 from example_trainer.config import TrainerConfig
-from example_trainer.data import Batch, MicroBatch, Origin, Row
+from example_trainer.data import Batch, MicroBatch, Row, SequenceOrigin
 from example_trainer.parallel import World
 from example_trainer.records import cut_after
 
@@ -146,7 +146,7 @@ class StepTrace:
         self, group: int, num_sequences: int, values_3M: NDArray[np.float32]
     ) -> Iterator[dict[str, Any]]:
         for index in range(num_sequences):
-            origin = Origin(group, index)
+            origin = SequenceOrigin(group, index)
             if origin in self._skipped:
                 yield {"index": index, "skipped": self._skipped[origin]}
             else:

@@ -61,7 +61,7 @@ MAX_CHANGES_S = 15.0
 """Time for these: CPU time, so that a busy machine tries as many, and elapsed time, for items that wait."""
 
 
-class Change(NamedTuple):
+class Variation(NamedTuple):
     """What is changed before answers are scored again."""
 
     when: str
@@ -236,7 +236,7 @@ class _Check:
             return
         if await self._is_repeatable(env, telling):
             again = await self.execution.collect(env, index, telling.answers[::-1])
-            reversed_order = Change("in reversed order", "")
+            reversed_order = Variation("in reversed order", "")
             # Leaving answers out is judged by the rule group_size.
             self._compare("reward_ignores_order", telling, again, reversed_order, True)
         if telling.has_difference:
@@ -264,18 +264,20 @@ class _Check:
                 return False
         return True
 
-    def _changes(self) -> Iterator[Change]:
-        yield Change("when scored again", "score without memory: no earlier answers, no generator")
-        yield Change("with other random numbers", "score without random numbers", seed=1)
+    def _changes(self) -> Iterator[Variation]:
+        yield Variation(
+            "when scored again", "score without memory: no earlier answers, no generator"
+        )
+        yield Variation("with other random numbers", "score without random numbers", seed=1)
         load = "do not score by how long the code takes: that depends on the machine's load"
         fast = clock.fast_clocks(self.execution.watch.author_files)
-        yield Change("when time passes faster", load, moved_clock=fast)
+        yield Variation("when time passes faster", load, moved_clock=fast)
         date = "score without the clock: no date and no time of day"
         for index in range(1, clock.NUM_TIMES):
-            yield Change("at another time", date, moved_clock=clock.other_time(index))
+            yield Variation("at another time", date, moved_clock=clock.other_time(index))
 
     def _compare(
-        self, rule: str, telling: Run, again: Run | None, change: Change, may_leave_out: bool
+        self, rule: str, telling: Run, again: Run | None, change: Variation, may_leave_out: bool
     ) -> bool:
         """Fail `rule` if a repetition has other rewards; return whether it has none."""
         if again is None:

@@ -103,7 +103,7 @@ def _listed(scores: Sequence[float]) -> str:
     return ", ".join(f"{score:.6g}" for score in scores)
 
 
-class Fault(NamedTuple):
+class SequenceFault(NamedTuple):
     """What is wrong with a sequence."""
 
     rule: str
@@ -112,12 +112,14 @@ class Fault(NamedTuple):
     hint: str = ""
 
 
-def fault_of(view: SequenceView, samples: Sequence[ProbeSample], tokenizer: Any) -> Fault | None:
+def fault_of(
+    view: SequenceView, samples: Sequence[ProbeSample], tokenizer: Any
+) -> SequenceFault | None:
     """Compare one sequence with all samples of its run, tokens if it has any, else texts; return the first fault."""
     tokens: list[int] = view.tokens.tolist()
     trained = np.flatnonzero(view.masks != IGNORE_INDEX)
     if not len(trained):
-        return Fault("aligned", "masks: no position is trained", "train the sampled tokens")
+        return SequenceFault("aligned", "masks: no position is trained", "train the sampled tokens")
     sampled = _sampled_logprobs(tokens, samples)
     unsampled = [position for position in trained.tolist() if position not in sampled]
     if not unsampled:
@@ -135,21 +137,21 @@ def fault_of(view: SequenceView, samples: Sequence[ProbeSample], tokenizer: Any)
     return _unsampled(tokens, unsampled[0], samples, tokenizer)
 
 
-def _given(position: int, what: str) -> Fault:
-    return Fault(
+def _given(position: int, what: str) -> SequenceFault:
+    return SequenceFault(
         "aligned",
         f"masks[{position}]: {what} trained, but the model was given it and did not sample it",
         "mask the prompt, and all other text that the model did not write, with -100",
     )
 
 
-def _logprob_fault(view: SequenceView, sampled: Mapping[int, float]) -> Fault | None:
+def _logprob_fault(view: SequenceView, sampled: Mapping[int, float]) -> SequenceFault | None:
     if view.inference_logprobs is None:
         return None
     for position in np.flatnonzero(view.masks != IGNORE_INDEX).tolist():
         got = float(view.inference_logprobs[position])
         if abs(got - sampled[position]) > LOGPROB_TOLERANCE:
-            return Fault(
+            return SequenceFault(
                 "aligned",
                 f"inference_logprobs[{position}] is {got:.5f}, but the engine sampled token"
                 f" {view.tokens[position]} with {sampled[position]:.5f}",
@@ -201,7 +203,7 @@ def _sampled_logprobs(tokens: Sequence[int], samples: Sequence[ProbeSample]) -> 
 
 def _unsampled(
     tokens: list[int], position: int, samples: Sequence[ProbeSample], tokenizer: Any
-) -> Fault:
+) -> SequenceFault:
     """Find why a trained position was not sampled: part of the prompt, or the sampled text in other tokens."""
     for sample in samples:
         start = len(sample.prompt_tokens)
@@ -211,7 +213,7 @@ def _unsampled(
         after = tokenizer.decode(tokens[start:], skip_special_tokens=True)
         if len(before) < len(sample.text) and after.startswith(sample.text):
             wanted = next(iter(sample.tokens[position - start :]), None)
-            return Fault(
+            return SequenceFault(
                 "token_exact",
                 f"token {position} is {tokens[position]}, but {wanted} was sampled there:"
                 f" {sample.text!r:.60} was turned into tokens again",
@@ -225,13 +227,13 @@ def _unsampled(
             continue
         other = next((i for i, t in enumerate(sent) if tokens[i : i + 1] != [t]), position)
         if other < position:
-            return Fault(
+            return SequenceFault(
                 "token_exact",
                 f"token {other} is {tokens[other]}, but {sent[other]} was sent to the engine for"
                 f" token {position}: an earlier turn was turned into tokens again",
                 "keep one managed session for all turns: it sends the earlier tokens as they were sampled",
             )
-    return Fault(
+    return SequenceFault(
         "token_exact",
         f"token {position} ({tokens[position]}) is trained, but after these tokens the engine"
         " sampled no such token",

@@ -26,7 +26,7 @@ from rich.console import Console
 from atroposlib.cli._demo.commands import (
     MODEL_NAME,
     DemoConfig,
-    RunFiles,
+    DemoFiles,
     engine_command,
     engine_variables,
     environment_command,
@@ -98,7 +98,7 @@ def _main(argv: Sequence[str] | None) -> None:
         run_demo(config, files, display)
 
 
-def run_demo(config: DemoConfig, files: RunFiles, display: Display) -> None:
+def run_demo(config: DemoConfig, files: DemoFiles, display: Display) -> None:
     """Run everything and write the results into the claimed directory."""
     started_at = time.monotonic()
     outcome = asyncio.run(_warm_up_and_train(config, files, display))
@@ -145,7 +145,7 @@ def run_demo(config: DemoConfig, files: RunFiles, display: Display) -> None:
     )
 
 
-async def _warm_up_and_train(config: DemoConfig, files: RunFiles, display: Display) -> Outcome:
+async def _warm_up_and_train(config: DemoConfig, files: DemoFiles, display: Display) -> Outcome:
     hub_port, engine_port = free_port(), free_port()
     hub_url, engine_url = f"http://127.0.0.1:{hub_port}", f"http://127.0.0.1:{engine_port}"
     commands = {
@@ -192,7 +192,7 @@ async def _warm_up_and_train(config: DemoConfig, files: RunFiles, display: Displ
     return Outcome(before=before, after=after, steps=steps, stopped_by=stopped_by)
 
 
-async def _warm_up(warm_up: Running, files: RunFiles, display: Display) -> None:
+async def _warm_up(warm_up: Running, files: DemoFiles, display: Display) -> None:
     checks = JsonLines(files.warm_up_progress)
 
     def show_checks() -> None:
@@ -203,7 +203,7 @@ async def _warm_up(warm_up: Running, files: RunFiles, display: Display) -> None:
 
 
 async def _train(
-    config: DemoConfig, files: RunFiles, display: Display, launcher: Launcher, trainer: Running
+    config: DemoConfig, files: DemoFiles, display: Display, launcher: Launcher, trainer: Running
 ) -> tuple[list[StepMetrics], Literal["steps", "max_minutes"]]:
     """Follow the trainer until it ends or the time limit; return its metrics and which of the two came first."""
     lines = JsonLines(files.metrics)
@@ -258,7 +258,7 @@ def _check_prerequisites(config: DemoConfig) -> None:
 
 
 @contextmanager
-def _claim(out: Path, display: Display) -> Iterator[RunFiles]:
+def _claim(out: Path, display: Display) -> Iterator[DemoFiles]:
     """Lock `out` for this run and rename an earlier run there.
 
     Raises ConfigError if another demo is running there or the directory holds other files.
@@ -272,7 +272,7 @@ def _claim(out: Path, display: Display) -> Iterator[RunFiles]:
             aside = next(name for name in names if not name.exists())
             out.rename(aside)
             display.say(f"an earlier run was moved to {aside}")
-        files = RunFiles(out)
+        files = DemoFiles(out)
         files.logs.mkdir(parents=True)
         yield files
 

@@ -65,7 +65,7 @@ def test_the_check_finds_no_fault():
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
+class ListedEnvironment:
     """One line of `atropos-env list`."""
 
     name: str
@@ -204,7 +204,7 @@ def _pin(given: argparse.Namespace, flags: Sequence[str]) -> None:
     print(pin.to_text(pinned))
 
 
-def find_environments() -> list[Environment]:
+def find_environments() -> list[ListedEnvironment]:
     """Return the environments of this package, then those of other packages, each in the order of their names."""
     own = [environment for path in _own_files() if (environment := _read(path)) is not None]
     return [*sorted(own, key=lambda each: each.name), *_registered()]
@@ -276,7 +276,7 @@ def write_new(name: str, *, shape: str, folder: Path) -> list[Path]:
     return paths
 
 
-def table(environments: Sequence[Environment]) -> Table:
+def table(environments: Sequence[ListedEnvironment]) -> Table:
     """Return the environments as a table for the terminal."""
     made = Table("name", "shape", "task", "needs", box=None, pad_edge=False)
     for each in environments:
@@ -289,7 +289,7 @@ def _own_files() -> Iterator[Path]:
         yield from folder.rglob("*.py")
 
 
-def _registered() -> Iterator[Environment]:
+def _registered() -> Iterator[ListedEnvironment]:
     """Yield what other packages register; their modules are found, not imported."""
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda each: each.name):
         try:
@@ -300,7 +300,7 @@ def _registered() -> Iterator[Environment]:
         if spec is not None and spec.origin is not None:
             path = Path(spec.origin)
             found = describe(path, name=point.name, module=point.module, cls=point.attr)
-        yield found or Environment(
+        yield found or ListedEnvironment(
             name=point.name,
             module=point.module,
             cls=point.attr,
@@ -310,7 +310,7 @@ def _registered() -> Iterator[Environment]:
         )
 
 
-def _read(path: Path) -> Environment | None:
+def _read(path: Path) -> ListedEnvironment | None:
     """Describe one of our files; None if it is not started by `SomeEnv.cli()`."""
     for folder in map(Path, atroposlib.environments.__path__):
         if path.is_relative_to(folder):
@@ -320,7 +320,9 @@ def _read(path: Path) -> Environment | None:
     return None
 
 
-def describe(path: Path, *, name: str, module: str, cls: str | None = None) -> Environment | None:
+def describe(
+    path: Path, *, name: str, module: str, cls: str | None = None
+) -> ListedEnvironment | None:
     """Describe the environment of a source file without importing it.
 
     `cls` None: the class whose `cli()` the file calls. Returns None if the file has no such class.
@@ -338,7 +340,7 @@ def describe(path: Path, *, name: str, module: str, cls: str | None = None) -> E
         return None
     docstring = ast.get_docstring(tree) or ""
     needs = re.search(r"^Needs: (.*?)\.?$", docstring, re.M)
-    return Environment(
+    return ListedEnvironment(
         name=name,
         module=module,
         cls=cls,

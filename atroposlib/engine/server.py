@@ -65,7 +65,7 @@ _BACKLOG = 2048
 """Limit of connections not yet accepted (uvicorn's default)."""
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model ready to serve."""
 
     engine: Engine
@@ -74,7 +74,7 @@ class Loaded(NamedTuple):
     model_name: str
 
 
-def load(config: EngineConfig) -> Loaded:
+def load(config: EngineConfig) -> LoadedModel:
     """Load model and tokenizer; the engine is not started. Raises ConfigError if they cannot be loaded."""
     _check_path(config.model)
     device = _device(config.device)
@@ -100,7 +100,7 @@ def load(config: EngineConfig) -> Loaded:
         seed=config.seed,
         weight_version=config.weight_version,
     )
-    return Loaded(
+    return LoadedModel(
         engine,
         tokenizer,
         EngineLimits(context_len=_context_len(config, text_config), vocab_size=vocab_size),
@@ -108,7 +108,7 @@ def load(config: EngineConfig) -> Loaded:
     )
 
 
-def create_app(loaded: Loaded) -> FastAPI:
+def create_app(loaded: LoadedModel) -> FastAPI:
     """Return the HTTP application over a started engine. It does not start or close the engine."""
     app = FastAPI(title="atropos-engine", version=__version__)
     app.add_middleware(_NoWebPages)
@@ -159,7 +159,7 @@ def _web_refusal(scope: Scope) -> str | None:
 class _Routes:
     """The handlers, bound to one engine."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         self.engine, self.tokenizer, self.limits, self.model_name = loaded
         self._renderer = Renderer(loaded.model_name, loaded.tokenizer)
         # Serialises reloads: concurrent ones would copy their weights in any order.
@@ -479,7 +479,7 @@ class _EngineServer(uvicorn.Server):
         yield
 
 
-async def _serve(loaded: Loaded, listener: socket.socket) -> int:
+async def _serve(loaded: LoadedModel, listener: socket.socket) -> int:
     """Serve until SIGTERM (exit code 0) or SIGINT (130); requests in flight then fail at once."""
     server = _EngineServer(
         uvicorn.Config(

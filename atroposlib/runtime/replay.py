@@ -326,7 +326,7 @@ class Recording:
 
     def sampled(
         self, prompt_tokens: list[int] | None, text: str, decode: Callable[[list[int]], str]
-    ) -> Sampled | None:
+    ) -> StoredTurn | None:
         """Return the turn in the row's sequences that follows `prompt_tokens` (None: any) and reads as `text`.
 
         Turns that were not given before come first: several answers may have the same text.
@@ -347,11 +347,11 @@ class Recording:
                     if start < stop and (said == text or (text and said.startswith(text))):
                         self._used.add((index, start))
                         known = [0.0] * len(tokens) if logprobs is None else logprobs
-                        return Sampled(tokens[:start], tokens[start:stop], known[start:stop])
+                        return StoredTurn(tokens[:start], tokens[start:stop], known[start:stop])
         return None
 
 
-class Sampled(NamedTuple):
+class StoredTurn(NamedTuple):
     """One turn of the policy."""
 
     prompt_tokens: list[int]
@@ -453,7 +453,7 @@ class _RecordedServer(APIServer):
 
     def _turn(
         self, recording: Recording, prompt_tokens: list[int] | None, prompt: Any, answer: Row
-    ) -> Sampled:
+    ) -> StoredTurn:
         """Return an answer's tokens: the row's own, else those of its text, with logprobs of 0."""
         text, tokenizer = answer["text"] or "", self.tokenizer
         turn = recording.sampled(
@@ -468,7 +468,7 @@ class _RecordedServer(APIServer):
             tokens.append(tokenizer.eos_token_id)
         if prompt_tokens is None:  # images, whose tokens only the engine knew
             prompt_tokens = [int(token) for token in tokenizer.encode(_excerpt(prompt))]
-        return Sampled(prompt_tokens, tokens, [0.0] * len(tokens))
+        return StoredTurn(prompt_tokens, tokens, [0.0] * len(tokens))
 
 
 class _NoPeer:

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from atroposlib import __version__
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.dataset_env import DatasetEnv
-from atroposlib.inference.servers.sampling_notes import Call, ItemRecord, Text
+from atroposlib.inference.servers.sampling_notes import AnsweredRequest, ItemRecord, Text
 from atroposlib.inference.servers.usage import Usage, usage_of
 from atroposlib.inference.sessions.managed_server import DummyManagedServer
 from atroposlib.runtime.masking import without_secrets
@@ -42,7 +42,7 @@ MADE_UP_KEYS = ("tokens", "masks", "inference_logprobs")
 """Written as one `[]` per sequence for an API without token ids."""
 
 
-class Answer(NamedTuple):
+class Ending(NamedTuple):
     """The request that completed a sequence."""
 
     completion: str
@@ -100,10 +100,10 @@ class Provenance:
             self._has_warned = True
             return None
 
-    def _answer(self, tokens: list[int], record: ItemRecord) -> Answer | None:
+    def _answer(self, tokens: list[int], record: ItemRecord) -> Ending | None:
         """Return how a sequence ended; None if no request of the item sampled its last tokens."""
         if (text := text_of(tokens, record)) is not None:
-            return Answer(text.completion, text.finish_reason)
+            return Ending(text.completion, text.finish_reason)
         for call in record.calls:
             if not isinstance(call.answer, tuple):
                 continue
@@ -114,16 +114,16 @@ class Provenance:
                     and tokens[len(prompt) :] == output
                     and tokens[: len(prompt)] == prompt
                 ):
-                    return Answer(self._texts(call)[i], _reason(reasons[i]))
+                    return Ending(self._texts(call)[i], _reason(reasons[i]))
         return None
 
-    def _texts(self, call: Call) -> Sequence[str]:
+    def _texts(self, call: AnsweredRequest) -> Sequence[str]:
         """Return the text of each completion of a token request."""
         if call.texts is None:
             call.texts = [self._env.decode_tokens(tokens) for tokens in call.answer[1]]
         return call.texts
 
-    def _first_prompt(self, calls: Sequence[Call]) -> Any:
+    def _first_prompt(self, calls: Sequence[AnsweredRequest]) -> Any:
         """Return the prompt of the first request to the policy."""
         policy = [server.config for server in self._env.server.servers]
         for call in calls:
@@ -131,7 +131,7 @@ class Provenance:
                 return _prompt(call)
         return None
 
-    def _calls(self, calls: Sequence[Call]) -> list[dict[str, Any]]:
+    def _calls(self, calls: Sequence[AnsweredRequest]) -> list[dict[str, Any]]:
         """Describe the requests; one that continues a conversation holds only its added messages."""
         rows = []
         for i, call in enumerate(calls):
@@ -142,7 +142,7 @@ class Provenance:
             rows.append(row)
         return rows
 
-    def _call(self, call: Call) -> dict[str, Any]:
+    def _call(self, call: AnsweredRequest) -> dict[str, Any]:
         if isinstance(call.answer, tuple):
             reasons = map(_reason, call.answer[3])
             answers = [
@@ -172,7 +172,7 @@ class Provenance:
         }
 
 
-def totals(calls: Iterable[Call]) -> dict[tuple[str, str], Usage]:
+def totals(calls: Iterable[AnsweredRequest]) -> dict[tuple[str, str], Usage]:
     """Return the usage by (base_url, model)."""
     sums: dict[tuple[str, str], Usage] = {}
     for call in calls:
@@ -232,12 +232,12 @@ def token_lists(checked: ScoredGroup) -> list[list[int]]:
     return [checked.sequence(i).tokens.tolist() for i in range(checked.num_sequences)]
 
 
-def _prompt(call: Call) -> Any:
+def _prompt(call: AnsweredRequest) -> Any:
     """Return the messages or the text of a request."""
     return call.messages or call.asked.get("messages") or call.asked.get("prompt")
 
 
-def _continued(prompt: Any, calls: Sequence[Call]) -> int | None:
+def _continued(prompt: Any, calls: Sequence[AnsweredRequest]) -> int | None:
     """Return the call with the longest conversation that `prompt` continues; None if it begins one."""
     found, longest = None, 0
     if isinstance(prompt, list):

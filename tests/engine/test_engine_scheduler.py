@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from atroposlib.engine import scheduler
 from atroposlib.engine.sampling import SamplingParams
 from atroposlib.engine.scheduler import Completion, Engine, EngineRequest, FinishReason, PauseMode
-from atroposlib.engine.server import EngineConfig, Loaded, load
+from atroposlib.engine.server import EngineConfig, LoadedModel, load
 from atroposlib.engine.weights import read_checkpoint
 from atroposlib.errors import EngineError, EngineRejected, EngineUnavailable
 from tests.tiny_model import make_tiny_model
@@ -34,7 +34,7 @@ def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def loaded(model_dir: Path) -> Iterator[Loaded]:
+def loaded(model_dir: Path) -> Iterator[LoadedModel]:
     loaded = load(EngineConfig(model=str(model_dir), device="cpu", max_num_seqs=16))
     loaded.engine.start()
     yield loaded
@@ -42,7 +42,7 @@ def loaded(model_dir: Path) -> Iterator[Loaded]:
 
 
 @pytest.fixture
-def engine(loaded: Loaded) -> Engine:
+def engine(loaded: LoadedModel) -> Engine:
     return loaded.engine
 
 
@@ -139,7 +139,7 @@ def test_min_tokens_holds_back_stop_tokens(engine: Engine) -> None:
             assert completion.ended_by_token
 
 
-def test_a_stop_string_ends_the_sequence_and_is_cut(loaded: Loaded) -> None:
+def test_a_stop_string_ends_the_sequence_and_is_cut(loaded: LoadedModel) -> None:
     prompt = [1, 2, 3]
     (free,) = generate(loaded.engine, prompt, temperature=0.0, max_tokens=40)
     text = loaded.tokenizer.decode(free.token_ids, skip_special_tokens=True)

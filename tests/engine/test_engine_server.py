@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from atroposlib.engine.command import main
-from atroposlib.engine.server import EngineConfig, Loaded, create_app, load, warm_up
+from atroposlib.engine.server import EngineConfig, LoadedModel, create_app, load, warm_up
 from atroposlib.http_bodies import MAX_BODY_BYTES
 from tests.tiny_model import make_tiny_model
 
@@ -29,7 +29,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def loaded(model_dir: Path) -> Iterator[Loaded]:
+def loaded(model_dir: Path) -> Iterator[LoadedModel]:
     config = EngineConfig(model=str(model_dir), device="cpu", served_model_name="tiny")
     loaded = load(config)
     loaded.engine.start()
@@ -38,7 +38,7 @@ def loaded(model_dir: Path) -> Iterator[Loaded]:
 
 
 @pytest.fixture
-async def client(loaded: Loaded) -> AsyncIterator[httpx.AsyncClient]:
+async def client(loaded: LoadedModel) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app=create_app(loaded))
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         yield client
@@ -268,7 +268,7 @@ async def test_a_request_asks_for_a_bounded_number_of_completions(
     ],
 )
 async def test_a_web_page_cannot_pause_the_engine_or_swap_its_weights(
-    loaded: Loaded, headers: dict[str, str]
+    loaded: LoadedModel, headers: dict[str, str]
 ) -> None:
     transport = httpx.ASGITransport(app=create_app(loaded))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9001") as client:
@@ -331,7 +331,7 @@ async def test_pause_and_resume(client: httpx.AsyncClient) -> None:
 
 
 async def test_a_client_that_leaves_takes_its_sequences_along(
-    client: httpx.AsyncClient, loaded: Loaded
+    client: httpx.AsyncClient, loaded: LoadedModel
 ) -> None:
     await client.post("/pause?mode=keep")
     leaving = asyncio.create_task(complete(client, prompt="x", n=3))
@@ -345,7 +345,7 @@ async def test_a_client_that_leaves_takes_its_sequences_along(
 
 
 async def test_health_tells_why_the_engine_died(
-    client: httpx.AsyncClient, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await client.get("/health")).status_code == 200
 
@@ -362,7 +362,7 @@ async def test_health_tells_why_the_engine_died(
     assert "lightning" in health.json()["error"]["message"]
 
 
-def test_warm_up_decodes_unequal_lengths_together(loaded: Loaded) -> None:
+def test_warm_up_decodes_unequal_lengths_together(loaded: LoadedModel) -> None:
     warm_up(loaded.engine)
     assert loaded.engine.stats.generated_tokens == 4
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.cli._demo.commands import DemoConfig, RunFiles, environment_command
+from atroposlib.cli._demo.commands import DemoConfig, DemoFiles, environment_command
 from atroposlib.envs.env_config import workers_are_set
 from atroposlib.runtime.command import read_flags
 from atroposlib.scored_data import Strictness, check_group
@@ -100,7 +100,7 @@ def test_the_demo_waits_for_weights_and_limits_the_items_unless_asynchronous(
 ) -> None:
     demo = DemoConfig(asynchronous=is_async)
     urls = {"hub_url": "http://127.0.0.1:1", "engine_url": "http://127.0.0.1:2"}
-    _, _, _, mode, *flags = environment_command(demo, RunFiles(tmp_path), **urls)
+    _, _, _, mode, *flags = environment_command(demo, DemoFiles(tmp_path), **urls)
     given = read_flags(letters.LetterReversalEnv, mode, flags, prog="demo").flags["env"]
     config = letters.LetterReversalConfig(**given)
     assert (config.strictly_on_policy, workers_are_set(config)) == (not is_async, not is_async)

@@ -63,7 +63,7 @@ class DemoConfig(BaseModel):
     """Stop training after this time and evaluate; None: no limit."""
 
 
-class RunFiles:
+class DemoFiles:
     """The paths of one run's files."""
 
     def __init__(self, root: Path) -> None:
@@ -87,7 +87,7 @@ def _flags(flags: dict[str, object]) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def warm_up_command(config: DemoConfig, files: RunFiles) -> list[str]:
+def warm_up_command(config: DemoConfig, files: DemoFiles) -> list[str]:
     """Return the command of the supervised warm-up."""
     return python(
         "atroposlib.cli._demo.warm_up",
@@ -97,7 +97,7 @@ def warm_up_command(config: DemoConfig, files: RunFiles) -> list[str]:
     )
 
 
-def engine_command(config: DemoConfig, files: RunFiles, *, port: int) -> list[str]:
+def engine_command(config: DemoConfig, files: DemoFiles, *, port: int) -> list[str]:
     """Return the command of the inference engine."""
     common = {"model": files.model, "host": "127.0.0.1", "port": port, "dtype": "float32"}
     if config.engine == "local":
@@ -128,7 +128,7 @@ def engine_variables(config: DemoConfig) -> dict[str, str]:
 
 
 def trainer_command(
-    config: DemoConfig, files: RunFiles, *, hub_url: str, engine_url: str
+    config: DemoConfig, files: DemoFiles, *, hub_url: str, engine_url: str
 ) -> list[str]:
     """Return the command of the trainer."""
     wandb = {"use_wandb": True, "wandb_project": "atropos-demo"} if config.wandb else {}
@@ -151,7 +151,7 @@ def trainer_command(
 
 
 def environment_command(
-    config: DemoConfig, files: RunFiles, *, hub_url: str, engine_url: str
+    config: DemoConfig, files: DemoFiles, *, hub_url: str, engine_url: str
 ) -> list[str]:
     """Return the command of the environment."""
     flags = {

@@ -21,13 +21,13 @@ from dataclasses import dataclass, field, replace
 from atroposlib.cli.environments import find_environments, is_there
 from atroposlib.cli.launch.run_file import (
     VARIABLE,
-    Engine,
-    Environment,
-    Hub,
-    Program,
+    EnginePart,
+    EnvironmentPart,
+    HubPart,
+    OwnPart,
     RunFile,
     Section,
-    Trainer,
+    TrainerPart,
     flag_name,
     nearest,
 )
@@ -127,7 +127,7 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     return VARIABLE.sub(lambda found: values[found[1]], text)
 
 
-def _program(module: str, section: Program, defaults: Mapping[str, object]) -> list[str]:
+def _program(module: str, section: OwnPart, defaults: Mapping[str, object]) -> list[str]:
     """Return the command of one of our programs; the file's flags replace the defaults."""
     given = {flag_name(name): value for name, value in section.flags.items()}
     kept = {
@@ -145,7 +145,7 @@ def _program(module: str, section: Program, defaults: Mapping[str, object]) -> l
 def _command(section: Section, where: str, own: list[str]) -> list[str]:
     if section.command is None:
         return own
-    if isinstance(section, Program) and section.flags:
+    if isinstance(section, OwnPart) and section.flags:
         raise ConfigError(f"{where}: give command or flags, not both")
     return [str(word) for word in section.command]
 
@@ -155,7 +155,7 @@ def _needs(section: Section, run: RunFile, *usual: str) -> list[str]:
     return [*there, *(need for need in section.needs if need not in there)]
 
 
-def _hub(run: RunFile, hub: Hub) -> Part:
+def _hub(run: RunFile, hub: HubPart) -> Part:
     defaults = {"host": "${HOST}", "port": "${PORT}", "data_dir": "${RUN_DIR}/hub"}
     words = [str(word).partition("=")[0] for word in hub.command or []]
     has_database = (
@@ -176,7 +176,7 @@ def _hub(run: RunFile, hub: Hub) -> Part:
     return Part(name="hub", command=_command(hub, "hub", own), needs=_needs(hub, run), section=hub)
 
 
-def _engine(run: RunFile, engine: Engine) -> Part:
+def _engine(run: RunFile, engine: EnginePart) -> Part:
     own: list[str] = []
     if engine.command is None:
         model = _model(run, engine.model, "engine")
@@ -186,7 +186,7 @@ def _engine(run: RunFile, engine: Engine) -> Part:
     return Part(name="engine", command=command, needs=_needs(engine, run), section=engine)
 
 
-def _trainer(run: RunFile, trainer: Trainer, *, on_one_machine: bool) -> Part:
+def _trainer(run: RunFile, trainer: TrainerPart, *, on_one_machine: bool) -> Part:
     own: list[str] = []
     if trainer.command is None:
         defaults = {"model_name": _model(run, trainer.model, "trainer")}
@@ -211,7 +211,7 @@ def _trainer(run: RunFile, trainer: Trainer, *, on_one_machine: bool) -> Part:
     )
 
 
-def _environment(run: RunFile, name: str, environment: Environment) -> Part:
+def _environment(run: RunFile, name: str, environment: EnvironmentPart) -> Part:
     defaults = {}
     if run.hub is not None:
         defaults["env.rollout_server_url"] = "${HUB_URL}"

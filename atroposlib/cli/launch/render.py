@@ -11,7 +11,7 @@ import yaml
 
 from atroposlib.cli.launch.kubernetes import render_kubernetes, secret_names
 from atroposlib.cli.launch.parts import Part, parts_of
-from atroposlib.cli.launch.run_file import Environment, Hub, Trainer, read_run
+from atroposlib.cli.launch.run_file import EnvironmentPart, HubPart, TrainerPart, read_run
 from atroposlib.cli.launch.skypilot import render_skypilot
 from atroposlib.cli.launch.slurm import render_slurm
 from atroposlib.cli.launch.status import TOKEN_VARIABLE
@@ -55,7 +55,7 @@ def _with_token(parts: Sequence[Part]) -> list[Part]:
     if not any(part.name == "hub" for part in parts):
         return list(parts)
     token = {TOKEN_VARIABLE: f"${{{TOKEN_VARIABLE}}}"}
-    users = (Hub, Trainer, Environment)
+    users = (HubPart, TrainerPart, EnvironmentPart)
     return [
         replace(part, env={**token, **part.env}) if isinstance(part.section, users) else part
         for part in parts

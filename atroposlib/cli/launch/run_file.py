@@ -74,7 +74,7 @@ class Section(_Strict):
         return env
 
 
-class Program(Section):
+class OwnPart(Section):
     """One of our own programs."""
 
     flags: dict[str, Scalar | list[Scalar]] = {}
@@ -91,7 +91,7 @@ class Program(Section):
         return flags
 
 
-class Hub(Program):
+class HubPart(OwnPart):
     """`run-api`."""
 
     port: int | None = Field(default=8000, ge=1, le=65535)
@@ -99,7 +99,7 @@ class Hub(Program):
     restart: Restart = "always"
 
 
-class Engine(Program):
+class EnginePart(OwnPart):
     """`atropos-engine`, or another engine by `command`."""
 
     model: str | None = None
@@ -108,14 +108,14 @@ class Engine(Program):
     restart: Restart = "always"
 
 
-class Trainer(Program):
+class TrainerPart(OwnPart):
     """`atropos-grpo`, or another trainer by `command`. The run ends with it."""
 
     model: str | None = None
     count: Literal[1] = 1
 
 
-class Environment(Program):
+class EnvironmentPart(OwnPart):
     """An environment by its name in `atropos-env list`, or by `file`."""
 
     file: Path | None = None
@@ -149,10 +149,10 @@ class RunFile(_Strict):
     """Shell lines before every part's command (Slurm, SkyPilot), for example activating a virtual environment."""
     image: str | None = None
     """Container image (Kubernetes, SkyPilot)."""
-    hub: Hub | None = None
-    engine: Engine | None = None
-    trainer: Trainer | None = None
-    environments: dict[str, Environment] = {}
+    hub: HubPart | None = None
+    engine: EnginePart | None = None
+    trainer: TrainerPart | None = None
+    environments: dict[str, EnvironmentPart] = {}
     parts: dict[str, Section] = {}
     """Any other command."""
     slurm: SlurmOptions = SlurmOptions()

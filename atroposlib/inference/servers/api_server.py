@@ -30,7 +30,7 @@ from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.concurrency import ConcurrencyController
 from atroposlib.inference.servers.limiter import AsyncSemWithAdaptiveWeight
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.sampling_notes import Call, note_sampling, recorded
+from atroposlib.inference.servers.sampling_notes import AnsweredRequest, note_sampling, recorded
 from atroposlib.patience import MAX_RETRY_AFTER_S, Backoff
 from atroposlib.utils.tracing import note_request
 
@@ -529,7 +529,7 @@ class APIServer(ABC):
             if kwargs.get("messages") is not None:  # the author may append to the list
                 kwargs = {**kwargs, "messages": list(kwargs["messages"])}
             record.calls.append(
-                Call(
+                AnsweredRequest(
                     config=self.config,
                     asked=kwargs,
                     answer=answer,

@@ -9,23 +9,23 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-class Part(NamedTuple):
+class RequestPart(NamedTuple):
     """Some of a call's completions, to be requested together."""
 
     size: int
     offset: int
 
 
-def split_n(n: int, *, at_most: int) -> list[Part]:
+def split_n(n: int, *, at_most: int) -> list[RequestPart]:
     """Cut `n` completions into requests.
 
     >>> [part.size for part in split_n(10, at_most=4)]
     [4, 4, 2]
     """
-    return [Part(min(at_most, n - offset), offset) for offset in range(0, n, at_most)]
+    return [RequestPart(min(at_most, n - offset), offset) for offset in range(0, n, at_most)]
 
 
-def part_of(body: dict[str, Any], part: Part, *, seed_name: str = "seed") -> dict[str, Any]:
+def part_of(body: dict[str, Any], part: RequestPart, *, seed_name: str = "seed") -> dict[str, Any]:
     """Return the body that asks for a part of the completions of `body`; equal seeds would give equal ones.
 
     >>> part_of({"seed": 5, "n": 3}, Part(size=1, offset=2))

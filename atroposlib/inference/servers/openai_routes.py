@@ -22,7 +22,13 @@ from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.answer_cache import AnswerCache
 from atroposlib.inference.servers.api_server import HEALTH_TIMEOUT_S, APIServer
-from atroposlib.inference.servers.choices import Part, merge_bodies, part_of, run_together, split_n
+from atroposlib.inference.servers.choices import (
+    RequestPart,
+    merge_bodies,
+    part_of,
+    run_together,
+    split_n,
+)
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, HttpPeer, excerpt
 from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.servers.rate_limit import RateLimiter
@@ -264,7 +270,7 @@ class OpenAIRoutesServer(HttpServer):
         """Return a body with exactly `n` choices, also from servers that ignore `n`."""
         n, num_prompts = int(body.get("n", 1)), count_prompts(body.get("prompt"))
 
-        async def send(part: Part) -> dict[str, Any]:
+        async def send(part: RequestPart) -> dict[str, Any]:
             return await self._post(path, part_of(body, part), request)
 
         if num_prompts > 1:
@@ -282,7 +288,7 @@ class OpenAIRoutesServer(HttpServer):
     async def _ask_for(
         self,
         n: int,
-        send: Callable[[Part], Coroutine[Any, Any, T]],
+        send: Callable[[RequestPart], Coroutine[Any, Any, T]],
         *,
         count: Callable[[T], int],
         at_most: int,

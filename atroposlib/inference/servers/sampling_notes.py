@@ -110,7 +110,7 @@ def place_spans(spans: Spans, *, start: int) -> list[dict[str, Any]]:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Call:
+class AnsweredRequest:
     """One answered request."""
 
     config: Any
@@ -149,7 +149,7 @@ class ItemRecord(SamplingNotes):
         """Its number in the order of `get_next_item`; None for an item from the backlog."""
         self.began_at = self.duration_s = 0.0
         """Of collecting its groups; the first is `time.time()`."""
-        self.calls: list[Call] = []
+        self.calls: list[AnsweredRequest] = []
         self.texts: list[Text] = []
         """Episodes at an API without token ids; a made-up sequence begins with its index (`TextSession`)."""
 

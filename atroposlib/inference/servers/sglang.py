@@ -14,7 +14,7 @@ import msgspec
 
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
-from atroposlib.inference.servers.choices import Part, part_of
+from atroposlib.inference.servers.choices import RequestPart, part_of
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
     OpenAIRoutesServer,
@@ -171,7 +171,7 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
         n = int(sampling.get("n", 1))
         limit = int(sampling.get("max_new_tokens", DEFAULT_MAX_TOKENS))
 
-        async def send(part: Part) -> list[_Result]:
+        async def send(part: RequestPart) -> list[_Result]:
             asked = {**body, "sampling_params": part_of(sampling, part, seed_name="sampling_seed")}
             return await self._send("/generate", asked, request, read_results)
 

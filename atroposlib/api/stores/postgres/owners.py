@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import asyncpg
 
 from atroposlib.api.stores.base import OwnedElsewhere
-from atroposlib.api.stores.postgres.sessions import Unreachable
+from atroposlib.api.stores.postgres.sessions import DatabaseUnreachable
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class Ownership:
 
 
 class Owners:
-    """One member's view of the tables. Every call raises `Unreachable` without the database."""
+    """One member's view of the tables. Every call raises `DatabaseUnreachable` without the database."""
 
     def __init__(self, connect: Callable[[str], Awaitable[asyncpg.Connection]]) -> None:
         """`connect` makes a connection with an `application_name`."""
@@ -166,7 +166,7 @@ class _Link:
         *,
         timeout_s: float = _CALL_TIMEOUT_S,
     ) -> T:
-        """Return what `work` returns. Raises `Unreachable`; then the effect is unknown.
+        """Return what `work` returns. Raises `DatabaseUnreachable`; then the effect is unknown.
 
         `work` may run twice: again on a new session, if its first one ended while it was idle.
         """
@@ -182,7 +182,7 @@ class _Link:
                     return await work(self._connection)
             except _FAILURES as e:
                 self._drop()
-                raise Unreachable(f"the database is unreachable: {e!r}") from e
+                raise DatabaseUnreachable(f"the database is unreachable: {e!r}") from e
             except OwnedElsewhere:
                 raise
             except BaseException:

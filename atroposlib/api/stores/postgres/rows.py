@@ -73,7 +73,7 @@ on conflict (run_id, name) do update set value = excluded.value
 """
 
 
-class Location(NamedTuple):
+class PayloadLocation(NamedTuple):
     """Where a payload is stored."""
 
     segment: int
@@ -129,7 +129,7 @@ def table_of(run_id: int, segment: int) -> str:
 
 async def insert_groups(
     connection: Any, run_id: int, groups: Sequence[NewGroup], *, segment: int
-) -> tuple[list[Appended], dict[int, Location]]:
+) -> tuple[list[Appended], dict[int, PayloadLocation]]:
     """Insert the groups with unknown ids, and their payloads; return the outcomes and the locations of the new ones."""
     first: dict[bytes, NewGroup] = {}
     keys = [key_of(group.group_id) for group in groups]
@@ -176,7 +176,7 @@ async def insert_groups(
             [(group.header.number, group.payload) for group in new],
         )
     locations = {
-        group.header.number: Location(segment, len(group.payload), crc)
+        group.header.number: PayloadLocation(segment, len(group.payload), crc)
         for group, crc in zip(first.values(), crcs, strict=True)
         if group.header.number in stored
     }
@@ -226,24 +226,24 @@ async def apply(connection: Any, run_id: int, changes: Merged) -> None:
         await connection.execute(_PUT_FACTS, run_id, names, list(changes.facts.values()))
 
 
-class Loaded(NamedTuple):
+class LoadedRun(NamedTuple):
     """What the rows of a run say."""
 
     saved: SavedRun
-    locations: dict[int, Location]
+    locations: dict[int, PayloadLocation]
     segments: dict[int, int]
     """Bytes that each segment occupies."""
     serial: int
 
 
-async def load(connection: Any, run_id: int) -> Loaded:
+async def load(connection: Any, run_id: int) -> LoadedRun:
     """Read all rows of a run but the payloads."""
     await connection.execute(
         "insert into states (run_id) values ($1) on conflict do nothing", run_id
     )
     state = await connection.fetchrow("select * from states where run_id = $1", run_id)
     groups: list[StoredGroup] = []
-    locations: dict[int, Location] = {}
+    locations: dict[int, PayloadLocation] = {}
     rows = await connection.fetch("select * from groups where run_id = $1 order by number", run_id)
     for index, row in enumerate(map(dict, rows)):
         if index % 1000 == 0:
@@ -251,7 +251,7 @@ async def load(connection: Any, run_id: int) -> Loaded:
         reason = None if row["reason"] is None else _str(row["reason"])
         fields = row | {"header": row, "group_id": _id_of(row["key"]), "reason": reason}
         groups.append(msgspec.convert(fields, StoredGroup))
-        locations[row["number"]] = Location(row["segment"], row["num_bytes"], row["crc"])
+        locations[row["number"]] = PayloadLocation(row["segment"], row["num_bytes"], row["crc"])
     batches = []
     rows = await connection.fetch("select * from batches where run_id = $1 order by number", run_id)
     for row in map(dict, rows):
@@ -270,7 +270,7 @@ async def load(connection: Any, run_id: int) -> Loaded:
         ended=Counter({Fate(fate): num_groups for fate, num_groups in ended}),
         next_number=state["next_number"],
     )
-    return Loaded(saved, locations, await segment_sizes(connection, run_id), state["serial"])
+    return LoadedRun(saved, locations, await segment_sizes(connection, run_id), state["serial"])
 
 
 async def erase(connection: Any, run_id: int) -> None:

@@ -38,12 +38,12 @@ _SETTINGS: Final = {
 }
 
 
-class Unreachable(StoreBroken):
+class DatabaseUnreachable(StoreBroken):
     """The database cannot be reached; whether the call took effect is unknown."""
 
 
 _UNAVAILABLE: Final = (
-    Unreachable,
+    DatabaseUnreachable,
     OSError,  # TimeoutError is one
     asyncpg.PostgresConnectionError,
     asyncpg.InterfaceError,
@@ -85,7 +85,7 @@ async def open_pool(url: str, *, name: str, max_size: int) -> asyncpg.Pool:
 
 
 async def waiting(call: Callable[[], Awaitable[T]], *, who: str) -> T:
-    """Call `call`, and again while the database cannot be reached. Raises `Unreachable` after `_PATIENCE_S`.
+    """Call `call`, and again while the database cannot be reached. Raises `DatabaseUnreachable` after `_PATIENCE_S`.
 
     An attempt that raised may have taken effect. `who` waits, in the log.
     """
@@ -99,7 +99,7 @@ async def waiting(call: Callable[[], Awaitable[T]], *, who: str) -> T:
                 lost_s = time.monotonic()
                 logger.warning("%s waits for the database: %r", who, e)
             if time.monotonic() - lost_s > _PATIENCE_S:
-                raise Unreachable(f"the database cannot be reached: {e!r}") from e
+                raise DatabaseUnreachable(f"the database cannot be reached: {e!r}") from e
             await asyncio.sleep(_RETRY_S)
         else:
             if lost_s is not None:

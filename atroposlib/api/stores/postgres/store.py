@@ -33,7 +33,7 @@ from atroposlib.api.stores.base import (
 )
 from atroposlib.api.stores.postgres import rows
 from atroposlib.api.stores.postgres.owners import Owners, Term
-from atroposlib.api.stores.postgres.rows import Location, Merged
+from atroposlib.api.stores.postgres.rows import Merged, PayloadLocation
 from atroposlib.api.stores.postgres.sessions import on_connection
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class _Effects:
     """Per job: a result, or an exception to raise."""
     segment: int | None = None
     """The segment that new payloads go to from now on; None: as before."""
-    located: dict[int, Location] = field(default_factory=dict)
+    located: dict[int, PayloadLocation] = field(default_factory=dict)
     """Groups that were added or moved."""
     ended: set[int] = field(default_factory=set)
     batches: set[int] = field(default_factory=set)
@@ -128,7 +128,7 @@ class PostgresStore:
 
         self._serial = 0
         """Of the last transaction."""
-        self._locations: dict[int, Location] = {}
+        self._locations: dict[int, PayloadLocation] = {}
         self._batches: set[int] = set()
         self._segments: dict[int, _Segment] = {}
         self._open_segment: int | None = None
@@ -190,7 +190,7 @@ class PostgresStore:
         await self._on_connection(self._check_term)
         raise CorruptGroups(sorted(damaged))
 
-    async def _read(self, connection: Any, wanted: dict[int, Location]) -> dict[int, bytes]:
+    async def _read(self, connection: Any, wanted: dict[int, PayloadLocation]) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
         for segment in {location.segment for location in wanted.values()}:
             inside = [n for n, location in wanted.items() if location.segment == segment]
@@ -431,7 +431,7 @@ class PostgresStore:
         if current is not None and self._segments[current].num_bytes >= self._segment_bytes:
             self._open_segment = None
 
-    def _note(self, number: int, location: Location) -> None:
+    def _note(self, number: int, location: PayloadLocation) -> None:
         """Record where a group is, and that it left where it was before."""
         before = self._locations.get(number)
         self._locations[number] = location
@@ -441,7 +441,7 @@ class PostgresStore:
         if before is not None:
             self._leave(before)
 
-    def _leave(self, location: Location) -> None:
+    def _leave(self, location: PayloadLocation) -> None:
         segment = self._segments[location.segment]
         segment.num_groups -= 1
         segment.live_bytes -= location.num_bytes

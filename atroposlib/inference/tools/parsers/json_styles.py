@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 
 from atroposlib.inference.tools.parsers.json_text import (
-    Member,
+    JsonMember,
     Object,
     Reader,
     arguments_of,
@@ -18,7 +18,7 @@ from atroposlib.inference.tools.parsers.json_text import (
     skip_space,
     write_call,
 )
-from atroposlib.inference.tools.parsers.style import Call, Found, Style, Tools, by_places
+from atroposlib.inference.tools.parsers.style import Call, FoundCalls, Style, Tools, by_places
 
 _NAME = re.compile(r"[^\s`<>{}\[\]\"]+")
 """A name outside JSON."""
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[^\s`<>{}\[\]\"]+")
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _find_hermes(text: str, tools: Tools) -> list[Found]:
+def _find_hermes(text: str, tools: Tools) -> list[FoundCalls]:
     found = []
     reader = Reader(text)
     at = 0
@@ -48,7 +48,7 @@ def _find_hermes(text: str, tools: Tools) -> list[Found]:
             end = len(text)
         call = call_of(read.members, needs_arguments=False)
         if call is not None:
-            found.append(Found(start, end, (call,)))
+            found.append(FoundCalls(start, end, (call,)))
             at = end
     return found
 
@@ -68,8 +68,8 @@ _PYTHON_TAG = "<|python_tag|>"
 _OBJECT = re.compile(r'\{[ \t\r\n]*["}]')
 
 
-def _find_llama(text: str, tools: Tools) -> list[Found]:
-    found: list[Found] = []
+def _find_llama(text: str, tools: Tools) -> list[FoundCalls]:
+    found: list[FoundCalls] = []
     reader = Reader(text)
     at = 0
     while (opening := _OBJECT.search(text, at)) is not None:
@@ -85,7 +85,7 @@ def _find_llama(text: str, tools: Tools) -> list[Found]:
             start = at + len(before) - len(_PYTHON_TAG) if is_tagged else brace
             separator = skip_space(text, read.end)
             at = separator + 1 if text.startswith(";", separator) else read.end
-            found.append(Found(start, at, (call,)))
+            found.append(FoundCalls(start, at, (call,)))
         else:
             at = read.end
     return found
@@ -105,7 +105,7 @@ LLAMA = Style(
 _TOOL_CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-def _find_mistral(text: str, tools: Tools) -> list[Found]:
+def _find_mistral(text: str, tools: Tools) -> list[FoundCalls]:
     found = []
     reader = Reader(text)
     at = 0
@@ -115,7 +115,7 @@ def _find_mistral(text: str, tools: Tools) -> list[Found]:
         read = _mistral_list(text, begin, reader) or _mistral_named(text, begin, reader)
         if read is not None:
             calls, at = read
-            found.append(Found(start, at, calls))
+            found.append(FoundCalls(start, at, calls))
     return found
 
 
@@ -166,7 +166,7 @@ def _arguments_at(text: str, at: int, reader: Reader) -> tuple[str, int] | None:
     if read is None:
         return None
     value = {key: member.value for key, member in read.members.items()}
-    arguments = arguments_of(Member(value, text[start : read.end]))
+    arguments = arguments_of(JsonMember(value, text[start : read.end]))
     return None if arguments is None else (arguments, read.end)
 
 
@@ -216,7 +216,7 @@ _FENCED = re.compile(r"([^\s`<>{}\[\]\"]+)[ \t]*\n```json[ \t]*\n?")
 _FENCE = "```"
 
 
-def _find_deepseek(text: str, tools: Tools) -> list[Found]:
+def _find_deepseek(text: str, tools: Tools) -> list[FoundCalls]:
     """Read both forms: V3 and R1 fence the arguments as a code block, V3.1 does not."""
     found = []
     reader = Reader(text)
@@ -243,11 +243,11 @@ def _find_deepseek(text: str, tools: Tools) -> list[Found]:
         elif end != len(text):
             continue
         at = end
-        found.append(_with_brackets(text, Found(start, end, (Call(name, arguments),))))
+        found.append(_with_brackets(text, FoundCalls(start, end, (Call(name, arguments),))))
     return found
 
 
-def _with_brackets(text: str, found: Found) -> Found:
+def _with_brackets(text: str, found: FoundCalls) -> FoundCalls:
     """Extend the first and last call by the tokens that bracket all calls."""
     before = found.start
     while before and text[before - 1].isspace():

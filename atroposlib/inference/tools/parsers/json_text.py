@@ -44,7 +44,7 @@ class _Text(str):
         return -1
 
 
-class Member(NamedTuple):
+class JsonMember(NamedTuple):
     value: Any
     text: str
     """Verbatim."""
@@ -81,7 +81,7 @@ class Reader:
 
 
 class Object(NamedTuple):
-    members: dict[str, Member]
+    members: dict[str, JsonMember]
     end: int
     """The position after the object."""
 
@@ -99,7 +99,7 @@ def _whole_object(text: str) -> Object | None:
 
 def _read_object(text: str, start: int) -> Object:
     _expect("{", text, start)
-    members: dict[str, Member] = {}
+    members: dict[str, JsonMember] = {}
     at = skip_space(text, start + 1)
     if text[at : at + 1] == "}":
         return Object(members, at + 1)
@@ -110,7 +110,7 @@ def _read_object(text: str, start: int) -> Object:
         _expect(":", text, at)
         begin = skip_space(text, at + 1)
         value, at = _DECODER.raw_decode(text, begin)
-        members[key] = Member(value, text[begin:at])
+        members[key] = JsonMember(value, text[begin:at])
         at = skip_space(text, at)
         if text[at : at + 1] == "}":
             return Object(members, at + 1)
@@ -124,7 +124,7 @@ def _expect(mark: str, text: str, at: int) -> None:
 
 
 def call_of(
-    members: dict[str, Member], *, keys: Sequence[str] = ("arguments",), needs_arguments: bool
+    members: dict[str, JsonMember], *, keys: Sequence[str] = ("arguments",), needs_arguments: bool
 ) -> Call | None:
     """Return the call that an object describes; its arguments are under the first of `keys`. None if it is no call."""
     name = members.get("name")
@@ -140,7 +140,7 @@ def call_of(
     return Call(name.value, arguments, own_id if isinstance(own_id, str) and own_id else None)
 
 
-def arguments_of(member: Member) -> str | None:
+def arguments_of(member: JsonMember) -> str | None:
     """Return arguments as the text of a JSON object; None if they are something else.
 
     A string that contains an object counts as one, as in the OpenAI API.

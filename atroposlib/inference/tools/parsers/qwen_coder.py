@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.inference.tools.parsers.style import Call, Found, Style, Tools, by_places
+from atroposlib.inference.tools.parsers.style import Call, FoundCalls, Style, Tools, by_places
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]+)>")
@@ -20,7 +20,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>")
 _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))")
 
 
-def _find(text: str, tools: Tools) -> list[Found]:
+def _find(text: str, tools: Tools) -> list[FoundCalls]:
     found = []
     ends = [match.start() for match in _PARAMETER_END.finditer(text)]
     dead_ends: set[int] = set()
@@ -49,7 +49,7 @@ def _find(text: str, tools: Tools) -> list[Found]:
             for name, start, end in values
         }
         call = Call(head[1], json.dumps(arguments, ensure_ascii=False))
-        found.append(Found(head.start(), at, (call,)))
+        found.append(FoundCalls(head.start(), at, (call,)))
     return found
 
 

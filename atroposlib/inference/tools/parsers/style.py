@@ -30,7 +30,7 @@ class Call(NamedTuple):
     """The id that the model wrote; None if it wrote none."""
 
 
-class Found(NamedTuple):
+class FoundCalls(NamedTuple):
     """Adjacent calls in a text."""
 
     start: int
@@ -104,7 +104,7 @@ def _repaired(text: str) -> str:
 
 
 def by_places(
-    find: Callable[[str, Tools], list[Found]],
+    find: Callable[[str, Tools], list[FoundCalls]],
 ) -> Callable[[str, Tools], list[str | Call]]:
     """Return a style's `split` for a function that finds the well-formed calls of a text, in order."""
 
@@ -122,7 +122,7 @@ def by_places(
     return split
 
 
-def _end_of_thinking(text: str, found: Sequence[Found]) -> int:
+def _end_of_thinking(text: str, found: Sequence[FoundCalls]) -> int:
     """Return where the last thinking block ends; an end tag inside a call is part of an argument."""
     starts = [one.start for one in found]
     for match in reversed(list(_THINKING_END.finditer(text))):

@@ -119,7 +119,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
                 daemon.wait()
 
 
-@pytest.mark.parametrize("num_hubs", [1, 2])
+@pytest.mark.parametrize("num_hubs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_ends_on_slurm_with_one_job_queued_again(
     slurm: dict[str, str], tmp_path: Path, num_hubs: int, request: pytest.FixtureRequest
 ) -> None:

@@ -38,6 +38,7 @@ def pytest_of(sums: SumsFolder) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.drill
 def test_the_test_is_red_with_the_bug_and_green_after_the_cure(
     sums: SumsFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,7 +72,7 @@ def test_the_page_is_short() -> None:
     assert len(TEXT.splitlines()) <= 200
 
 
-@pytest.mark.e2e
+@pytest.mark.drill
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_a_hub_is_started_looked_at_stored_and_restored(tmp_path: Path) -> None:

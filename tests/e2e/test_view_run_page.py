@@ -14,7 +14,7 @@ from tests.cli.helpers_cli import TOKENIZER, HubServer, text_group
 from tests.processes import answers, free_port, running, wait_for
 
 pytestmark = [
-    pytest.mark.e2e,
+    pytest.mark.drill,
     pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="needs the extra view"),
 ]
 

@@ -47,6 +47,7 @@ def without_collections() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("num_sessions", "num_turns"),
     [(200, 5), pytest.param(300, 40, marks=pytest.mark.slow), (3, 150)],

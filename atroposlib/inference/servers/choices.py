@@ -28,7 +28,7 @@ def split_n(n: int, *, at_most: int) -> list[RequestPart]:
 def part_of(body: dict[str, Any], part: RequestPart, *, seed_name: str = "seed") -> dict[str, Any]:
     """Return the body that asks for a part of the completions of `body`; equal seeds would give equal ones.
 
-    >>> part_of({"seed": 5, "n": 3}, Part(size=1, offset=2))
+    >>> part_of({"seed": 5, "n": 3}, RequestPart(size=1, offset=2))
     {'seed': 7, 'n': 1}
     """
     changes: dict[str, Any] = {}

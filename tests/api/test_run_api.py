@@ -29,7 +29,6 @@ from atroposlib.cli.launch.command import main as main_of_atropos
 from atroposlib.cli.run_api import RunApiConfig, _stores, erase, main, policy_of
 from atroposlib.client import TrainerClient, TrainerRegistration
 from atroposlib.errors import ConfigError
-from tests.api.helpers_run_api import ForkedCommand
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "a-secret-for-this-test"
@@ -43,24 +42,18 @@ TRAINER = TrainerRegistration(
 )
 
 
-def environment(variables: dict[str, str]) -> dict[str, str]:
-    return {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **variables}
-
-
-def start(cwd: Path, *flags: str, **variables: str) -> ForkedCommand | subprocess.Popen[str]:
-    if "SSL_CERT_FILE" not in variables:
-        return ForkedCommand(flags, cwd=cwd, env=environment(variables))
-    return subprocess.Popen(  # aiohttp reads this variable when it is imported
+def start(cwd: Path, *flags: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", "atroposlib.cli.run_api", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        env=environment(variables),
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **variables},
     )
 
 
-def listening_url(hub: ForkedCommand | subprocess.Popen[str]) -> str:
+def listening_url(hub: subprocess.Popen[str]) -> str:
     assert hub.stdout is not None
     line = hub.stdout.readline()
     match = re.fullmatch(r"atropos hub listening on (https?://\S+)\n", line)
@@ -71,14 +64,14 @@ def listening_url(hub: ForkedCommand | subprocess.Popen[str]) -> str:
 class Hub:
     """A hub that runs for the length of a block, and what it said once it has ended."""
 
-    def __init__(self, process: ForkedCommand | subprocess.Popen[str], url: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
         self.url = url
         self.output = ""
         """What it printed after the line with its address."""
         self.errors = ""
 
-    def end(self, sig: signal.Signals | None = signal.SIGTERM) -> int | None:
+    def end(self, sig: signal.Signals | None = signal.SIGTERM) -> int:
         if sig is not None:
             self.process.send_signal(sig)
         self.output, self.errors = self.process.communicate(timeout=20)
@@ -86,7 +79,7 @@ class Hub:
 
     def post_group(self, **group: Any) -> httpx.Response:
         body = {"tokens": [[1]], "masks": [[1]], "scores": [1.0]} | group
-        return httpx.post(f"{self.url}/scored_data", json=body)
+        return httpx.post(f"{self.url}/scored_data", json=body, timeout=30)  # until it is on disk
 
     def get(self, path: str) -> Any:
         return httpx.get(f"{self.url}{path}").raise_for_status().json()
@@ -100,6 +93,9 @@ def running(cwd: Path, *flags: str, **variables: str) -> Iterator[Hub]:
         finally:
             if process.poll() is None:
                 process.kill()
+            for pipe in (process.stdout, process.stderr):
+                assert pipe is not None
+                pipe.close()
 
 
 def refusal(cwd: Path, *flags: str) -> str:
@@ -148,24 +144,12 @@ def command(
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_hub_says_where_it_listens_and_stops_cleanly(tmp_path: Path, stop: signal.Signals) -> None:
-    """The command as users start it; the other tests fork it."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "atroposlib.cli.run_api", "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env=environment({}),
-    ) as hub:
-        try:
-            wait_until_answering(listening_url(hub))
-            hub.send_signal(stop)
-            output, errors = hub.communicate(timeout=20)
-        finally:
-            hub.kill()
-    assert (hub.returncode, output) == (0, "")
-    assert "Traceback" not in errors
-    assert "warning" not in errors
+    with running(tmp_path) as hub:
+        wait_until_answering(hub.url)
+        assert hub.end(stop) == 0
+    assert hub.output == ""
+    assert "Traceback" not in hub.errors
+    assert "warning" not in hub.errors
 
 
 def wait_until_asked_for_a_batch(url: str) -> None:
@@ -604,9 +588,8 @@ def test_hubs_and_clients_trust_a_private_authority(
         with TrainerClient(other.url) as trainer:
             trainer.register(TRAINER)
         said, deadline = "", time.monotonic() + 20
-        while (
-            other.url not in said.partition("hub ")[2]
-        ):  # the owner reads once a second who is there
+        # The owner reads once a second who is there.
+        while other.url not in said.partition("hub ")[2]:
             assert time.monotonic() < deadline, said
             assert main_of_atropos(["status", other.url]) == 0
             said = capsys.readouterr().out

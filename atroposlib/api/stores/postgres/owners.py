@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import asyncpg
 
 from atroposlib.api.stores.base import OwnedElsewhere
-from atroposlib.api.stores.postgres.sessions import DatabaseUnreachable
+from atroposlib.api.stores.postgres.sessions import SESSION_ENDED, DatabaseUnreachable
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ class _Link:
                     if self._connection is not None:
                         try:
                             return await work(self._connection)
-                        except _ENDED:
+                        except SESSION_ENDED:
                             self._drop()
                     self._connection = await self._connect()
                     return await work(self._connection)
@@ -222,14 +222,7 @@ def application_name(member: uuid.UUID | str) -> str:
     return f"atropos {member}"
 
 
-_ENDED = (
-    ConnectionError,
-    asyncpg.PostgresConnectionError,
-    asyncpg.AdminShutdownError,
-    asyncpg.InterfaceError,
-    asyncpg.InternalClientError,  # its end was being read
-)
-_FAILURES = (*_ENDED, OSError, asyncpg.PostgresError)  # TimeoutError is an OSError
+_FAILURES = (*SESSION_ENDED, OSError, asyncpg.PostgresError)  # TimeoutError is an OSError
 _ALIVE = f"renewed_at > clock_timestamp() - interval '{LAPSE_S} s'"
 _RENEW = f"""
 WITH gone AS (

@@ -42,12 +42,18 @@ class DatabaseUnreachable(StoreBroken):
     """The database cannot be reached; whether the call took effect is unknown."""
 
 
-_UNAVAILABLE: Final = (
-    DatabaseUnreachable,
-    OSError,  # TimeoutError is one
+SESSION_ENDED: Final = (
+    ConnectionError,
     asyncpg.PostgresConnectionError,
+    asyncpg.AdminShutdownError,
     asyncpg.InterfaceError,
     asyncpg.InternalClientError,  # the server ended the session just before the call
+)
+"""Errors of a call on a session that the server or the network ended."""
+_UNAVAILABLE: Final = (
+    *SESSION_ENDED,
+    DatabaseUnreachable,
+    OSError,  # TimeoutError is one
     asyncpg.OperatorInterventionError,
     asyncpg.TooManyConnectionsError,
     asyncpg.TransactionRollbackError,
@@ -87,7 +93,7 @@ async def open_pool(url: str, *, name: str, max_size: int) -> asyncpg.Pool:
 async def waiting(call: Callable[[], Awaitable[T]], *, who: str) -> T:
     """Call `call`, and again while the database cannot be reached. Raises `DatabaseUnreachable` after `_PATIENCE_S`.
 
-    An attempt that raised may have taken effect. `who` waits, in the log.
+    An attempt that raised may have taken effect. `who` names the caller in the log.
     """
     lost_s: float | None = None
     while True:
@@ -97,13 +103,16 @@ async def waiting(call: Callable[[], Awaitable[T]], *, who: str) -> T:
         except _UNAVAILABLE as e:
             if lost_s is None:
                 lost_s = time.monotonic()
-                logger.warning("%s waits for the database: %r", who, e)
+                logger.warning(
+                    "%s: PostgreSQL cannot be reached; retrying for %.0f s: %r", who, _PATIENCE_S, e
+                )
             if time.monotonic() - lost_s > _PATIENCE_S:
                 raise DatabaseUnreachable(f"the database cannot be reached: {e!r}") from e
             await asyncio.sleep(_RETRY_S)
         else:
             if lost_s is not None:
-                logger.info("%s waited %.1f s for the database", who, time.monotonic() - lost_s)
+                away_s = time.monotonic() - lost_s
+                logger.info("%s: PostgreSQL answered again after %.1f s", who, away_s)
             return answer
 
 

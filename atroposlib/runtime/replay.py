@@ -139,8 +139,13 @@ class Replayer:
         A group whose scores differ is scored once more, for `is_repeatable`.
         """
         running: deque[asyncio.Task[Replay]] = deque()
+        group_size = None
         try:
             for row in rows:
+                # Rows at the same time share the environment's configuration.
+                while running and row.get("group_size") != group_size:
+                    yield await running.popleft()
+                group_size = row.get("group_size")
                 running.append(asyncio.create_task(self._replay_twice(row)))
                 if len(running) == NUM_AT_ONCE:
                     yield await running.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import random
@@ -68,6 +69,22 @@ async def test_another_reward_changes_scores_and_another_group_size_does_not_mat
     [replay] = await replayed(env, rows)
     assert replay.scores == [0.25, 0.25, 0.25]
     assert (replay.changed, replay.is_repeatable) == ([0, 1, 2], True)
+
+
+async def test_a_file_may_hold_groups_of_several_sizes(tmp_path: Path) -> None:
+    """As after `process --append` with another size; code may read the size after an await."""
+    rows = [
+        row
+        for size in (2, 3, 4)
+        for row in await rows_of(harnessed(Adding, tmp_path / str(size), group_size=size))
+    ]
+
+    async def score(self: Any, row: Any, answer: str) -> float:
+        await asyncio.sleep(0.01)
+        return float(self.config.group_size)
+
+    found = await replayed(harnessed(changed(Adding, score=score), tmp_path), rows)
+    assert [replay.scores for replay in found] == [[2.0] * 2, [3.0] * 3, [4.0] * 4]
 
 
 async def test_a_changed_prompt_is_reported_also_if_the_author_catches_the_error(

@@ -24,10 +24,13 @@ from atroposlib.envs.collecting import close, collect
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.judge_env import JudgeEnv
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
-from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import create_chat_completion, create_completion
 from atroposlib.inference.scripted_answers import answer_tokens
-from atroposlib.inference.servers.api_server import APIServer, TokenCompletions
+from atroposlib.inference.servers.api_server import (
+    APIServer,
+    TokenCompletions,
+    in_process_config,
+)
 from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.servers.token_ids import check_sampled, encode_prompt
 from atroposlib.inference.sessions.managed_server import ManagedServer
@@ -301,18 +304,7 @@ class _OuterPolicy(APIServer):
     """The server of a stepped environment: the trainer answers its requests."""
 
     def __init__(self, tokenizer: Any) -> None:
-        unlimited = 2**20  # the trainer paces itself
-        super().__init__(
-            APIServerConfig(
-                model_name="outer policy",
-                base_url="http://outer-policy.invalid",
-                health_check=False,
-                adaptive_concurrency=False,
-                num_max_requests_at_once=unlimited,
-                num_requests_for_eval=unlimited,
-                server_type="vllm",
-            )
-        )
+        super().__init__(in_process_config("outer-policy"))  # the trainer paces itself
         self.tokenizer = tokenizer
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:

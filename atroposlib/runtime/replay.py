@@ -41,9 +41,8 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close, collect
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.errors import ConfigError, EngineRejected, EnvError, MissingDependency, cause_of
-from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
-from atroposlib.inference.servers.api_server import APIServer, TokenCompletions
+from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, in_process_config
 from atroposlib.inference.servers.http_peer import HttpPeer
 from atroposlib.inference.servers.openai_routes import chat_completion_from, completion_from
 from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampling
@@ -63,8 +62,6 @@ Row = Mapping[str, Any]
 
 NUM_AT_ONCE = 16
 """Groups that are scored at a time."""
-
-UNLIMITED = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,17 +402,7 @@ class _RecordedServer(APIServer):
     """Answers from the row that is replayed."""
 
     def __init__(self, env: BaseEnv) -> None:
-        super().__init__(
-            APIServerConfig(
-                model_name="replay",
-                base_url="http://replay.invalid",
-                health_check=False,
-                adaptive_concurrency=False,
-                num_max_requests_at_once=UNLIMITED,
-                num_requests_for_eval=UNLIMITED,
-                server_type="vllm",
-            )
-        )
+        super().__init__(in_process_config("replay"))
         self._env = env
 
     @property

@@ -101,6 +101,20 @@ class TokenCompletions(_FourValues):
         return answer if isinstance(answer, cls) else cls(*answer)
 
 
+def in_process_config(name: str) -> APIServerConfig:
+    """Return the configuration of a server that answers in this process: no address, no health check, no limits."""
+    unlimited = 2**20
+    return APIServerConfig(
+        model_name=name,
+        base_url=f"http://{name}.invalid",
+        health_check=False,
+        adaptive_concurrency=False,
+        num_max_requests_at_once=unlimited,
+        num_requests_for_eval=unlimited,
+        server_type="vllm",
+    )
+
+
 def is_transient(error: BaseException) -> bool:
     """Whether the same request may succeed later."""
     if isinstance(error, EngineDown):

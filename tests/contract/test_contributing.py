@@ -1,0 +1,25 @@
+"""CONTRIBUTING.md answers the questions of someone who opens the code for the first time."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_answer_names_a_definition_that_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("## Where is it?")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if "`: `" in line]
+    assert len(rows) >= 10
+    for row in rows:
+        answers = re.findall(r"`([\w/]+\.py)`: `(\w+)`", row)
+        assert answers, row
+        folder = Path(answers[0][0]).parent
+        for file, name in answers:
+            path = ROOT / (file if "/" in file else folder / file)
+            kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+            nodes = ast.parse(path.read_text(encoding="utf-8")).body
+            assert name in {node.name for node in nodes if isinstance(node, kinds)}, row

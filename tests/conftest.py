@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.postgres import Cluster, binaries, running_cluster
+from tests.processes import leaving_no_process
 
 FIRST = ("tests/faults/", "tests/e2e/", "tests/trainer/")
 
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, start in enumerate(FIRST) if name.startswith(start)), len(FIRST))
 
     items.sort(key=place)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_process_left() -> Iterator[None]:
+    with leaving_no_process():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,35 @@ def free_port() -> int:
         except OSError:
             continue
         return port
+
+
+_KILL_WHAT_IS_LEFT = """
+import os, signal, sys
+sys.stdin.read()  # until the test process has ended
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as environment:
+            if sys.argv[1].encode() in environment.read().split(b"\\0"):
+                os.kill(int(pid), signal.SIGKILL)
+    except OSError:
+        continue  # it has ended
+"""
+
+
+@contextmanager
+def leaving_no_process() -> Iterator[None]:
+    """Kill what was started in the block and still runs when the block, or this process by SIGKILL, ends (Linux).
+
+    A child is known by a variable that it inherits. A program that waits for the end of this process kills them.
+    """
+    name, value = "ATROPOS_TEST_PROCESS", uuid.uuid4().hex
+    argv = [sys.executable, "-S", "-c", _KILL_WHAT_IS_LEFT, f"{name}={value}"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True):
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            del os.environ[name]
 
 
 class Process:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 SCORE = 0.25
-BUSY = "while True: pass"
 
 
 def note(folder: str, pid: int) -> None:

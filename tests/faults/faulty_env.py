@@ -51,8 +51,6 @@ class FaultyEnvConfig(BaseEnvConfig):
     run: str = "run"
     """Names this process; part of every prompt."""
     has_faults: bool = True
-    fails_from: int = -1
-    """From this item on every attempt raises the same error; -1: none."""
 
 
 class FaultyEnv(BaseEnv):
@@ -91,8 +89,6 @@ class FaultyEnv(BaseEnv):
         self.attempts[item] += 1
         is_first = self.attempts[item] == 1
         kind = kind_of(item) if self.config.has_faults else "good"
-        if 0 <= self.config.fails_from <= item:
-            raise LookupError("the same fault again")
         if kind == "raises always" or (kind == "raises once" and is_first):
             self.counts["raised"] += 1
             raise RuntimeError(f"item {item} is bad")

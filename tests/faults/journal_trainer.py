@@ -1,16 +1,14 @@
 """A trainer process that tests kill: leases, acknowledges, writes checkpoints, and resumes from the last one.
 
-    journal_trainer.py URL DIRECTORY READS NUM_STEPS CHECKPOINT_EVERY STEP_S
+    journal_trainer.py URL DIRECTORY
 
-READS is how groups are recognised and compared whole: `keys` those of `drivers.py`, `prompts` those of `faulty_env.py`.
-`checkpoint.json` in DIRECTORY has the step, every group learned from up to it, in order, and weights: a hash of their
-names in that order. `journal` gets each batch received, one line `step name name ...`. Once a file `drain` exists, a
-checkpoint is written whenever there is no batch. The process ends with step NUM_STEPS.
+The groups are those of `faulty_env.py`, each recognised by its prompt and compared whole. `checkpoint.json` in
+DIRECTORY has the step and the prompt of every group learned from up to it, in order. Once a file `drain` exists, a
+checkpoint is written whenever there is no batch.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
@@ -23,10 +21,13 @@ from atroposlib.client import LeaseExpired, TrainerClient
 from atroposlib.errors import HubUnavailable
 from atroposlib.scored_data import ScoredGroup
 from tests.faults.answers import answer_logprobs, answer_tokens
-from tests.faults.drivers import BATCH_SIZE, CorruptGroup, read_group, registration
+from tests.faults.drivers import BATCH_SIZE, CorruptGroup, registration
 from tests.faults.faulty_env import PROMPT_END
 
 END_TOKEN = ord(PROMPT_END) + 3
+CHECKPOINT_EVERY = 4
+"""Steps."""
+STEP_S = 0.15
 
 
 def read_prompt(group: ScoredGroup) -> str:
@@ -50,22 +51,15 @@ def read_prompt(group: ScoredGroup) -> str:
     return names.pop()
 
 
-def read_key(group: ScoredGroup) -> str:
-    return "{}-{}".format(*read_group(group))
-
-
-READERS = {"keys": read_key, "prompts": read_prompt}
-
-
-def train(url: str, directory: Path, reads: str, num_steps: int, every: int, step_s: float) -> None:
+def train(url: str, directory: Path) -> None:
     checkpoint, drain = directory / "checkpoint.json", directory / "drain"
-    saved: dict[str, Any] = {"step": 0, "weights": "", "groups": []}
+    saved: dict[str, Any] = {"step": 0, "groups": []}
     if checkpoint.exists():
         saved = json.loads(checkpoint.read_text())
-    step, weights, groups = saved["step"], saved["weights"], list(saved["groups"])
-    with TrainerClient(url, timeout_s=5.0) as hub, (directory / "journal").open("a") as journal:
+    step, groups = saved["step"], list(saved["groups"])
+    with TrainerClient(url, timeout_s=5.0) as hub:
         hub.register(registration(), resume_step=step)
-        while step < num_steps:
+        while True:
             try:
                 batch = hub.lease_batch(wait_s=1.0)
             except HubUnavailable:
@@ -74,18 +68,14 @@ def train(url: str, directory: Path, reads: str, num_steps: int, every: int, ste
             if batch is not None:
                 assert batch.step == step + 1, f"step {batch.step} after {step}"
                 assert sum(each.num_sequences for each in batch.groups) == BATCH_SIZE
-                names = list(map(READERS[reads], batch.groups))
-                print(batch.step, *names, file=journal, flush=True)
-                for name in names:
-                    weights = hashlib.sha256(f"{weights}{name}".encode()).hexdigest()
-                groups += names
-                time.sleep(step_s)  # this is when most kills arrive
+                groups += map(read_prompt, batch.groups)
+                time.sleep(STEP_S)  # this is when most kills arrive
                 hub.ack(batch)
                 step = batch.step
-            is_due = step - saved["step"] >= every or step == num_steps
+            is_due = step - saved["step"] >= CHECKPOINT_EVERY
             is_idle = batch is None and drain.exists() and step > saved["step"]
             if is_due or is_idle:
-                saved = {"step": step, "weights": weights, "groups": groups}
+                saved = {"step": step, "groups": groups}
                 written = checkpoint.with_suffix(".new")
                 written.write_text(json.dumps(saved))
                 written.replace(checkpoint)
@@ -93,14 +83,12 @@ def train(url: str, directory: Path, reads: str, num_steps: int, every: int, ste
 
 
 def main() -> None:
-    url, directory, reads, num_steps, every, step_s = sys.argv[1:]
+    url, directory = sys.argv[1:]
     while True:
         try:
-            train(url, Path(directory), reads, int(num_steps), int(every), float(step_s))
+            train(url, Path(directory))
         except LeaseExpired as error:
             print("fenced:", error, flush=True)  # resume from the checkpoint, as after a crash
-        else:
-            return
 
 
 if __name__ == "__main__":

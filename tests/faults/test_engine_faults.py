@@ -199,30 +199,6 @@ async def test_five_per_cent_dropped_connections_lose_nothing_and_repeat_only_th
     assert len(engine.served) == 200 + 60 * NUM_TURNS + met
 
 
-async def test_a_connection_that_always_breaks_fails_the_group_after_a_bounded_number_of_attempts() -> (
-    None
-):
-    script = Script(faults=(Fault(kind="drop_in_body"),))
-    async with ScriptedEngine(script) as engine, manager_of([engine.url]) as manager:
-        (group,) = await collect_all(manager, 1)
-        assert group.error is not None
-        assert group.nodes == []
-        assert len(engine.served) == FastVLLM.max_attempts
-
-
-async def test_429_storms_are_waited_out_as_long_as_the_server_asks() -> None:
-    storm = Fault(kind="status", status=429, retry_after_s=0.3, times=90)
-    async with ScriptedEngine(Script(faults=(storm,))) as engine:
-        async with manager_of([engine.url]) as manager:
-            groups = await collect_all(manager, 60)
-    check_all(groups)
-    assert engine.counts["status 429"] >= 1
-    for attempts in attempts_by_prompt(engine.served).values():
-        times = [each.at_s for each in attempts]
-        pauses = [after - before for before, after in zip(times, times[1:], strict=False)]
-        assert all(pause >= 0.29 for pause in pauses)
-
-
 @pytest.mark.parametrize("missing", [[], [TOKENS_ROUTE]], ids=["tokens", "completions"])
 @pytest.mark.parametrize("kind", ["cut_json", "wrong_lengths"])
 async def test_half_replies_fail_their_group_and_no_other(kind: Any, missing: list[str]) -> None:
@@ -309,15 +285,6 @@ async def test_a_pause_for_new_weights_is_waited_for_and_fails_nothing(behaviour
         assert {(node.metadata or {})["policy_version"] for node in group.nodes} == {2}
 
 
-async def test_an_engine_that_never_answers_fails_the_group_when_its_time_is_over() -> None:
-    script = Script(faults=(Fault(kind="slow_first_byte", delay_s=60),))
-    async with ScriptedEngine(script) as engine:
-        async with manager_of([engine.url], timeout=1) as manager:
-            (group,) = await collect_all(manager, 1)
-    assert group.error is not None
-    assert "no answer within 1 s" in str(group.error)
-
-
 @pytest.mark.e2e
 async def test_an_engine_killed_in_the_middle_of_groups_fails_or_finishes_them_all(
     tmp_path: Path,
@@ -347,28 +314,3 @@ async def test_an_engine_killed_in_the_middle_of_groups_fails_or_finishes_them_a
     check_all(later)
     for attempts in attempts_by_prompt(steady.served).values():
         assert len(attempts) == 1
-
-
-async def test_an_engine_that_does_not_come_back_fails_its_sessions_and_gets_no_others() -> None:
-    script = Script(latency=Latency(first_token_s=0.2))
-    async with ScriptedEngine(script) as steady, ScriptedEngine(script) as lost:
-        async with manager_of([steady.url, lost.url], health_wait_s=1) as manager:
-            collecting = asyncio.create_task(collect_all(manager, 40, num_turns=NUM_TURNS))
-            await eventually(
-                lambda: len(steady.served) + len(lost.served) >= 40,
-                timeout_s=20,
-                what="every group has its engine",
-            )
-            await lost.stop()
-            num_lost = len(lost.served)
-            groups = await collecting
-            later = await collect_all(manager, 20, name="later ")
-            assert len(lost.served) == num_lost
-    whole = [group for group in groups if group.error is None]
-    assert len(whole) == len(groups) // 2
-    for group in groups:
-        if group.error is None:
-            check(group, num_turns=NUM_TURNS)
-        else:
-            assert lost.url in str(group.error)
-    check_all(later)

@@ -15,14 +15,12 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from atroposlib.client import HubClient, TrainerClient
-from atroposlib.envs.rewards import RewardFailure, RewardWorkers
+from atroposlib.envs.rewards import RewardWorkers
 from atroposlib.inference.scripted_engine import ScriptedEngine
 from atroposlib.scored_data import ScoredGroup
 from tests.faults import bad_rewards
@@ -68,31 +66,6 @@ def survivors(folder: Path) -> list[int]:
 
 
 # The workers alone
-
-
-@pytest.mark.parametrize("function", KINDS, ids=lambda function: function.__name__)
-async def test_misdeed_comes_to_what_is_declared_and_the_next_call_is_served(
-    function: Callable[[str], Any], tmp_path: Path
-) -> None:
-    reason = KINDS[function]
-    children_before = own_children(os.getpid())
-    async with RewardWorkers() as workers:
-        assert await workers.run(bad_rewards.score, "good", 3, "", timeout_s=PATIENT_S) == 3.0
-        timeout_s = 1.0 if reason == "timeout" else PATIENT_S
-        outcome = await workers.run(function, str(tmp_path), timeout_s=timeout_s)
-        if reason is None:
-            assert outcome == SCORE
-        else:
-            assert isinstance(outcome, RewardFailure), outcome
-            assert outcome.reason == reason, outcome
-        for choice in range(3):
-            score = await workers.run(bad_rewards.score, "good", choice, "", timeout_s=PATIENT_S)
-            assert score == float(choice)
-        assert workers.failures == ({} if reason is None else {reason: 1})
-        assert workers.num_calls == 5
-    assert survivors(tmp_path) == []
-    started = set(own_children(os.getpid())) - set(children_before)
-    assert [pid for pid in started if not is_alive(pid)] == []  # no zombie
 
 
 async def test_worker_whose_calls_leave_processes_behind_is_replaced(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ import pytest
 
 from atroposlib.client import HubClient, TrainerClient
 from atroposlib.errors import HubUnavailable
+from atroposlib.wire import encode_json
 from tests.faults.drivers import (
     BATCH_SIZE,
     GroupKey,
@@ -219,6 +221,23 @@ async def test_send_cut_at_any_byte_is_stored_once(hub: HubProcess, direction: D
     )
     # Only an answer that is on its way means that the group was stored.
     assert num_duplicates == (len(points) if direction is Direction.REPLY else 0)
+
+
+def test_body_of_an_environment_that_is_killed_is_not_stored_in_part(hub: HubProcess) -> None:
+    """JSON without an id, as the original sends it: nothing repeats it."""
+    hub.forget()
+    num_stored = 0
+    body = encode_json(make_group(GroupKey(1, 0), num_sequences=4))
+    head = f"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    sent = head.encode() + body
+    for num_bytes in [*sweep(len(sent)), len(sent)]:
+        with socket.create_connection(("127.0.0.1", hub.port), 30) as connection:
+            connection.sendall(sent[:num_bytes])
+            if num_bytes == len(sent):
+                num_stored += b" 200 " in connection.recv(4096)
+    ledger = hub.get("/ledger")
+    assert_balanced(ledger)
+    assert (ledger["rejected"], ledger["produced"], ledger["queued"], num_stored) == ({}, 1, 1, 1)
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import random
 import socket
 import time
 from collections import Counter
@@ -30,11 +29,8 @@ from tests.faults.drivers import (
     size_of,
 )
 from tests.faults.proxy import Direction, Proxy
-from tests.processes import Process
 
 pytestmark = pytest.mark.e2e
-
-CHECKPOINT_EVERY = 3
 
 
 async def post_groups(url: str, *, num_sequences: int, num_tokens: int = 64) -> list[GroupKey]:
@@ -56,69 +52,6 @@ def keys_of(batch: list[dict[str, Any]]) -> list[GroupKey]:
 
 
 # A trainer that is killed
-
-
-def train(hub: HubProcess, directory: Path, *, num_steps: int) -> Process:
-    argv = ["-m", "tests.faults.journal_trainer", hub.url, str(directory), "keys"]
-    argv += [str(num_steps), str(CHECKPOINT_EVERY), "0.005"]
-    return Process("trainer", argv, log_path=directory / "trainer.log")
-
-
-def num_lines(path: Path) -> int:
-    return path.read_text().count("\n") if path.exists() else 0
-
-
-@pytest.mark.timeout(240)
-async def test_killed_trainer_resumes_to_the_weights_of_an_unbroken_run(tmp_path: Path) -> None:
-    num_kills, num_steps = 20, 200
-    rng = random.Random(5)
-    results = {}
-    num_killed = num_batches = 0
-    began = time.monotonic()
-    for name in ("unbroken", "killed"):
-        directory = tmp_path / name
-        directory.mkdir()
-        journal = directory / "journal"
-        # A slow machine may see one batch leased at many kills.
-        with hub_process(directory, "--max-deliveries", "100") as hub:
-            keys = await post_groups(hub.url, num_sequences=num_steps * BATCH_SIZE)
-            for _ in range(num_kills if name == "killed" else 0):
-                trainer = train(hub, directory, num_steps=num_steps)
-                # Counted, not timed: however fast the machine is, no life reaches the last step.
-                wanted = num_lines(journal) + rng.randint(1, 8)
-                await eventually(
-                    lambda trainer=trainer, wanted=wanted, journal=journal: (
-                        num_lines(journal) >= wanted or trainer.popen.poll() is not None
-                    ),
-                    timeout_s=30,
-                    what="the trainer gets its batches or ends",
-                    interval_s=0.005,
-                )
-                await asyncio.sleep(0.01 * rng.random())
-                assert trainer.popen.poll() is None, trainer.log()[-4000:]
-                trainer.popen.kill()
-                trainer.popen.wait()
-                num_killed += 1
-            trainer = train(hub, directory, num_steps=num_steps)
-            assert await asyncio.to_thread(trainer.wait, 60) == 0, trainer.log()[-4000:]
-            ledger = hub.get("/ledger")
-            assert_balanced(ledger)
-            assert ledger["trained"] == len(keys)
-        results[name] = json.loads((directory / "checkpoint.json").read_text())
-        groups_of_step: dict[str, str] = {}
-        for line in journal.read_text().splitlines():
-            step, _, groups = line.partition(" ")
-            assert groups_of_step.setdefault(step, groups) == groups, f"step {step} changed"
-            num_batches += 1
-        assert len(groups_of_step) == num_steps
-        assert sorted(results[name]["groups"]) == sorted(f"{k.producer}-{k.index}" for k in keys)
-    assert results["killed"] == results["unbroken"]
-    print(
-        f"{num_killed} trainer kills, {num_batches - 2 * num_steps} batches served again,"
-        f" {num_steps} steps: weights, order and set of groups equal to the unbroken run's;"
-        f" {time.monotonic() - began:.0f} s"
-    )
-    assert num_batches - 2 * num_steps >= num_kills // 2
 
 
 @pytest.mark.timeout(120)

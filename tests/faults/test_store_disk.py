@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import sqlite3
 import threading
 import time
 from dataclasses import replace
@@ -93,19 +92,6 @@ async def test_other_users_cannot_read_the_directory(tmp_path: Path, opened: Ope
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
     for path in (tmp_path / "run").iterdir():
         assert path.stat().st_mode & 0o077 == 0, path
-
-
-async def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path, opened: Open) -> None:
-    store, _ = await opened()
-    await store.append(make_groups(1))
-    await store.close()
-    connection = sqlite3.connect(tmp_path / "run" / "state.db")
-    connection.execute("pragma user_version = 99")
-    connection.close()
-    before = (tmp_path / "run" / "state.db").read_bytes()
-    with pytest.raises(ConfigError, match="format 99"):
-        await open_store(tmp_path / "run").open()
-    assert (tmp_path / "run" / "state.db").read_bytes() == before
 
 
 async def test_opening_says_what_was_found(tmp_path: Path, opened: Open) -> None:
@@ -357,23 +343,6 @@ async def test_reading_goes_on_while_segments_are_dropped_and_moved(opened: Open
     assert num_reads > 10
     # Each of the groups that are left was alone in its segment of 20,000 bytes.
     assert store.usage().stored_bytes < 300_000
-
-
-async def test_a_broken_store_says_so_once_and_refuses_everything(opened: Open) -> None:
-    class Broken(SmallDisk):
-        def sync(self, fd: int) -> None:
-            raise OSError(5, "injected")
-
-    failures: list[BaseException] = []
-    store, _ = await opened(files=Broken(), on_failure=failures.append)
-    outcomes = await asyncio.gather(
-        *(store.append([group]) for group in make_groups(5)), return_exceptions=True
-    )
-    assert [type(outcome) for outcome in outcomes] == [StoreBroken] * 5
-    with pytest.raises(StoreBroken, match="restart the hub"):
-        await store.commit(Change())
-    await store.close()
-    assert len(failures) == 1
 
 
 async def test_closing_says_when_it_could_not_make_everything_durable(

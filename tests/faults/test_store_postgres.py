@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
 import shutil
 import time
@@ -23,11 +22,7 @@ from atroposlib.cli import hub_database
 from atroposlib.errors import ConfigError
 from tests.conftest import require_postgres
 from tests.faults.drivers import (
-    HubProcess,
-    LeaseTrainer,
-    assert_balanced,
     hub_process,
-    traffic,
 )
 from tests.faults.proxy import Direction, Proxy, Toxics
 from tests.faults.store_faults import Judge, Workload
@@ -188,60 +183,6 @@ async def test_a_new_owner_continues_where_the_one_before_was_cut_off(
 
 
 # Whole hubs.
-
-
-async def run_with_outages(
-    hub: HubProcess, num_outages: int, outage: Any, *, rng: random.Random
-) -> str:
-    trainer = LeaseTrainer(hub.url, crash_chance=0.05)
-    async with traffic(hub.url, trainer=trainer) as load:
-        for number in range(num_outages):
-            await asyncio.sleep(0.3 + 0.5 * rng.random())
-            await load.progress(3 * (number + 1))
-            await asyncio.to_thread(outage)
-        await load.finish()
-    ledger = hub.get("/ledger")
-    assert_balanced(ledger)
-    assert ledger["trained"] == load.num_acknowledged
-    assert ledger["queued"] == ledger["leased"] == 0
-    return load.account()
-
-
-@pytest.mark.timeout(240)
-async def test_a_killed_hub_loses_no_group_and_commits_none_twice(
-    tmp_path: Path, postgres_url: str
-) -> None:
-    with hub_process(tmp_path, "--database", postgres_url) as hub:
-
-        def kill_hub() -> None:
-            hub.kill()
-            hub.start()
-
-        account = await run_with_outages(hub, 3, kill_hub, rng=random.Random(1))
-        slowest_s = max(hub.start_times_s)
-        assert hub.stop() == 0
-    assert slowest_s <= 10
-    print(f"3 kills of the hub, ready again after at most {slowest_s:.1f} s; {account}")
-
-
-@pytest.mark.timeout(240)
-async def test_a_hub_whose_database_is_killed_pauses_and_loses_nothing(
-    tmp_path: Path, cluster: Cluster
-) -> None:
-    pauses_s = []
-    with hub_process(tmp_path, "--database", cluster.url()) as hub:
-        pid = hub.pid
-
-        def kill_database() -> None:
-            began = time.monotonic()
-            cluster.kill()
-            cluster.start()
-            pauses_s.append(time.monotonic() - began)
-
-        account = await run_with_outages(hub, 4, kill_database, rng=random.Random(2))
-        os.kill(pid, 0)  # the same process
-        assert hub.stop() == 0
-    print(f"4 kills of the database, each {max(pauses_s):.1f} s at most; {account}")
 
 
 async def test_fresh_erases_nothing_beside_a_living_hub(tmp_path: Path, postgres_url: str) -> None:

@@ -344,7 +344,7 @@ async def test_no_generated_request_is_a_server_error_or_gets_past_the_rights() 
 async def test_the_same_holds_at_a_replica_that_does_not_own_the_run(
     request: pytest.FixtureRequest,
 ) -> None:
-    await send_generated(partial(forwarding, request=request), NUM_EXAMPLES // 5)
+    await send_generated(partial(forwarding, request=request), NUM_EXAMPLES // 9)
 
 
 async def send_generated(

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize(
     "num_cycles",
     [
-        pytest.param(60, marks=pytest.mark.timeout(300)),
+        pytest.param(24, marks=pytest.mark.timeout(300)),
         pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )
@@ -89,7 +89,7 @@ async def its_turn(experiment: Traffic) -> AsyncIterator[None]:
 @pytest.mark.parametrize(
     "num_turns",
     [
-        pytest.param(18, marks=pytest.mark.timeout(240)),
+        pytest.param(9, marks=pytest.mark.timeout(240)),
         pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,8 @@ import yaml
 
 from atroposlib.cli.run_api import RunApiConfig
 from atroposlib.config import parse_flags
-from tests.postgres import binaries, running_cluster
+from tests.postgres import Cluster
+from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "OPERATING.md").read_text()
@@ -45,8 +45,7 @@ def blocks(language: str) -> list[str]:
 
 def run(script: str, folder: Path, **variables: str) -> str:
     """Run lines of bash as a reader would, with a free port in place of 8000; return what they print."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     script = script.replace("8000", str(port)).replace(
         "run-api --data", f"run-api --port {port} --data"
     )
@@ -88,11 +87,9 @@ def test_a_hub_is_started_looked_at_stored_and_restored(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
-@pytest.mark.skipif(binaries() is None, reason="needs PostgreSQL")
-def test_a_database_is_dumped_and_restored(tmp_path: Path) -> None:
+def test_a_database_is_dumped_and_restored(postgres: Cluster, tmp_path: Path) -> None:
     [block] = [block for block in blocks("bash") if "createdb" in block]
-    with running_cluster() as cluster:
-        said = run(block, tmp_path, PGHOST="localhost", PGPORT=str(cluster.port), PGUSER="hub")
+    said = run(block, tmp_path, PGHOST="localhost", PGPORT=str(postgres.port), PGUSER="hub")
     assert '"status":"ready"' in said
     assert re.search(r"default .* MiB", said)
 

@@ -370,18 +370,22 @@ async def test_resume_says_how_many_steps_are_no_longer_held() -> None:
 
 
 async def test_replayed_batches_keep_their_groups_and_order_over_a_restart() -> None:
+    """The minimum that made them holds no more: the policy would now choose others."""
     store = MemoryStore()
     coordinator = await started(4, store=store)
-    await coordinator.accept([incoming(1, tag=tag) for tag in range(12)])
-    batches = []
-    for _ in range(3):
-        batch = await trained(coordinator)
-        batches.append(tags(batch))
+    for name, share in (("a", None), ("b", 0.5)):
+        await joined(coordinator, desired_name=name, min_batch_allocation=share)
+    for env_id in (0, 1):
+        await coordinator.accept([incoming(2, env_id=env_id, tag=2 * n + env_id) for n in range(5)])
+    batches = [tags(await trained(coordinator)) for _ in range(3)]
+    assert batches == [[0, 1], [2, 3], [4, 5]]
+    await coordinator.disconnect_env(1)
     await resumed(coordinator, 0)
     again = [tags(await leased(coordinator))]
     coordinator = await restarted(coordinator, store)
     again += [tags(await leased(coordinator)) for _ in range(2)]
     assert again == batches
+    assert tags(await leased(coordinator)) == [6, 8]
 
 
 async def test_stale_groups_expire_and_are_counted() -> None:

@@ -40,8 +40,8 @@ PACKED: Headers = (("Content-Type", CONTENT_TYPE_PACKED),)
 class Case:
     """One request and the answer it gets."""
 
-    name: str
     target: str
+    name: str = ""
     method: str = "POST"
     body: bytes = b""
     headers: Headers = JSON
@@ -322,40 +322,20 @@ def headed(
 
 
 def coding_cases() -> Iterator[Case]:
-    """Bodies that are not what their headers say."""
+    """Bodies that are not what their headers say; more of them: tests/api/test_hub_limits.py."""
     good = to_json(a_group())
     packed = gzip.compress(good)
     raw = zlib.compressobj(9, zlib.DEFLATED, -15)
     rows: list[tuple[str, str, bytes, int, str]] = [
-        ("gzip on a plain body", "gzip", good, 400, "Invalid gzip"),
-        ("zstd on a plain body", "zstd", good, 400, "Invalid zstd"),
-        ("gzip on a zstd body", "gzip", zstandard.compress(good), 400, "Invalid gzip"),
-        ("zstd on a gzip body", "zstd", packed, 400, "Invalid zstd"),
-        ("gzip with a wrong CRC", "gzip", packed[:-8] + bytes(4) + packed[-4:], 400, ""),
         ("gzip with a wrong size", "gzip", packed[:-4] + bytes(4), 400, ""),
-        ("gzip and a tail", "gzip", packed + b"tail", 400, ""),
         ("gzip head with reserved flags", "gzip", packed[:3] + b"\xff" + packed[4:], 400, ""),
         ("gzip of unknown method", "gzip", packed[:2] + b"\x07" + packed[3:], 400, ""),
         ("raw deflate", "gzip", raw.compress(good) + raw.flush(), 400, ""),
-        ("zlib", "gzip", zlib.compress(good), 400, ""),
-        ("deflate", "deflate", zlib.compress(good), 415, "must be one of"),
-        ("brotli", "br", good, 415, "must be one of"),
-        ("gzip twice", "gzip, gzip", gzip.compress(packed), 415, "must be one of"),
-        ("gzip in zstd", "gzip, zstd", zstandard.compress(packed), 415, "must be one of"),
         ("unknown coding", "\xff", good, 415, "must be one of"),
         ("an endless name", "x" * 9999, good, 415, "must be one of"),
-        ("gzip of nothing", "gzip", gzip.compress(b""), 422, "not JSON"),
         ("gzip of no JSON", "gzip", gzip.compress(b"\xff"), 422, "not JSON"),
-        ("zstd of nothing", "zstd", zstandard.compress(b""), 422, "not JSON"),
-        ("no body under gzip", "gzip", b"", 422, "not JSON"),
-        ("10001 members", "gzip", gzip.compress(b"") * 10_001, 400, "Invalid gzip"),
-        ("a bomb", "gzip", gzip.compress(bytes(8 * 2**20)), 413, "inflates more"),
-        ("a zstd bomb", "zstd", zstandard.compress(bytes(8 * 2**20)), 413, "inflates more"),
         ("a zstd frame of 4 EiB", "zstd", ZSTD_4_EIB, 413, ""),
-        ("a zstd window of 2 GiB", "zstd", b"\x28\xb5\x2f\xfd\x00\xa8" + bytes(8), 400, ""),
         ("a zstd dictionary", "zstd", b"\x28\xb5\x2f\xfd\x21\x07\x02" + bytes(8), 400, ""),
-        ("gzip in capitals", "GZIP", packed, 200, "received"),
-        ("identity", "identity", good, 200, "received"),
     ]
     for name, coding, body, status, says in rows:
         yield headed(name, body, "Content-Encoding", coding, statuses=(status,), says=says)
@@ -656,64 +636,37 @@ CONTROL_BODIES = [b"", b" ", b"null", b"[]", b"1", b'"x"', b"{", b"\xff", b"[" *
 def control_cases() -> Iterator[Case]:
     """Everything but groups."""
     for target, good, changes in CONTROL:
-        rows = [(field, value) for field, values in changes.items() for value in values]
-        for field, value in rows:
+        for field, value in [(key, value) for key in changes for value in changes[key]]:
             given = {k: v for k, v in (good | {field: value}).items() if v is not ...}
-            shown = "missing" if value is ... else to_json(value)[:40].decode()
-            yield Case(
-                name=f"{target} {field} {shown}",
-                target=target,
-                body=to_json(given),
-                statuses=(400, 422) if value is HUGE else (422,),
-                says="detail",
-            )
+            statuses = (400, 422) if value is HUGE else (422,)
+            yield Case(target=target, body=to_json(given), statuses=statuses, says="detail")
         for body in CONTROL_BODIES:
-            yield Case(
-                name=f"{target} with {body[:20]!r}",
-                target=target,
-                body=body,
-                statuses=(400, 422),
-            )
+            yield Case(target=target, body=body, statuses=(400, 422))
     known_form = ("0", "-1", "999", str(2**63), str(2**70), "9" * 4000)
     no_numbers = ("9" * 5000, "x", "1.5", "0x1", "%00", "NaN", "%F0%9F%98%80")
     for batch_id in known_form + no_numbers:
+        statuses = (404,) if batch_id in known_form else (422,)
         for what in ("ack", "heartbeat", "release"):
-            yield Case(
-                name=f"{what} of batch {batch_id[:20]}",
-                target=f"/batches/{batch_id}/{what}",
-                body=b'{"lease_id": "x"}',
-                statuses=(404 if batch_id in known_form else 422,),
-            )
-    ids = ("", "x" * 129)
+            target = f"/batches/{batch_id}/{what}"
+            yield Case(target=target, body=b'{"lease_id": "x"}', statuses=statuses)
     queries = [
-        *("lease=maybe", "lease="),
+        *("lease=maybe", "lease=", "lease=1&request_id=", "lease=1&request_id=" + "x" * 129),
         *(f"lease=1&ttl={ttl}" for ttl in ("0", "-1", "NaN", "inf", "1e400", "86401", "x")),
-        *(f"lease=1&request_id={request_id}" for request_id in ids),
         *(f"wait={wait}" for wait in ("-1", "NaN", "inf", "x", "")),
     ]
     for query in queries:
-        yield Case(name=f"batch?{query[:40]}", target=f"/batch?{query}", method="GET")
+        yield Case(target=f"/batch?{query}", method="GET")
     unknown = [f"env_id={env_id}" for env_id in (999, -1, -999, 2**63 - 1)]
     wrong = [f"env_id={env_id}" for env_id in (2**63, 2**70, "9" * 5000, "", "x", "1.5", "NaN")]
     wrong += ["env_id=%FF", "env_id=%00", ""]
     wrong += [f"env_id=999&{more}" for more in ("wait=1e400", "wait=-1", "seen_step=x", "env_id=x")]
     for query in unknown + wrong:
+        target, statuses = f"/status-env?{query}", (404,) if query in unknown else (422,)
         for method in ("GET", "POST"):
-            yield Case(
-                name=f"{method} status-env?{query[:40]}",
-                target=f"/status-env?{query}",
-                method=method,
-                statuses=(404 if query in unknown else 422,),
-                says="detail",
-            )
+            yield Case(target=target, method=method, statuses=statuses, says="detail")
     for env_id in (999, -1, -999, 2**63 - 1, -(2**63)):
-        yield Case(
-            name=f"disconnect-env {env_id}",
-            target="/disconnect-env",
-            body=to_json({"env_id": env_id}),
-            statuses=(200,),
-            says='"failure"',
-        )
+        body = to_json({"env_id": env_id})
+        yield Case(target="/disconnect-env", body=body, statuses=(200,), says='"failure"')
     wrong_methods = ("GET /scored_data", "PUT /scored_data", "DELETE /batch", "POST /batch")
     wrong_methods += ("OPTIONS /scored_data", "TRACE /status", "FOO /status")
     run_names = ("..%2f..%2fetc", "..", "", "%00", ".hidden", "x" * 65, "a%20b", quote("\u00e4"))
@@ -725,13 +678,8 @@ def control_cases() -> Iterator[Case]:
     ]
     for line in [*wrong_methods, *no_routes]:
         method, _, target = line.partition(" ")
-        yield Case(
-            name=f"{method} {target[:40]}",
-            target=target,
-            method=method,
-            statuses=(405 if line in wrong_methods else 404,),
-            says="detail",
-        )
+        statuses = (405,) if line in wrong_methods else (404,)
+        yield Case(target=target, method=method, statuses=statuses, says="detail")
 
 
 CASES = [*group_cases(), *coding_cases(), *packed_cases(), *control_cases()]
@@ -756,7 +704,7 @@ def problem(case: Case, answer: Answer) -> str | None:
 async def test_hostile_input_gets_the_answer_of_the_table_and_harms_no_other_client(
     tmp_path: Path,
 ) -> None:
-    assert len(CASES) > 1500
+    assert len(CASES) > 1400
 
     app = create_app(hub_on_disk(tmp_path))
     call = Caller(app)
@@ -771,7 +719,8 @@ async def test_hostile_input_gets_the_answer_of_the_table_and_harms_no_other_cli
             answer = await call(case.method, case.target, case.body, headers=case.headers)
             wrong = problem(case, answer)
             if wrong is not None:
-                problems.append(f"{case.name}: {wrong}")
+                sent = f"{case.method} {case.target[:80]} {case.body[:80]!r} ({case.name})"
+                problems.append(f"{sent}: {wrong}")
         assert not problems, f"{len(problems)} of {len(CASES)}\n" + "\n".join(problems)
         assert (await call("GET", "/status-env?env_id=0")).status == 200
         num_drained = await drain(call)

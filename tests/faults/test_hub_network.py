@@ -58,54 +58,6 @@ async def fresh_run(hub: HubProcess, *, seed: int = 0) -> AsyncIterator[Proxy]:
         yield proxy
 
 
-# The proxy itself
-
-
-async def test_proxy_passes_exactly_the_bytes_it_is_told_to() -> None:
-    received = bytearray()
-
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(100):
-                received.extend(data)
-                writer.write(data)
-        except ConnectionError:
-            pass
-        writer.close()
-
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    async with server, Proxy(server.sockets[0].getsockname()[1]) as proxy:
-        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
-        proxy.toxics = Toxics(slice_bytes=3, latency_s=0.001)
-        writer.write(b"0123456789")
-        assert await reader.readexactly(10) == b"0123456789"
-        proxy.reset_after(Direction.REQUEST, 4)
-        writer.write(b"abcdefghij")
-        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-            await reader.readexactly(10)
-        await eventually(lambda: len(received) == 14, timeout_s=30, what="four more bytes")
-        assert (bytes(received), proxy.num_resets) == (b"0123456789abcd", 1)
-        writer.close()
-
-        proxy.toxics = Toxics(is_blackhole=True)
-        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
-        writer.write(b"x")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(reader.read(1), 0.1)
-        await proxy.heal()
-        assert await reader.read(1) == b"x"
-        writer.close()
-
-        await proxy.cut()
-        with pytest.raises(OSError, match="refused|Connect call failed"):
-            await asyncio.open_connection("127.0.0.1", proxy.port)
-        await proxy.heal()
-        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
-        writer.write(b"y")
-        assert await reader.read(1) == b"y"
-        writer.close()
-
-
 # Traffic over a bad network
 
 

@@ -51,53 +51,6 @@ def keys_of(batch: list[dict[str, Any]]) -> list[GroupKey]:
     return [read_group(check_group(each, strictness=Strictness.WIRE)) for each in batch]
 
 
-# A trainer that is killed
-
-
-@pytest.mark.timeout(120)
-async def test_replay_gives_batches_as_they_were_although_the_policy_would_now_choose_others(
-    tmp_path: Path,
-) -> None:
-    """A minimum that no longer holds made the first batches; the hub is killed in the middle of the replay."""
-    half = BATCH_SIZE // 2
-    with hub_process(tmp_path) as hub:
-        async with httpx.AsyncClient(base_url=hub.url) as http, HubClient(hub.url) as producer:
-
-            def lease(trainer: TrainerClient) -> list[GroupKey]:
-                batch = trainer.lease_batch(10.0)
-                assert batch is not None
-                trainer.ack(batch)
-                return [read_group(group) for group in batch.groups]
-
-            hub.register()
-            with TrainerClient(hub.url) as trainer:
-                about = {"desired_name": "e", "max_token_length": 64, "weight": 1.0}
-                for env_id, share in enumerate([None, 0.5]):
-                    body = about | {"group_size": half, "min_batch_allocation": share}
-                    reply = (await http.post("/register-env", json=body)).json()
-                    assert reply["env_id"] == env_id
-                for env_id in (0, 1):
-                    for index in range(6):
-                        key = GroupKey(env_id, index)
-                        group = make_group(key, num_sequences=half, num_tokens=64, env_id=env_id)
-                        await producer.send([group])
-                first = [await asyncio.to_thread(lease, trainer) for _ in range(4)]
-                assert first == [[GroupKey(0, n), GroupKey(1, n)] for n in range(4)]
-                await asyncio.to_thread(trainer.checkpoint, 1)
-            (await http.post("/disconnect-env", json={"env_id": 1})).raise_for_status()
-            with TrainerClient(hub.url) as trainer:
-                reply = await asyncio.to_thread(trainer.register, registration(), resume_step=1)
-                assert (reply.step, reply.replayed) == (1, 6)
-                again = [await asyncio.to_thread(lease, trainer)]
-                await asyncio.to_thread(hub.kill)
-                await asyncio.to_thread(hub.start)
-                again += [await asyncio.to_thread(lease, trainer) for _ in range(2)]
-                assert again == first[1:]
-                assert await asyncio.to_thread(lease, trainer) == [GroupKey(0, 4), GroupKey(0, 5)]
-                assert hub.get("/status")["current_step"] == 5
-        assert_balanced(hub.get("/ledger"))
-
-
 # A trainer of the original kind that is cut off
 
 

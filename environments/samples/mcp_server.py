@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import sys
 
-from generate import PRICES, STOCK
 from mcp.server.mcpserver import MCPServer
+
+STOCK = {"apple": 40, "banana": 25, "cherry": 300, "fig": 12, "lemon": 31, "pear": 18}
+PRICES = {"apple": 45, "banana": 30, "cherry": 8, "fig": 70, "lemon": 55, "pear": 60}
+"""In cents."""
 
 server = MCPServer("fruit shop")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import importlib
 import json
 import random
 import string
@@ -449,12 +448,3 @@ def as_sampled(request: Request, text: str) -> Answer:
     tokens, finish_reason = answer_tokens(ByteTokenizer(), text, limit=limit)
     logprobs = made_up_logprobs(request.prompt_ids, tokens, spans=[("1", len(tokens))])
     return Answer(token_ids=tokens, logprobs=logprobs, finish_reason=finish_reason)
-
-
-def test_samples_are_what_their_generator_writes() -> None:
-    generate = importlib.import_module("atroposlib.environments.samples.generate")
-    folder = Path(generate.__file__).parent
-    assert {path.stem for path in folder.glob("*.jsonl")} == set(generate.SAMPLES)
-    for name in generate.SAMPLES:
-        written = (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        assert written == list(generate.lines_of(name))

@@ -113,11 +113,9 @@ class FundamentalPredictionEnv(DatasetEnv):
         judged = [score for row in scores for score in row if score is not None]
         return {**super().summarize(scores), **accuracies(judged, prefix="eval")}
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the accuracy of direction and size."""
-        await super().wandb_log(
-            {**(wandb_metrics or {}), **accuracies(self.train_scores, prefix="train")}
-        )
+    def train_metrics(self) -> dict[str, float]:
+        """Return the accuracy of direction and size."""
+        return accuracies(self.train_scores, prefix="train")
 
 
 def size_score(error: float) -> float:

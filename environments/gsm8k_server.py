@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
-from atroposlib.envs.lengths import length_scores
+from atroposlib.envs.lengths import prefer_shorter
 from atroposlib.envs.reward_fns.math_worker import is_equal
 from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rewards import RewardFailure
@@ -60,8 +60,9 @@ class GSM8kEnv(DatasetEnv):
     )
 
     def parse_row(self, row: dict[str, Any]) -> Problem:
-        """Return the question with the number after `####`."""
-        return parse_row(row)
+        """Return the question with the number after `####` (all of `answer` without one)."""
+        answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
+        return Problem(question=row["question"], answer=answer)
 
     def prompt(self, row: Problem) -> str:
         """Return the question."""
@@ -79,26 +80,14 @@ class GSM8kEnv(DatasetEnv):
         return 1.0 if is_right else -1.0
 
     def shape_group(self, row: Problem, group: ScoredDataGroup) -> ScoredDataGroup:
-        """Prefer shorter answers if all are correct."""
-        if all(score > 0 for score in group["scores"]):
-            group["scores"] = length_scores(group["masks"], self.config.max_token_length)
-        return group
+        """Prefer shorter answers if all are right."""
+        return prefer_shorter(group, self.config.max_token_length)
 
 
 def is_correct(gold: str, text: str) -> bool:
     """Whether the last boxed answer after the thinking equals the gold number; runs in a worker."""
     solution = after_thinking(text)
     return "\\boxed" in solution and is_equal(gold, solution)
-
-
-def parse_row(row: dict[str, Any]) -> Problem:
-    """Return the question with the number after `####` (all of `answer` without one).
-
-    >>> parse_row({"question": "2 * 600?", "answer": "2 * 600 = 1,200 #### 1,200"}).answer
-    '1200'
-    """
-    answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
-    return Problem(question=row["question"], answer=answer)
 
 
 if __name__ == "__main__":

@@ -157,11 +157,10 @@ class InstructionFollowingEnv(DatasetEnv):
             self.solved_items.append(row.key)
         return None if is_solved else group
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the state of the curriculum."""
+    def train_metrics(self) -> dict[str, float]:
+        """Return the state of the curriculum."""
         num_solved, num_items = len(self.solved_items), len(self.instructions)
         metrics = {
-            **(wandb_metrics or {}),
             "curriculum/active_items": num_items - num_solved,
             "curriculum/solved_items": num_solved,
             "curriculum/total_items": num_items,
@@ -171,7 +170,7 @@ class InstructionFollowingEnv(DatasetEnv):
         attempts = [self.item_attempt_counts.get(key, 0) for key in active]
         if attempts:
             metrics["curriculum/avg_attempts_active"] = sum(attempts) / len(attempts)
-        await super().wandb_log(metrics)
+        return metrics
 
     def load_checkpoint(self) -> None:
         """Restore the queue, without rows that are gone, and with new ones at its end."""

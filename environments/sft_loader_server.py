@@ -154,9 +154,9 @@ class SFTEnv(DatasetEnv):
         await self.evaluate_log(metrics)
         return metrics
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the number of rows sent."""
-        await super().wandb_log({**(wandb_metrics or {}), "train/idx": self.num_items})
+    def train_metrics(self) -> dict[str, float]:
+        """Return the number of rows sent."""
+        return {"train/idx": self.num_items}
 
 
 def message_of(turn: dict[str, Any]) -> dict[str, Any]:

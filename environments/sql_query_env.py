@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from atroposlib.envs.answers import THINK_FIRST, after_thinking_once
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
-from atroposlib.envs.lengths import length_scores
+from atroposlib.envs.lengths import prefer_shorter
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.utils.files import replace_file
 
@@ -149,9 +149,7 @@ class SQLQueryEnv(DatasetEnv):
 
     def shape_group(self, row: Question, group: ScoredDataGroup) -> ScoredDataGroup:
         """Prefer shorter answers if all are right."""
-        if all(score == 1.0 for score in group["scores"]):
-            group["scores"] = length_scores(group["masks"], self.config.max_token_length)
-        return group
+        return prefer_shorter(group, self.config.max_token_length)
 
 
 def results_of(

@@ -19,7 +19,7 @@ from atroposlib.envs.answers import THINK_FIRST, after_thinking_once
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.envs.gold_calls import calls_match
-from atroposlib.envs.lengths import length_scores
+from atroposlib.envs.lengths import prefer_shorter
 from atroposlib.envs.rows import HubRows
 from atroposlib.envs.tool_env import ToolCall, parse_hermes_calls
 
@@ -84,9 +84,7 @@ class SingleToolCallingEnv(DatasetEnv):
 
     def shape_group(self, row: Request, group: ScoredDataGroup) -> ScoredDataGroup:
         """Prefer shorter answers if all are right."""
-        if all(score == 1.0 for score in group["scores"]):
-            group["scores"] = length_scores(group["masks"], self.config.max_token_length)
-        return group
+        return prefer_shorter(group, self.config.max_token_length)
 
 
 if __name__ == "__main__":

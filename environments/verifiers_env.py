@@ -91,13 +91,11 @@ class BridgedEnv(AgentEnv):
         """Return the library's reward."""
         return float(answer["reward"])
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the library's metrics and the crashes of the child."""
-        metrics = {**(wandb_metrics or {}), "train/bridge_ended": self.bridge.num_ended}
-        for name, values in self.metrics.items():
-            metrics[f"metrics/{name}"] = statistics.fmean(values)
+    def train_metrics(self) -> dict[str, float]:
+        """Return the library's metrics and the crashes of the child."""
+        means = {f"metrics/{name}": statistics.fmean(x) for name, x in self.metrics.items()}
         self.metrics.clear()
-        await super().wandb_log(metrics)
+        return {**means, "train/bridge_ended": self.bridge.num_ended}
 
     async def close(self) -> None:
         """Stop the child."""

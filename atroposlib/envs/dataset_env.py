@@ -9,6 +9,7 @@ masked or judged again, as configured, and counted. It affects neither the score
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import itertools
@@ -19,7 +20,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -46,7 +46,9 @@ Split: TypeAlias = Literal["train", "eval"]
 Outcome: TypeAlias = float | bool | RewardFailure | None
 """Result of judging an answer: a number, or None / `RewardFailure` if it could not be judged."""
 
-_split_judged: ContextVar[Split] = ContextVar("split_judged", default="train")
+_split_judged: contextvars.ContextVar[Split] = contextvars.ContextVar(
+    "split_judged", default="train"
+)
 """The split of the row that the current task samples and judges."""
 
 NUM_GOLD_ANSWERS_CHECKED = 100
@@ -163,8 +165,10 @@ class DatasetEnv(BaseEnv):
     """Smallest score that counts as solved in pass@k."""
     truncated_score: ClassVar[float | None] = None
     """Score of an answer that was cut at the token limit; None: `score` judges it like any other."""
-    silences_truncated: ClassVar[bool] = False
-    """Whether an answer that was cut at the token limit gets no advantage."""
+    silences_truncated: bool = False
+    """Whether an answer that was cut at the token limit gets no advantage; of the class, or set in `__init__`."""
+    checkpointed: ClassVar[tuple[str, ...]] = ()
+    """Attributes that a checkpoint stores, as JSON, and that are set again at a restart."""
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that reward workers import when they start, so that imports do not use up `reward_timeout_s`."""
 
@@ -376,6 +380,7 @@ class DatasetEnv(BaseEnv):
     ) -> dict[str, float]:
         began = time.time()
         judged: list[Outcome] = []
+        self._counts["eval"].clear()
 
         async def measure(row: Row) -> list[Sample]:
             _split_judged.set("eval")  # in the task of this row
@@ -397,7 +402,10 @@ class DatasetEnv(BaseEnv):
         samples = await self.evaluate_items(rows, measure)
         if len(judged) == len(samples):
             _raise_if_all_raised(judged)
-        self.eval_metrics = self.summarize_samples(samples)
+        context = contextvars.copy_context()
+        context.run(_split_judged.set, "eval")
+        counts = {f"eval/{name}": float(count) for name, count in self._counts["eval"].items()}
+        self.eval_metrics = {**counts, **context.run(self.summarize_samples, samples)}
         await self.evaluate_log(
             self.eval_metrics,
             start_time=began,
@@ -441,25 +449,28 @@ class DatasetEnv(BaseEnv):
             metrics["eval/percent_correct"] = metrics["eval/pass@1"]
         return metrics
 
+    def train_metrics(self) -> dict[str, float]:
+        """Return further metrics for a log; called once, before `train_scores` and `counts` are cleared."""
+        return {}
+
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add scores, failures and the last evaluation."""
-        metrics = {**(wandb_metrics or {}), **self.eval_metrics}
+        """Add scores, failures, `train_metrics` and the last evaluation."""
+        metrics = {**(wandb_metrics or {}), **self.eval_metrics, **self.train_metrics()}
         metrics["train/reward_failures"] = self.num_reward_failures
         metrics["train/too_short"] = self.num_too_short
         metrics.update(
             {f"train/score_error_{kind}": count for kind, count in self.score_errors.items()}
         )
         metrics["train/epoch"] = self.num_items / max(1, len(self.train_rows))
-        for split, counts in self._counts.items():
-            metrics.update({f"{split}/{name}": count for name, count in counts.items()})
+        counts = self._counts["train"]
+        metrics.update({f"train/{name}": count for name, count in counts.items()})
         if self.train_scores:
             solved = [score >= self.success_score for score in self.train_scores]
             metrics["train/mean_score"] = sum(self.train_scores) / len(self.train_scores)
             metrics["train/percent_correct"] = sum(solved) / len(solved)
         self.train_scores, self.eval_metrics = [], {}
-        self._logged_counts.update(self._counts["train"])
-        for counts in self._counts.values():
-            counts.clear()
+        self._logged_counts.update(counts)
+        counts.clear()
         await super().wandb_log(metrics)
 
     def lost_answers(self) -> dict[str, int]:
@@ -474,7 +485,7 @@ class DatasetEnv(BaseEnv):
 
     @property
     def counts(self) -> Counter[str]:
-        """Events since the last log, by name; logged as `train/<name>`, those during an evaluation as `eval/<name>`."""
+        """Events since the last log, by name, logged as `train/<name>`; in an evaluation its own, as `eval/<name>`."""
         return self._counts[_split_judged.get()]
 
     def total(self, event: str) -> int:
@@ -482,8 +493,9 @@ class DatasetEnv(BaseEnv):
         return self._logged_counts[event] + self._counts["train"][event]
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Save the position in the rows. Rows in flight at a crash are skipped for that epoch."""
-        super().save_checkpoint(step, {**(data or {}), "num_items": self.num_items})
+        """Save `checkpointed` and the position in the rows. Rows in flight at a crash are skipped for that epoch."""
+        state = {name: getattr(self, name) for name in ("num_items", *self.checkpointed)}
+        super().save_checkpoint(step, {**(data or {}), **state})
 
     async def close(self) -> None:
         """Stop the worker processes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from atroposlib.scored_data import IGNORE_INDEX
+from atroposlib.scored_data import IGNORE_INDEX, ScoredDataGroup
 
 PENALTY_STARTS_AT = 0.5
 """Fraction of max_token_length above which an answer is penalized."""
@@ -32,10 +32,13 @@ def length_penalties(
     return [min(max(overrun, 0.0), 1.0) for overrun in overruns]
 
 
-def length_scores(masks: Sequence[Sequence[int]], max_token_length: int) -> list[float]:
-    """Score correct answers by length: 1 up to half of the limit, then linearly down to 0 at the limit.
+def prefer_shorter(group: ScoredDataGroup, max_token_length: int) -> ScoredDataGroup:
+    """If all answers of a group score 1, score them by length: 1 up to half of the limit, then linearly down to 0.
 
-    >>> length_scores([[7] * 40, [7] * 75, [7] * 200], max_token_length=100)
+    >>> prefer_shorter({"masks": [[7] * 40, [7] * 75, [7] * 200], "scores": [1.0, 1.0, 1.0]}, 100)["scores"]
     [1.0, 0.5, 0.0]
     """
-    return [1.0 - penalty for penalty in length_penalties(masks, max_token_length)]
+    if min(group["scores"]) == 1.0:
+        penalties = length_penalties(group["masks"], max_token_length)
+        group["scores"] = [1.0 - penalty for penalty in penalties]
+    return group

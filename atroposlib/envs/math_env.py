@@ -14,8 +14,6 @@ from atroposlib.envs.dataset_env import (
     DatasetEnv,
     DatasetEnvConfig,
     Outcome,
-    Rollout,
-    Row,
     Split,
     success_rates,
 )
@@ -55,6 +53,10 @@ class VerifiedMathEnv(DatasetEnv):
     preload = ("math_verify",)
     truncated_score = -1.0
 
+    def __init__(self, config: VerifiedMathConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.silences_truncated = config.mask_too_long_completions
+
     def load_rows(self, split: Split) -> list[Problem] | None:
         """Return the problems of a split; in evaluation those of all parts, unless a file is configured."""
         has_file = self.config.dataset_path or self.config.eval_dataset_path
@@ -71,13 +73,6 @@ class VerifiedMathEnv(DatasetEnv):
         if not isinstance(answer, str | int | float):
             return None
         return Problem(question=row.get("question") or row["problem"], answer=str(answer))
-
-    async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Judge the answers; those that were cut get no advantage, if configured."""
-        for rollout in rollouts:
-            if rollout.finish_reason == "length" and self.config.mask_too_long_completions:
-                rollout.overrides["set_advantage_to_zero"] = True
-        return await super().score_group(row, rollouts)
 
     async def verify(self, row: Problem, answer: str) -> Outcome:
         """Return 1 for the right answer, -1 for another, None if the gold answer cannot be read."""

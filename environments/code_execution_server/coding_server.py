@@ -173,11 +173,11 @@ class CodingEnv(DatasetEnv):
         self.figures["pass@group_size"].append(max(group["scores"]) > 0)
         return group
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the averages of the training answers."""
+    def train_metrics(self) -> dict[str, float]:
+        """Return the averages of the training answers."""
         averages = {f"train_rewards/{name}": sum(x) / len(x) for name, x in self.figures.items()}
         self.figures.clear()
-        await super().wandb_log({**(wandb_metrics or {}), **averages})
+        return averages
 
     def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
         """Add the success of every difficulty."""

@@ -151,9 +151,9 @@ class DatasetEnv(RowsEnv):
             metrics |= {"eval/max_score": max(judged), "eval/min_score": min(judged)}
         return metrics
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the statistics of every reward."""
-        await super().wandb_log({**(wandb_metrics or {}), **self.reward_metrics})
+    def train_metrics(self) -> dict[str, float]:
+        """Return the statistics of every reward."""
+        return self.reward_metrics
 
 
 def make_reward(config: AnyDatasetConfig) -> RewardFunction:

@@ -183,12 +183,10 @@ class PydanticSchemaFollowingEnv(DatasetEnv):
         names = {"eval/avg_score": "eval/mean_score", "eval/percent_perfect": "eval/pass@1"}
         return {**metrics, **{new: metrics[old] for new, old in names.items() if old in metrics}}
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the share of answers that fit."""
-        metrics = dict(wandb_metrics or {})
-        if self.train_scores:
-            metrics["train/percent_perfect"] = sum(self.train_scores) / len(self.train_scores)
-        await super().wandb_log(metrics)
+    def train_metrics(self) -> dict[str, float]:
+        """Return the share of answers that fit."""
+        scores = self.train_scores
+        return {"train/percent_perfect": sum(scores) / len(scores)} if scores else {}
 
 
 def contained(text: str, row: SchemaTask) -> str:

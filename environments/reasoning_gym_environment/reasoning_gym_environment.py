@@ -27,7 +27,7 @@ from pydantic import Field
 
 from atroposlib.envs.answers import THINK_FIRST, only_tagged
 from atroposlib.envs.base import ScoredDataGroup
-from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Split
+from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Split
 from atroposlib.envs.lengths import length_penalties
 from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rewards import RewardFailure
@@ -95,6 +95,7 @@ class ReasoningGymEnv(DatasetEnv):
     success_score = 0.5
     truncated_score = 0.0
     preload = ("reasoning_gym",)
+    checkpointed = ("task_complexity_levels", "task_performance_history")
 
     async def setup(self) -> None:
         """Check the names of the tasks and make the evaluation puzzles."""
@@ -103,6 +104,7 @@ class ReasoningGymEnv(DatasetEnv):
         self.task_performance_history: dict[str, list[float]] = {}
         """Mean scores of the last groups by task."""
         self.tasks = available_tasks(self.config.tasks)
+        self.silences_truncated = self.config.mask_too_long_completions
         await super().setup()
 
     async def load_rows(self, split: Split) -> list[Any]:
@@ -166,14 +168,6 @@ class ReasoningGymEnv(DatasetEnv):
         outcome: Outcome = await self.in_worker(score_answer, *row.source, tagged)
         return outcome
 
-    async def roll_out(self, row: Puzzle, n: int, *, split: Split) -> list[Rollout]:
-        """Sample answers; one cut at the token limit has no advantage, if so configured."""
-        rollouts = await super().roll_out(row, n, split=split)
-        for rollout in rollouts:
-            if self.config.mask_too_long_completions and rollout.finish_reason == "length":
-                rollout.overrides["set_advantage_to_zero"] = True
-        return rollouts
-
     def shape_group(self, row: Puzzle, group: ScoredDataGroup) -> ScoredDataGroup:
         """Adapt the complexity of the task; lower the scores of long answers if all are right."""
         scores = group["scores"]
@@ -194,31 +188,23 @@ class ReasoningGymEnv(DatasetEnv):
         target = self.config.curriculum_target_accuracy
         self.task_complexity_levels[task] = next_complexity(level, history, target=target)
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the state of the curriculum."""
-        metrics = dict(wandb_metrics or {})
-        if levels := list(self.task_complexity_levels.values()):
-            histories = self.task_performance_history.values()
-            metrics |= {
-                "curriculum/total_tasks_tracked": len(levels),
-                "curriculum/tasks_with_adjustments": sum(x != FIRST_COMPLEXITY for x in levels),
-                "curriculum/target_accuracy": self.config.curriculum_target_accuracy,
-                "curriculum/avg_complexity": statistics.fmean(levels),
-                "curriculum/min_complexity": min(levels),
-                "curriculum/max_complexity": max(levels),
-            }
-            if histories:
-                recent = [statistics.fmean(history[-5:]) for history in histories]
-                metrics["curriculum/avg_recent_accuracy"] = statistics.fmean(recent)
-        await super().wandb_log(metrics)
-
-    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Save the curriculum."""
-        state = {
-            "task_complexity_levels": self.task_complexity_levels,
-            "task_performance_history": self.task_performance_history,
+    def train_metrics(self) -> dict[str, float]:
+        """Return the state of the curriculum."""
+        levels = self.task_complexity_levels.values()
+        if not levels:
+            return {}
+        metrics = {
+            "total_tasks_tracked": len(levels),
+            "tasks_with_adjustments": sum(x != FIRST_COMPLEXITY for x in levels),
+            "target_accuracy": self.config.curriculum_target_accuracy,
+            "avg_complexity": statistics.fmean(levels),
+            "min_complexity": min(levels),
+            "max_complexity": max(levels),
         }
-        super().save_checkpoint(step, {**(data or {}), **state})
+        if histories := self.task_performance_history.values():
+            recent = [statistics.fmean(history[-5:]) for history in histories]
+            metrics["avg_recent_accuracy"] = statistics.fmean(recent)
+        return {f"curriculum/{name}": value for name, value in metrics.items()}
 
 
 def available_tasks(wanted: Sequence[str] | None) -> list[str]:

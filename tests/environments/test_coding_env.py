@@ -136,7 +136,7 @@ async def test_figures_of_training_and_evaluation(monkeypatch: pytest.MonkeyPatc
     async def log(self: Any, metrics: dict[str, Any]) -> None:
         logged.update(metrics)
 
-    monkeypatch.setattr("atroposlib.envs.dataset_env.DatasetEnv.wandb_log", log)
+    monkeypatch.setattr("atroposlib.envs.base.BaseEnv.wandb_log", log)
     await env.collect_trajectories(env.parse_row(PROBLEM))
     await env.wandb_log()
     await env.close()

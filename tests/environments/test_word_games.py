@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections import Counter
@@ -9,16 +10,14 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.rows import sample_path
 from tests.environments.helpers_environments import load, make_env
 
 wordle = load("game_environments.wordle")
 hangman = load("game_environments.hangman")
 crosswords = load("game_environments.crosswords")
-words = """
-anchor apple basket bread bridge candle chair cloud desert engine forest garden hammer horse island kettle knife ladder
-lemon mirror mouse needle nest night ocean orange pencil piano queen rabbit rain river road saddle salt snake star stone
-table ticket tiger torch train wheel window
-""".split()
+with open(sample_path(crosswords.CrosswordsEnv, "crosswords")) as sample:
+    words = {json.loads(line)["word"] for line in sample}
 
 
 async def score(monkeypatch: Any, env_cls: Any, row: Any, answers: Any, **settings: Any) -> float:

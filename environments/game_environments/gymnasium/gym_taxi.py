@@ -103,13 +103,12 @@ class GymTaxiEnv(GymEnv):
         """Return -1, 0 or 1."""
         return -1.0 + sum(max(reward, 0.0) for reward in episode.rewards)
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the share of passengers that were picked up."""
-        metrics = dict(wandb_metrics or {})
-        if self.train_scores:
-            share = sum(score >= 0 for score in self.train_scores) / len(self.train_scores)
-            metrics["train/percent_picked_up_passenger"] = share
-        await super().wandb_log(metrics)
+    def train_metrics(self) -> dict[str, float]:
+        """Return the share of passengers that were picked up."""
+        if not self.train_scores:
+            return {}
+        share = sum(score >= 0 for score in self.train_scores) / len(self.train_scores)
+        return {"train/percent_picked_up_passenger": share}
 
 
 def state_of(observation: int) -> TaxiState:

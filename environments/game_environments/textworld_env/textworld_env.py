@@ -172,15 +172,15 @@ class TextWorldEnv(MultiTurnEnv):
         """Close the game."""
         await to_thread(episode.state["game"].close)
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the outcomes of the episodes, all and by challenge."""
-        metrics = dict(wandb_metrics or {})
+    def train_metrics(self) -> dict[str, float]:
+        """Return the outcomes of the episodes, all and by challenge."""
+        metrics: dict[str, float] = {}
         everything = [each for listed in self.played.values() for each in listed]
         for part, played in {"train": everything, **self.played}.items():
             prefix = f"{self.name}/train" if part == "train" else f"{self.name}/train/{part}"
             metrics |= {f"{prefix}/{key}": value for key, value in outcomes(played).items()}
         self.played.clear()
-        await super().wandb_log(metrics)
+        return metrics
 
 
 class Played(NamedTuple):

@@ -12,7 +12,6 @@ Needs: extra games.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import AliasChoices, Field
 
@@ -81,8 +80,8 @@ class BlackjackEnvNoThinking(GymEnv):
         own = {f"{self.name}_eval/{name}": value for name, value in shares.items()}
         return {**super().summarize(scores), **own}
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the numbers of hands won, lost and drawn."""
+    def train_metrics(self) -> dict[str, float]:
+        """Return the numbers of hands won, lost and drawn."""
         scores = self.train_scores
         own = {
             "win_count": sum(score > 0 for score in scores),
@@ -91,8 +90,7 @@ class BlackjackEnvNoThinking(GymEnv):
             "num_episodes_in_batch": len(scores),
             **({"avg_episode_reward": sum(scores) / len(scores)} if scores else {}),
         }
-        named = {f"{self.name}_train/{name}": value for name, value in own.items()}
-        await super().wandb_log({**(wandb_metrics or {}), **named})
+        return {f"{self.name}_train/{name}": value for name, value in own.items()}
 
 
 def describe(observation: Sequence[int]) -> str:

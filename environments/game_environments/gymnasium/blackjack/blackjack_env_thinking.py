@@ -205,8 +205,8 @@ class BlackjackEnv(GymEnv):
         named = {f"eval/{name}": value for name, value in own.items()}
         return {**super().summarize(scores), **named}
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add rewards and lengths of the training hands."""
+    def train_metrics(self) -> dict[str, float]:
+        """Return rewards and lengths of the training hands."""
         rewards = [reward for reward, _ in self.hands]
         own = {"blackjack_train/num_episodes": float(len(self.hands))}
         if self.hands:
@@ -214,7 +214,7 @@ class BlackjackEnv(GymEnv):
             own["blackjack_train/avg_episode_steps"] = sum(n for _, n in self.hands) / len(rewards)
             own["blackjack_train/episode_win_rate"] = outcome_shares(rewards)["win_rate"]
         self.hands = []
-        await super().wandb_log({**(wandb_metrics or {}), **own})
+        return own
 
 
 def thinking_reward(answer: str) -> float:

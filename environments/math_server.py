@@ -187,6 +187,8 @@ class MathEnv(VerifiedMathEnv):
         is_cut = [rollout.finish_reason == "length" for rollout in rollouts]
         if isinstance(row, Retry):
             scores = [score for o in outcomes if (score := number_of(o)) is not None]
+            self.counts["retries"] += len(scores)
+            self.counts["right_retries"] += scores.count(1.0)
             row.share_right = scores.count(1.0) / len(scores) if scores else None
             return [0.0 if cut else o for o, cut in zip(outcomes, is_cut, strict=True)]
         if row.kind == "normal":
@@ -227,7 +229,10 @@ class MathEnv(VerifiedMathEnv):
         """Judge an answer, or a verdict by what it says and how much it helps."""
         if not isinstance(row, Judgement):
             return await self.verify(row, answer)
-        if last_boxed(after_thinking(answer)) != str(row.is_right):
+        is_right = last_boxed(after_thinking(answer)) == str(row.is_right)
+        self.counts["verdicts"] += 1
+        self.counts["right_verdicts"] += is_right
+        if not is_right:
             return -1.0
         if row.is_right:
             return 1.0
@@ -272,6 +277,17 @@ class MathEnv(VerifiedMathEnv):
             return None
         group["scores"] = cosine_scores(list(map(num_trained, group["masks"])))
         return group if group["scores"] else None
+
+    def train_metrics(self) -> dict[str, float]:
+        """Return how often verdicts were right, and the retries after a right one on a wrong solution."""
+        counts = self.counts
+        shares = {
+            "percent_judge_correct": (counts["right_verdicts"], counts["verdicts"]),
+            "judge_success_rate": (counts["right_retries"], counts["retries"]),
+        }
+        metrics = {name: num / total for name, (num, total) in shares.items() if total}
+        numbers = {name: counts[name] for name in ("judge_rollouts", "selfcorrect_rollouts")}
+        return {f"judge_train/{name}": value for name, value in (metrics | numbers).items()}
 
 
 def last_boxed(text: str) -> str | None:

@@ -16,18 +16,17 @@ Needs: extras datasets.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field
 
 from atroposlib.envs.answers import THINK_FIRST, after_thinking_once
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Split
-from atroposlib.envs.patches import Files, apply_diff, apply_edits, changed, similarity_of_edits
-from atroposlib.envs.reward_fns.reward_function import after_thinking
+from atroposlib.envs.patches import apply_diff, changed, similarity_of_edits
+from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.rows import HubRows
 
 FORM = """\
@@ -63,14 +62,6 @@ class Issue:
     files: dict[str, list[str]] = field(repr=False)
     repaired: dict[str, list[str]] = field(repr=False)
     """The files after the real patch."""
-
-
-class Form(NamedTuple):
-    """What is well-formed in an answer."""
-
-    has_think_tags: bool
-    has_one_thinking: bool
-    has_edits: bool
 
 
 class SWERLEnvConfig(DatasetEnvConfig):
@@ -110,6 +101,7 @@ class SWERLEnv(DatasetEnv):
     system_prompt = THINK_FIRST
     truncated_score = 0.0
     silences_truncated = True
+    checkpointed = ("shows_example",)
 
     def __init__(self, config: SWERLEnvConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -125,8 +117,6 @@ class SWERLEnv(DatasetEnv):
                 split=config.dataset_split_eval,
             )
         self.shows_example = config.use_curriculum_learning
-        self.forms: dict[Split, list[Form]] = {"train": [], "eval": []}
-        """Of the training answers since the last log, and those of the evaluation in progress."""
 
     def load_rows(self, split: Split) -> list[Issue] | None:
         """Return the configured number of issues."""
@@ -172,11 +162,12 @@ class SWERLEnv(DatasetEnv):
         return ["\n".join(["<think>I see the cause.</think>", *edits])]
 
     async def roll_out(self, row: Issue, n: int, *, split: Split) -> list[Rollout]:
-        """Sample answers, and note what is well-formed in them."""
+        """Sample answers, and count those with thinking."""
         rollouts = await super().roll_out(row, n, split=split)
-        self.forms[split] += await asyncio.to_thread(
-            lambda: [form_of(row.files, rollout.completion) for rollout in rollouts]
-        )
+        for answer in (rollout.completion for rollout in rollouts):
+            self.counts["answers"] += 1
+            self.counts["with_think_tags"] += "<think>" in answer and "</think>" in answer
+            self.counts["with_one_thinking"] += after_thinking_once(answer) is not None
         return rollouts
 
     async def score(self, row: Issue, answer: str) -> Outcome:
@@ -187,44 +178,38 @@ class SWERLEnv(DatasetEnv):
         similarity: Outcome = await self.in_worker(
             similarity_of_edits, row.files, row.repaired, solution
         )
+        if similarity is None:
+            return 0.0
+        self.counts["with_edits"] += not isinstance(similarity, RewardFailure)
         return similarity
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add what was well-formed, and leave the example out if that is enough."""
-        metrics = {**(wandb_metrics or {}), "env/using_icl_prompt": float(self.shows_example)}
-        if forms := self.forms["train"]:
-            tags, thinking, edits = (sum(flags) / len(forms) for flags in zip(*forms, strict=True))
-            metrics["train/avg_think_tags_present_accuracy"] = tags
-            metrics["train/avg_think_tags_well_formed_accuracy"] = thinking
-            metrics["train/avg_patch_format_accuracy"] = edits
+    def train_metrics(self) -> dict[str, float]:
+        """Return what was well-formed, and leave the example out if that is enough."""
+        metrics = {"env/using_icl_prompt": float(self.shows_example)}
+        counts = self.counts
+        if num := counts["answers"]:
+            metrics["train/avg_think_tags_present_accuracy"] = counts["with_think_tags"] / num
+            metrics["train/avg_think_tags_well_formed_accuracy"] = counts["with_one_thinking"] / num
+            metrics["train/avg_patch_format_accuracy"] = edits = counts["with_edits"] / num
             if edits:
-                metrics["train/avg_similarity_score_for_correct_patches"] = sum(
-                    self.train_scores
-                ) / (edits * len(forms))
+                mean = sum(self.train_scores) / counts["with_edits"]
+                metrics["train/avg_similarity_score_for_correct_patches"] = mean
             self.shows_example &= edits < self.config.icl_prompt_threshold
-        self.forms["train"] = []
-        await super().wandb_log(metrics)
-
-    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Save whether the example is shown."""
-        super().save_checkpoint(step, {**(data or {}), "shows_example": self.shows_example})
+        return metrics
 
     def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
         """Add what was well-formed in the evaluation."""
-        metrics = super().summarize(scores)
-        forms, self.forms["eval"] = self.forms["eval"], []
-        if not forms:
-            return metrics
-        tags, thinking, edits = (sum(flags) for flags in zip(*forms, strict=True))
+        metrics, counts = super().summarize(scores), self.counts
+        num, edits = max(1, counts["answers"]), counts["with_edits"]
         total = sum(score for row in scores for score in row if score is not None)
         return metrics | {
             "eval/pass_at_1": metrics.get("eval/pass@1", 0.0),
-            "eval/total_eval_items": float(len(forms)),
+            "eval/total_eval_items": float(counts["answers"]),
             "eval/total_patch_format_correct": float(edits),
-            "eval/patch_format_accuracy": edits / len(forms),
+            "eval/patch_format_accuracy": edits / num,
             "eval/avg_similarity_score_correct_patch_format": total / edits if edits else 0.0,
-            "eval/avg_think_tags_present": tags / len(forms),
-            "eval/avg_think_tags_well_formed": thinking / len(forms),
+            "eval/avg_think_tags_present": counts["with_think_tags"] / num,
+            "eval/avg_think_tags_well_formed": counts["with_one_thinking"] / num,
         }
 
 
@@ -241,15 +226,6 @@ def _unnumbered(lines: list[str]) -> list[str]:
     pairs = [line.partition(" ") for line in lines]
     is_numbered = all(pair[0] == str(number) for number, pair in enumerate(pairs, start=1))
     return [rest for _, _, rest in pairs] if is_numbered else lines
-
-
-def form_of(files: Files, answer: str) -> Form:
-    """Return what is well-formed in an answer."""
-    return Form(
-        has_think_tags="<think>" in answer and "</think>" in answer,
-        has_one_thinking=after_thinking_once(answer) is not None,
-        has_edits=apply_edits(files, after_thinking(answer)) is not None,
-    )
 
 
 if __name__ == "__main__":

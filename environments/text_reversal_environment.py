@@ -11,10 +11,14 @@ Needs: extras datasets.
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.envs.answers import THINK_FIRST, after_thinking_once, only_tagged
+from atroposlib.envs.benchmark_env import mean_of
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
+from atroposlib.envs.eval_run import Sample
 from atroposlib.envs.rows import HubRows
 
 
@@ -60,8 +64,47 @@ class TextReversalEnv(DatasetEnv):
 
     def score(self, row: str, answer: str) -> float:
         """Return 1 for exactly the reversed text in the required form, else 0."""
+        given = self.read(answer)
+        self.counts["format_errors"] += given is None
+        return float(given == row[::-1])
+
+    def read(self, answer: str) -> str | None:
+        """Return the reversed text of an answer; None if it does not have the required form."""
         solution = after_thinking_once(answer) if self.config.thinking_mode else answer
-        return float(only_tagged(solution or "", "reversed_text") == row[::-1])
+        return only_tagged(solution or "", "reversed_text")
+
+    def train_metrics(self) -> dict[str, float]:
+        """Return the numbers and shares of right, wrong and malformed answers."""
+        num, solved = len(self.train_scores), sum(self.train_scores)
+        numbers = {"successful_reversals": solved, "failed_reversals": num - solved}
+        metrics = {"thinking_mode_enabled": self.config.thinking_mode, "total_attempts": num}
+        if num:
+            errors = self.counts["format_errors"] / num
+            numbers |= {"success_rate": solved / num, "failure_rate": 1 - solved / num}
+            numbers |= {"format_error_rate": errors, "format_compliance_rate": 1 - errors}
+        return {f"train/{name}": float(value) for name, value in (metrics | numbers).items()}
+
+    def sample_fields(self, row: str, answer: str) -> dict[str, Any]:
+        """Return length and form of an answer."""
+        return {
+            "avg_response_length": len(answer),
+            "thinking_utilization_rate": "<think>" in answer,
+            "format_compliance_rate": self.read(answer) is not None,
+        }
+
+    def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Add the means of length and form, and the numbers of rows, answers and scores."""
+        names = ("avg_response_length", "thinking_utilization_rate", "format_compliance_rate")
+        means = {f"eval/{name}": mean_of(samples, name) for name in names}
+        lengths = [sample["avg_response_length"] for sample in samples]
+        return {
+            **super().summarize_samples(samples),
+            **{name: mean for name, mean in means.items() if mean is not None},
+            "eval/response_length_std": statistics.pstdev(lengths) if lengths else 0.0,
+            "eval/total_dataset_items": float(len(self.eval_rows)),
+            "eval/evaluated_items": float(len(samples)),
+            "eval/valid_scores": float(sum(sample["score"] is not None for sample in samples)),
+        }
 
 
 if __name__ == "__main__":

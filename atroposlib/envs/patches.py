@@ -123,10 +123,10 @@ def changed(before: Files, after: Files) -> list[str]:
     return [path for path in paths if list(before.get(path, [])) != list(after.get(path, []))]
 
 
-def similarity_of_edits(before: Files, wanted: Files, text: str) -> float:
-    """Return the similarity of the patch that the edits of a text make; 0 if `apply_edits` refuses them."""
+def similarity_of_edits(before: Files, wanted: Files, text: str) -> float | None:
+    """Return the similarity of the patch that the edits of a text make; None if `apply_edits` refuses them."""
     given = apply_edits(before, text)
-    return 0.0 if given is None else similarity_of_patches(before, wanted, given)
+    return None if given is None else similarity_of_patches(before, wanted, given)
 
 
 def similarity_of_patches(before: Files, wanted: Files, given: Files) -> float:

@@ -15,6 +15,7 @@ Needs: extras datasets.
 from __future__ import annotations
 
 import random
+import statistics
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ from atroposlib.errors import ConfigError
 
 SHARE_SECTIONS = 0.3
 """Share of the training items that ask for a format of sections."""
+NUM_TRIES = 5
+"""Answers from which the success in a format is a figure."""
 
 
 class DataConfig(BaseModel):
@@ -86,6 +89,7 @@ class AnswerFormatEnv(DatasetEnv):
     config: AnswerFormatConfig
     preload = ("atroposlib.envs.answer_formats",)
     truncated_score = 0.0
+    checkpointed = ("useful_groups", "attempts", "successes")
 
     async def setup(self) -> None:
         """Load the questions; give every evaluation question a format."""
@@ -95,6 +99,10 @@ class AnswerFormatEnv(DatasetEnv):
         self.formats = [FORMATS[name] for name in names]
         self.useful_groups: Counter[str] = Counter()
         """Groups of mixed scores, by format."""
+        self.attempts: Counter[str] = Counter()
+        """Training answers, by format."""
+        self.successes: Counter[str] = Counter()
+        """Training answers in the required format, by format."""
         await super().setup()
         rng = random.Random(f"{self.config.seed}:eval")
         self.eval_rows = [
@@ -168,26 +176,49 @@ class AnswerFormatEnv(DatasetEnv):
     def shape_group(self, row: Item, group: ScoredDataGroup) -> ScoredDataGroup:
         """Count the groups of mixed scores of every format."""
         self.useful_groups[row.answer_format] += len(set(group["scores"])) > 1
+        self.attempts[row.answer_format] += len(group["scores"])
+        self.successes[row.answer_format] += group["scores"].count(1.0)
         return group
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the balance of the formats."""
+    def train_metrics(self) -> dict[str, float]:
+        """Return the balance of the formats and how well they are followed, since the start."""
         counts = [self.useful_groups[each.name] for each in self.formats]
         balance = {
             "balance/min_successful_groups": min(counts),
             "balance/max_successful_groups": max(counts),
-            "balance/avg_successful_groups": sum(counts) / len(counts),
+            "balance/avg_successful_groups": statistics.fmean(counts),
         }
-        await super().wandb_log({**(wandb_metrics or {}), **balance})
-
-    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Save the balance of the formats."""
-        super().save_checkpoint(step, {**(data or {}), "useful_groups": dict(self.useful_groups)})
+        return balance | success_of_formats(self.attempts, self.successes)
 
     def load_checkpoint(self) -> None:
-        """Restore the balance of the formats."""
+        """Restore the counts by format."""
         super().load_checkpoint()
-        self.useful_groups = Counter(self.useful_groups)
+        for name in self.checkpointed:
+            setattr(self, name, Counter(getattr(self, name)))
+
+
+def success_of_formats(attempts: Counter[str], successes: Counter[str]) -> dict[str, float]:
+    """Return the success in all and over the formats that were tried often enough.
+
+    >>> success_of_formats(Counter(json=8, yaml=8, xml=1), Counter(json=8, yaml=2))["formats/avg_success_rate"]
+    0.625
+    """
+    total = attempts.total()
+    rates = [successes[name] / num for name, num in attempts.items() if num >= NUM_TRIES]
+    metrics: dict[str, float] = {
+        "total_attempts": total,
+        "total_successes": successes.total(),
+        "num_formats_tested": len(rates),
+        "high_performing_count": sum(rate >= 0.8 for rate in rates),
+        "medium_performing_count": sum(0.5 <= rate < 0.8 for rate in rates),
+        "low_performing_count": sum(rate < 0.5 for rate in rates),
+    }
+    if total:
+        metrics["overall_success_rate"] = successes.total() / total
+    if rates:
+        metrics["avg_success_rate"] = statistics.fmean(rates)
+        metrics["best_success_rate"], metrics["worst_success_rate"] = max(rates), min(rates)
+    return {f"formats/{name}": value for name, value in metrics.items()}
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ class LetterCountingEnv(DatasetEnv):
     config: LetterCountingConfig
     eval_data = HubRows(path="NousResearch/Letter-Counting-Eval")
     truncated_score = 0.0
+    checkpointed = ("level", "recent_scores")
 
     async def setup(self) -> None:
         """Load the words and begin at the configured level."""
@@ -145,15 +146,10 @@ class LetterCountingEnv(DatasetEnv):
         return float(counts_of(answer) == row.answer)
 
     async def roll_out(self, row: Question, n: int, *, split: Split) -> list[Rollout]:
-        """Sample answers; in training, count those that are not in the required form."""
+        """Sample answers, and count what is wrong with the form of those that ended."""
         rollouts = await super().roll_out(row, n, split=split)
-        for rollout in rollouts:
-            if split == "eval" or rollout.finish_reason == "length":
-                continue
-            if after_thinking_once(rollout.completion) is None:
-                self.counts["think_format_errors"] += 1
-            elif counts_of(rollout.completion) is None:
-                self.counts["answer_format_errors"] += 1
+        ended = (rollout for rollout in rollouts if rollout.finish_reason != "length")
+        self.counts.update(form_of(rollout.completion) for rollout in ended)
         return rollouts
 
     def shape_group(self, row: Question, group: ScoredDataGroup) -> ScoredDataGroup | None:
@@ -185,19 +181,19 @@ class LetterCountingEnv(DatasetEnv):
         levels = {f"eval/percent_correct_{level}": rate for level, rate in rates.items()}
         return {**super().summarize(scores), **levels}
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the state of the curriculum."""
-        metrics = {**(wandb_metrics or {}), "curriculum/difficulty_level": self.level}
-        metrics["curriculum/samples_in_window"] = len(self.recent_scores)
+    def train_metrics(self) -> dict[str, float]:
+        """Return the state of the curriculum, and the share of answers with each kind of fault."""
+        metrics: dict[str, float] = {
+            "curriculum/difficulty_level": self.level,
+            "curriculum/samples_in_window": len(self.recent_scores),
+        }
         if self.recent_scores:
             mean = sum(self.recent_scores) / len(self.recent_scores)
             metrics["curriculum/recent_success_rate"] = mean
-        await super().wandb_log(metrics)
-
-    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Save the level and its recent scores."""
-        state = {"level": self.level, "recent_scores": self.recent_scores}
-        super().save_checkpoint(step, {**(data or {}), **state})
+        errors = {kind: self.counts[f"{kind}_format_errors"] for kind in ("think", "answer")}
+        metrics["errors/total_format_errors"] = total = sum(errors.values())
+        num = max(1, total + self.counts["well_formed_answers"])
+        return metrics | {f"errors/{kind}_format_error_rate": n / num for kind, n in errors.items()}
 
 
 def make_question(rng: random.Random, words: Sequence[str], number: int) -> Question:
@@ -239,6 +235,13 @@ def pick_letters(rng: random.Random, text: str, num: int) -> list[str]:
 def counts_of(answer: str) -> int | dict[str, int] | None:
     """Return the counts in the only answer tags after the thinking; None if the form is another."""
     return parse_counts(only_tagged(after_thinking_once(answer) or "", "answer"))
+
+
+def form_of(answer: str) -> str:
+    """Return what an answer is counted as by its form."""
+    if after_thinking_once(answer) is None:
+        return "think_format_errors"
+    return "answer_format_errors" if counts_of(answer) is None else "well_formed_answers"
 
 
 def parse_counts(text: str | None) -> int | dict[str, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,34 @@ async def test_a_format_with_enough_mixed_groups_pauses(monkeypatch: pytest.Monk
     assert {(await env.get_next_item()).answer_format for _ in range(20)} == {"yaml"}
     env.shape_group(formats.Item("?", "yaml"), {"scores": [1.0, 0.0]})
     assert {(await env.get_next_item()).answer_format for _ in range(20)} == {"json", "yaml"}
+
+
+async def test_the_success_of_every_format_survives_a_restart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    env = await started(monkeypatch, supported_formats=["json", "yaml"])
+    env.shape_group(formats.Item("?", "yaml"), {"scores": [1.0] * 4})  # too few for a rate
+    env.shape_group(formats.Item("?", "json"), {"scores": [1.0] * 5 + [0.0] * 3})
+    env.checkpoint_dir = str(tmp_path)
+    env.save_checkpoint(1)
+    resumed = await started(monkeypatch, supported_formats=["json", "yaml"])
+    resumed.checkpoint_dir, resumed.curr_step = str(tmp_path), 1
+    resumed.load_checkpoint()
+    assert resumed.train_metrics() == {
+        "balance/min_successful_groups": 0,
+        "balance/max_successful_groups": 1,
+        "balance/avg_successful_groups": 0.5,
+        "formats/total_attempts": 12,
+        "formats/total_successes": 9,
+        "formats/overall_success_rate": 0.75,
+        "formats/num_formats_tested": 1,
+        "formats/high_performing_count": 0,
+        "formats/medium_performing_count": 1,
+        "formats/low_performing_count": 0,
+        "formats/avg_success_rate": 5 / 8,
+        "formats/best_success_rate": 5 / 8,
+        "formats/worst_success_rate": 5 / 8,
+    }
 
 
 async def test_an_unknown_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
@@ -69,6 +70,38 @@ async def test_reversing_needs_thinking_only_where_it_is_configured(
     assert env.score("ab c", "<think>x</think><reversed_text>c ba</reversed_text>") == 1.0
     assert env.score("ab c", "c ba") == 0.0
     assert env.score("ab c", "<reversed_text>cba</reversed_text>") == 0.0
+
+
+async def test_figures_of_reversals(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = ["<reversed_text>c ba</reversed_text>", "<reversed_text>abc</reversed_text>", "c ba"]
+    env = make_env(
+        reversal.TextReversalEnv,
+        monkeypatch,
+        respond=lambda request: answers[request.choice],
+        dataset_path="sample",
+        group_size=3,
+        num_eval_samples=3,
+    )
+    await env.setup()
+    await env.collect_trajectories("ab c")
+    assert env.train_metrics() == {
+        "train/thinking_mode_enabled": 0.0,
+        "train/total_attempts": 3.0,
+        "train/successful_reversals": 1.0,
+        "train/failed_reversals": 2.0,
+        "train/success_rate": pytest.approx(1 / 3),
+        "train/failure_rate": pytest.approx(2 / 3),
+        "train/format_error_rate": pytest.approx(1 / 3),
+        "train/format_compliance_rate": pytest.approx(2 / 3),
+    }
+    metrics = await env.evaluate()
+    assert metrics["eval/evaluated_items"] == metrics["eval/valid_scores"] == 3 * len(env.eval_rows)
+    assert metrics["eval/format_compliance_rate"] == pytest.approx(2 / 3)
+    assert metrics["eval/thinking_utilization_rate"] == 0.0
+    lengths = [len(answer) for answer in answers]
+    assert metrics["eval/avg_response_length"] == pytest.approx(statistics.fmean(lengths))
+    assert metrics["eval/response_length_std"] == pytest.approx(statistics.pstdev(lengths))
+    assert metrics["eval/format_errors"] == len(env.eval_rows)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,12 @@ async def test_format_errors_of_training_are_counted_and_those_of_evaluation_are
     await env.evaluate()
     assert env.counts == {}
     await env.collect_trajectories(counting.Question("?", 3, 3))
-    assert env.counts == {"think_format_errors": 1, "answer_format_errors": 1}
+    metrics = env.train_metrics()
+    assert {name: value for name, value in metrics.items() if name.startswith("errors/")} == {
+        "errors/total_format_errors": 2,
+        "errors/think_format_error_rate": pytest.approx(1 / 3),
+        "errors/answer_format_error_rate": pytest.approx(1 / 3),
+    }
 
 
 async def test_the_level_follows_the_success_and_is_saved(

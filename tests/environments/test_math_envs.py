@@ -134,6 +134,12 @@ async def test_a_verdict_earns_the_share_of_retries_that_it_makes_right(started:
     [group, retries], _ = await env.collect_trajectories(wrong)
     assert group["scores"] == [-1.0, 0.75, 0.0, -1.0]
     assert retries["scores"] == [1.0, 1.0, 1.0, -1.0]
+    assert env.train_metrics() == {
+        "judge_train/percent_judge_correct": 0.5,
+        "judge_train/judge_success_rate": 3 / 8,
+        "judge_train/judge_rollouts": 1,
+        "judge_train/selfcorrect_rollouts": 2,
+    }
 
 
 async def test_a_verdict_whose_retries_cannot_be_judged_has_no_score(started: Any) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 
-from atroposlib.envs.patches import apply_diff, apply_edits
+from atroposlib.envs import patches
+from atroposlib.envs.patches import apply_diff
 from tests.environments.helpers_environments import load, make_env
 
 swe = load("swe_rl_env")
@@ -101,7 +101,7 @@ async def test_the_example_is_shown_until_enough_answers_are_well_formed(
     async def log(self: Any, metrics: dict[str, Any]) -> None:
         logged.append(metrics)
 
-    monkeypatch.setattr("atroposlib.envs.dataset_env.DatasetEnv.wandb_log", log)
+    monkeypatch.setattr("atroposlib.envs.base.BaseEnv.wandb_log", log)
     answers = ["<think>a</think> I do not know what to do."] * 2
     env = await started(monkeypatch, answers, group_size=2, icl_prompt_threshold=0.5)
     item = env.parse_row(ROW)
@@ -117,20 +117,21 @@ async def test_the_example_is_shown_until_enough_answers_are_well_formed(
     assert logged[1]["train/avg_similarity_score_for_correct_patches"] == 1.0
 
 
-async def test_edits_are_not_applied_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
-
-    def apply(*args: Any) -> Any:
-        threads.append(threading.current_thread())
-        return apply_edits(*args)
-
-    monkeypatch.setattr(swe, "apply_edits", apply)
+async def test_edits_are_applied_once_and_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     env = await started(monkeypatch, [f"<think>a</think>\n{GOOD}"] * 2, group_size=2)
+    in_worker, calls = env.in_worker, []
+
+    async def counted(function: Any, *args: Any) -> Any:
+        calls.append(function)
+        return await in_worker(function, *args)
+
+    monkeypatch.setattr(env, "in_worker", counted)
+    monkeypatch.setattr(patches, "apply_edits", None)  # in this process
     group, _ = await env.collect_trajectories(env.parse_row(ROW))
-    await env.close()
     assert group["scores"] == [1.0, 1.0]
-    assert threading.current_thread() not in threads
-    assert len(threads) == 2  # once for each answer in this process
+    assert env.train_metrics()["train/avg_patch_format_accuracy"] == 1.0
+    await env.close()
+    assert calls == [patches.similarity_of_edits] * 2
 
 
 async def test_evaluation_counts_well_formed_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ repeats the instructions that the model does not follow yet: one whose group exc
 only after all others are. The groups of solved instructions are dropped.
 
 Data: allenai/RLVR-IFeval, or JSONL rows with `messages`, `ground_truth` (JSON with `func_name` and the arguments), and
-optionally `answer`, a text that keeps the constraint. `instruction_following_constraints.py` has the 25 constraints.
+optionally `answer`, a text that keeps the constraint. `instruction_following_constraints.py` has the 25 rules.
 Needs: extras datasets, examples.
 
     python environments/instruction_following_algorithm_environment.py process --env.dataset_path sample ...
@@ -18,7 +18,7 @@ import json
 import logging
 from typing import Any, NamedTuple
 
-from atroposlib.environments.instruction_following_constraints import CONSTRAINTS
+from atroposlib.environments.instruction_following_constraints import RLVR
 
 from atroposlib.envs.answers import THINK_FIRST, after_thinking_once
 from atroposlib.envs.base import ScoredDataGroup
@@ -36,7 +36,7 @@ class Instruction(NamedTuple):
 
     prompt: str
     function: str
-    """Name of the constraint in `CONSTRAINTS`."""
+    """Name of the constraint in `RLVR`."""
     args: dict[str, Any]
     raw: dict[str, Any]
 
@@ -104,7 +104,7 @@ class InstructionFollowingEnv(DatasetEnv):
         args = {k: v for k, v in json.loads(row["ground_truth"]).items() if v is not None}
         function = args.pop("func_name")
         try:
-            inspect.signature(CONSTRAINTS[function]).bind("", **args)
+            inspect.signature(RLVR[function]).bind("", **args)
         except (KeyError, TypeError) as error:
             logger.warning("an instruction with %s is left out: %r", function, error)
             return None
@@ -122,7 +122,7 @@ class InstructionFollowingEnv(DatasetEnv):
     def score(self, row: Instruction, answer: str) -> float:
         """Return 1 if the text after the thinking keeps the constraint, else 0."""
         text = (after_thinking_once(answer) or "").strip()
-        return float(bool(text) and CONSTRAINTS[row.function](text, **row.args))
+        return float(bool(text) and RLVR[row.function](text, **row.args))
 
     async def get_next_item(self) -> Instruction:
         """Return the instruction that has waited longest; all of them again once none is left."""

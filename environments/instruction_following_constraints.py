@@ -1,44 +1,47 @@
-"""The constraints of RLVR-IFeval: pure functions from a text and the arguments of one constraint to whether it holds.
+"""The constraints of RLVR-IFeval and IFEval: functions from a text and a constraint's arguments to whether it holds.
 
-`CONSTRAINTS` maps the function names of the data set to these functions; their parameters are named as in its rows.
-Used by `instruction_following_algorithm_environment`.
+`RLVR` and `IFEVAL` map the names in the rows of a data set to its rules, whose parameters are named as in the rows. The
+same constraint may have another rule in the other data set. Used by `instruction_following_algorithm_environment` and
+`eval_environments/ifeval_eval`. Source of IFEval's rules: arXiv:2311.07911.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from atroposlib.errors import require
 
+Rules: TypeAlias = dict[str, Callable[..., bool]]
+
 TOLERANCE = 0.1
 """Fraction of N by which a number of words may differ from "around N"; at least 1."""
-_SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?!])\s+")
-"""White space after a sentence; not after "e.g." or "Dr."."""
+YES_NO_MAYBE = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
-def verify_keywords(text: str, keyword_list: Sequence[str]) -> bool:
-    """Whether all keywords occur, in any case."""
-    return all(keyword.lower() in text.lower() for keyword in keyword_list)
+def num(pattern: str, text: str) -> int:
+    """Return the number of matches."""
+    return len(re.findall(pattern, text))
 
 
-def verify_keyword_frequency(text: str, word: str, N: int) -> bool:
-    """Whether the whole word occurs N times, in any case."""
-    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)) == N
+def whole(word: str) -> str:
+    """Return a pattern of a whole word, in any case."""
+    return rf"(?i)(?<!\w){re.escape(word)}(?!\w)"
 
 
-def validate_forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    """Whether none of the words occurs, in any case, not even inside another word."""
-    return not any(word.lower() in text.lower() for word in forbidden_words)
+def has_all(text: str, words: Iterable[str]) -> bool:
+    """Whether all words occur, in any case, maybe inside other words."""
+    return all(word.lower() in text.lower() for word in words)
 
 
-def verify_letter_frequency(text: str, letter: str, N: int) -> bool:
-    """Whether the character occurs N times, in this case."""
-    return len(letter) == 1 and text.count(letter) == N
+def filled(parts: Iterable[str]) -> list[str]:
+    """Return the parts that are not blank, stripped."""
+    return [part.strip() for part in parts if part.strip()]
 
 
-def validate_response_language(text: str, language: str) -> bool:
+def is_language(text: str, language: str) -> bool:
     """Whether the language with this ISO 639-1 code is the most likely one; needs langdetect."""
     langdetect = require("langdetect", extra="examples")
     langdetect.DetectorFactory.seed = 0
@@ -48,74 +51,51 @@ def validate_response_language(text: str, language: str) -> bool:
         return False
 
 
-def verify_paragraph_count(text: str, N: int) -> bool:
-    """Whether there are N paragraphs, divided by `* * *`."""
-    return len(_parts(text, "* * *")) == N
-
-
-def validate_word_constraint(text: str, N: int, quantifier: str) -> bool:
-    """Whether there are at least, at most or around N words."""
-    return _is_about(len(text.split()), N, quantifier, tolerance=max(round(N * TOLERANCE), 1))
-
-
-def verify_sentence_constraint(text: str, N: int, quantifier: str) -> bool:
-    """Whether there are at least, at most or around N sentences."""
-    sentences = [part for part in _SENTENCE_END.split(text) if part.strip()]
-    return _is_about(len(sentences), N, quantifier, tolerance=1)
-
-
-def validate_paragraphs(text: str, N: int, first_word: str, i: int) -> bool:
-    """Whether there are N paragraphs, divided by blank lines, and number i (from 1) begins with a word, in any case."""
-    paragraphs = [part for part in re.split(r"\n\s*\n", text) if part.strip()]
-    if len(paragraphs) != N or not 1 <= i <= N:
-        return False
-    first = paragraphs[i - 1].split()[0]
-    return first.strip("\"'*_.,:;!?").lower() == first_word.lower()
-
-
-def verify_postscript(text: str, postscript_marker: str) -> bool:
-    """Whether the marker occurs."""
-    return postscript_marker in text
-
-
-def validate_placeholders(text: str, N: int) -> bool:
-    """Whether there are at least N placeholders such as `[name]`."""
-    return len(re.findall(r"\[[^\[\]]+\]", text)) >= N
-
-
-def verify_bullet_points(text: str, N: int) -> bool:
-    """Whether N lines begin with `* `, `- ` or `+ `."""
-    return len(re.findall(r"^[ \t]*[*+-][ \t]+\S", text, re.MULTILINE)) == N
-
-
-def validate_title(text: str) -> bool:
-    """Whether there is a title such as `<<My day>>`."""
-    return re.search(r"<<[^<>\n]*[^<>\s][^<>\n]*>>", text) is not None
-
-
-def validate_choice(text: str, options: Sequence[str]) -> bool:
-    """Whether the whole text is one of the options, in any case."""
-    return text.strip().lower() in [option.strip().lower() for option in options]
-
-
-def validate_highlighted_sections(text: str, N: int) -> bool:
-    """Whether there are at least N highlights such as `*this*`."""
-    return len(re.findall(r"\*[^\s*](?:[^*\n]*[^\s*])?\*", text)) >= N
-
-
-def validate_sections(text: str, N: int, section_splitter: str) -> bool:
-    """Whether there are N headings such as `Section 1:`, in any case; the number is optional."""
-    heading = rf"(?<!\w){re.escape(section_splitter)}(?:[ \t]*\d+)?(?:[:.\s]|$)"
-    return len(re.findall(heading, text, re.IGNORECASE)) == N
-
-
-def validate_json_format(text: str) -> bool:
+def is_json(text: str) -> bool:
     """Whether the whole text is JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def is_about(count: int, wanted: int, quantifier: str, tolerance: int | None = None) -> bool:
+    """Whether a count is "at least", "at most" or "around" a number."""
+    if quantifier == "at least":
+        return count >= wanted
+    if quantifier == "at most":
+        return count <= wanted
+    if tolerance is None:
+        tolerance = max(round(wanted * TOLERANCE), 1)
+    return quantifier == "around" and abs(count - wanted) <= tolerance
+
+
+def is_related(count: int, relation: str | None, wanted: int) -> bool:
+    """Whether a count is "less than" a number; with another relation, or none, at least the number."""
+    return count < wanted if relation == "less than" else count >= wanted
+
+
+# RLVR-IFeval
+
+
+def verify_sentence_constraint(text: str, N: int, quantifier: str) -> bool:
+    """Whether there are so many sentences; the points in "e.g." or "Dr." end none."""
+    end = r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?!])\s+"
+    return is_about(len(filled(re.split(end, text))), N, quantifier, tolerance=1)
+
+
+def validate_paragraphs(text: str, N: int, first_word: str, i: int) -> bool:
+    """Whether blank lines divide the text into N paragraphs, and number i (from 1) begins with a word, in any case."""
+    paragraphs = filled(re.split(r"\n\s*\n", text))
+    if len(paragraphs) != N or not 1 <= i <= N:
+        return False
+    return paragraphs[i - 1].split()[0].strip("\"'*_.,:;!?").lower() == first_word.lower()
+
+
+def validate_sections(text: str, N: int, section_splitter: str) -> bool:
+    """Whether there are N headings such as `Section 1:`, in any case; the number is optional."""
+    return num(rf"(?i)(?<!\w){re.escape(section_splitter)}(?:[ \t]*\d+)?(?:[:.\s]|$)", text) == N
 
 
 def validate_repeat_prompt(text: str, original_prompt: str) -> bool:
@@ -126,80 +106,160 @@ def validate_repeat_prompt(text: str, original_prompt: str) -> bool:
 
 def validate_two_responses(text: str) -> bool:
     """Whether there are two different texts, divided by one `******`."""
-    return text.count("******") == 1 and len(set(_parts(text, "******"))) == 2
+    return text.count("******") == 1 and len(set(filled(text.split("******")))) == 2
 
 
-def validate_uppercase(text: str) -> bool:
-    """Whether there is no lower-case letter."""
-    return text == text.upper()
-
-
-def validate_lowercase(text: str) -> bool:
-    """Whether there is no upper-case letter."""
-    return text == text.lower()
-
-
-def validate_frequency_capital_words(text: str, N: int, quantifier: str) -> bool:
-    """Whether there are at least, at most or around N words of two or more capital letters."""
-    count = len(re.findall(r"\b[A-Z]{2,}\b", text))
-    return _is_about(count, N, quantifier, tolerance=max(round(N * TOLERANCE), 1))
-
-
-def validate_end(text: str, end_phrase: str) -> bool:
-    """Whether the text ends with the phrase."""
-    return text.strip().endswith(end_phrase.strip())
-
-
-def validate_quotation(text: str) -> bool:
-    """Whether the text is inside double quotation marks."""
-    stripped = text.strip()
-    return len(stripped) > 2 and stripped[0] == stripped[-1] == '"'
-
-
-def validate_no_commas(text: str) -> bool:
-    """Whether there is no comma."""
-    return "," not in text
-
-
-CONSTRAINTS: dict[str, Callable[..., bool]] = {
-    check.__name__: check
-    for check in (
-        verify_keywords,
-        verify_keyword_frequency,
-        validate_forbidden_words,
-        verify_letter_frequency,
-        validate_response_language,
-        verify_paragraph_count,
-        validate_word_constraint,
-        verify_sentence_constraint,
-        validate_paragraphs,
-        verify_postscript,
-        validate_placeholders,
-        verify_bullet_points,
-        validate_title,
-        validate_choice,
-        validate_highlighted_sections,
-        validate_sections,
-        validate_json_format,
-        validate_repeat_prompt,
-        validate_two_responses,
-        validate_uppercase,
-        validate_lowercase,
-        validate_frequency_capital_words,
-        validate_end,
-        validate_quotation,
-        validate_no_commas,
-    )
+RLVR: Rules = {
+    "verify_keywords": lambda text, keyword_list: has_all(text, keyword_list),
+    "verify_keyword_frequency": lambda text, word, N: num(whole(word), text) == N,
+    # Not even inside another word.
+    "validate_forbidden_words": lambda text, forbidden_words: (
+        not any(has_all(text, [word]) for word in forbidden_words)
+    ),
+    # In this case.
+    "verify_letter_frequency": lambda text, letter, N: len(letter) == 1 and text.count(letter) == N,
+    "validate_response_language": lambda text, language: is_language(text, language),
+    "verify_paragraph_count": lambda text, N: len(filled(text.split("* * *"))) == N,
+    "validate_word_constraint": lambda text, N, quantifier: is_about(
+        len(text.split()), N, quantifier
+    ),
+    "verify_sentence_constraint": verify_sentence_constraint,
+    "validate_paragraphs": validate_paragraphs,
+    "verify_postscript": lambda text, postscript_marker: postscript_marker in text,
+    "validate_placeholders": lambda text, N: num(r"\[[^\[\]]+\]", text) >= N,
+    # Lines that begin with `* `, `- ` or `+ `.
+    "verify_bullet_points": lambda text, N: num(r"(?m)^[ \t]*[*+-][ \t]+\S", text) == N,
+    "validate_title": lambda text: num(r"<<[^<>\n]*[^<>\s][^<>\n]*>>", text) > 0,
+    # The whole text is an option, in any case.
+    "validate_choice": lambda text, options: (
+        text.strip().lower() in [option.strip().lower() for option in options]
+    ),
+    "validate_highlighted_sections": lambda text, N: (
+        num(r"\*[^\s*](?:[^*\n]*[^\s*])?\*", text) >= N
+    ),
+    "validate_sections": validate_sections,
+    "validate_json_format": is_json,
+    "validate_repeat_prompt": validate_repeat_prompt,
+    "validate_two_responses": validate_two_responses,
+    "validate_uppercase": lambda text: text == text.upper(),
+    "validate_lowercase": lambda text: text == text.lower(),
+    "validate_frequency_capital_words": lambda text, N, quantifier: is_about(
+        num(r"\b[A-Z]{2,}\b", text), N, quantifier
+    ),
+    "validate_end": lambda text, end_phrase: text.strip().endswith(end_phrase.strip()),
+    "validate_quotation": lambda text: re.fullmatch(r'(?s)\s*".+"\s*', text) is not None,
+    "validate_no_commas": lambda text: "," not in text,
 }
 
 
-def _parts(text: str, divider: str) -> list[str]:
-    return [part.strip() for part in text.split(divider) if part.strip()]
+# IFEval
 
 
-def _is_about(count: int, wanted: int, quantifier: str, *, tolerance: int) -> bool:
-    if quantifier == "at least":
-        return count >= wanted
-    if quantifier == "at most":
-        return count <= wanted
-    return quantifier == "around" and abs(count - wanted) <= tolerance
+def number_sentences(text: str, num_sentences: int, relation: str | None = None) -> bool:
+    """Whether there are so many sentences; the points in "e.g." or "Dr." end none."""
+    end = r"(?<!\w\.\w.)(?<!\bDr\.)(?<!\bM[rs]\.)(?<!\bMrs\.)(?<=[.?!])[\"')\]]*\s+"
+    return is_related(len(filled(re.split(end, text))), relation, num_sentences)
+
+
+def inner(parts: Sequence[str]) -> list[str]:
+    """Return the parts, stripped, without a blank first or last one."""
+    last = len(parts) - 1
+    return [part.strip() for i, part in enumerate(parts) if part.strip() or 0 < i < last]
+
+
+def number_paragraphs(text: str, num_paragraphs: int) -> bool:
+    """Whether `***` divides the text into N paragraphs; none is empty, except before the first and after the last."""
+    parts = inner(re.split(r"\s?\*\*\*\s?", text))
+    return len(parts) == num_paragraphs and all(parts)
+
+
+def nth_paragraph_first_word(
+    text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
+    """Whether blank lines divide the text into N paragraphs, and number n (from 1) begins with a word."""
+    paragraphs = filled(text.split("\n\n"))
+    if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
+        return False
+    first = paragraphs[nth_paragraph - 1].split()[0].lstrip("\"'")
+    return re.split(r"[.,?!'\"]", first)[0].lower() == first_word.lower()
+
+
+def postscript(text: str, postscript_marker: str) -> bool:
+    """Whether the marker occurs, in any case; the spaces in "P. S." do not matter."""
+    marker = r"\s*".join(map(re.escape, postscript_marker.lower().replace(" ", "")))
+    return num(marker, text.lower()) > 0
+
+
+def number_highlighted_sections(text: str, num_highlights: int) -> bool:
+    """Whether there are at least N highlights such as `*this*` or `**this**`."""
+    found = [*re.findall(r"\*[^\n*]*\*", text), *re.findall(r"\*\*[^\n*]*\*\*", text)]
+    return sum(bool(part.strip("* ")) for part in found) >= num_highlights
+
+
+def two_responses(text: str) -> bool:
+    """Whether `******` divides two different texts."""
+    found = inner(text.split("******"))
+    return len(found) == 2 and all(found) and found[0] != found[1]
+
+
+IFEVAL: Rules = {
+    "keywords:existence": lambda text, keywords: has_all(text, keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation=None: is_related(
+        text.lower().count(keyword.strip().lower()), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(num(whole(word), text) for word in forbidden_words)
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation=None: is_related(
+        text.lower().count(letter.lower()), let_relation, let_frequency
+    ),
+    "language:response_language": lambda text, language: is_language(text, language),
+    "length_constraints:number_sentences": number_sentences,
+    "length_constraints:number_words": lambda text, num_words, relation=None: is_related(
+        num(r"\w+", text), relation, num_words
+    ),
+    "length_constraints:number_paragraphs": number_paragraphs,
+    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        num(r"\[.*?\]", text) >= num_placeholders
+    ),
+    "detectable_content:postscript": postscript,
+    # Lines that begin with `*` (not `**`) or `-`.
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        num(r"(?m)^\s*(?:\*[^*\n]|-)", text) == num_bullets
+    ),
+    "detectable_format:constrained_response": lambda text: any(
+        choice in text for choice in YES_NO_MAYBE
+    ),
+    "detectable_format:number_highlighted_sections": number_highlighted_sections,
+    # Headings such as `Section 1`.
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        num(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text) >= num_sections
+    ),
+    # Also in a fence.
+    "detectable_format:json_format": lambda text: is_json(
+        re.sub(r"^```\w*\s*|\s*```$", "", text.strip())
+    ),
+    "detectable_format:title": lambda text: any(
+        found.strip("<> ") for found in re.findall(r"<<[^\n]+?>>", text)
+    ),
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    # Inside of quotes or not, in any case.
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda text: re.fullmatch(r'(?s)\s*".*"\s*', text) is not None,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation=None: (
+        is_related(
+            sum(map(str.isupper, re.findall(r"\w+(?:[-']\w+)*", text))),
+            capital_relation,
+            capital_frequency,
+        )
+    ),
+    "change_case:english_capital": lambda text: text.isupper() and is_language(text, "en"),
+    "change_case:english_lowercase": lambda text: text.islower() and is_language(text, "en"),
+    "punctuation:no_comma": lambda text: "," not in text,
+}

@@ -5,7 +5,7 @@ with or without its first and last line and its `*`. Sentences are counted by a 
 of `length_constraints:number_sentences` may differ a little from others'.
 
 Data: google/IFEval, or JSONL rows with `prompt`, `instruction_id_list`, `kwargs`, and optionally `answer`, a text that
-keeps the constraints. `ifeval_constraints.py` has the 25 constraints. Source: arXiv:2311.07911.
+keeps the constraints. `instruction_following_constraints.py` has the 25 rules. Source: arXiv:2311.07911.
 Needs: extras datasets, examples.
 
     python environments/eval_environments/ifeval_eval.py evaluate --openai.model_name M --tokenizer_name M
@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from atroposlib.environments.eval_environments.ifeval_constraints import CONSTRAINTS
+from atroposlib.environments.instruction_following_constraints import IFEVAL
 
 from atroposlib.envs.answers import solution_of
 from atroposlib.envs.benchmark_env import BenchmarkEnv, Question, Reading
@@ -51,7 +51,7 @@ class IFEvalEnv(BenchmarkEnv):
         ]
         for name, arguments in constraints:
             try:
-                inspect.signature(CONSTRAINTS[name]).bind("", **arguments)
+                inspect.signature(IFEVAL[name]).bind("", **arguments)
             except (KeyError, TypeError) as error:
                 raise ConfigError(
                     f"{self.registered_name}: constraint {name}: {error!r}"
@@ -112,7 +112,7 @@ class IFEvalEnv(BenchmarkEnv):
 def kept(row: Row, text: str) -> list[bool]:
     """Return for every constraint whether a text keeps it; an empty text keeps none."""
     return [
-        bool(text.strip()) and CONSTRAINTS[name](text, **arguments)
+        bool(text.strip()) and IFEVAL[name](text, **arguments)
         for name, arguments in row["constraints"]
     ]
 

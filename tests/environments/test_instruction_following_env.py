@@ -1,4 +1,4 @@
-"""Verifiable instructions: what keeps each constraint and what only seems to, and the queue of unsolved ones."""
+"""Verifiable instructions: what counts of an answer, and the queue of unsolved ones."""
 
 from __future__ import annotations
 
@@ -10,76 +10,7 @@ import pytest
 
 from tests.environments.helpers_environments import load, make_env
 
-constraints = load("instruction_following_constraints").CONSTRAINTS
 following = load("instruction_following_algorithm_environment")
-
-KEPT_AND_BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
-    ("verify_keywords", {"keyword_list": ["Sea", "sun"]}, "The SUN over the sea", "The sun"),
-    ("verify_keyword_frequency", {"word": "a.b", "N": 2}, "A.b, then a.b", "a.b axb xa.b"),
-    ("validate_forbidden_words", {"forbidden_words": ["cat"]}, "A dog", "A conCATenation"),
-    ("verify_letter_frequency", {"letter": "a", "N": 1}, "An a", "A a a"),
-    ("verify_paragraph_count", {"N": 2}, "one\n* * *\ntwo", "one\n* * *\n* * *\n"),
-    ("validate_word_constraint", {"N": 2, "quantifier": "at least"}, "a b", "a"),
-    ("validate_word_constraint", {"N": 2, "quantifier": "at most"}, "a b", "a b c"),
-    ("validate_word_constraint", {"N": 20, "quantifier": "around"}, "a " * 22, "a " * 23),
-    (
-        "verify_sentence_constraint",
-        {"N": 2, "quantifier": "at most"},
-        "Dr. Wu e.g. a. B!",
-        "A. B. C.",
-    ),
-    ("validate_paragraphs", {"N": 2, "first_word": "so", "i": 2}, "A.\n\nSo, b.", "So a.\n\nB."),
-    ("validate_paragraphs", {"N": 2, "first_word": "so", "i": 2}, "A.\n \nSo b.", "A.\n\nSome b."),
-    ("verify_postscript", {"postscript_marker": "P.S."}, "Hi. P.S. Bye", "Hi. PS Bye"),
-    ("validate_placeholders", {"N": 2}, "[name] in [town]", "[name] [] in town"),
-    ("verify_bullet_points", {"N": 2}, "* one\n- two", "* one\n*two\n-"),
-    ("validate_title", {}, "<<My day>>", "<< >> <<a\nb>>"),
-    ("validate_choice", {"options": ["Yes.", "No."]}, "yes.", "Yes. No."),
-    ("validate_highlighted_sections", {"N": 2}, "*a* and **b**", "*a* and ** and * *"),
-    (
-        "validate_sections",
-        {"N": 2, "section_splitter": "Section"},
-        "SECTION 1: a Section 2. b",
-        "section: a",
-    ),
-    ("validate_json_format", {}, '{"a": 1}', '```{"a": 1}```'),
-    ("validate_json_format", {}, "[]", "[" * 100_000),
-    ("validate_repeat_prompt", {"original_prompt": "Say  it."}, "Say\nit. Done", "Done. Say it."),
-    ("validate_two_responses", {}, "a\n******\nb", "a\n******\na"),
-    ("validate_two_responses", {}, "a ****** b", "a ****** b ****** c"),
-    ("validate_uppercase", {}, "A 1", "A b"),
-    ("validate_lowercase", {}, "a 1", "A b"),
-    (
-        "validate_frequency_capital_words",
-        {"N": 2, "quantifier": "at least"},
-        "AB and CD",
-        "A B Cd EF",
-    ),
-    ("validate_end", {"end_phrase": "The end."}, "It is the end. The end. ", "The end. Or not"),
-    ("validate_quotation", {}, '"a"', '"'),
-    ("validate_no_commas", {}, "a b", "a, b"),
-]
-
-
-@pytest.mark.parametrize(("function", "args", "kept", "broken"), KEPT_AND_BROKEN)
-def test_a_constraint_accepts_what_keeps_it_alone(
-    function: str, args: dict[str, Any], kept: str, broken: str
-) -> None:
-    assert constraints[function](kept, **args)
-    assert not constraints[function](broken, **args)
-
-
-def test_every_constraint_is_tested() -> None:
-    needs_langdetect = {"validate_response_language"}
-    assert {function for function, *_ in KEPT_AND_BROKEN} == constraints.keys() - needs_langdetect
-
-
-def test_the_language_is_detected() -> None:
-    pytest.importorskip("langdetect")
-    check = constraints["validate_response_language"]
-    assert check("Das ist ein deutscher Satz mit vielen Worten.", language="de")
-    assert not check("This is an English sentence with many words.", language="de")
-    assert not check("123", language="de")
 
 
 async def started(monkeypatch: pytest.MonkeyPatch, answer: str, **settings: Any) -> Any:

@@ -20,7 +20,7 @@ with open(sample_path(crosswords.CrosswordsEnv, "crosswords")) as sample:
     words = {json.loads(line)["word"] for line in sample}
 
 
-async def score(monkeypatch: Any, env_cls: Any, row: Any, answers: Any, **settings: Any) -> float:
+async def score(monkeypatch: Any, env_cls: Any, row: Any, answers: Any) -> float:
     """Return the score of an episode with these answers, the last one repeated, or with a player of prompts."""
 
     def respond(request: Any) -> str:
@@ -28,8 +28,7 @@ async def score(monkeypatch: Any, env_cls: Any, row: Any, answers: Any, **settin
             return str(answers(request.prompt))
         return str(answers[min(request.prompt.count("<assistant>"), len(answers)) - 1])
 
-    env = make_env(env_cls, monkeypatch, respond=respond, dataset_path="sample", **settings)
-    await env.setup()
+    env = make_env(env_cls, monkeypatch, respond=respond)
     [rollout] = await env.roll_out(row, 1, split="train")
     return float(rollout.outcome)
 

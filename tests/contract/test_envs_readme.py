@@ -138,7 +138,11 @@ async def test_example_evaluates(name: str, tmp_path: Path) -> None:
     assert len(samples) == len(env.eval_rows) > 0
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
+@pytest.mark.parametrize(
+    "name",
+    # Every probe runs agents: 6 s of CPU. In every run the checker's own tests check an agent.
+    [pytest.param(n, marks=[pytest.mark.drill] * (n == "Doubling")) for n in ENVIRONMENTS],
+)
 def test_example_passes_check(name: str) -> None:
     report = check_env(namespace_of(name)[name], num_items=2)
     assert report.failed == [], report

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from atroposlib.scored_data import Strictness, check_group
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import SharedWorkers, load, make_env
 
 gsm8k = load("gsm8k_server")
 
@@ -80,6 +80,7 @@ async def test_an_answer_that_cannot_be_judged_is_not_scored(
     env: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await env.setup()
+    env.reward_workers = SharedWorkers(())  # it is killed: one without math-verify starts fast
     env.config.reward_timeout_s = 0.001
     monkeypatch.setattr(gsm8k, "is_correct", sys.modules[__name__]._hang)
     group, _ = await env.collect_trajectories(env.train_rows[0])

@@ -104,13 +104,22 @@ def test_sampling_accuracy_is_what_sampling_would_measure() -> None:
     assert warm_up.sampling_accuracy(model, rows) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.fixture
+def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BATCH_SIZE", "NUM_VALIDATION_PROMPTS"):
+        monkeypatch.setattr(warm_up, name, 4)
+    monkeypatch.setattr(warm_up, "CHECK_EVERY_STEPS", 2)
+
+
+@pytest.mark.usefixtures("_short_warm_up")
 def test_a_warm_up_that_does_not_reach_its_target_says_so_and_saves_nothing(tmp_path: Path) -> None:
-    config = warm_up.WarmUpConfig(out=tmp_path / "model", max_steps=10)
-    with pytest.raises(AtroposError, match=r"in 10 steps.*--max_steps"):
+    config = warm_up.WarmUpConfig(out=tmp_path / "model", max_steps=3)
+    with pytest.raises(AtroposError, match=r"in 3 steps.*--max_steps"):
         warm_up.warm_up(config)
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.usefixtures("_short_warm_up")
 def test_a_warm_up_saves_a_model_and_its_tokenizer(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -26,15 +26,9 @@ class Friend(BaseModel):
 TASK = schemas.SchemaTask(prompt="Write a Person.", code=CODE, model_name="Person")
 
 
-async def started(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
-    env = make_env(
-        schemas.PydanticSchemaFollowingEnv,
-        monkeypatch,
-        respond=lambda request: "",
-        **{"dataset_path": "sample", **settings},
-    )
-    await env.setup()
-    return env
+def made(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
+    env_cls = schemas.PydanticSchemaFollowingEnv
+    return make_env(env_cls, monkeypatch, respond=lambda request: "", **settings)
 
 
 def rollouts(*answers: str) -> list[Rollout]:
@@ -47,7 +41,7 @@ def rollouts(*answers: str) -> list[Rollout]:
 async def test_every_format_is_judged_by_the_model(
     monkeypatch: pytest.MonkeyPatch, form: Any
 ) -> None:
-    env = await started(monkeypatch)
+    env = made(monkeypatch)
     task = TASK._replace(form=form, container="none")
     right = schemas.EXAMPLES[form]
     wrong = right.replace("2", "two")
@@ -90,7 +84,7 @@ def test_the_container_must_be_the_required_one(
 async def test_an_answer_that_exhausts_the_sandbox_does_not_affect_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    env = await started(monkeypatch)
+    env = made(monkeypatch)
     code = (
         "import os\nfrom pydantic import RootModel, AfterValidator\nfrom typing import Annotated\n"
     )
@@ -105,7 +99,7 @@ async def test_an_answer_that_exhausts_the_sandbox_does_not_affect_the_others(
 
 
 async def test_a_schema_that_does_not_run_gives_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = await started(monkeypatch)
+    env = made(monkeypatch)
     task = TASK._replace(code="import nothing_like_this", container="none")
     assert await env.scores(task, ["<think>a</think>{}", "no thinking"]) == [None, 0.0]
 
@@ -113,7 +107,7 @@ async def test_a_schema_that_does_not_run_gives_no_scores(monkeypatch: pytest.Mo
 async def test_a_row_to_correct_shows_the_model_and_the_wrong_data(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    env = await started(monkeypatch)
+    env = made(monkeypatch)
     info = json.dumps({"pydantic_config": CODE, "model_name": "Person"})
     row = {"prompt": "p", "verification_info": info, "task_type": "editing"}
     assert env.parse_row(row) is None
@@ -125,7 +119,9 @@ async def test_a_row_to_correct_shows_the_model_and_the_wrong_data(
 async def test_each_epoch_asks_for_another_form_within_the_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    env = await started(monkeypatch, allowed_structured_formats=["xml", "toml"])
+    settings = {"dataset_path": "sample", "allowed_structured_formats": ["xml", "toml"]}
+    env = made(monkeypatch, **settings)
+    await env.setup()
     tasks = [await env.get_next_item() for _ in range(80)]
     assert {task.form for task in tasks} == {"xml", "toml"}
     assert {task.container for task in tasks} == {"tagged", "none", "markdown"}

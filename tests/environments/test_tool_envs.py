@@ -151,15 +151,14 @@ async def test_one_expected_call_reaches_the_mcp_server_over_http(
     assert asked == (["pear"] if turns[0] == STOCK else [])
 
 
-@pytest.mark.e2e
 async def test_rows_that_expect_a_tool_of_no_server_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    pytest.importorskip("mcp")
     path = tmp_path / "rows.jsonl"
     gone = {"tool_name": "gone", "arguments": {}}
     path.write_text(json.dumps({"user_prompt_text": "?", "expected_mcp_call": gone}) + "\n")
     env = make_env(mcp_env.McpEnv, monkeypatch, respond=lambda r: "", dataset_path=str(path))
+    env.mcp_servers = []
     with pytest.raises(ConfigError, match=r"expect the tools \['gone'\]"):
         await env.setup()
     await env.close()

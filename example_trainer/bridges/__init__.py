@@ -46,7 +46,10 @@ class WeightBridge(Protocol):
         """
 
     def check(self) -> None:
-        """Raise unless every engine answers; one attempt, called by the first process only."""
+        """Raise unless every engine answers; reload and lora load the published weights into a restarted engine again.
+
+        One attempt, called by the first process only.
+        """
 
     def close(self) -> None:
         """Stop only what `start` started; may be called again."""

@@ -75,13 +75,22 @@ class RunningEngine(ABC):
 
     def check_version(self, version: int) -> None:
         """Raise EngineProtocolError if the engine reports another version; it may report none."""
-        found = self.control.look(self.version_route)
-        reported = found.get("weight_version") if isinstance(found, dict) else None
-        if reported is not None and str(reported) != str(version):
+        reported = self._reported_version()
+        if reported not in (None, str(version)):
             raise EngineProtocolError(
                 f"engine {self.control.url}: {self.version_route} reports weights of version {reported!r} "
                 f"after version {version} was loaded"
             )
+
+    def is_behind(self, version: int) -> bool:
+        """Whether the engine reports an older version, or, as vLLM and SGLang do after their start, no number."""
+        reported = self._reported_version()
+        return reported is not None and not (reported.isdecimal() and int(reported) >= version)
+
+    def _reported_version(self) -> str | None:
+        found = self.control.look(self.version_route)
+        reported = found.get("weight_version") if isinstance(found, dict) else None
+        return None if reported is None else str(reported)
 
     def _do(self, route: str, body: Any = None, *, hint: str = "", **request: Any) -> None:
         """Post; raise EngineProtocolError for a 2xx answer with `success` false."""
@@ -194,9 +203,8 @@ class VllmEngine(RunningEngine):
                 "engine %s keeps no weight version; its samples carry none", self.control.url
             )
 
-    def check_version(self, version: int) -> None:
-        if self._keeps_versions:
-            super().check_version(version)
+    def _reported_version(self) -> str | None:
+        return super()._reported_version() if self._keeps_versions else None
 
 
 class SglangEngine(RunningEngine):

@@ -2,18 +2,27 @@
 
 Guarantee: when `publish` returns, every engine samples from the new weights and, if it can, reports their version.
 Engines change one by one, so two may briefly serve different versions; their samples carry the version. These bridges
-never start or stop an engine.
+never start or stop an engine. An engine that its supervisor restarted serves older weights until the next `publish` or
+`check`, which loads the published ones again.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from example_trainer.bridges.control import Control, for_each
 from example_trainer.bridges.engines import RunningEngine, identify
 from example_trainer.weights import require_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+class Published(NamedTuple):
+    directory: Path
+    version: int
 
 
 class RunningEngines:
@@ -46,8 +55,10 @@ class RunningEngines:
         return self._engines[control.url]
 
     def check(self) -> None:
-        for control in self._controls:
-            control.require_healthy()
+        for_each(self._controls, self.check_engine, retry_s=0.0)
+
+    def check_engine(self, control: Control) -> None:
+        control.require_healthy()
 
     def close(self) -> None:
         """Close the connections; the engines keep running."""
@@ -58,6 +69,8 @@ class RunningEngines:
 class DirectoryReaders(RunningEngines):
     """Engines that read new weights from a directory."""
 
+    _published: Published | None = None
+
     def start(self, directory: Path, version: int) -> None:
         """Wait until every engine is healthy, then load the initial weights: an earlier run may have left others."""
         self.wait_healthy()
@@ -65,15 +78,30 @@ class DirectoryReaders(RunningEngines):
 
     def publish(self, directory: Path, version: int) -> int:
         """Load `directory` into all engines concurrently; raise EngineError naming engine, route and answer."""
-        path = directory.resolve()
-
-        def update(control: Control) -> None:
-            engine = self.engine_at(control)
-            self.load(engine, path, version)
-            engine.check_version(version)
-
-        for_each(self._controls, update, retry_s=self._retry_s, is_stopping=self._is_stopping)
+        published = self._published = Published(directory.resolve(), version)
+        for_each(
+            self._controls,
+            lambda control: self._update(control, published),
+            retry_s=self._retry_s,
+            is_stopping=self._is_stopping,
+        )
         return version
+
+    def check_engine(self, control: Control) -> None:
+        """Also load the published weights into an engine that reports older ones: it was restarted."""
+        super().check_engine(control)
+        published = self._published
+        if published and self.engine_at(control).is_behind(published.version):
+            logger.warning(
+                "engine %s was restarted; loading version %d again", control.url, published.version
+            )
+            del self._engines[control.url]  # its flags may have changed
+            self._update(control, published)
+
+    def _update(self, control: Control, published: Published) -> None:
+        engine = self.engine_at(control)
+        self.load(engine, *published)
+        engine.check_version(published.version)
 
     def load(self, engine: RunningEngine, directory: Path, version: int) -> None:
         raise NotImplementedError

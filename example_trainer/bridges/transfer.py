@@ -170,6 +170,7 @@ class TransferBridge(RunningEngines):
         self._open_sender = open_sender
         self._client = EngineClient([], backend=backend)
         self._sender: Any = None
+        self._version = 0
 
     def start(self, policy: Policy, version: int) -> None:
         """Wait until every engine is healthy, connect, and send the initial weights."""
@@ -200,9 +201,15 @@ class TransferBridge(RunningEngines):
             for engine in engines:
                 engine.forget_cache()
                 engine.set_version(version)
+        self._version = version
         for engine in engines:
             engine.check_version(version)
         return version
+
+    def check_engine(self, control: Control) -> None:
+        """Also raise if the engine was restarted: it has left the group, which only a resumed run joins again."""
+        super().check_engine(control)
+        self.engine_at(control).check_version(self._version)
 
     def close(self) -> None:
         """Leave the group and close the connections; the engines keep running."""

@@ -64,6 +64,26 @@ def test_publish_reaches_engines_of_both_kinds_frozen(checkpoint: Path) -> None:
         assert set(engine.versions) == {"7"}
 
 
+@pytest.mark.parametrize(("kind", "first"), [("vllm", "default"), ("vllm", "0"), ("sglang", "x")])
+def test_an_engine_that_was_restarted_gets_the_published_weights_again(
+    kind: str, first: str, checkpoint: Path
+) -> None:
+    """`atropos-engine` starts with version "0", vLLM and SGLang with "default"."""
+    with fake_engine(kind) as restarted, fake_engine() as newer, fake_engine() as gone:
+        bridge = bridge_to(gone, restarted, newer)
+        bridge.publish(checkpoint, 7)
+        for engine in (restarted, newer):
+            engine.weights.clear()
+        restarted.versions[:] = [first]
+        newer.versions[:] = ["8"]  # by the trainer that resumed this run
+        gone.faults["/health"] = (503, b"asleep")
+        for _ in range(2):
+            with pytest.raises(EngineUnavailable, match=f"{gone.url}.*asleep"):
+                bridge.check()
+        assert (restarted.weights, restarted.versions[-1]) == ([str(checkpoint)], "7")
+        assert newer.weights == []
+
+
 def test_sglang_is_never_asked_to_flush_inside_an_update(checkpoint: Path) -> None:
     with fake_engine("sglang") as engine:
         bridge_to(engine).publish(checkpoint, 7)

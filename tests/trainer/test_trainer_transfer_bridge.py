@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from atroposlib.errors import ConfigError, EngineRejected, EngineUnavailable, MissingDependency
+from atroposlib.errors import (
+    ConfigError,
+    EngineProtocolError,
+    EngineRejected,
+    EngineUnavailable,
+    MissingDependency,
+)
 from example_trainer.bridges.control import Control
 from example_trainer.bridges.engines import VllmEngine
 from example_trainer.bridges.transfer import (
@@ -95,6 +101,17 @@ def test_every_engine_is_frozen_updated_and_labelled(model_dir: Path) -> None:
         for engine in (one, two):
             assert engine.calls == [*BEGIN, *UPDATE, *UPDATE, "/shutdown_weight_transfer_engine"]
             assert engine.versions == ["0", "1"]
+
+
+def test_a_restarted_engine_is_reported_because_it_has_left_the_group(model_dir: Path) -> None:
+    with fake_engine() as engine:
+        bridge = bridge_to(engine)
+        bridge.start(policy_of(model_dir), 4)
+        bridge.check()
+        engine.versions.clear()
+        with pytest.raises(EngineProtocolError, match="'default' after version 4"):
+            bridge.check()
+        bridge.close()
 
 
 def test_each_engine_gets_ranks_of_its_own_in_one_group(model_dir: Path) -> None:

@@ -6,6 +6,8 @@ token or too long, supervised ones, advantages per token, references and teacher
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import statistics
 from pathlib import Path
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from atroposlib.scored_data import Strictness, check_group
 from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
-from example_trainer.model import load_policy, reference_of
+from example_trainer.model import Policy, load_policy
 from example_trainer.objective import OBJECTIVES
 from example_trainer.step import data_options, objective_of, take_step
 from tests.trainer.helpers_run import config_for
@@ -34,6 +36,11 @@ EVERYTHING = {"kl_coef": 0.3, "entropy_coef": 0.05, "distill_coef": 0.4}
 def model(model_dir: Path) -> Any:
     """The same model in float64."""
     return AutoModelForCausalLM.from_pretrained(model_dir).double()
+
+
+@pytest.fixture(scope="module")
+def policy(model_dir: Path) -> Policy:
+    return load_policy(config_for(model_dir, model_dir))
 
 
 @pytest.fixture(scope="module")
@@ -215,23 +222,33 @@ def slow_update(
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.fixture(scope="module")
+def plain_updates(model: Any, groups: list[dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+    """The slow updates of the objectives without further terms."""
+    return {name: slow_update(model, groups, changes) for name, changes in OBJECTIVES.items()}
+
+
+class Update(NamedTuple):
+    taken: dict[str, torch.Tensor]
+    """What one step of plain SGD subtracts from the parameters."""
+    num_micro_batches: int
+
+
 def found_update(
-    model_dir: Path, tmp_path: Path, groups: list[dict[str, Any]], settings: dict[str, Any]
-) -> tuple[dict[str, torch.Tensor], int]:
-    """Return what one step of plain SGD takes off the parameters, and in how many micro-batches."""
-    config = config_for(
-        model_dir, tmp_path, seq_len=SEQ_LEN, max_grad_norm=1e9, **{"batch_size": 100} | settings
-    )
-    policy = load_policy(config)
+    policy: Policy, groups: list[dict[str, Any]], settings: dict[str, Any], reference: Any
+) -> Update:
+    """Take one step and undo it."""
+    settings = {"batch_size": 100, "lr": 1.0} | settings
+    config = config_for(Path(), Path(), seq_len=SEQ_LEN, max_grad_norm=1e9, **settings)
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     checked = [check_group(group, strictness=Strictness.MEANING) for group in groups]
     batch = make_batch(checked, data_options(config))
-    reference = reference_of(policy, config) if config.kl_coef else None
     optimizer = torch.optim.SGD(policy.model.parameters(), lr=config.lr)
     take_step(policy, optimizer, batch, config, 0, LogprobGap(policy, limit=None), reference)
-    after = dict(policy.model.named_parameters())
-    taken = {name: (p - after[name]).detach().double() for name, p in before.items()}
-    return taken, len(batch.micro_batches)
+    after = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    policy.model.load_state_dict(before, strict=False)
+    taken = {name: (value - after[name]).double() for name, value in before.items()}
+    return Update(taken, len(batch.micro_batches))
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -244,30 +261,31 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("extra", [{}, EVERYTHING], ids=["plain", "every term"])
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", list(OBJECTIVES))
 def test_the_update_of_every_objective_and_layout_is_that_of_a_slow_reference(
-    model_dir: Path,
-    tmp_path: Path,
+    policy: Policy,
     model: Any,
     groups: list[dict[str, Any]],
+    plain_updates: dict[str, dict[str, torch.Tensor]],
     name: Any,
-    layout: str,
     extra: dict[str, Any],
 ) -> None:
-    wanted = slow_update(model, groups, OBJECTIVES[name] | extra)
-    settings = {"objective": name, "lr": 1.0} | extra | LAYOUTS[layout]
-    found, num_micro_batches = found_update(model_dir, tmp_path, groups, settings)
-    assert (num_micro_batches > 2) == ("many" in layout or "wide" in layout)
-    assert_same_update(found, wanted)
+    wanted = plain_updates[name]
+    if extra:
+        wanted = slow_update(model, groups, OBJECTIVES[name] | extra)
+    reference = copy.deepcopy(policy) if extra else None
+    for layout, changes in LAYOUTS.items():
+        settings = {"objective": name} | extra | changes
+        found = found_update(policy, groups, settings, reference)
+        assert (found.num_micro_batches > 2) == ("many" in layout or "wide" in layout)
+        assert_same_update(found.taken, wanted)
 
 
 def test_an_entropy_bonus_alone_reaches_sequences_without_an_advantage(
-    model_dir: Path, tmp_path: Path, model: Any, groups: list[dict[str, Any]]
+    policy: Policy, model: Any, groups: list[dict[str, Any]]
 ) -> None:
     wanted = slow_update(model, groups, ENTROPY)
-    found, _ = found_update(model_dir, tmp_path, groups, ENTROPY | {"lr": 1.0})
-    assert_same_update(found, wanted)
+    assert_same_update(found_update(policy, groups, ENTROPY, None).taken, wanted)
 
 
 def assert_same_update(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -281,14 +299,12 @@ def assert_same_update(found: dict[str, torch.Tensor], wanted: dict[str, torch.T
 
 
 def test_an_objective_can_be_told_from_another_by_its_update(
-    model: Any, groups: list[dict[str, Any]]
+    plain_updates: dict[str, dict[str, torch.Tensor]],
 ) -> None:
     """Else the test above would show nothing."""
-    updates = [slow_update(model, groups, settings) for settings in OBJECTIVES.values()]
-    weights = [update["lm_head.weight"] for update in updates]
-    for i, one in enumerate(weights):
-        for other in weights[:i]:
-            assert float((one - other).abs().max()) > 1e-4
+    weights = [update["lm_head.weight"] for update in plain_updates.values()]
+    for one, other in itertools.combinations(weights, 2):
+        assert float((one - other).abs().max()) > 1e-4
 
 
 def test_a_config_names_the_objective_that_it_makes(model_dir: Path, tmp_path: Path) -> None:

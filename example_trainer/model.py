@@ -138,13 +138,16 @@ class Policy:
         """Whether adapters are trained instead of the model's own weights."""
         return hasattr(self.model, "peft_config")
 
-    def save(self, target: Path, *, merged: bool = False) -> None:
-        """Call `write` for a temporary directory and move that to `target`; every process must call it."""
+    def save(self, target: Path, *, merged: bool = False, is_durable: bool = True) -> None:
+        """Call `write` for a temporary directory and move that to `target`; every process must call it.
+
+        Unless `is_durable`, files are not flushed to disk, and a crash of the machine may damage them.
+        """
         directory = fresh_directory(target) if self.world.is_main else Path()
         try:
             self.write(directory, merged=merged)
             if self.world.is_main:
-                finish_directory(directory, target)
+                finish_directory(directory, target, is_durable=is_durable)
         finally:
             if self.world.is_main:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -325,18 +328,19 @@ def fresh_directory(target: Path) -> Path:
     return fresh
 
 
-def finish_directory(fresh: Path, target: Path) -> None:
-    """Flush a filled directory to disk and move it to `target`, replacing an earlier one.
+def finish_directory(fresh: Path, target: Path, *, is_durable: bool = True) -> None:
+    """Flush a filled directory to disk if it must be durable, and move it to `target`, replacing an earlier one.
 
     A reader sees the old directory, for an instant none, or the new one, never part of one.
     """
-    for path in [*fresh.rglob("*"), fresh]:
+    for path in [*fresh.rglob("*"), fresh] if is_durable else ():
         sync_to_disk(path)
     old = fresh.with_name(fresh.name + ".old")
     with contextlib.suppress(FileNotFoundError):
         target.rename(old)
     fresh.rename(target)
-    sync_to_disk(target.parent)
+    if is_durable:
+        sync_to_disk(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

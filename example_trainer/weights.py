@@ -67,7 +67,8 @@ class WeightsDirectory:
         return self._save(self.path / f"adapter_{version}", merged=False, keep=KEEP_ADAPTERS)
 
     def _save(self, target: Path, *, merged: bool, keep: int) -> Path:
-        self._policy.save(target, merged=merged)
+        # Engines read it at once, and a trainer that starts again publishes anew: waiting for the disk gains nothing.
+        self._policy.save(target, merged=merged, is_durable=False)
         if self._policy.world.is_main:
             for path in self._stale:
                 if path != target:

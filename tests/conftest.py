@@ -1,17 +1,20 @@
 """Which tests are drills, the order of all, and an interpreter that no test leaves changed to the next.
 
 Every test of `tests/faults` is a drill, with three exceptions; elsewhere the long ones carry the marker. A file whose
-tests are all left out is not even imported. The longest come first, so that several workers (`-n 2`) end together.
+tests are all left out is not even imported. The longest come first, so that several workers (`-n 3`) end together.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import os
+import ssl
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -65,10 +68,18 @@ def _no_process_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_tls_context() -> Iterator[None]:
-    """Give all clients of httpx one TLS context: each reads the certificate authorities, 20 ms of CPU time."""
+    """Give all clients of httpx with the same settings one TLS context: to read the authorities takes 20 ms of CPU."""
+    create = httpx.create_ssl_context
+
+    @functools.cache
+    def of_authorities(file: str | None, *settings: Any) -> ssl.SSLContext:
+        return create(*settings)
+
+    def shared(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        return of_authorities(os.environ.get("SSL_CERT_FILE"), verify, cert, trust_env)
+
     with pytest.MonkeyPatch.context() as patch:
-        cached = functools.cache(httpx.create_ssl_context)
-        patch.setattr("httpx._transports.default.create_ssl_context", cached)
+        patch.setattr("httpx._transports.default.create_ssl_context", shared)
         yield
 
 

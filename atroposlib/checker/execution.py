@@ -199,7 +199,7 @@ class Execution:
                 return None
             if not await self._find_fatal(env, index, answers, cause_of(error)):
                 return None
-            return await self.collect(env, index, answers)
+            return await self.collect(env, index, answers, seed=seed)
         if may_fail:
             return run
         self.verdicts.look("grader_survives", len(run.scores))

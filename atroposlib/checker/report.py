@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_EVIDENCE = 5
 
@@ -15,8 +16,7 @@ class Status(enum.Enum):
     NOT_CHECKED = "not checked"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(NamedTuple):
     """One requirement on environments."""
 
     name: str
@@ -26,145 +26,65 @@ class Rule:
     """What to change when it fails; evidence of a known cause has a hint instead."""
 
 
-RULES = (
-    Rule(
-        name="starts",
-        claim="config_init, the constructor and setup() work without a network",
-        advice="load what the environment needs in setup(); give `check` small local data by flags",
-    ),
-    Rule(
-        name="gives_items",
-        claim="get_next_item() returns an item, and soon",
-        advice="return an item; None means 'nothing now' and ends `process`",
-    ),
-    Rule(
-        name="collects",
-        claim="collect_trajectories() works and turns items into groups",
-        advice="let it return (group, backlog); None only where an item is worth nothing",
-    ),
-    Rule(
-        name="group_size",
-        claim="a group has config.group_size sequences, or says otherwise in group_overrides",
-        advice="sample config.group_size completions, or state group_overrides={'group_size': n}",
-    ),
-    Rule(
-        name="aligned",
-        claim="tokens, masks and logprobs agree, and only sampled tokens are trained",
-        advice="take tokens, masked_tokens and logprobs from managed.get_state()['nodes'] as they are",
-    ),
-    Rule(
-        name="token_exact",
-        claim="the tokens sent back are the tokens that were sampled, in every turn",
-        advice="never turn sampled text into tokens again: use managed_server() and its nodes",
-    ),
-    Rule(
-        name="reward_repeatable",
-        claim="the same completions earn the same rewards when they are scored again",
-        advice="score from item and completion alone: no unseeded randomness, no clock, no memory",
-    ),
-    Rule(
-        name="reward_ignores_order",
-        claim="a completion's reward does not depend on its place in the group",
-        advice="score every completion by itself, or in a way that any order gives the same",
-    ),
-    Rule(
-        name="reward_varies",
-        claim="different completions earn different rewards",
-        advice="if none of the answers tried can be right, give a right one: define"
-        " example_answers(self, item) -> list[str]; else correct the reward",
-    ),
-    Rule(
-        name="reward_finite",
-        claim="every score is a finite number",
-        advice="return 0 for an answer without a number; NaN is not equal to, above or below anything",
-    ),
-    Rule(
-        name="grader_survives",
-        claim="scoring raises for no answer",
-        advice="score an answer that cannot be read as a wrong one: catch what parsing it raises",
-    ),
-    Rule(
-        name="empty_unrewarded",
-        claim="an empty answer earns less than half of what can be earned",
-        advice="score an empty completion as a wrong one (`'' in text` is always true)",
-    ),
-    Rule(
-        name="echo_unrewarded",
-        claim="repeating the question earns less than half of what can be earned",
-        advice="look for the answer where the model has to put it, not anywhere in its text",
-    ),
-    Rule(
-        name="copy_unrewarded",
-        claim="a result that the prompt states earns less than half of what can be earned",
-        advice="show worked examples of other questions, and score the completion without the prompt",
-    ),
-    Rule(
-        name="wrong_unrewarded",
-        claim="a wrong result in the form of a right one earns less than half",
-        advice="compare with the whole result of this item, not with a part of it",
-    ),
-    Rule(
-        name="list_unrewarded",
-        claim="a list of many results, one of them right, earns less than half",
-        advice="accept one result: refuse an answer that states several, or judge the last alone",
-    ),
-    Rule(
-        name="retraction_unrewarded",
-        claim="a right result that is taken back for a wrong one earns less than half",
-        advice="judge the last result of an answer",
-    ),
-    Rule(
-        name="variants_rewarded",
-        claim="a right result written in another usual way earns what it earned",
-        advice="normalize results before comparing them",
-    ),
-    Rule(
-        name="no_leaked_tasks",
-        claim="no asyncio task outlives its item",
-        advice="create tasks in an asyncio.TaskGroup, or await them in a finally block",
-    ),
-    Rule(
-        name="no_leaked_handles",
-        claim="no file, socket or pipe stays open after its item",
-        advice="open in `with`, or once in setup(); `python -X dev` names what is dropped unclosed",
-    ),
-    Rule(
-        name="no_leaked_processes",
-        claim="no child process outlives its item",
-        advice="wait for every process in a finally block, or score in envs.rewards.RewardWorkers",
-    ),
-    Rule(
-        name="loop_stays_free",
-        claim="no item blocks the event loop for more than 100 ms",
-        advice="use asyncio.to_thread or envs.rewards.RewardWorkers; await, never time.sleep",
-    ),
-    Rule(
-        name="cancellable",
-        claim="a cancelled item ends at once with CancelledError",
-        advice="catch Exception rather than BaseException, and re-raise asyncio.CancelledError",
-    ),
-    Rule(
-        name="evaluates",
-        claim="evaluate() works and writes metrics",
-        advice="end evaluate() with await self.evaluate_log({'eval/...': value})",
-    ),
-    Rule(
-        name="checkpoint_is_json",
-        claim="save_checkpoint() saves plain JSON values",
-        advice="save numbers, strings, lists and dicts; rebuild the rest from them in setup()",
-    ),
-    Rule(
-        name="checkpoint_restores",
-        claim="a fresh environment that loads a checkpoint has the attributes that were saved",
-        advice="save under the attribute's name (load_checkpoint sets attributes), with string keys,"
-        " or override load_checkpoint",
-    ),
-    Rule(
-        name="items_resume",
-        claim="after a restore the next item is the one that would have come",
-        advice="derive the item from what the checkpoint holds: a seed and a position",
-    ),
-)
+_TABLE = """
+starts: config_init, the constructor and setup() work without a network
+    load what the environment needs in setup(); give `check` small local data by flags
+gives_items: get_next_item() returns an item, and soon
+    return an item; None means 'nothing now' and ends `process`
+collects: collect_trajectories() works and turns items into groups
+    let it return (group, backlog); None only where an item is worth nothing
+group_size: a group has config.group_size sequences, or says otherwise in group_overrides
+    sample config.group_size completions, or state group_overrides={'group_size': n}
+aligned: tokens, masks and logprobs agree, and only sampled tokens are trained
+    take tokens, masked_tokens and logprobs from managed.get_state()['nodes'] as they are
+token_exact: the tokens sent back are the tokens that were sampled, in every turn
+    never turn sampled text into tokens again: use managed_server() and its nodes
+reward_repeatable: the same completions earn the same rewards when they are scored again
+    score from item and completion alone: no unseeded randomness, no clock, no memory
+reward_ignores_order: a completion's reward does not depend on its place in the group
+    score every completion by itself, or in a way that any order gives the same
+reward_varies: different completions earn different rewards
+    if no answer tried can be right, define example_answers(self, item) -> list[str]; else correct the reward
+reward_finite: every score is a finite number
+    return 0 for an answer without a number; NaN is not equal to, above or below anything
+grader_survives: scoring raises for no answer
+    score an answer that cannot be read as a wrong one: catch what parsing it raises
+empty_unrewarded: an empty answer earns less than half of what can be earned
+    score an empty completion as a wrong one (`'' in text` is always true)
+echo_unrewarded: repeating the question earns less than half of what can be earned
+    look for the answer where the model has to put it, not anywhere in its text
+copy_unrewarded: a result that the prompt states earns less than half of what can be earned
+    show worked examples of other questions, and score the completion without the prompt
+wrong_unrewarded: a wrong result in the form of a right one earns less than half
+    compare with the whole result of this item, not with a part of it
+list_unrewarded: a list of many results, one of them right, earns less than half
+    accept one result: refuse an answer that states several, or judge the last alone
+retraction_unrewarded: a right result that is taken back for a wrong one earns less than half
+    judge the last result of an answer
+variants_rewarded: a right result written in another usual way earns what it earned
+    normalize results before comparing them
+no_leaked_tasks: no asyncio task outlives its item
+    create tasks in an asyncio.TaskGroup, or await them in a finally block
+no_leaked_handles: no file, socket or pipe stays open after its item
+    open in `with`, or once in setup(); `python -X dev` names what is dropped unclosed
+no_leaked_processes: no child process outlives its item
+    wait for every process in a finally block, or score in envs.rewards.RewardWorkers
+loop_stays_free: no item blocks the event loop for more than 100 ms
+    use asyncio.to_thread or envs.rewards.RewardWorkers; await, never time.sleep
+cancellable: a cancelled item ends at once with CancelledError
+    catch Exception rather than BaseException, and re-raise asyncio.CancelledError
+evaluates: evaluate() works and writes metrics
+    end evaluate() with await self.evaluate_log({'eval/...': value})
+checkpoint_is_json: save_checkpoint() saves plain JSON values
+    save numbers, strings, lists and dicts; rebuild the rest from them in setup()
+checkpoint_restores: a fresh environment that loads a checkpoint has the attributes that were saved
+    save under the attribute's name (load_checkpoint sets attributes), with string keys, or override load_checkpoint
+items_resume: after a restore the next item is the one that would have come
+    derive the item from what the checkpoint holds: a seed and a position
+"""
+"""Each rule's name and claim, and below them its advice."""
+
+RULES = tuple(Rule(*row) for row in re.findall(r"(\w+): (.*)\n    (.*)\n", _TABLE))
 
 BY_NAME = {rule.name: rule for rule in RULES}
 

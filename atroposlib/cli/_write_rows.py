@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeAlias
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.cli._rows import Source
@@ -29,7 +28,7 @@ from atroposlib.client import (
 )
 from atroposlib.errors import ConfigError, GroupError, HubRejected, HubUnavailable
 from atroposlib.scored_data import Strictness, check_group
-from atroposlib.utils.json_lines import on_one_line
+from atroposlib.utils.json_lines import on_one_line, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -105,27 +104,15 @@ def _from_files(config: RowsConfig, rows_of: RowsOf, file: TextIO) -> None:
 
 def _groups_in(path: Path) -> Iterator[Source]:
     """Read the groups of a file, except a last line that was cut off; ConfigError names a line that is not a group."""
-    try:
-        file = path.open("rb")
-    except OSError as e:
-        raise ConfigError(f"cannot read {str(path)!r}: {e.strerror}") from e
-    with file:
-        for number, text in enumerate(file, 1):
-            try:
-                line = _decode_line(text)
-                given = line
-                if line.get("has_token_ids") is False:  # lists of tokens are empty
-                    given = {**line, "inference_logprobs": None}
-                    given |= dict.fromkeys(("tokens", "masks"), [[0]] * len(line["scores"]))
-                yield Source(check_group(given, strictness=Strictness.MEANING), line)
-            except (msgspec.DecodeError, GroupError) as e:
-                if isinstance(e, msgspec.DecodeError) and not text.endswith(b"\n"):
-                    logger.warning("%s: the last line was cut off", path)
-                    return
-                raise ConfigError(f"{path}, line {number}: not a group: {e}") from e
-
-
-_decode_line = msgspec.json.Decoder(dict[str, Any]).decode
+    for number, line in enumerate(read_lines(path), start=1):
+        given = line
+        if line.get("has_token_ids") is False:  # lists of tokens are empty
+            given = {**line, "inference_logprobs": None}
+            given |= dict.fromkeys(("tokens", "masks"), [[0]] * len(line["scores"]))
+        try:
+            yield Source(check_group(given, strictness=Strictness.MEANING), line)
+        except GroupError as e:
+            raise ConfigError(f"{path}, line {number}: not a group: {e}") from e
 
 
 def _from_hub(config: RowsConfig, rows_of: RowsOf, file: TextIO, groups_per_step: int) -> None:

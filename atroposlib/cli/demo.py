@@ -42,7 +42,7 @@ from atroposlib.cli._demo.report import (
     draw_learning_curve,
     mode_figures,
 )
-from atroposlib.cli.launch.step_metrics import JsonLines, StepMetrics
+from atroposlib.cli.launch.step_metrics import StepMetrics
 from atroposlib.cli.launch.supervisor import (
     POLL_INTERVAL_S,
     Launcher,
@@ -62,6 +62,7 @@ from atroposlib.errors import (
     install_command,
 )
 from atroposlib.frontend.run_files import find_run_files, write_run_page
+from atroposlib.utils.json_lines import LineTail
 from atroposlib.utils.letter_reversal import Split, distinct_prompts
 
 NUM_HELDOUT_PROMPTS = 500
@@ -193,10 +194,10 @@ async def _warm_up_and_train(config: DemoConfig, files: DemoFiles, display: Disp
 
 
 async def _warm_up(warm_up: Running, files: DemoFiles, display: Display) -> None:
-    checks = JsonLines(files.warm_up_progress)
+    checks = LineTail(files.warm_up_progress)
 
     def show_checks() -> None:
-        for check in checks.read():
+        for check in map(json.loads, checks.read()):
             display.say(f"  step {check['step']:>3}  validation accuracy {check['accuracy']:.3f}")
 
     await _follow(warm_up, show=show_checks, timeout_s=None)
@@ -206,11 +207,11 @@ async def _train(
     config: DemoConfig, files: DemoFiles, display: Display, launcher: Launcher, trainer: Running
 ) -> tuple[list[StepMetrics], Literal["steps", "max_minutes"]]:
     """Follow the trainer until it ends or the time limit; return its metrics and which of the two came first."""
-    lines = JsonLines(files.metrics)
+    lines = LineTail(files.metrics)
     steps: list[StepMetrics] = []
 
     def show_steps() -> None:
-        for metrics in lines.read():
+        for metrics in map(json.loads, lines.read()):
             steps.append(metrics)
             display.show_step(metrics)
 

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
 from atroposlib.frontend.charts import draw_run
-from atroposlib.frontend.run_files import find_run_files, read_lines
+from atroposlib.frontend.run_files import find_run_files
+from atroposlib.utils.json_lines import read_lines
 
 
 class PlotConfig(BaseModel):

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from atroposlib.envs.base import BaseEnv
@@ -25,6 +24,7 @@ from atroposlib.frontend.vocabulary import decoder
 from atroposlib.runtime.replay import Replay, Replayer, Row
 from atroposlib.samples import group_advantages
 from atroposlib.utils.display import table_of
+from atroposlib.utils.json_lines import read_lines
 
 MAX_SHOWN = 40
 """Lines of the table, and groups listed as not replayed; the rest is counted."""
@@ -150,9 +150,12 @@ def write_rescored_page(target: Path, path: Path, rescored: Rescored, *, tokeniz
 
     def views() -> Iterator[dict[str, Any]]:
         for is_unchanged in (False, True):
-            for number, (row, today) in enumerate(zip(rows_of(path), rescored.scores, strict=True)):
+            # `process` may have added groups since: those have no score of today.
+            for number, (today, row) in enumerate(
+                zip(rescored.scores, rows_of(path), strict=False), start=1
+            ):
                 if (today == row["scores"]) == is_unchanged:
-                    view = view_of_row(row, name=f"line-{number + 1}", decode=decode)
+                    view = view_of_row(row, name=f"line-{number}", decode=decode)
                     if view is not None:
                         yield _with_both_scores(view, today)
 
@@ -172,20 +175,11 @@ def _with_both_scores(view: dict[str, Any], today: list[float | None] | str) -> 
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Yield the groups of a JSONL file; ConfigError if there is no file, or a line is not a group."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = msgspec.json.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{path}, line {number}: {error}") from error
-            if not isinstance(row, dict) or not isinstance(row.get("scores"), list):
-                raise ConfigError(f"{path}, line {number}: not a group: it has no scores")
-            yield row
+    """Yield the groups of a JSONL file; ConfigError if it cannot be read, or a line is not a group."""
+    for number, row in enumerate(read_lines(path), start=1):
+        if not isinstance(row.get("scores"), list):
+            raise ConfigError(f"{path}, line {number}: not a group: it has no scores")
+        yield row
 
 
 def _arrow(before: Any, after: Any) -> str:

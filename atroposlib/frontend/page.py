@@ -189,8 +189,8 @@ class _Index:
     def summary(self) -> str:
         """Return the numbers of groups and sequences, and the mean score."""
         parts = [
-            _counted(len(self._ids), "group"),
-            _counted(sum(self.columns["num_sequences"]), "sequence"),
+            counted(len(self._ids), "group"),
+            counted(sum(self.columns["num_sequences"]), "sequence"),
         ]
         if self._num_scores:
             parts.append(f"mean score {self._score_sum / self._num_scores:.3f}")
@@ -202,7 +202,8 @@ class _Index:
         return {**self.columns, **names}
 
 
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
+    """Return `1 group` or `2 groups`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

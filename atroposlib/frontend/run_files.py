@@ -6,7 +6,6 @@ Files are recognised by the keys of their first line, because their names are se
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +16,10 @@ import msgspec
 
 from atroposlib.errors import ConfigError, MissingDependency
 from atroposlib.frontend.charts import charts_of
-from atroposlib.frontend.page import Chart, write_page
+from atroposlib.frontend.page import Chart, counted, write_page
 from atroposlib.frontend.view_groups import rounded, view_of_row, views_of_samples
 from atroposlib.frontend.vocabulary import Decode, decoder
+from atroposlib.utils.json_lines import decode_object, read_lines
 from atroposlib.utils.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def write_run_page(
         charts = charts_of(steps) if steps else []
     except MissingDependency as error:
         missing = f"No charts: {error}"
-    said = [about, f"{len(steps):,} optimizer steps" if steps else "", missing]
+    said = [about, counted(len(steps), "optimizer step") if steps else "", missing]
     write_page(
         target,
         view_groups(files, decode),
@@ -117,40 +117,6 @@ def view_groups(files: RunFiles, decode: Decode | None) -> Iterator[dict[str, An
         yield from views_of_samples(read_lines(path))
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file; a last line that is not complete is left out.
-
-    Raises ConfigError for a file that cannot be read and for another line that is no JSON object.
-    """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    yield _decoded(line)
-                except ValueError as error:
-                    if not line.endswith(b"\n"):
-                        logger.warning("%s: the last line is incomplete and left out", path)
-                        return
-                    raise ConfigError(f"{path}, line {number}: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
-
-
-def _decoded(line: bytes) -> dict[str, Any]:
-    try:
-        found = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        try:
-            found = json.loads(line)  # Python's reader accepts NaN, which the original writes
-        except ValueError as error:
-            raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError("expected a JSON object")
-    return found
-
-
 def _json_files(folder: Path) -> list[Path]:
     patterns = ["*/" * depth + "*.jsonl" for depth in range(_DEPTH + 1)]
     return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
@@ -161,7 +127,7 @@ def _kind_of(path: Path) -> Kind | None:
     try:
         with path.open("rb") as file:
             line = file.readline()
-        keys = {key for key, value in _decoded(line).items() if value is not None}
+        keys = {key for key, value in decode_object(line).items() if value is not None}
     except (OSError, ValueError):
         return None
     if "scores" in keys:
@@ -192,7 +158,7 @@ class _Trained:
             with path.open("rb") as file:
                 for line in file:
                     if line.endswith(b"\n"):
-                        self._at[_group_id.decode(line).group_id] = (path, start)
+                        self._at[_id_of(path, line)] = (path, start)
                     start += len(line)
 
     def add_to(self, view: dict[str, Any]) -> None:
@@ -203,7 +169,7 @@ class _Trained:
         path, start = place
         with path.open("rb") as file:
             file.seek(start)
-            add_training(view, _decoded(file.readline()))
+            add_training(view, decode_object(file.readline()))
 
 
 class _GroupId(msgspec.Struct):
@@ -211,6 +177,13 @@ class _GroupId(msgspec.Struct):
 
 
 _group_id = msgspec.json.Decoder(_GroupId)
+
+
+def _id_of(path: Path, line: bytes) -> str:
+    try:
+        return _group_id.decode(line).group_id
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {line[:60]!r} is no trained group: {error}") from error
 
 
 def add_training(view: dict[str, Any], line: Mapping[str, Any]) -> None:

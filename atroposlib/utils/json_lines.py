@@ -1,6 +1,18 @@
-"""JSON that stays on one line for every reader. Called by what writes JSON lines and server-sent events."""
+"""Files and streams with one JSON value per line, also files that another process still writes."""
 
 from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from atroposlib.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _ESCAPED = tuple((c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\x85\u2028\u2029")
 """`str.splitlines` ends a line at these, JSON encoders leave them as they are, and a model may sample them."""
@@ -16,3 +28,62 @@ def on_one_line(encoded: bytes) -> bytes:
         for character, escape in _ESCAPED:
             encoded = encoded.replace(character, escape)
     return encoded
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file; a last line that is not complete is left out.
+
+    Raises ConfigError for a file that cannot be read and for another line that is no JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield decode_object(line)
+                except ValueError as error:
+                    if not line.endswith(b"\n"):
+                        logger.warning("%s: the last line is incomplete and left out", path)
+                        return
+                    raise ConfigError(f"{path}, line {number}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
+
+
+def decode_object(line: bytes) -> dict[str, Any]:
+    """Return the object of a line; NaN is a number, as for Python. ValueError for anything else."""
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError("expected a JSON object")
+    return found
+
+
+class LineTail:
+    """Reads the complete lines that were added to a file since the last call; the file need not exist yet."""
+
+    def __init__(self, path: Path, *, skip_existing: bool = False) -> None:
+        self._path = path
+        self._position = path.stat().st_size if skip_existing and path.exists() else 0
+
+    def read(self) -> list[str]:
+        """Return the added lines; an incomplete line is left for the next call.
+
+        If the file became shorter, as when a resumed trainer removes the steps after its checkpoint, what is added
+        from then on.
+        """
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            self._position = min(self._position, file.seek(0, 2))
+            file.seek(self._position)
+            added = file.read()
+        complete = added[: added.rfind(b"\n") + 1]
+        self._position += len(complete)
+        return complete.decode(errors="replace").split("\n")[:-1]

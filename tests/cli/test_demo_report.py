@@ -16,7 +16,7 @@ from atroposlib.cli import demo
 from atroposlib.cli._demo import report
 from atroposlib.cli._demo.evaluation import Accuracy, measure
 from atroposlib.cli._demo.progress import Display
-from atroposlib.cli.launch.step_metrics import JsonLines, sparkline
+from atroposlib.cli.launch.step_metrics import sparkline
 from atroposlib.errors import ConfigError, EngineRejected, MissingDependency
 from tests.api.helpers_api import serving
 
@@ -73,18 +73,6 @@ def test_on_a_terminal_the_latest_step_and_the_curve_are_live() -> None:
 def test_a_sparkline_never_exceeds_its_width() -> None:
     assert len(sparkline([0.5] * 1000, width=40)) == 40
     assert sparkline([], width=40) == ""
-
-
-def test_json_lines_leaves_a_line_that_is_still_being_written(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = JsonLines(path)
-    assert lines.read() == []
-    path.write_text('{"step": 1}\n{"st')
-    assert lines.read() == [{"step": 1}]
-    with path.open("a") as file:
-        file.write('ep": 2}\n')
-    assert lines.read() == [{"step": 2}]
-    assert lines.read() == []
 
 
 def test_an_engine_that_refuses_a_prompt_is_one_error_with_its_answer() -> None:

@@ -14,9 +14,9 @@ from atroposlib.api.schemas import Ledger
 from atroposlib.cli.launch import view as view_module
 from atroposlib.cli.launch.command import main
 from atroposlib.cli.launch.status import HubReader, is_closed
-from atroposlib.cli.launch.step_metrics import JsonLines
 from atroposlib.cli.launch.supervisor import Program, launched
-from atroposlib.cli.launch.view import LogTail, RunView
+from atroposlib.cli.launch.view import RunView
+from atroposlib.utils.json_lines import LineTail
 from tests.cli.helpers_cli import HubServer, text_group
 
 
@@ -60,19 +60,6 @@ def test_a_ledger_is_closed_if_every_group_is_in_one_place() -> None:
     assert not is_closed(ledger(produced=5, trained=2, queued=1))
 
 
-def test_a_log_is_read_once_and_by_whole_lines(tmp_path: Path) -> None:
-    log = tmp_path / "a.log"
-    log.write_text("of an earlier run\n")
-    tail = LogTail(log)
-    with log.open("a") as file:
-        file.write("one\ntwo\nthr")
-    assert tail.read() == ["one", "two"]
-    with log.open("a") as file:
-        file.write("ee\n")
-    assert tail.read() == ["three"]
-    assert LogTail(tmp_path / "none.log").read() == []
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 async def test_logs_have_the_parts_name_and_a_terminal_has_a_table(
     hub: HubServer, tmp_path: Path, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
@@ -82,13 +69,15 @@ async def test_logs_have_the_parts_name_and_a_terminal_has_a_table(
     out = io.StringIO()
     console = Console(file=out, width=120, force_terminal=is_terminal, color_system=None)
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"reward_mean": 0.5, "num_trained_tokens": 10, "wall_s": 1.0}\n')
+    of_another_trainer = '{"step": 1}\n[]\nno JSON\n'
+    step = '{"reward_mean": 0.5, "num_trained_tokens": 10, "wall_s": 1.0}\n'
+    metrics.write_text(of_another_trainer + step)
     program = Program(name="judge", argv=["sh", "-c", "echo hello; sleep 600"])
     with RunView(console, log_dir=tmp_path, names=["judge", "engine"]) as view:
         async with HubReader(hub.url) as reader, launched(log_dir=tmp_path, env=os.environ) as all_:
             all_.start(program)
             showing = asyncio.gather(
-                view.show(all_, metrics=JsonLines(metrics)), view.read_hub(reader)
+                view.show(all_, metrics=LineTail(metrics)), view.read_hub(reader)
             )
             wanted = ["judge  | hello"]
             if is_terminal:

@@ -96,7 +96,7 @@ def test_what_is_wrong_is_one_line(sums: SumsFolder, capsys: pytest.CaptureFixtu
         (["zzz", "--env", "sums.py", *file], "'zzz' is the id of no group"),
         (["", "--env", "sums.py"], "'' is the start of 3 ids: "),
         ([name, "--env", "sums.py", "--score", "2=1"], "the group has sequences 0 to 1"),
-        ([name, "--env", "sums.py", "--file", "no.jsonl"], "no.jsonl: there is no such file"),
+        ([name, "--env", "sums.py", "--file", "no.jsonl"], "cannot read 'no.jsonl': No such file"),
         ([name, "--env", "sums.py", "--env.sed", "1"], "did you mean --env.seed?"),
     ]:
         assert main(["pin", *argv]) == 2

@@ -7,10 +7,12 @@ import gzip
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from atroposlib.cli import rescore
 from atroposlib.cli.environments import main
 from tests.cli.helpers_rollouts import RIGHT, SumsFolder
 
@@ -89,11 +91,29 @@ def test_the_page_has_both_scores_of_changed_groups_first(sums: SumsFolder) -> N
     assert main(["rescore", str(sums.folder), "--env", str(sums.env), "--out", str(page)]) == 2
 
 
+def test_groups_that_are_added_meanwhile_are_not_on_the_page(
+    sums: SumsFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = sums.folder / "page.html"
+    score, line = rescore.rescore, sums.rollouts.read_bytes().split(b"\n")[0] + b"\n"
+
+    async def score_while_the_file_grows(env: Any, path: Path) -> rescore.Rescored:
+        found = await score(env, path)
+        with path.open("ab") as file:
+            file.write(line)
+        return found
+
+    monkeypatch.setattr(rescore, "rescore", score_while_the_file_grows)
+    assert rescored(sums, "--out", str(page)) == 0
+    assert "3 groups" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (b"{", "line 1: "),
-        (b"[]", "line 1: not a group: it has no scores"),
+        (b"[]", "line 1: expected a JSON object"),
+        (b"{}", "line 1: not a group: it has no scores"),
         (b"", "the file has no groups"),
     ],
 )

@@ -133,6 +133,7 @@ def test_without_matplotlib_the_page_says_that_it_has_no_charts(
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     page = page_of(tmp_path / "metrics.jsonl")
     assert page.head["charts"] == []
+    assert page.head["about"].startswith("1 optimizer step. ")
     assert "No charts: matplotlib is not installed" in page.head["about"]
 
 
@@ -150,5 +151,9 @@ def test_a_line_that_is_no_object_is_named_and_leaves_an_earlier_page(tmp_path: 
     (tmp_path / "page.html").write_text("earlier")
     with pytest.raises(ConfigError, match="line 2: expected a JSON object"):
         page_of(tmp_path / "g.jsonl")
+    write(tmp_path / "run" / "g.jsonl", row("g0"))
+    write(tmp_path / "run" / "trained_groups.jsonl", trained("g0", 3), rest='{"loss": NaN}\n')
+    with pytest.raises(ConfigError, match="NaN.* is no trained group"):
+        write_run_page(find_run_files(tmp_path / "run"), tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text() == "earlier"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["g.jsonl", "page.html"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["g.jsonl", "page.html", "run"]

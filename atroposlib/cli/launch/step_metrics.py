@@ -1,11 +1,11 @@
-"""The trainer's metrics file: read while it grows, and shown as one line for each step."""
+"""The trainer's metrics, shown as one line for each step and as a curve."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
+
+from atroposlib.utils.json_lines import decode_object
 
 StepMetrics: TypeAlias = Mapping[str, Any]
 """One line of the trainer's metrics file."""
@@ -13,21 +13,13 @@ StepMetrics: TypeAlias = Mapping[str, Any]
 _BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
-class JsonLines:
-    """Reads the complete lines added to a growing file since the last call."""
-
-    def __init__(self, path: Path) -> None:
-        """The file need not exist yet."""
-        self._path = path
-        self._num_read = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the added lines; an incomplete line is left for the next call."""
-        if not self._path.exists():
-            return []
-        added = self._path.read_bytes().split(b"\n")[self._num_read : -1]
-        self._num_read += len(added)
-        return [json.loads(line) for line in added]
+def step_of(line: str) -> StepMetrics | None:
+    """Return a line with the keys that are shown; None for a line of a trainer that writes others."""
+    try:
+        found = decode_object(line.encode())
+    except ValueError:
+        return None
+    return found if {"reward_mean", "num_trained_tokens", "wall_s"} <= found.keys() else None
 
 
 def describe_step(metrics: StepMetrics) -> str:

@@ -15,10 +15,10 @@ from rich.console import Console
 from atroposlib.cli.launch.parts import Part, fill, instance_names, parts_of, servers, variable_of
 from atroposlib.cli.launch.run_file import VARIABLE, RunFile, read_run
 from atroposlib.cli.launch.status import HubReader, describe_ledger, is_closed
-from atroposlib.cli.launch.step_metrics import JsonLines
 from atroposlib.cli.launch.supervisor import Launcher, Program, launched, locked
 from atroposlib.cli.launch.view import RunView
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.utils.json_lines import LineTail
 
 HOST = "127.0.0.1"
 _HUB = re.compile(r"hub(-\d+)?")
@@ -101,7 +101,7 @@ async def _run(run: RunFile, programs: list[Program], run_dir: Path, console: Co
         ):
             for program in programs:
                 launcher.start(program)
-            showing = [view.show(launcher, metrics=JsonLines(run_dir / "metrics.jsonl"))]
+            showing = [view.show(launcher, metrics=LineTail(run_dir / "metrics.jsonl"))]
             if reader is not None:
                 showing.append(view.read_hub(reader))
             tasks = [asyncio.create_task(each) for each in showing]

@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from atroposlib.cli.launch.status import HubReader, HubView, describe_queue
-from atroposlib.cli.launch.step_metrics import JsonLines, describe_step, sparkline
+from atroposlib.cli.launch.step_metrics import describe_step, sparkline, step_of
 from atroposlib.cli.launch.supervisor import Launcher
 from atroposlib.errors import HubError
+from atroposlib.utils.json_lines import LineTail
 
 REFRESH_S = 0.25
 READ_HUB_S = 2.0
@@ -40,25 +41,6 @@ MAX_ROWS = 20
 """Parts shown in the table; those that are not ready come first."""
 
 
-class LogTail:
-    """Reads the complete lines added to a log since the last call."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = path.stat().st_size if path.exists() else 0
-
-    def read(self) -> list[str]:
-        """Return the added lines; an incomplete line is left for the next call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            added = file.read()
-        complete = added[: added.rfind(b"\n") + 1]
-        self._position += len(complete)
-        return complete.decode(errors="replace").splitlines()
-
-
 class RunView:
     """Prints the run until the block ends."""
 
@@ -66,7 +48,7 @@ class RunView:
         self._console = console
         self._width = max(map(len, names))
         self._colours = dict(zip(names, cycle(COLOURS), strict=False))
-        self._logs = {name: LogTail(log_dir / f"{name}.log") for name in names}
+        self._logs = {name: LineTail(log_dir / f"{name}.log", skip_existing=True) for name in names}
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._seen: HubView | None = None
         self._rewards: list[float] = []
@@ -76,11 +58,11 @@ class RunView:
         """Print a line of the launcher about a part."""
         self._print(name, Text(text, style="bold"))
 
-    async def show(self, launcher: Launcher, *, metrics: JsonLines) -> None:
+    async def show(self, launcher: Launcher, *, metrics: LineTail) -> None:
         """Print new lines and refresh the table, until cancelled."""
         while True:
             self.print_logs()
-            for step in metrics.read():
+            for step in filter(None, map(step_of, metrics.read())):
                 self._rewards.append(step["reward_mean"])
                 self._last_step = describe_step(step)
             if self._live.is_started:

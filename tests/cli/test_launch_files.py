@@ -69,7 +69,11 @@ def programs(tmp_path: Path, run: dict[str, Any], **environ: str) -> dict[str, P
         ({"parts": {"x": {"command": ["a", "${HUB_ULR}"]}}}, r"HUB_ULR.* did you mean HUB_URL"),
         ({"parts": {"x": {}}}, r"parts\.x\.command: a value is required"),
         ({"parts": {"x": {"command": ["a"], "ready": "/"}}}, r"parts\.x\.ready: / needs a port"),
-        ({"parts": {"hub": {"command": ["a"]}}}, r"hub: two parts have this name"),
+        ({"parts": {"hub": {"command": ["a"]}}}, r"hub: hub or an instance of it has this name"),
+        (
+            {"engine": {"count": 2}, "parts": {"engine_1": {"command": ["a"]}}},
+            r"engine_1: engine or an instance of it has this name",
+        ),
         ({"model": None}, r"engine\.model: a value is required, here or as the run's model"),
         ({"hub": {"needs": ["trainer"]}}, r"these parts wait for each other: .*hub"),
         ({"hub": {"port": 9001}}, r"hub and engine have port 9001"),

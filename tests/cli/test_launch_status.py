@@ -8,7 +8,10 @@ import os
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
 from rich.console import Console
+from starlette.routing import Route
 
 from atroposlib.api.schemas import Ledger
 from atroposlib.cli.launch import view as view_module
@@ -17,6 +20,7 @@ from atroposlib.cli.launch.status import HubReader, is_closed
 from atroposlib.cli.launch.supervisor import Program, launched
 from atroposlib.cli.launch.view import RunView
 from atroposlib.utils.json_lines import LineTail
+from tests.api.helpers_api import serving
 from tests.cli.helpers_cli import HubServer, text_group
 
 
@@ -47,6 +51,13 @@ def test_an_address_that_is_no_hub_is_named(
     said = capsys.readouterr().err
     assert "/elsewhere/explain answered 404" in said
     assert "is this a hub" in said
+
+
+def test_a_server_that_answers_anything_is_no_hub(capsys: pytest.CaptureFixture[str]) -> None:
+    app = FastAPI(routes=[Route("/{path:path}", lambda request: PlainTextResponse("Welcome"))])
+    with serving(app) as url:
+        assert main(["status", url]) == 1
+    assert "/explain is not what a hub answers: Welcome" in capsys.readouterr().err
 
 
 def ledger(**counts: int) -> Ledger:

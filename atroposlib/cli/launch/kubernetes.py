@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from atroposlib.cli.launch.parts import Part, instance_names, variable_of
+from atroposlib.cli.launch.parts import Part, servers
 from atroposlib.cli.launch.run_file import VARIABLE, RunFile
-from atroposlib.cli.launch.skypilot import task_name
 from atroposlib.errors import ConfigError
 
 WAIT_IMAGE = "busybox:1.37"
@@ -27,19 +26,18 @@ def render_kubernetes(run: RunFile, parts: Sequence[Part]) -> list[dict[str, Any
 
 def secret_names(parts: Sequence[Part]) -> list[str]:
     """Return the keys that the run's Secret must have."""
-    found = {name: None for part in parts for name in _secrets_of(part)}
-    return list(found)
+    return list(dict.fromkeys(name for part in parts for name in part.secrets))
 
 
 def _manifests(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[str, Any]]:
     section = part.section
-    name = f"{run.name}-{task_name(part)}"
-    labels = {"app.kubernetes.io/part-of": run.name, "app.kubernetes.io/name": task_name(part)}
+    name = f"{run.name}-{part.host_name}"
+    labels = {"app.kubernetes.io/part-of": run.name, "app.kubernetes.io/name": part.host_name}
     metadata: dict[str, Any] = {"name": name, "labels": labels}
     if run.kubernetes.namespace is not None:
         metadata["namespace"] = run.kubernetes.namespace
     pod = {"metadata": {"labels": labels}, "spec": _pod(run, parts, part)}
-    if section.port is None:
+    if part.port is None:
         spec: dict[str, Any] = {
             "completions": section.count,
             "parallelism": section.count,
@@ -54,7 +52,7 @@ def _manifests(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[str
         "clusterIP": "None",  # every instance has a name of its own
         "publishNotReadyAddresses": True,
         "selector": labels,
-        "ports": [{"port": section.port}],
+        "ports": [{"port": part.port}],
     }
     servers = {
         "serviceName": name,
@@ -76,7 +74,7 @@ def _pod(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
         raise ConfigError(f"{part.name}.image: a value is required, here or as the run's image")
     mount = [{"name": "runs", "mountPath": "/runs"}]
     container: dict[str, Any] = {
-        "name": task_name(part),
+        "name": part.host_name,
         "image": image,
         "command": [VARIABLE.sub(r"$(\1)", word.replace("$(", "$$(")) for word in part.command],
         "env": _environment(run, parts, part),
@@ -84,17 +82,13 @@ def _pod(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
     }
     if part.ready == "exit":
         container["command"] = ["sh", "-c", f'"$@" && {MARK}', "sh", *container["command"]]
-    if section.port is not None:
-        container |= {"ports": [{"containerPort": section.port}], **_probes(part)}
-    limits = {"cpu": section.cpus, "memory": f"{section.memory}i", "nvidia.com/gpu": section.gpus}
-    kept = {
-        name: str(value)
-        for name, value in limits.items()
-        if value and (name != "memory" or section.memory)
-    }
-    if kept:
+    if part.port is not None:
+        container |= {"ports": [{"containerPort": part.port}], **_probes(part)}
+    memory = section.memory and f"{section.memory}i"
+    limits = {"cpu": section.cpus, "memory": memory, "nvidia.com/gpu": section.gpus}
+    if kept := {name: str(value) for name, value in limits.items() if value}:
         container["resources"] = {"requests": kept, "limits": kept}
-    waits = [_wait(run, each) for each in parts if each.name in part.needs and each.ready]
+    waits = [_wait(run, each) for each in part.needed(parts) if each.ready]
     pod: dict[str, Any] = {"containers": [container]}
     if waits:
         pod["initContainers"] = [{**wait, "volumeMounts": mount} for wait in waits]
@@ -102,13 +96,13 @@ def _pod(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
         {"name": "runs", "persistentVolumeClaim": {"claimName": run.kubernetes.volume}}
     ]
     pod["terminationGracePeriodSeconds"] = GRACE_S
-    if section.port is None:
+    if part.port is None:
         pod["restartPolicy"] = "Never" if section.restart == "never" else "OnFailure"
     return pod
 
 
 def _probes(part: Part) -> dict[str, Any]:
-    port = part.section.port
+    port = part.port
     check: dict[str, Any] = {"tcpSocket": {"port": port}}
     if part.ready not in (None, "port"):
         check = {"httpGet": {"path": part.ready, "port": port}}
@@ -119,40 +113,38 @@ def _probes(part: Part) -> dict[str, Any]:
 
 def _wait(run: RunFile, needed: Part) -> dict[str, Any]:
     if needed.ready == "exit":
-        marks = [f"-e /runs/{run.name}/done/{name}" for name in instance_names(needed)]
+        marks = [f"-e /runs/{run.name}/done/{name}" for name in needed.instances]
         check = f"[ {' -a '.join(marks)} ]"
     else:
         checks = []
         for host in _hosts(run, needed):
             if needed.ready == "port":
-                checks.append(f"nc -z {host} {needed.section.port}")
+                checks.append(f"nc -z {host} {needed.port}")
             else:
-                url = f"http://{host}:{needed.section.port}{needed.ready}"
+                url = f"http://{host}:{needed.port}{needed.ready}"
                 checks.append(f"wget -q -T 5 -O /dev/null {url}")
         check = " && ".join(checks)
     command = ["sh", "-c", f"until {check}; do sleep 2; done"]
-    return {"name": f"wait-for-{task_name(needed)}", "image": WAIT_IMAGE, "command": command}
+    return {"name": f"wait-for-{needed.host_name}", "image": WAIT_IMAGE, "command": command}
 
 
 def _environment(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[str, Any]]:
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    if part.section.port is not None:
+    if part.port is not None:
         index = "metadata.labels['apps.kubernetes.io/pod-index']"
     values: dict[str, str] = {"RUN_DIR": f"/runs/{run.name}"}
-    if part.section.port is not None:
-        service = f"{run.name}-{task_name(part)}"
-        own = f"http://{service}-$(INDEX).{service}:{part.section.port}"
-        values |= {"HOST": "0.0.0.0", "PORT": str(part.section.port), variable_of(part): own}
-    for server in parts:
-        if server.name not in part.needs or server.section.port is None:
-            continue
+    if part.port is not None:
+        service = f"{run.name}-{part.host_name}"
+        own = f"http://{service}-$(INDEX).{service}:{part.port}"
+        values |= {"HOST": "0.0.0.0", "PORT": str(part.port), part.variable: own}
+    for server in servers(part.needed(parts)):
         hosts = _hosts(run, server)
-        urls = [f"http://{host}:{server.section.port}" for host in hosts]
+        urls = [f"http://{host}:{server.port}" for host in hosts]
         # Several instances: the service's name stands for all of them.
-        service = f"http://{run.name}-{task_name(server)}:{server.section.port}"
-        values[variable_of(server)] = urls[0] if len(urls) == 1 else service
-        values[f"{variable_of(server)}S"] = ",".join(urls)
-    secrets = _secrets_of(part)
+        service = f"http://{run.name}-{server.host_name}:{server.port}"
+        values[server.variable] = urls[0] if len(urls) == 1 else service
+        values[f"{server.variable}S"] = ",".join(urls)
+    secrets = part.secrets
     values |= {name: value for name, value in part.env.items() if name not in secrets}
     values["PYTHONUNBUFFERED"] = "1"
     found: list[dict[str, Any]] = [
@@ -160,8 +152,7 @@ def _environment(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[s
         *({"name": name, "value": value} for name, value in values.items()),
     ]
     if part.ready == "exit":
-        mark = part.name if part.section.count == 1 else f"{part.name}-$(INDEX)"
-        found.append({"name": "MARK", "value": mark})
+        found.append({"name": "MARK", "value": part.instance("$(INDEX)")})
     for name in secrets:
         reference = {"secretKeyRef": {"name": f"{run.name}-secrets", "key": name}}
         found.append({"name": name, "valueFrom": reference})
@@ -169,9 +160,5 @@ def _environment(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[s
 
 
 def _hosts(run: RunFile, part: Part) -> list[str]:
-    service = f"{run.name}-{task_name(part)}"
+    service = f"{run.name}-{part.host_name}"
     return [f"{service}-{i}.{service}" for i in range(part.section.count)]
-
-
-def _secrets_of(part: Part) -> list[str]:
-    return [name for name, value in part.env.items() if VARIABLE.search(value)]

@@ -52,7 +52,45 @@ class Part:
     @property
     def ready(self) -> str | None:
         """`/path`, `port`, `exit`, or None: ready as soon as it is started."""
-        return self.section.ready or (None if self.section.port is None else "port")
+        return self.section.ready or (None if self.port is None else "port")
+
+    @property
+    def port(self) -> int | None:
+        """Port of the first instance; None for a part without an address."""
+        return self.section.port
+
+    @property
+    def instances(self) -> list[str]:
+        """`engine`, or `engine-0`, `engine-1`, ... if there are several."""
+        return [self.instance(str(index)) for index in range(self.section.count)]
+
+    def instance(self, index: str) -> str:
+        """Return the name of an instance; `index` may be a variable of a shell."""
+        return self.name if self.section.count == 1 else f"{self.name}-{index}"
+
+    @property
+    def host_name(self) -> str:
+        """The name as a host name: `my-judge` for `My_judge`."""
+        return host_name(self.name)
+
+    @property
+    def variable(self) -> str:
+        """The variable of the address, `MY_JUDGE_URL`; with an S that of all instances."""
+        return self.name.upper().replace("-", "_") + "_URL"
+
+    @property
+    def secrets(self) -> list[str]:
+        """The environment variables that refer to others."""
+        return [name for name, value in self.env.items() if VARIABLE.search(value)]
+
+    def needed(self, parts: Sequence[Part]) -> list[Part]:
+        """Return the parts that must be ready before this one."""
+        return [part for part in parts if part.name in self.needs]
+
+
+def host_name(name: str) -> str:
+    """Return a name in the letters of host names, in which `_` does not occur."""
+    return name.lower().replace("_", "-")
 
 
 def parts_of(run: RunFile, *, on_one_machine: bool) -> list[Part]:
@@ -69,36 +107,9 @@ def parts_of(run: RunFile, *, on_one_machine: bool) -> list[Part]:
     found = [_complete(run, part, found) for part in found]
     if not found:
         raise ConfigError("the run has no part: give hub, engine, trainer, environments or parts")
-    names = [part.name for part in found]
-    for name in names:
-        if not re.fullmatch(r"[A-Za-z][\w-]{0,40}", name):
-            raise ConfigError(f"{name!r}: a name has letters, digits, _ and -")
-        if names.count(name) > 1:
-            raise ConfigError(f"{name}: two parts have this name")
-    for part in found:
-        for need in part.needs:
-            if need not in names:
-                raise ConfigError(
-                    f"{part.name}.needs: there is no part {need!r}; {nearest(need, names)}"
-                )
+    _check_names(found)
     _check_variables(found)
     return _needed_first(found)
-
-
-def variable_of(part: Part) -> str:
-    """Return the variable of a part's address; with an S those of all instances.
-
-    >>> variable_of(_other("my-judge", Section(command=["x"], port=1)))
-    'MY_JUDGE_URL'
-    """
-    return part.name.upper().replace("-", "_") + "_URL"
-
-
-def instance_names(part: Part) -> list[str]:
-    """Return `engine`, or `engine-0`, `engine-1`, ... if there are several."""
-    if part.section.count == 1:
-        return [part.name]
-    return [f"{part.name}-{index}" for index in range(part.section.count)]
 
 
 def variables_in(part: Part) -> set[str]:
@@ -119,7 +130,7 @@ def program_and_arguments(part: Part) -> tuple[list[str], list[str]]:
 
 def servers(parts: Sequence[Part]) -> list[Part]:
     """Return the parts with an address."""
-    return [part for part in parts if part.section.port is not None]
+    return [part for part in parts if part.port is not None]
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
@@ -270,7 +281,7 @@ def _complete(run: RunFile, part: Part, parts: Sequence[Part]) -> Part:
     named = [
         each.name
         for each in servers(parts)
-        if {variable_of(each), f"{variable_of(each)}S"} & used and each.name != part.name
+        if {each.variable, f"{each.variable}S"} & used and each.name != part.name
     ]
     env = {name: _text(value) for name, value in {**run.env, **part.section.env}.items()}
     return replace(part, needs=list(dict.fromkeys([*part.needs, *named])), env=env)
@@ -280,12 +291,28 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _check_names(parts: Sequence[Part]) -> None:
+    names = [part.name for part in parts]
+    taken: dict[str, str] = {}
+    for part in parts:
+        if not re.fullmatch(r"[A-Za-z][\w-]{0,40}", part.name):
+            raise ConfigError(f"{part.name!r}: a name has letters, digits, _ and -")
+        for need in set(part.needs).difference(names):
+            raise ConfigError(
+                f"{part.name}.needs: there is no part {need!r}; {nearest(need, names)}"
+            )
+        for name in {host_name(each) for each in (part.name, *part.instances)}:
+            if name in taken:
+                raise ConfigError(f"{part.name}: {taken[name]} or an instance of it has this name")
+            taken[name] = part.name
+
+
 def _check_variables(parts: Sequence[Part]) -> None:
     known = ["RUN_DIR", "INDEX"]
     for part in servers(parts):
-        known += [variable_of(part), f"{variable_of(part)}S"]
+        known += [part.variable, f"{part.variable}S"]
     for part in parts:
-        own = [*known, *(["HOST", "PORT"] if part.section.port is not None else [])]
+        own = [*known, *(["HOST", "PORT"] if part.port is not None else [])]
         for name in sorted(variables_in(part).difference(own)):
             raise ConfigError(
                 f"{part.name}: ${{{name}}} is no variable of the run; {nearest(name, own)} "

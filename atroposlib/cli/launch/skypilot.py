@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from atroposlib.cli.launch.parts import Part, instance_names, variable_of
-from atroposlib.cli.launch.run_file import VARIABLE, RunFile
+from atroposlib.cli.launch.parts import Part
+from atroposlib.cli.launch.run_file import RunFile
 from atroposlib.cli.launch.slurm import command_line
 
 GROUP = "${SKYPILOT_JOBGROUP_NAME}"
@@ -18,15 +18,10 @@ GROUP = "${SKYPILOT_JOBGROUP_NAME}"
 def render_skypilot(run: RunFile, parts: Sequence[Part]) -> list[dict[str, Any]]:
     """Return the documents: the header and one task for each part."""
     header: dict[str, Any] = {"name": run.name, "execution": "parallel"}
-    primary = [task_name(part) for part in parts if part.ends_run]
+    primary = [part.host_name for part in parts if part.ends_run]
     if primary:
         header |= {"primary_tasks": primary, "termination_delay": "30s"}
     return [header, *(_task(run, parts, part) for part in parts)]
-
-
-def task_name(part: Part) -> str:
-    """Return a part's name as a host name."""
-    return part.name.lower().replace("_", "-")
 
 
 def _task(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
@@ -43,14 +38,13 @@ def _task(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
         resources["image_id"] = f"docker:{image}"
     if section.restart != "never":
         resources["job_recovery"] = {"max_restarts_on_errors": section.max_restarts}
-    task: dict[str, Any] = {"name": task_name(part), "num_nodes": section.count}
+    task: dict[str, Any] = {"name": part.host_name, "num_nodes": section.count}
     task["resources"] = resources
     task["volumes"] = {"/runs": run.kubernetes.volume}
-    plain = {name: value for name, value in part.env.items() if not VARIABLE.search(value)}
-    secrets = [name for name in part.env if name not in plain]
+    plain = {name: value for name, value in part.env.items() if name not in part.secrets}
     task["envs"] = {**plain, "PYTHONUNBUFFERED": "1", "RUN_DIR": f"/runs/{run.name}"}
-    if secrets:
-        task["secrets"] = dict.fromkeys(secrets)
+    if part.secrets:
+        task["secrets"] = dict.fromkeys(part.secrets)
     if run.setup:
         task["setup"] = run.setup
     task["run"] = _script(parts, part)
@@ -59,21 +53,19 @@ def _task(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
 
 def _script(parts: Sequence[Part], part: Part) -> str:
     lines = ["set -e", "export INDEX=${SKYPILOT_NODE_RANK}"]
-    if part.section.port is not None:
-        own = f"http://{task_name(part)}-$INDEX.{GROUP}:{part.section.port}"
-        lines.append(f"export HOST=0.0.0.0 PORT={part.section.port} {variable_of(part)}={own}")
-    for each in parts:
-        if each.name not in part.needs:
-            continue
-        if each.section.port is None:
+    if part.port is not None:
+        own = f"http://{part.host_name}-$INDEX.{GROUP}:{part.port}"
+        lines.append(f"export HOST=0.0.0.0 PORT={part.port} {part.variable}={own}")
+    for each in part.needed(parts):
+        if each.port is None:
             if each.ready == "exit":
-                marks = [f"-e $RUN_DIR/done/{name}" for name in instance_names(each)]
+                marks = [f"-e $RUN_DIR/done/{name}" for name in each.instances]
                 lines.append(f"until [ {' -a '.join(marks)} ]; do sleep 2; done")
             continue
         num = each.section.count
-        hosts = [f"http://{task_name(each)}-{i}.{GROUP}:{each.section.port}" for i in range(num)]
-        one = f"http://{task_name(each)}-$((INDEX % {num})).{GROUP}:{each.section.port}"
-        variable = variable_of(each)
+        hosts = [f"http://{each.host_name}-{i}.{GROUP}:{each.port}" for i in range(num)]
+        one = f"http://{each.host_name}-$((INDEX % {num})).{GROUP}:{each.port}"
+        variable = each.variable
         lines.append(f"export {variable}={hosts[0] if num == 1 else one}")
         lines.append(f"export {variable}S={','.join(hosts)}")
         check = f"curl -fs -m 5 -o /dev/null $url{each.ready}"
@@ -83,10 +75,8 @@ def _script(parts: Sequence[Part], part: Part) -> str:
     command = command_line(part, indent="  ")
     if part.ready != "exit":
         return "\n".join([*lines, f"exec {command}"]) + "\n"
-    name = part.name if part.section.count == 1 else f"{part.name}-$INDEX"
-    return (
-        "\n".join([*lines, command, "mkdir -p $RUN_DIR/done", f"touch $RUN_DIR/done/{name}"]) + "\n"
-    )
+    mark = f"touch $RUN_DIR/done/{part.instance('$INDEX')}"
+    return "\n".join([*lines, command, "mkdir -p $RUN_DIR/done", mark]) + "\n"
 
 
 def gigabytes(memory: str) -> float:

@@ -12,9 +12,7 @@ from pathlib import Path
 
 from atroposlib.cli.launch.parts import (
     Part,
-    instance_names,
     program_and_arguments,
-    variable_of,
     variables_in,
 )
 from atroposlib.cli.launch.run_file import VARIABLE, RunFile
@@ -72,18 +70,17 @@ def _job(run: RunFile, parts: Sequence[Part], part: Part, run_dir: Path) -> str:
         "set -euo pipefail",
         f"export RUN_DIR={shlex.quote(str(run_dir))} INDEX=${{SLURM_ARRAY_TASK_ID:-0}}",
     ]
-    if section.port is not None:
-        head.append(f"export HOST=0.0.0.0 PORT=$(({section.port} + INDEX))")
-    name = f"{part.name}-$INDEX" if is_array else part.name
+    if part.port is not None:
+        head.append(f"export HOST=0.0.0.0 PORT=$(({part.port} + INDEX))")
     lines = [*head, *_environment(part), "export PYTHONUNBUFFERED=1", *run.setup.splitlines()]
     lines.append('source "$RUN_FILES/functions.sh"')
-    if section.port is not None:
-        lines.append(f"export {variable_of(part)}=$(own_address)")
+    if part.port is not None:
+        lines.append(f"export {part.variable}=$(own_address)")
     lines.append("")
     lines += _connect(parts, part)
     lines += ["PROGRAM() {", f"    exec {command_line(part, indent=' ' * 8)}", "}", ""]
     limits = f"{section.timeout:.0f} {section.restart} {section.max_restarts}"
-    lines.append(f'run_part "{name}" {part.ready or "-"} {limits}')
+    lines.append(f'run_part "{part.instance("$INDEX")}" {part.ready or "-"} {limits}')
     if part.ends_run:
         lines += _end_of_run(parts)
     return "\n".join(lines) + "\n"
@@ -100,18 +97,18 @@ def _environment(part: Part) -> list[str]:
 
 def _connect(parts: Sequence[Part], part: Part) -> list[str]:
     """Return the function that waits for what the part needs, and the names of the servers among it."""
-    needed = [each for each in parts if each.name in part.needs]
+    needed = part.needed(parts)
     lines = ["CONNECT() {"] if needed else ["CONNECT() { true; }"]
     uses: list[str] = []
     for each in needed:
-        names = instance_names(each)
+        names = each.instances
         lines += [f"    wait_for {name} {each.ready or '-'}" for name in names]
-        if each.section.port is None:
+        if each.port is None:
             continue
         uses += names
         one = names[0] if len(names) == 1 else f'"{each.name}-$((INDEX % {len(names)}))"'
         every = ",".join(f"$(address {name})" for name in names)
-        variable = variable_of(each)
+        variable = each.variable
         lines.append(f"    export {variable}=$(address {one})")
         if f"{variable}S" in variables_in(part):
             lines.append(f'    export {variable}S="{every}"')

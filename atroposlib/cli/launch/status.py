@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import ssl
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import httpx
+from pydantic import BaseModel, ValidationError
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from atroposlib.api.schemas import Explanation, HubStatus, Ledger, ReplicaStatus
 from atroposlib.errors import HubRejected, HubUnavailable
+
+M = TypeVar("M", bound=BaseModel)
 
 TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
 TIMEOUT_S = 5.0
@@ -59,12 +62,12 @@ class HubReader:
     async def read(self) -> HubView:
         """Return the state now; raises HubUnavailable or HubRejected."""
         return HubView(
-            explanation=Explanation.model_validate_json(await self._get("/explain")),
-            ledger=Ledger.model_validate_json(await self._get("/ledger")),
-            replicas=HubStatus.model_validate_json(await self._get("/status")).replicas or [],
+            explanation=await self._get("/explain", Explanation),
+            ledger=await self._get("/ledger", Ledger),
+            replicas=(await self._get("/status", HubStatus)).replicas or [],
         )
 
-    async def _get(self, path: str) -> bytes:
+    async def _get(self, path: str, model: type[M]) -> M:
         try:
             answer = await self._http.get(f"{self.url}{path}")
         except httpx.HTTPError as error:
@@ -80,7 +83,15 @@ class HubReader:
                 status=answer.status_code,
                 detail=detail,
             )
-        return answer.content
+        try:
+            return model.model_validate_json(answer.content)
+        except ValidationError as error:
+            detail = answer.text[:200]
+            raise HubRejected(
+                f"{self.url}{path} is not what a hub answers: {detail}",
+                status=answer.status_code,
+                detail=detail,
+            ) from error
 
 
 def describe_ledger(ledger: Ledger) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from atroposlib.cli.launch.parts import Part, fill, instance_names, parts_of, servers, variable_of
+from atroposlib.cli.launch.parts import Part, fill, parts_of, servers
 from atroposlib.cli.launch.run_file import VARIABLE, RunFile, read_run
 from atroposlib.cli.launch.status import HubReader, describe_ledger, is_closed
 from atroposlib.cli.launch.supervisor import Launcher, Program, launched, locked
@@ -48,7 +48,7 @@ def programs_of(run: RunFile, run_dir: Path, environ: Mapping[str, str]) -> list
     _check_ports(parts)
     programs = []
     for part in parts:
-        for index, name in enumerate(instance_names(part)):
+        for index, name in enumerate(part.instances):
             variables = local_variables(parts, part, index, run_dir)
             env = {name: _from(environ, part, name, value) for name, value in part.env.items()}
             programs.append(
@@ -56,15 +56,10 @@ def programs_of(run: RunFile, run_dir: Path, environ: Mapping[str, str]) -> list
                     name=name,
                     argv=[fill(word, variables) for word in part.command],
                     env={**env, **variables},
-                    url=_url(part, index) if part.section.port is not None else None,
+                    url=_url(part, index) if part.port is not None else None,
                     ready=part.ready,
                     timeout_s=part.section.timeout,
-                    needs=[
-                        instance
-                        for need in parts
-                        if need.name in part.needs
-                        for instance in instance_names(need)
-                    ],
+                    needs=[name for need in part.needed(parts) for name in need.instances],
                     restart=part.section.restart,
                     max_restarts=part.section.max_restarts,
                 )
@@ -75,11 +70,11 @@ def programs_of(run: RunFile, run_dir: Path, environ: Mapping[str, str]) -> list
 def local_variables(parts: Sequence[Part], part: Part, index: int, run_dir: Path) -> dict[str, str]:
     """Return the variables of one instance on this machine."""
     variables = {"RUN_DIR": str(run_dir), "INDEX": str(index)}
-    if part.section.port is not None:
-        variables |= {"HOST": HOST, "PORT": str(part.section.port + index)}
+    if part.port is not None:
+        variables |= {"HOST": HOST, "PORT": str(part.port + index)}
     for server in servers(parts):
         urls = [_url(server, i) for i in range(server.section.count)]
-        name = variable_of(server)
+        name = server.variable
         variables |= {name: urls[index % len(urls)], f"{name}S": ",".join(urls)}
     return variables
 
@@ -143,8 +138,8 @@ async def _close_books(reader: HubReader, run_dir: Path, console: Console) -> No
 
 
 def _url(part: Part, index: int) -> str:
-    assert part.section.port is not None
-    return f"http://{HOST}:{part.section.port + index}"
+    assert part.port is not None
+    return f"http://{HOST}:{part.port + index}"
 
 
 def _from(environ: Mapping[str, str], part: Part, name: str, value: str) -> str:
@@ -158,9 +153,9 @@ def _from(environ: Mapping[str, str], part: Part, name: str, value: str) -> str:
 def _check_ports(parts: Sequence[Part]) -> None:
     users: dict[int, str] = {}
     for part in servers(parts):
-        for index, name in enumerate(instance_names(part)):
-            assert part.section.port is not None
-            port = part.section.port + index
+        for index, name in enumerate(part.instances):
+            assert part.port is not None
+            port = part.port + index
             if port in users:
                 raise ConfigError(f"{part.name}.port: {users[port]} and {name} have port {port}")
             users[port] = name

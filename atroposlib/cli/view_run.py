@@ -29,7 +29,7 @@ from atroposlib.cli.run_api import listen
 from atroposlib.client import TrainerClient, TrainerNotRegistered, TrainerRegistration
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, cli_boundary, require
-from atroposlib.frontend.page import live_page
+from atroposlib.frontend.page import Index, Row, live_page, row_of
 from atroposlib.frontend.run_files import find_run_files, write_run_page
 from atroposlib.frontend.view_groups import view_of_group
 from atroposlib.frontend.vocabulary import Decode, Vocabulary, decoder
@@ -225,6 +225,7 @@ def live_routes(seen: SeenGroups, config: ViewConfig) -> list[Route]:
 class _Seen(NamedTuple):
     """A group as the page gets it."""
 
+    row: Row
     json: msgspec.Raw
     pieces: dict[str, str]
     """Of its tokens, by id."""
@@ -247,7 +248,10 @@ class SeenGroups:
         """Held during a request to the hub: handlers run in threads."""
 
     def newest(self, *, after: str | None) -> bytes:
-        """Return the JSON of the groups that came after the one with that id; of all if it is unknown."""
+        """Return the JSON of the groups that came after the one with that id; of all if it is unknown.
+
+        Beside new groups it has the index of all that are kept.
+        """
         with self._lock:
             if not self._config.consume and time.monotonic() - self._read_at >= POLL_EVERY_S / 2:
                 self._read_at = time.monotonic()
@@ -257,10 +261,17 @@ class SeenGroups:
             seen = [self._groups[name] for name in names[start:]]
             answer = {
                 "head": {"title": f"Run at {self._config.api_url}", "about": self._state},
+                "index": self._index() if seen else None,
                 "groups": [each.json for each in seen],
                 "vocabulary": dict(chain.from_iterable(each.pieces.items() for each in seen)),
             }
         return msgspec.json.encode(answer)
+
+    def _index(self) -> dict[str, Any]:
+        index = Index()
+        for each in self._groups.values():
+            index.add(each.row)
+        return index.content()
 
     def take_batch(self) -> str:
         """Take a batch as the trainer; return what happened."""
@@ -283,7 +294,7 @@ class SeenGroups:
             view = view_of_group(group, decode=self._decode)
             if view is not None and view["id"] not in self._groups:
                 json = msgspec.Raw(msgspec.json.encode(view))
-                self._groups[view["id"]] = _Seen(json, self._vocabulary.of([view]))
+                self._groups[view["id"]] = _Seen(row_of(view), json, self._vocabulary.of([view]))
                 self._num_bytes += len(bytes(json))
         while len(self._groups) > MAX_GROUPS or (
             self._num_bytes > MAX_BYTES and len(self._groups) > 1

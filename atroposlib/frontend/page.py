@@ -61,7 +61,7 @@ def write_page(
     get a suffix.
     """
     vocabulary = Vocabulary(decode)
-    index = _Index()
+    index = Index()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=target.parent) as chunks:
         for number, members in enumerate(_chunks(groups, index)):
@@ -103,7 +103,7 @@ def _template() -> list[str]:
     return re.split(r"(\$[a-z]+)", (_FOLDER / "viewer.html").read_text(encoding="utf-8"))
 
 
-def _filled(piece: str, *, head: Mapping[str, Any], index: _Index | None = None) -> bytes:
+def _filled(piece: str, *, head: Mapping[str, Any], index: Index | None = None) -> bytes:
     """Return a piece of viewer.html as it stands in a page; without `index`, there are no groups."""
     match piece:
         case "$title":
@@ -132,12 +132,12 @@ class _Member(NamedTuple):
     json: bytes
 
 
-def _chunks(groups: Iterable[ViewGroup], index: _Index) -> Iterator[list[_Member]]:
+def _chunks(groups: Iterable[ViewGroup], index: Index) -> Iterator[list[_Member]]:
     """Yield the groups in chunks, each with an id of its own, and add them to the index."""
     members: list[_Member] = []
     number = num_bytes = 0
     for group in groups:
-        unique = index.add(group, chunk=number)
+        unique = {**group, "id": index.add(row_of(group), chunk=number)}
         json = msgspec.json.encode(unique)
         members.append(_Member(unique, json))
         num_bytes += len(json)
@@ -148,7 +148,7 @@ def _chunks(groups: Iterable[ViewGroup], index: _Index) -> Iterator[list[_Member
         yield members
 
 
-class _Index:
+class Index:
     """A few figures of every group, as one list per figure."""
 
     def __init__(self) -> None:
@@ -165,26 +165,24 @@ class _Index:
         self._reasons: dict[str, int] = {}
         self._score_sum, self._num_scores = 0.0, 0
 
-    def add(self, group: ViewGroup, *, chunk: int) -> ViewGroup:
-        """Add a group and return it, with another id if an earlier group has its id."""
-        group_id = name = str(group["id"])
-        copy = 1
+    def add(self, row: Row, *, chunk: int = 0) -> str:
+        """Add a group and return its id, which is another one if an earlier group has it."""
+        name, copy = row.id, 1
         while name in self._ids:
             copy += 1
-            name = f"{group_id}~{copy}"
+            name = f"{row.id}~{copy}"
         self._ids.add(name)
-        row = _figures(group)
         self._score_sum += sum(row.scores)
         self._num_scores += len(row.scores)
         values = row.values | {
             "id": name,
             "chunk": chunk,
-            "environment": _number_of(group.get("environment"), self._environments),
-            "dropped": _number_of(group.get("dropped"), self._reasons),
+            "environment": _number_of(row.environment, self._environments),
+            "dropped": _number_of(row.dropped, self._reasons),
         }
         for column, values_of in self.columns.items():
             values_of.append(values[column])
-        return group if name == group["id"] else {**group, "id": name}
+        return name
 
     def summary(self) -> str:
         """Return the numbers of groups and sequences, and the mean score."""
@@ -212,15 +210,19 @@ def _number_of(name: Any, numbers: dict[str, int]) -> int:
     return -1 if name is None else numbers.setdefault(str(name), len(numbers))
 
 
-class _Figures(NamedTuple):
-    """The index row of a group."""
+class Row(NamedTuple):
+    """What the index holds of a group."""
 
+    id: str
+    environment: str | None
+    dropped: str | None
     values: dict[str, Any]
     scores: list[float]
     """Those that are finite."""
 
 
-def _figures(group: ViewGroup) -> _Figures:
+def row_of(group: ViewGroup) -> Row:
+    """Return a group's row of the index."""
     sequences: Sequence[Mapping[str, Any]] = group["sequences"]
     scores = [s for each in sequences if (s := each.get("score")) is not None and math.isfinite(s)]
     gaps = [
@@ -232,7 +234,10 @@ def _figures(group: ViewGroup) -> _Figures:
         if trainer is not None and sampled is not None
     ]
     advantages = [abs(a) for each in sequences if (a := each.get("advantage")) is not None]
-    return _Figures(
+    return Row(
+        str(group["id"]),
+        group.get("environment"),
+        group.get("dropped"),
         {
             "item": _item_text(group),
             "step": group.get("step"),

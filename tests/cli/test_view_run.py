@@ -82,6 +82,9 @@ def test_groups_that_were_seen_stay_and_only_newer_ones_are_sent_again(hub: HubS
             shown = newest(seen)
         assert answers(shown) == ["Qa", "Qb", "Qc"]
         second = shown["groups"][1]["id"]
+        assert shown["index"]["id"] == [group["id"] for group in shown["groups"]]
+        assert shown["index"]["preview"] == ["Qa", "Qb", "Qc"]
+        assert newest(seen, after=shown["index"]["id"][-1])["index"] is None
         assert answers(newest(seen, after=second)) == ["Qc"]
         assert answers(newest(seen, after="of another run")) == ["Qa", "Qb", "Qc"]
 

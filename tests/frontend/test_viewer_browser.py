@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.frontend.page import Chart, live_page, write_page
+from atroposlib.frontend.page import Chart, Index, live_page, row_of, write_page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="NOT TESTED: the viewer, no selenium")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -613,8 +613,12 @@ def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> 
         path, _, after = request.path.partition("?after=g")
         if path == "/groups":
             new = groups[int(after) + 1 :] if after else groups
+            index = Index()
+            for each in groups[-200:]:
+                index.add(row_of(each))
             head = {"about": f"{len(groups)} so far"}
-            found = json.dumps({"head": head, "groups": new, "vocabulary": {}})
+            columns = index.content() if new else None
+            found = json.dumps({"head": head, "index": columns, "groups": new, "vocabulary": {}})
             answer(request, b"?" if is_broken.is_set() else found.encode(), "application/json")
         else:
             content = live_page(title="Live", about="", poll="groups", every_s=0.05)

@@ -74,41 +74,7 @@ function matcher(query) {
   return (value) => typeof value === "string" && pattern.test(value);
 }
 
-// A live page asks its server for the groups after those it has, keeps the newest and makes the index itself.
-
-const MAX_LIVE_GROUPS = 200;
-
-function columnsOf(groups) {
-  const columns = structuredClone(NO_COLUMNS);
-  const numberOf = (names, name) => (names.includes(name) ? names.indexOf(name) : names.push(name) - 1);
-  for (const group of groups) {
-    const scores = group.sequences.map((sequence) => sequence.score);
-    const gaps = group.sequences.flatMap((sequence) => (sequence.trainer ? gapsOf(sequence).map((gap) => gap && Math.abs(gap)) : []));
-    columns.id.push(group.id);
-    columns.chunk.push(0);
-    columns.environment.push(group.environment ? numberOf(columns.environments, group.environment) : -1);
-    columns.item.push(group.item_id === null || group.item_id === undefined ? "" : String(group.item_id));
-    columns.step.push(group.step ?? null);
-    columns.score_mean.push(mean(scores));
-    columns.score_min.push(scores.filter(isNumber).length ? Math.min(...scores.filter(isNumber)) : null);
-    columns.score_max.push(largest(scores));
-    columns.num_sequences.push(group.sequences.length);
-    columns.length_mean.push(mean(group.sequences.map(lengthOf)));
-    columns.gap_mean.push(mean(gaps));
-    columns.staleness.push(group.staleness ?? null);
-    columns.advantage_max.push(largest(group.sequences.map((sequence) => Math.abs(sequence.advantage))));
-    columns.dropped.push(group.dropped ? numberOf(columns.reasons, group.dropped) : -1);
-    columns.preview.push(previewOf(group));
-  }
-  return columns;
-}
-
-/** The beginning of the first user message, else of the text. */
-function previewOf(group) {
-  const messages = group.sequences.length ? messagesOf(group.sequences[0]) : [];
-  const asked = messages.find((message) => message.role === "user") ?? messages[0] ?? "";
-  return oneLine(flatText([asked]), 80);
-}
+// A live page asks its server for the groups after those it has, and for the index of all that the server keeps.
 
 async function poll() {
   const seconds = head.live.every_s;
@@ -116,15 +82,15 @@ async function poll() {
     const after = index.id.length ? `?after=${encodeURIComponent(index.id.at(-1))}` : "";
     const answer = await fetch(head.live.poll + after, { cache: "no-store" });
     if (!answer.ok) throw new Error(`status ${answer.status}`);
-    const { head: newHead, groups: added, vocabulary } = await answer.json();
-    const known = new Map([...(live?.groups ?? []), ...added].map((group) => [group.id, group]));
-    const groups = [...known.values()].slice(-MAX_LIVE_GROUPS);
-    const isNew = JSON.stringify(groups.map((group) => group.id)) !== JSON.stringify(index.id);
-    live = { groups, vocabulary: { ...live?.vocabulary, ...vocabulary } };
-    if (isNew) useIndex(columnsOf(groups));
+    const { head: newHead, index: columns, groups: added, vocabulary } = await answer.json();
     showHead({ ...head, ...newHead });
     byId("live").textContent = "Live";
-    if (isNew) showIndex();
+    if (columns) {
+      const known = new Map([...(live?.groups ?? []), ...added].map((group) => [group.id, group]));
+      live = { groups: columns.id.map((id) => known.get(id)), vocabulary: { ...live?.vocabulary, ...vocabulary } };
+      useIndex(columns);
+      showIndex();
+    }
   } catch (error) {
     byId("live").textContent = `No answer (${error.message}); asking every ${seconds} s`;
   }

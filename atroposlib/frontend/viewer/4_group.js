@@ -1,7 +1,6 @@
 // One group: its prompt once, its completions side by side, conversations with tools and reasoning folded.
 
 const isImage = (uri) => typeof uri === "string" && /^data:image\/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}$/.test(uri);
-const lengthOf = (sequence) => sequence.tokens?.length ?? flatText(sequence.messages ?? [sequence.text ?? ""]).length;
 
 /** The messages of a sequence; a text alone counts as one without a role. */
 const messagesOf = (sequence) => sequence.messages ?? [sequence.text ?? ""];

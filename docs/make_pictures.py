@@ -1,8 +1,8 @@
 """Run the demo and take the README's pictures: its terminal, `atropos status` while it trains, and the viewer's page.
 
-    pip install pyte; PYTHONPATH=. OMP_NUM_THREADS=1 python docs/make_pictures.py
+    pip install -e '.[docs]'; PYTHONPATH=. OMP_NUM_THREADS=1 python docs/make_pictures.py
 
-Needs Chromium with its driver, and the extras `demo`, `view`, `dev`. `--demo DIR` shows an earlier run in the viewer.
+Needs Chromium with its driver. `--demo DIR` shows an earlier run in the viewer.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ import json
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -37,11 +37,7 @@ from atroposlib.cli._demo.commands import (
 )
 from atroposlib.cli._demo.evaluation import Accuracy, measure
 from atroposlib.cli._demo.progress import Display
-from atroposlib.cli._demo.report import (
-    compare_modes,
-    draw_learning_curve,
-    mode_figures,
-)
+from atroposlib.cli._demo.report import compare_modes, draw_learning_curve, mode_figures
 from atroposlib.cli.launch.step_metrics import StepMetrics
 from atroposlib.cli.launch.supervisor import (
     POLL_INTERVAL_S,
@@ -103,92 +99,100 @@ def run_demo(config: DemoConfig, files: DemoFiles, display: Display) -> None:
     """Run everything and write the results into the claimed directory."""
     started_at = time.monotonic()
     outcome = asyncio.run(_warm_up_and_train(config, files, display))
-    # All parts have been reaped, so their CPU time is counted.
-    gaps = [step["logprob_gap_max"] for step in outcome.steps]
-    gap = max((measured for measured in gaps if measured is not None), default=None)
+    costs = {
+        "cpu_seconds": round(_cpu_seconds(), 1),  # all parts have been reaped, so theirs is counted
+        "wall_seconds": round(time.monotonic() - started_at, 1),
+    }
+    write_results(config, files, outcome, costs=costs)
+    summary = json.loads(files.summary.read_text(encoding="utf-8"))
+    before, after, gap = outcome.before, outcome.after, summary["max_logprob_gap"]
+    display.say(
+        f"held-out accuracy, sampled: {before.sampled:.3f} -> {after.sampled:.3f}, "
+        f"greedy: {before.greedy:.3f} -> {after.greedy:.3f}\n"
+        "largest logprob gap between engine and trainer: "
+        f"{'not measured' if gap is None else format(gap, '.1e')}; "
+        f"{costs['cpu_seconds']:.0f} s of CPU time, {costs['wall_seconds']:.0f} s in all\n"
+        f"{compare_modes(files.root, summary)}\n"
+        f"see {files.root}/: learning_curve.png, rollouts.html, summary.json, config.yaml, logs/"
+    )
+
+
+def write_results(
+    config: DemoConfig, files: DemoFiles, outcome: Outcome, *, costs: Mapping[str, float]
+) -> None:
+    """Write the summary, the learning curve and the viewer's page."""
+    steps = outcome.steps
+    gaps = [step["logprob_gap_max"] for step in steps if step["logprob_gap_max"] is not None]
     summary = {
         "heldout_sampled_before": outcome.before.sampled,
         "heldout_sampled_after": outcome.after.sampled,
         "heldout_greedy_before": outcome.before.greedy,
         "heldout_greedy_after": outcome.after.greedy,
-        "max_logprob_gap": gap,
-        "steps": len(outcome.steps),
-        "groups": sum(step["num_groups"] for step in outcome.steps),
-        "cpu_seconds": round(_cpu_seconds(), 1),
-        "wall_seconds": round(time.monotonic() - started_at, 1),
+        "max_logprob_gap": max(gaps, default=None),
+        "steps": len(steps),
+        "groups": sum(step["num_groups"] for step in steps),
+        **costs,
         "seed": config.seed,
         "engine": config.engine,
         "asynchronous": config.asynchronous,
-        **mode_figures(outcome.steps),
+        **mode_figures(steps),
         "stopped_by": outcome.stopped_by,
     }
-    (files.root / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    draw_learning_curve(
-        files.root / "learning_curve.png",
-        outcome.steps,
-        before=outcome.before,
-        after=outcome.after,
-    )
+    files.summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    curve = files.root / "learning_curve.png"
+    draw_learning_curve(curve, steps, before=outcome.before, after=outcome.after)
     write_run_page(
         find_run_files(files.root),
         files.root / "rollouts.html",
         title="Rollouts of the demo",
         about="The task: reverse the letters, then stop. Reward 1 for exactly that, else 0",
     )
-    display.say(
-        f"held-out accuracy, sampled: {outcome.before.sampled:.3f} -> {outcome.after.sampled:.3f}, "
-        f"greedy: {outcome.before.greedy:.3f} -> {outcome.after.greedy:.3f}\n"
-        f"largest logprob gap between engine and trainer: "
-        f"{'not measured' if gap is None else format(gap, '.1e')}; "
-        f"{summary['cpu_seconds']:.0f} s of CPU time, {summary['wall_seconds']:.0f} s in all\n"
-        f"{compare_modes(files.root, summary)}\n"
-        f"see {files.root}/: learning_curve.png, rollouts.html, summary.json, config.yaml, logs/"
-    )
 
 
 async def _warm_up_and_train(config: DemoConfig, files: DemoFiles, display: Display) -> Outcome:
     hub_port, engine_port = free_port(), free_port()
     hub_url, engine_url = f"http://127.0.0.1:{hub_port}", f"http://127.0.0.1:{engine_port}"
-    commands = {
-        "warm up": warm_up_command(config, files),
-        "hub": python("atroposlib.cli.run_api", host="127.0.0.1", port=hub_port, memory=True),
-        "engine": engine_command(config, files, port=engine_port),
-        "trainer": trainer_command(config, files, hub_url=hub_url, engine_url=engine_url),
-        "environment": environment_command(config, files, hub_url=hub_url, engine_url=engine_url),
-    }
-    record = {"demo": config.model_dump(mode="json"), "commands": commands}
-    text = yaml.safe_dump(record, sort_keys=False, width=1000)
-    (files.root / "config.yaml").write_text(text, encoding="utf-8")
-
-    programs = {name: Program(name=name, argv=command) for name, command in commands.items()}
+    urls = {"hub_url": hub_url, "engine_url": engine_url}
     timeout_s = _STARTUP_TIMEOUT_S[config.engine]
-    programs["hub"] = replace(programs["hub"], url=hub_url, ready="/healthz", timeout_s=timeout_s)
-    programs["engine"] = replace(
-        programs["engine"],
+    warm_up = Program(name="warm up", argv=warm_up_command(config, files), ready="exit")
+    hub = Program(
+        name="hub",
+        argv=python("atroposlib.cli.run_api", host="127.0.0.1", port=hub_port, memory=True),
+        url=hub_url,
+        ready="/healthz",
+        timeout_s=timeout_s,
+    )
+    engine = Program(
+        name="engine",
+        argv=engine_command(config, files, port=engine_port),
         url=engine_url,
         ready="/health",
         timeout_s=timeout_s,
         env=engine_variables(config),
         needs=["hub", "warm up"],
     )
-    programs["warm up"] = replace(programs["warm up"], ready="exit")
+    trainer = Program(name="trainer", argv=trainer_command(config, files, **urls))
+    environment = Program(name="environment", argv=environment_command(config, files, **urls))
+    parts = (warm_up, hub, engine, trainer, environment)
+    commands = {part.name: list(part.argv) for part in parts}
+    record = {"demo": config.model_dump(mode="json"), "commands": commands}
+    text = yaml.safe_dump(record, sort_keys=False, width=1000)
+    (files.root / "config.yaml").write_text(text, encoding="utf-8")
     async with launched(log_dir=files.logs, env=environment_variables()) as launcher:
-        launcher.start(programs["hub"])
+        launcher.start(hub)
         display.say(
             "warming up: supervised steps until a quarter of the sampled answers are correct"
         )
-        await _warm_up(launcher.start(programs["warm up"]), files, display)
-        engine = launcher.start(programs["engine"])
-        await engine.is_ready.wait()
+        await _warm_up(launcher.start(warm_up), files, display)
+        await launcher.start(engine).is_ready.wait()
 
         prompts = distinct_prompts(Split.HELDOUT, count=NUM_HELDOUT_PROMPTS, seed=0)
         before = await asyncio.to_thread(measure, engine_url, MODEL_NAME, prompts)
         display.say(f"held-out accuracy: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
 
-        trainer = launcher.start(programs["trainer"])
-        environment = launcher.start(programs["environment"])
-        steps, stopped_by = await _train(config, files, display, launcher, trainer)
-        launcher.stop(environment)
+        training, rollouts = launcher.start(trainer), launcher.start(environment)
+        steps, stopped_by = await _train(config, files, display, launcher, training)
+        launcher.stop(rollouts)
         after = await asyncio.to_thread(measure, engine_url, MODEL_NAME, prompts)
     return Outcome(before=before, after=after, steps=steps, stopped_by=stopped_by)
 

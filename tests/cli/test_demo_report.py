@@ -19,6 +19,7 @@ from atroposlib.cli._demo.progress import Display
 from atroposlib.cli.launch.step_metrics import sparkline
 from atroposlib.errors import ConfigError, EngineRejected, MissingDependency
 from tests.api.helpers_api import serving
+from tests.frontend.helpers_pages import read_page
 
 
 def metrics(reward: float) -> dict[str, object]:
@@ -80,15 +81,25 @@ def test_an_engine_that_refuses_a_prompt_is_one_error_with_its_answer() -> None:
         measure(url, "demo", ["abcde>", "edcba>"])
 
 
-def test_the_learning_curve_is_a_png(tmp_path: Path) -> None:
-    path = tmp_path / "curve.png"
-    report.draw_learning_curve(
-        path,
-        [metrics(0.1 * step) for step in range(10)],
-        before=Accuracy(sampled=0.3, greedy=0.6),
-        after=Accuracy(sampled=0.8, greedy=0.9),
+def test_the_results_are_a_summary_a_learning_curve_and_the_viewers_page(tmp_path: Path) -> None:
+    files = demo.DemoFiles(tmp_path)
+    group = {"group_id": "g0", "scores": [0.0, 1.0], "messages": ["abcde>edcba", "abcde>abcde"]}
+    files.rollouts.write_text(json.dumps(group) + "\n")
+    steps = [metrics(0.1 * step) for step in range(10)]
+    files.metrics.write_text(
+        "".join(json.dumps(s | {"step": i}) + "\n" for i, s in enumerate(steps))
     )
-    assert path.read_bytes().startswith(b"\x89PNG")
+    before, after = Accuracy(sampled=0.3, greedy=0.6), Accuracy(sampled=0.8, greedy=0.9)
+    outcome = demo.Outcome(before=before, after=after, steps=steps, stopped_by="steps")
+    demo.write_results(demo.DemoConfig(), files, outcome, costs={"cpu_seconds": 90.0})
+    page = read_page(tmp_path / "rollouts.html")
+    assert [each["id"] for each in page.groups] == ["g0"]
+    assert "reverse the letters, then stop" in page.head["about"]
+    assert "reward" in [chart["title"] for chart in page.head["charts"]]
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads(files.summary.read_text())
+    assert (summary["groups"], summary["max_logprob_gap"]) == (320, 1.5e-5)
+    assert summary["cpu_seconds"] == 90.0
 
 
 def claim(out: Path) -> None:
@@ -155,11 +166,11 @@ def test_a_run_is_compared_with_the_latest_of_the_other_mode(tmp_path: Path) -> 
         text = json.dumps(summary | {"heldout_sampled_after": accuracy})
         (tmp_path / f"demo-{number}" / "summary.json").write_text(text)
         os.utime(tmp_path / f"demo-{number}" / "summary.json", (number, number))
-    assert len(report.compare_modes(tmp_path / "demo", summary).splitlines()) == 1
-    first, second = report.compare_modes(
-        tmp_path / "demo", summary | {"asynchronous": True}
-    ).splitlines()
-    assert first.startswith(
-        "synchronous: held-out accuracy, sampled, 0.600; 0.5 s per step; 0.2 of"
-    )
-    assert second.startswith("asynchronous: held-out accuracy, sampled, 0.700;")
+    alone = report.compare_modes(tmp_path / "demo", summary)
+    assert len(alone.splitlines()) == 3
+    both = report.compare_modes(tmp_path / "demo", summary | {"asynchronous": True})
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in both.splitlines()[2:]]
+    assert cells == [
+        ["synchronous", "0.6", "0.5", "0.2", "0"],
+        ["asynchronous", "0.7", "0.5", "0.2", "0"],
+    ]

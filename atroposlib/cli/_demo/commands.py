@@ -71,9 +71,8 @@ class DemoFiles:
         self.logs = root / "logs"  # one per part
         self.model = root / "model"  # after the warm-up
         self.checkpoints = root / "checkpoints"  # of the trainer
-        self.rollouts = (
-            root / "rollouts.jsonl"
-        )  # a line for each group that the environment accepted
+        self.summary = root / "summary.json"
+        self.rollouts = root / "rollouts.jsonl"  # a line for each accepted group
         self.metrics = root / "metrics.jsonl"  # a line for each step of the trainer
         self.warm_up_progress = root / "warm_up.jsonl"  # a line for each accuracy in the warm-up
 

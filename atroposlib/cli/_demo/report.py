@@ -10,13 +10,15 @@ from typing import Any
 from atroposlib.cli._demo.evaluation import Accuracy
 from atroposlib.cli.launch.step_metrics import StepMetrics
 from atroposlib.frontend.charts import SMOOTHING_STEPS, smooth
+from atroposlib.utils.display import table_of
 
 MODE_FIGURES = {
-    "seconds_per_step": "s per step",
-    "trainer_waits": "of the time the trainer waits for a batch",
-    "staleness_mean": "steps is the mean age of its groups",
+    "heldout_sampled_after": "Held-out accuracy",
+    "seconds_per_step": "Seconds per step",
+    "trainer_waits": "Trainer waits, share",
+    "staleness_mean": "Group age, steps",
 }
-"""Keys of `summary.json` in which synchronous and asynchronous runs differ, and their captions."""
+"""Keys of `summary.json` in which synchronous and asynchronous runs are compared, and their titles."""
 
 
 def draw_learning_curve(
@@ -43,32 +45,27 @@ def draw_learning_curve(
 
 
 def mode_figures(steps: Sequence[StepMetrics]) -> dict[str, float | None]:
-    """Return the values of `MODE_FIGURES`; None where nothing was measured."""
+    """Return duration, waiting and staleness of a run's steps; None where nothing was measured."""
     wall_s = sum(step["wall_s"] for step in steps)
+    waited_s = sum(step["batch_wait_s"] for step in steps)
     ages = [step["staleness_mean"] for step in steps if step["staleness_mean"] is not None]
     return {
         "seconds_per_step": round(wall_s / len(steps), 2) if steps else None,
-        "trainer_waits": round(sum(step["batch_wait_s"] for step in steps) / wall_s, 3)
-        if wall_s
-        else None,
+        "trainer_waits": round(waited_s / wall_s, 3) if wall_s else None,
         "staleness_mean": round(sum(ages) / len(ages), 2) if ages else None,
     }
 
 
 def compare_modes(root: Path, summary: dict[str, Any]) -> str:
-    """Return a line for this run, and one for the latest of the other mode among its neighbours, if there is one."""
-    others = [
-        json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(
-            root.parent.glob(f"{root.name}*/summary.json"), key=lambda path: path.stat().st_mtime
-        )
-    ]
-    shown = [
-        each for each in others if each.get("asynchronous") not in (None, summary["asynchronous"])
-    ]
-    return "\n".join(
-        f"{'asynchronous' if each['asynchronous'] else 'synchronous'}: held-out accuracy, sampled, "
-        f"{each['heldout_sampled_after']:.3f}; "
-        + "; ".join(f"{each[key]} {caption}" for key, caption in MODE_FIGURES.items())
-        for each in (*shown[-1:], summary)
-    )
+    """Return a table of this run, and of the latest of the other mode among its neighbours, if there is one."""
+    paths = root.parent.glob(f"{root.name}*/summary.json")
+    by_age = sorted(paths, key=lambda path: path.stat().st_mtime)
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in by_age]
+    mode = summary["asynchronous"]
+    others = [each for each in found if each.get("asynchronous") not in (None, mode)]
+    rows = [("Mode", *MODE_FIGURES.values())]
+    for each in (*others[-1:], summary):
+        values = [each[key] for key in MODE_FIGURES]
+        name = "asynchronous" if each["asynchronous"] else "synchronous"
+        rows.append((name, *("-" if value is None else f"{value:.3g}" for value in values)))
+    return table_of(rows).rstrip()

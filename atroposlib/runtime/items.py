@@ -133,7 +133,7 @@ class Outcomes:
             f"{self.num_without_groups} gave none, {self.given_up.total()} given up "
             f"({listed(self.given_up)}), {self.num_unfinished} unfinished; "
             f"failed attempts: {listed(self.by_type)}; "
-            f"put back for an unavailable engine: {self.num_put_back}"
+            f"put back: {self.num_put_back}"
         )
 
 
@@ -306,6 +306,7 @@ class Items:
                 num_started = started
                 break
             key = str(uuid.uuid4())
+            work.is_settled = False  # here, because the task may be cancelled before its first step
             self._work[key] = work
             task = self._start_task(self._work_on(key, work), name=f"item-{key[:8]}")
             self._env.running_items[key] = {
@@ -367,7 +368,6 @@ class Items:
 
     async def _work_on(self, key: str, work: Work) -> None:
         """Run one item through the environment's `handle_env`; an error in an override counts as the item's failure."""
-        work.is_settled = False
         work.began_after = self.outcomes.num_failed
         work.began_at = time.monotonic()
         try:
@@ -458,7 +458,7 @@ class Items:
     async def sample_again(self) -> None:
         """Cancel the items in flight and queue them again: the trainer has started another experiment."""
         in_flight = dict(self._work)
-        workers = [self._env.running_items[key]["worker"] for key in in_flight]
+        workers = [*self._env.workers]
         logger.warning(
             "the trainer has started another experiment; sampling %d items in flight again; the hub will refuse the"
             " groups of the earlier one",

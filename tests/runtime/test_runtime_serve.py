@@ -151,6 +151,26 @@ async def test_environment_outlives_the_trainer_and_serves_the_next_experiment()
         assert outbox.dropped == {"another_run": 1}
 
 
+async def test_attempt_that_is_cancelled_before_it_begins_is_made_again() -> None:
+    class Restarted(ScriptedEnv):
+        is_cancelled = False
+
+        async def add_train_workers(self) -> None:
+            await super().add_train_workers()
+            if self.started and self.running_items and not self.is_cancelled:
+                runtime: Any = self.runtime
+                await runtime._items.sample_again()  # the second attempt has not begun
+                self.is_cancelled = True
+
+    def answer(item: int) -> Any:
+        return ValueError("once") if len(env.started) == 1 else make_group()
+
+    async with LoopbackHub() as hub:
+        env = Restarted(rollout_server_url=hub.url, answer=answer, num_items=1, max_num_workers=1)
+        async with serving(env):
+            await until(lambda: produced(hub) == 1)
+
+
 @pytest.mark.parametrize("pause_s", [0.0, 0.1])
 async def test_hub_that_forgot_the_environment_gets_it_back_under_its_uid(pause_s: float) -> None:
     async with LoopbackHub(batch_size=4) as hub, hub.serve(max_batches_offpolicy=1):

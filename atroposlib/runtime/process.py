@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.progress import RunStatus, sign_of_life
 from atroposlib.runtime.rows import Provenance, fingerprint, item_json, totals
 from atroposlib.runtime.timings import Timings
+from atroposlib.utils.tracing import item_span
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,9 @@ class _Attempt:
 
     work: Work
     record: ItemRecord
-    task: asyncio.Task[Any]
+    may_write: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the groups of all earlier items are written."""
+    task: asyncio.Task[Any] = field(init=False)
 
 
 class _Run:
@@ -253,16 +256,9 @@ class _Run:
                 return
             attempt = self._running.popleft()
             num_written = self._log.num_groups
+            attempt.may_write.set()
             try:
                 groups, backlog = await attempt.task
-                if groups:
-                    with noting_sampling(attempt.record):
-                        await env.handle_send_to_api(
-                            groups,
-                            attempt.work.item,
-                            do_send_to_api=False,
-                            abort_on_any_max_length_exceeded=False,
-                        )
             except Exception as raised:  # noqa: BLE001 - boundary: one item
                 has_more = self._count_and_retry(attempt.work, cause_of(raised)) or has_more
                 continue
@@ -290,9 +286,9 @@ class _Run:
         if work is None:
             return False
         self._outcomes.num_begun += work.num_failures == 0
-        record = ItemRecord(work.item_id, work.item_json)
-        task = asyncio.create_task(_collect(self._env, work.item, record))
-        self._running.append(_Attempt(work=work, record=record, task=task))
+        attempt = _Attempt(work=work, record=ItemRecord(work.item_id, work.item_json))
+        attempt.task = asyncio.create_task(_work_on(self._env, attempt))
+        self._running.append(attempt)
         return True
 
     async def _next_work(self) -> Work | None:
@@ -351,12 +347,20 @@ class _Run:
             self.usage[key] = self.usage.get(key, Usage()).plus(used)
 
 
-async def _collect(env: BaseEnv, item: Any, record: ItemRecord) -> tuple[Any, list[Any]]:
-    """Collect the groups of an item and record its requests."""
+async def _work_on(env: BaseEnv, attempt: _Attempt) -> tuple[Any, list[Any]]:
+    """Collect the groups of an item, record its requests, and write the groups when it is their turn."""
+    item, record = attempt.work.item, attempt.record
     record.began_at = time.time()
     began = time.monotonic()
-    with noting_sampling(record):
+    attributes = {"atropos.environment": env.registered_name, "atropos.item": record.item_id}
+    with noting_sampling(record), item_span(attributes):
         try:
-            return await collect_timed(env, item)
+            groups, backlog = await collect_timed(env, item)
         finally:
             record.duration_s = time.monotonic() - began
+        await attempt.may_write.wait()
+        if groups:
+            await env.handle_send_to_api(
+                groups, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
+            )
+    return groups, backlog

@@ -24,6 +24,7 @@ from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.runtime.process import ProcessOptions, process, process_and_render
 from tests.frontend.helpers_pages import read_page
 from tests.runtime.helpers_runtime import ScriptedEnv, make_group
+from tests.utils.test_tracing import start_recorder
 
 APPEND = ProcessOptions(append=True)
 
@@ -163,6 +164,20 @@ async def test_engine_that_stays_away_ends_the_run(tmp_path: Path) -> None:
     env = env_at(tmp_path, answer=lambda i: EngineUnavailable("no answer from http://e"))
     with pytest.raises(EngineUnavailable, match="no answer from http://e"):
         await process(env)
+
+
+async def test_each_item_is_a_span_in_the_traces_of_its_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = start_recorder(monkeypatch)
+    result = await process(env_at(tmp_path, answer=numbered, total_steps=2, max_num_workers=1))
+    rows = [json.loads(line) for line in result.path.read_text().splitlines()]
+    found = [dict(span.attributes or {}) for span in finished() if span.name == "item"]
+    assert [span["atropos.group_id"] for span in found] == [row["group_id"] for row in rows]
+    assert [(span["atropos.item"], span["atropos.score_mean"]) for span in found] == [
+        (0, -0.5),
+        (1, 0.0),
+    ]
 
 
 # Appending.

@@ -557,6 +557,9 @@ class DatasetEnv(BaseEnv):
                 if split == "train":
                     raise
                 has_tokens = False
+            if split == "train" and self.max_token_len > 0:
+                # A prompt and its answer must be shorter than the trainer's limit, or the whole group is dropped.
+                target.max_context_tokens = self.max_token_len - 1
             yield ChatSession(target=target, has_tokens=has_tokens, **settings)
 
     def _temperature(self, split: Split) -> float:

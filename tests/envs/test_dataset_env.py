@@ -134,6 +134,16 @@ async def test_published_version_stands_in_where_the_engine_does_not_tell() -> N
     assert group["policy_version"] == 5
 
 
+async def test_prompt_and_answer_together_stay_below_the_trainers_limit() -> None:
+    env = make(respond=lambda request: "1" * 500, max_token_length=100)
+    env.max_token_len = 40
+    group = await group_of(env, [1, 2])
+    assert [len(tokens) for tokens in group["tokens"]] == [39] * 4
+    env.eval_rows = [[1, 2]]
+    await env.evaluate()
+    assert env.server.servers[0].requests[-1]["max_tokens"] == 100
+
+
 class HalfJudged(Sums):
     """The answer 1 cannot be judged; where it `heals`, not at first."""
 

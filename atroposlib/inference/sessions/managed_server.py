@@ -111,6 +111,8 @@ class ManagedServer:
         self.preserve_think_blocks = preserve_think_blocks
         self.num_broken_prefixes = 0
         """Turns that could not reuse the tokens of earlier turns, because the template rewrote those."""
+        self.max_context_tokens: int | None = None
+        """Limit of a prompt and its answer together: answers get what the prompt leaves, at least 1 token."""
         self._given_tokenizer = tokenizer
         self._store = SequenceStore(keep_parents=track_tree)
 
@@ -400,6 +402,9 @@ class ManagedServer:
             logger.info("Prompt of %d tokens: %.500s", len(turn.tokens), turn.full_text)
         await import_openai()
         prompt = turn.chat or {"input_ids": turn.tokens, "prompt": turn.full_text}
+        if self.max_context_tokens is not None and turn.chat is None:
+            room = max(1, self.max_context_tokens - len(turn.tokens))
+            request["max_tokens"] = min(request.get("max_tokens") or room, room)
         raw = await self.server.tokens_and_logprobs_completion(**prompt, **request)
         answer = TokenCompletions.of(raw)
         if turn.chat is not None:

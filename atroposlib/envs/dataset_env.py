@@ -628,7 +628,7 @@ class DatasetEnv(BaseEnv):
         trained = sum(
             label != IGNORE_INDEX for node in rollout.nodes for label in node.masked_tokens
         )
-        if trained >= self.config.min_trained_tokens:
+        if trained >= self.config.min_trained_tokens or rollout.finish_reason == ABORTED:
             return True
         has_failed = isinstance(rollout.outcome, RewardFailure)
         self.num_reward_failures += has_failed

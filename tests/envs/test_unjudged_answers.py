@@ -272,6 +272,16 @@ async def test_one_judged_answer_beside_others_is_no_group(policy: str) -> None:
     assert env.lost_answers() == {"too_short": 0, "aborted": 1, "unjudged": 2, "shape_group": 0}
 
 
+async def test_answer_that_was_aborted_at_once_is_not_called_too_short() -> None:
+    class Cut(Member):
+        text = "abort"
+
+    members = [Cut(0, "abort"), Member(1, "1.0"), Member(2, "0.0")]
+    group, env = await play(Dataset, members, "drop")
+    assert group["scores"] == [1.0, 0.0]
+    assert (env.lost_answers()["aborted"], env.num_too_short) == (1, 0)
+
+
 async def test_aborted_answer_is_not_judged_and_has_no_score_in_evaluation() -> None:
     judged: list[str] = []
 

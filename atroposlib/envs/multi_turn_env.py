@@ -214,11 +214,11 @@ def in_turns(turns: Sequence[str]) -> Callable[[str], str]:
 
 
 def _messages(reply: str | Sequence[Mapping[str, Any]], env: MultiTurnEnv) -> list[dict[str, Any]]:
-    if isinstance(reply, str) and reply:
-        return [{"role": "user", "content": reply}]
-    if not reply:
+    if isinstance(reply, str):
+        reply = [{"role": "user", "content": reply}] if reply else []
+    if not reply or not all(isinstance(message, Mapping) for message in reply):
         raise EnvError(
-            f"{type(env).__name__}.step() neither ended the episode nor replied: "
-            "return Step('...') or Step(done=True)"
+            f"{type(env).__name__}.step() neither ended the episode nor replied: return Step('...'),"
+            f" Step([{{...}}]) or Step(done=True), not Step({reply!r:.200})"
         )
-    return [dict(message) for message in reply if not isinstance(message, str)]
+    return [dict(message) for message in reply]

@@ -149,10 +149,11 @@ async def test_reset_gives_each_episode_a_state_of_its_own() -> None:
     assert [o["turn_rewards"] for o in group["overrides"]] == [[1.0, 1.0]] * 2
 
 
-async def test_step_that_says_nothing_is_an_error_that_names_it() -> None:
+@pytest.mark.parametrize("reply", ["", [], ["a text is no message"]])
+async def test_step_that_says_nothing_is_an_error_that_names_it(reply: Any) -> None:
     class Mute(Guess):
         def step(self, episode: Episode, answer: str) -> Step:
-            return Step()
+            return Step(reply)
 
     env = make(Mute)
     await env.setup()

@@ -253,7 +253,7 @@ class AgentEnv(DatasetEnv):
                 if session.engine_errors:
                     raise session.engine_errors[-1] from failure
                 failures.append(failure)
-                outcome = self._failure(failure, split)
+                outcome = self._failure(failure)
             else:
                 outcome = await self.outcome_of(row, answer)
             nodes = await awaited(session.fetch_nodes())
@@ -282,7 +282,7 @@ class AgentEnv(DatasetEnv):
                 raise
             raise AgentFailed(f"the agent took more than {limit_s:g} s") from e
 
-    def _failure(self, failure: Exception, split: Split) -> Outcome:
+    def _failure(self, failure: Exception) -> Outcome:
         timed_out = isinstance(failure.__cause__, TimeoutError)
         kind = "timeout" if timed_out else "failed"
         is_first = not self.counts[f"agent_{kind}"]
@@ -293,8 +293,7 @@ class AgentEnv(DatasetEnv):
             failure,
             exc_info=None if isinstance(failure, AgentFailed) else failure,
         )
-        if split == "train" or is_first:
-            self.counts[f"agent_{kind}"] += 1
+        self.counts[f"agent_{kind}"] += 1
         if self.agent_failure_score is not None:
             return self.agent_failure_score
         return RewardFailure(reason="timeout" if timed_out else "crash", detail=str(failure))

@@ -264,8 +264,13 @@ async def test_item_fails_when_all_its_agents_failed() -> None:
         async def run_agent(self, row: Any, base_url: str, api_key: str) -> Any:
             raise KeyError("typo")
 
+    env = make(Broken, num_eval_samples=3)
     with pytest.raises(EnvError, match="all 2 runs of the agent failed.*typo"):
-        await group_of(make(Broken), 4)
+        await group_of(env, 4)
+    env.agent_failure_score, env.eval_rows = -1.0, [4]
+    await env.evaluate()
+    await env.close()
+    assert [env._counts[split]["agent_failed"] for split in ("train", "eval")] == [2, 3]
 
 
 async def test_failure_of_the_engine_is_the_items_not_the_agents() -> None:

@@ -80,16 +80,26 @@ def is_same_text(printed: str, expected: str) -> bool:
 
 
 def is_same_value(printed: str, expected: str) -> bool:
-    """Whether the last line printed is the expected value as JSON; 1, 1.0 and true are equal, as in LiveCodeBench.
+    """Whether the last line printed is the expected value as JSON; 1 and 1.0 are equal, 1 and true are not.
 
-    >>> is_same_value("debug\\n[1, 2]\\n", "[1,2]"), is_same_value("[1, 2", "[1, 2]"), is_same_value("1", "true")
-    (True, False, True)
+    >>> is_same_value("debug\\n[1, 2.0]\\n", "[1.0,2]"), is_same_value("[1, 2", "[1, 2]"), is_same_value("1", "true")
+    (True, False, False)
     """
-    wanted = json.loads(expected)
+    wanted = _canonical(expected)
     try:
-        return bool(json.loads(printed.rstrip("\n").rpartition("\n")[2]) == wanted)
+        return _canonical(printed.rstrip("\n").rpartition("\n")[2]) == wanted
     except (ValueError, RecursionError):
         return False
+
+
+def _canonical(text: str) -> str:
+    """Return JSON in the form that all texts of a value share; whole numbers are integers."""
+
+    def number(digits: str) -> int | float:
+        value = float(digits)
+        return int(value) if value.is_integer() else value
+
+    return json.dumps(json.loads(text, parse_float=number), sort_keys=True)
 
 
 def _lines(text: str) -> list[str]:

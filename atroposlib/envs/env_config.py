@@ -37,7 +37,7 @@ class BaseEnvConfig(BaseModel):
     """Limit of items in flight; -1 means max_num_workers_per_node for every server. With neither set, `serve` keeps as
     many in flight as the trainer needs."""
     max_eval_workers: int = 16
-    """Concurrency hint for `evaluate`; the runtime does not enforce it."""
+    """Items that `evaluate_items` measures at a time."""
     max_num_workers_per_node: int = 8
     """Limit of items in flight per server if max_num_workers is -1."""
     steps_per_eval: int = 100

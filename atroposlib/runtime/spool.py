@@ -8,7 +8,6 @@ skipped too. Used by `serve.py` only.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import logging
 import os
@@ -88,13 +87,18 @@ def claim(folder: Path, *, owner: Owner, experiment: str | None, step: int) -> l
     """Claim the owner's files of this experiment, oldest first; skip the others and log why."""
     found = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
-        with contextlib.suppress(FileNotFoundError):  # another process has just delivered it
+        try:
             file = path.open("rb")
-            spooled = _claim_one(path, file, owner, experiment, step)
-            if spooled is None:
-                file.close()
-            else:
-                found.append(spooled)
+        except FileNotFoundError:
+            continue  # another process has just delivered it
+        except OSError as error:
+            logger.error("%s skipped: cannot be read: %s", path, error)
+            continue
+        spooled = _claim_one(path, file, owner, experiment, step)
+        if spooled is None:
+            file.close()
+        else:
+            found.append(spooled)
     return found
 
 

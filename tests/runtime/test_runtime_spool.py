@@ -208,6 +208,14 @@ def test_damaged_file_is_named_and_left_alone(
     assert path.exists()
 
 
+def test_file_that_may_not_be_read_is_named_and_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "theirs.groups").mkdir()  # open() fails for root too
+    assert spool.claim(tmp_path, owner=OWNER, experiment=None, step=0) == []
+    assert "theirs.groups skipped: cannot be read" in caplog.text
+
+
 async def test_items_in_flight_finish_after_the_signal_and_are_delivered() -> None:
     release = asyncio.Event()
 

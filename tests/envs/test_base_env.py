@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +141,3 @@ def test_package_reexports_lazily() -> None:
     assert issubclass(atroposlib.envs.DatasetEnv, BaseEnv)
     with pytest.raises(AttributeError):
         _ = atroposlib.envs.BaseLanguageEnv
-
-
-def test_importing_base_loads_nothing_heavy() -> None:
-    code = (
-        "import sys, atroposlib.envs.base, atroposlib.runtime.command\n"
-        "heavy = {'torch', 'transformers', 'wandb', 'openai', 'datasets', 'gradio'}\n"
-        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

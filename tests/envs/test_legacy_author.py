@@ -23,6 +23,7 @@ from atroposlib.envs.base import (
     ScoredDataGroup,
 )
 from atroposlib.inference.harness import ByteTokenizer
+from atroposlib.runtime import command
 from atroposlib.runtime.command import build_environment, run_environment
 from atroposlib.type_definitions import number
 from tests.runtime.helpers_runtime import LoopbackHub
@@ -208,6 +209,11 @@ async def test_legacy_author_serves(tmp_path: Path) -> None:
     }
     saved = json.loads((tmp_path / "env_checkpoints/legacy_0/step-2.json").read_text())
     assert saved["iter"] >= 3
+
+
+@pytest.fixture(autouse=True)
+def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "collect_less_often", lambda: None)  # scans the heap of all tests
 
 
 def test_legacy_author_processes(tmp_path: Path) -> None:

@@ -429,7 +429,7 @@ def give(kind: str) -> Any:
     circular: list[Any] = []
     circular.append(circular)
     deep: list[Any] = []
-    for _ in range(100_000):
+    for _ in range(10_000):
         deep = [deep]
     return {
         "tuple keys": {(1, 2): 3},

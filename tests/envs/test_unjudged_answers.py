@@ -224,7 +224,7 @@ async def test_advantages_of_the_judged_are_those_of_the_group_without_the_other
     base: type[Any], policy: str
 ) -> None:
     every_kind = [Member(i, fate) for i, fate in enumerate([*FAILURES, "1.0", "0.0", "0.1"])]
-    for members in [every_kind, *plans(7, 1 if base is Agents else 6)]:
+    for members in [every_kind, *plans(7, 1 if base is Agents else 3)]:
         judged = [member for member in members if member.is_judged]
         group, env = await play(base, members, policy)
         alone, _ = await play(base, judged, policy)

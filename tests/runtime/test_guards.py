@@ -228,6 +228,7 @@ async def test_text_only_server_is_refused_where_the_base_needs_token_ids(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", raising=False)
+    monkeypatch.setattr(guards, "START_S", 0.01)  # nothing listens there
     env = Rows(DatasetEnvConfig(), [APIServerConfig(base_url="http://127.0.0.1:9/v1")])
     with pytest.raises(ConfigError, match=r"--openai\.server_type: .* 'vllm'"):
         await run_mode(env, "serve")

@@ -15,6 +15,7 @@ from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.eval_run import hash_of
 from atroposlib.envs.multi_turn_env import MultiTurnEnv
 from atroposlib.errors import ConfigError
+from atroposlib.runtime import command
 from atroposlib.runtime.command import run_environment
 from atroposlib.runtime.evaluate import evaluate
 from tests.envs.helpers_envs import ENGINE, Offline
@@ -29,6 +30,16 @@ FLAGS = ["--env.num_eval_samples=3", "--env.max_eval_workers=2", "--openai.model
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "collect_less_often", lambda: None)  # scans the heap of all tests
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a complete evaluation; tests only read it."""
+    folder = tmp_path_factory.mktemp("evaluation") / "whole"
+    flags = [f"--env.data_dir_to_save_evals={folder}", *FLAGS]
+    assert run_environment(SlowSums, ["evaluate", *flags]) == 0
+    return folder
 
 
 def only_run() -> Path:
@@ -47,28 +58,21 @@ def results(folder: Path) -> Any:
 
 
 def test_killed_evaluation_resumes_to_the_results_of_one_that_was_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        run_environment(SlowSums, ["evaluate", "--env.data_dir_to_save_evals=whole", *FLAGS]) == 0
-    )
-    for already in (30, 90):  # killed twice
-        resume = ["--resume", str(only_run())] if Path("evals").exists() else FLAGS
-        argv = [SLOW_SUMS, "evaluate", *resume]
-        with running("evaluate", argv, log_path=tmp_path / "log") as process:
-            wait_for(
-                lambda at=already: num_lines("samples.jsonl") > at, timeout_s=15, process=process
-            )
-            process.stop(signal.SIGKILL)
-        assert num_lines("metrics.json") == 0
+    argv = [SLOW_SUMS, "evaluate", *FLAGS]
+    with running("evaluate", argv, log_path=tmp_path / "log") as process:
+        wait_for(lambda: num_lines("samples.jsonl") > 30, timeout_s=15, process=process)
+        process.stop(signal.SIGKILL)
+    assert num_lines("metrics.json") == 0
     folder = only_run()
     kept = (folder / "samples.jsonl").read_text().splitlines()
     capsys.readouterr()
     assert run_environment(SlowSums, ["evaluate", "--resume", str(folder)]) == 0
-    assert results(folder) == results(Path("whole"))
+    assert results(folder) == results(whole)
     samples = (folder / "samples.jsonl").read_text()
-    assert samples == Path("whole/samples.jsonl").read_text()
-    assert {*kept[:90]} <= {*samples.splitlines()}
+    assert samples == (whole / "samples.jsonl").read_text()
+    assert {*kept[:30]} <= {*samples.splitlines()}
     assert f"results: {folder}" in capsys.readouterr().out
 
 
@@ -99,15 +103,15 @@ def test_results_go_to_a_dated_directory_with_configuration_and_versions(
     [
         (["evaluate", "--resume", "nowhere"], "give a directory that evaluate made"),
         (["process", "--resume", "nowhere"], "only evaluate"),
-        (["evaluate", "--resume=evals", "--rescore=evals"], "exclude each other"),
-        (["evaluate", "--resume", "evals", "--openai.model_name=n"], "openai.model_name"),
+        (["evaluate", "--resume=WHOLE", "--rescore=WHOLE"], "exclude each other"),
+        (["evaluate", "--resume=WHOLE", "--openai.model_name=n"], "openai.model_name"),
     ],
 )
 def test_resume_that_makes_no_sense_is_one_line(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_environment(SlowSums, ["evaluate", "--env.data_dir_to_save_evals=evals", *FLAGS])
     capsys.readouterr()
+    argv = [each.replace("WHOLE", str(whole)) for each in argv]
     assert run_environment(SlowSums, argv) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -166,7 +170,7 @@ async def test_evaluation_without_metrics_says_so(
     assert "evaluate() gave no metrics" in caplog.text
 
 
-def test_stored_answers_are_scored_again_without_the_engine() -> None:
+def test_stored_answers_are_scored_again_without_the_engine(whole: Path) -> None:
     class Strict(SlowSums):
         def score(self, row: Any, answer: str) -> float:
             return float(answer == str(sum(row)) and row[0] > 29)
@@ -174,18 +178,19 @@ def test_stored_answers_are_scored_again_without_the_engine() -> None:
         async def roll_out(self, *args: Any, **kwargs: Any) -> Any:
             raise AssertionError("no answer is sampled")
 
-    assert run_environment(SlowSums, ["evaluate", "--env.data_dir_to_save_evals=old", *FLAGS]) == 0
-    assert run_environment(Strict, ["evaluate", "--rescore", "old"]) == 0
+    assert run_environment(Strict, ["evaluate", "--rescore", str(whole)]) == 0
     folder = only_run()
-    before = [json.loads(line) for line in Path("old/samples.jsonl").read_text().splitlines()]
-    after = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    before, after = (
+        [json.loads(line) for line in (each / "samples.jsonl").read_text().splitlines()]
+        for each in (whole, folder)
+    )
     assert [sample["score"] for sample in after] == [
         sample["score"] * (sample["row"][0] > 29) for sample in before
     ]
     assert [sample["messages"] for sample in after] == [sample["messages"] for sample in before]
-    assert results(folder)["config_general"] == results(Path("old"))["config_general"]
+    assert results(folder)["config_general"] == results(whole)["config_general"]
     assert run_environment(Strict, ["evaluate", "--resume", str(folder)]) == 0  # still no sampling
-    assert not (Path("old") / "metrics_1.json").exists()
+    assert not (whole / "metrics_1.json").exists()
 
 
 async def test_answers_that_were_judged_while_they_were_made_are_not_scored_again() -> None:

@@ -14,27 +14,24 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Mapping, Sequence
-from contextvars import Context, ContextVar, copy_context
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close, collect
 from atroposlib.envs.dataset_env import DatasetEnv
+from atroposlib.envs.in_process_policy import (
+    InProcessPolicy,
+    PolicyAnswer,
+    PolicyRequest,
+    answerer,
+)
 from atroposlib.envs.judge_env import JudgeEnv
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
-from atroposlib.inference.harness import create_chat_completion, create_completion
 from atroposlib.inference.scripted_answers import answer_tokens
-from atroposlib.inference.servers.api_server import (
-    APIServer,
-    TokenCompletions,
-    in_process_config,
-)
 from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.servers.token_ids import check_sampled, encode_prompt
-from atroposlib.inference.sessions.managed_server import ManagedServer
-from atroposlib.inference.sessions.sequences import PendingTurn
 from atroposlib.inference.tools.tool_messages import as_dict
 from atroposlib.scored_data import ScoredDataGroup, Strictness, check_group
 
@@ -101,18 +98,6 @@ class _Pending(NamedTuple):
     answer: asyncio.Future[Answer]
 
 
-class _Asked(NamedTuple):
-    episode: SteppedEpisode
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-
-
-_running: ContextVar[SteppedEpisode | None] = ContextVar("_running", default=None)
-"""The episode whose task this is."""
-_asked: ContextVar[_Asked | None] = ContextVar("_asked", default=None)
-"""The chat behind a request for tokens."""
-
-
 class SteppedEnv:
     """An environment whose episodes are stepped from outside; several may run at once.
 
@@ -122,9 +107,7 @@ class SteppedEnv:
     def __init__(self, env: BaseEnv) -> None:
         """Take over `env`: it must not run in another way afterwards."""
         env.config.group_size = 1
-        env.server.proxy_url = None
-        env.server.servers = [_OuterPolicy(env.tokenizer)]
-        env.server.session_class = _Session
+        _OuterPolicy(env.tokenizer).serve(env.server)
         if isinstance(env, DatasetEnv):
             env.shape_group = _unshaped  # type: ignore[method-assign]
         if isinstance(env, JudgeEnv) and env.judge is env.server:
@@ -209,7 +192,7 @@ class SteppedEpisode:
         item = await self._stepped.item(seed)
         self._waiting, self._has_all_logprobs = asyncio.Queue(), True
         context = copy_context()
-        context.run(_running.set, self)
+        context.run(answerer.set, self)
         waiting = self._waiting
         self._task = self._stepped.start(item, context)
         self._task.add_done_callback(lambda _: waiting.put_nowait(None))
@@ -275,105 +258,63 @@ class SteppedEpisode:
         return EpisodeEnd(reward=float(checked.scores.mean()), group=checked.to_dict())
 
 
-class _Session(ManagedServer):
-    """A session that shows the trainer the chat, not only its tokens."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        # An agent's requests come from other tasks than the one that opened the session.
-        self._episode = _running.get()
-
-    async def _sample(
-        self, turn: PendingTurn, kwargs: dict[str, Any]
-    ) -> tuple[PendingTurn, TokenCompletions]:
-        if turn.chat is not None:
-            raise EnvError(
-                "an episode cannot have images: only the engine knows their tokens, and the trainer samples"
-            )
-        episode = self._episode or _current()
-        token = _asked.set(
-            _Asked(episode, _dicts(kwargs.get("messages")), _dicts(kwargs.get("tools")))
-        )
-        try:
-            return await super()._sample(turn, kwargs)
-        finally:
-            _asked.reset(token)
-
-
-class _OuterPolicy(APIServer):
-    """The server of a stepped environment: the trainer answers its requests."""
+class _OuterPolicy(InProcessPolicy):
+    """The policy of a stepped environment: the trainer answers its requests."""
 
     def __init__(self, tokenizer: Any) -> None:
-        super().__init__(in_process_config("outer-policy"))  # the trainer paces itself
+        super().__init__("outer-policy")
         self.tokenizer = tokenizer
 
-    async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
-        messages = _dicts(kwargs["messages"])
-        prompt = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-        asked = _Asked(_current(), messages, _dicts(kwargs.get("tools")))
-        texts = await self._ask(asked, prompt, prompt_ids, kwargs)
-        return create_chat_completion(*self._read(texts, kwargs))
+    async def answer(self, request: PolicyRequest) -> list[PolicyAnswer]:
+        episode: SteppedEpisode | None = request.answerer
+        if episode is None:
+            raise EnvError("a completion was asked for outside of an episode, for example in setup")
+        shown = self._shown(request)
+        answers = await run_together([episode.ask(shown) for _ in range(request.n)])
+        return [self._sampled(answer, shown) for answer in answers]
 
-    async def _completion_wrapper(self, **kwargs: Any) -> Any:
-        prompt = kwargs["prompt"]
-        asked = _Asked(_current(), [], [])
-        texts = await self._ask(asked, prompt, encode_prompt(self.tokenizer, prompt), kwargs)
-        return create_completion(*self._read(texts, kwargs))
-
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokenCompletions:
-        prompt_ids, prompt = kwargs.get("input_ids"), kwargs.get("prompt")
-        if prompt_ids is None:
+    def _shown(self, request: PolicyRequest) -> Request:
+        """Return a request as the trainer sees it."""
+        prompt, prompt_ids = request.prompt, request.prompt_ids
+        messages, tools = _dicts(request.messages), _dicts(request.kwargs.get("tools"))
+        if prompt_ids is None and messages:
+            if request.wants_tokens:
+                raise EnvError(
+                    "an episode cannot have images: only the engine knows their tokens, and the trainer samples"
+                )
+            prompt = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, tools=tools or None
+            )
+            prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        elif prompt_ids is None:
             prompt_ids = encode_prompt(self.tokenizer, prompt or "")
-        if prompt is None:
-            prompt = self.tokenizer.decode(prompt_ids)
-        asked = _asked.get() or _Asked(_current(), [], [])
-        answers = await self._ask(asked, prompt, list(prompt_ids), kwargs)
-        sampled = [self._sampled(answer, kwargs) for answer in answers]
-        return TokenCompletions(
-            list(prompt_ids),
-            [each.tokens for each in sampled],
-            [each.logprobs for each in sampled],
-            [each.finish_reason for each in sampled],
-        )
-
-    async def _ask(
-        self, asked: _Asked, prompt: str, prompt_ids: list[int], kwargs: Mapping[str, Any]
-    ) -> list[Answer]:
-        given = {**kwargs, **(kwargs.get("extra_body") or {})}
-        request = Request(
-            messages=asked.messages,
-            prompt=prompt,
-            prompt_ids=prompt_ids,
-            tools=asked.tools,
+        given = {**request.kwargs, **(request.kwargs.get("extra_body") or {})}
+        return Request(
+            messages=messages,
+            prompt=self.tokenizer.decode(prompt_ids) if prompt is None else prompt,
+            prompt_ids=list(prompt_ids),
+            tools=tools,
             sampling={name: given[name] for name in _SAMPLING if given.get(name) is not None},
         )
-        return await run_together(
-            [asked.episode.ask(request) for _ in range(int(kwargs.get("n") or 1))]
+
+    def _sampled(self, answer: Answer, request: Request) -> PolicyAnswer:
+        """Return an answer with tokens; unknown logprobs are 0, and the group leaves all out."""
+        tokens, reason = answer.token_ids, answer.finish_reason
+        if tokens is None:
+            asked = request.sampling
+            limit = int(asked.get("max_tokens") or asked.get("max_completion_tokens") or 2**31)
+            tokens, reason = answer_tokens(self.tokenizer, answer.text, limit=limit)
+            stop = asked.get("stop") or ()
+            stops = (stop,) if isinstance(stop, str) else tuple(stop)
+            if reason == "stop" and answer.text.endswith(stops):
+                tokens = tokens[:-1]  # the stop string ended it, not EOS
+        return PolicyAnswer(
+            text=self.tokenizer.decode(tokens, skip_special_tokens=True),
+            finish_reason=reason,
+            prompt_tokens=request.prompt_ids,
+            tokens=tokens,
+            logprobs=(answer.logprobs if answer.token_ids else None) or [0.0] * len(tokens),
         )
-
-    def _sampled(self, answer: Answer, kwargs: Mapping[str, Any]) -> _Sampled:
-        if answer.token_ids is not None:
-            logprobs = answer.logprobs or [0.0] * len(answer.token_ids)
-            return _Sampled(list(answer.token_ids), list(logprobs), answer.finish_reason)
-        limit = int(kwargs.get("max_tokens") or kwargs.get("max_completion_tokens") or 2**31)
-        tokens, reason = answer_tokens(self.tokenizer, answer.text, limit=limit)
-        stop = kwargs.get("stop") or ()
-        if reason == "stop" and answer.text.endswith(
-            (stop,) if isinstance(stop, str) else tuple(stop)
-        ):
-            tokens = tokens[:-1]  # the stop string ended it, not EOS
-        return _Sampled(tokens, [0.0] * len(tokens), reason)
-
-    def _read(
-        self, answers: Sequence[Answer], kwargs: Mapping[str, Any]
-    ) -> tuple[list[str], int, list[str]]:
-        """Return the texts of answers, their number, and their finish reasons."""
-        sampled = [self._sampled(answer, kwargs) for answer in answers]
-        texts = [self.tokenizer.decode(each.tokens, skip_special_tokens=True) for each in sampled]
-        return texts, len(texts), [each.finish_reason for each in sampled]
 
 
 class _NoJudge:
@@ -386,20 +327,6 @@ class _NoJudge:
 
     async def close(self) -> None:
         """Close nothing."""
-
-
-class _Sampled(NamedTuple):
-    tokens: list[int]
-    logprobs: list[float]
-    """0 for unknown ones: then the group leaves all out."""
-    finish_reason: str
-
-
-def _current() -> SteppedEpisode:
-    episode = _running.get()
-    if episode is None:
-        raise EnvError("a completion was asked for outside of an episode, for example in setup")
-    return episode
 
 
 def _unshaped(row: Any, group: ScoredDataGroup) -> ScoredDataGroup:

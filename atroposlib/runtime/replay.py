@@ -40,16 +40,17 @@ from pydantic import BaseModel, PydanticUserError, TypeAdapter
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close, collect
 from atroposlib.envs.dataset_env import DatasetEnv
+from atroposlib.envs.in_process_policy import (
+    InProcessPolicy,
+    PolicyAnswer,
+    PolicyRequest,
+    answerer,
+)
 from atroposlib.errors import ConfigError, EngineRejected, EnvError, MissingDependency, cause_of
 from atroposlib.inference.manager import ServerManager
-from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, in_process_config
 from atroposlib.inference.servers.http_peer import HttpPeer
-from atroposlib.inference.servers.openai_routes import chat_completion_from, completion_from
 from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampling
 from atroposlib.inference.servers.token_ids import encode_prompt
-from atroposlib.inference.sessions.chat_template import read_messages
-from atroposlib.inference.sessions.managed_server import ManagedServer
-from atroposlib.inference.sessions.sequences import PendingTurn
 from atroposlib.runtime.command import build_environment
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.rows import Provenance, item_json, plain
@@ -161,7 +162,7 @@ class Replayer:
             return Replay(row=row, scores=unscored, fault=fault)
         recording = Recording(row)
         has_raised = False
-        token = _playing.set(recording)
+        token = answerer.set(recording)
         try:
             made = await self._collect(row)
         except MissingDependency:
@@ -173,7 +174,7 @@ class Replayer:
             recording.fail(f"today's code raised {type(error).__name__}: {error}")
             made = []
         finally:
-            _playing.reset(token)
+            answerer.reset(token)
         if recording.fault is not None:
             return Replay(row=row, scores=unscored, fault=recording.fault, has_raised=has_raised)
         pairs = [(group, _pairs(row, group)) for group in made]
@@ -364,81 +365,29 @@ class StoredTurn(NamedTuple):
     """[T]"""
 
 
-_playing: ContextVar[Recording | None] = ContextVar("_playing", default=None)
-"""The row that is replayed."""
-
-
-class _Asked(NamedTuple):
-    recording: Recording | None
-    messages: list[dict[str, Any]] | None
-    """None for a text prompt."""
-
-
-_asked: ContextVar[_Asked | None] = ContextVar("_asked", default=None)
-"""The chat behind a request for tokens."""
-
-
-class _Session(ManagedServer):
-    """A session that shows the recorded server the chat, not only its tokens."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        # An agent's requests come from other tasks than the one that opened the session.
-        self._recording = _playing.get()
-
-    async def _sample(
-        self, turn: PendingTurn, kwargs: dict[str, Any]
-    ) -> tuple[PendingTurn, TokenCompletions]:
-        given = kwargs.get("messages")
-        messages = None if given is None else read_messages(given)
-        token = _asked.set(_Asked(self._recording, messages))
-        try:
-            return await super()._sample(turn, kwargs)
-        finally:
-            _asked.reset(token)
-
-
-class _RecordedServer(APIServer):
+class _RecordedPolicy(InProcessPolicy):
     """Answers from the row that is replayed."""
 
     def __init__(self, env: BaseEnv) -> None:
-        super().__init__(in_process_config("replay"))
+        super().__init__("replay")
         self._env = env
 
-    @property
-    def tokenizer(self) -> Any:
-        """That of the environment, which `setup` may have replaced."""
-        return self._env.tokenizer
-
-    async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
-        answers = _recording().take(kwargs["messages"], _n(kwargs))
-        return chat_completion_from(
-            _body("chat.completion", [{**_ending(a), "message": _message(a)} for a in answers])
-        )
-
-    async def _completion_wrapper(self, **kwargs: Any) -> Any:
-        answers = _recording().take(kwargs["prompt"], _n(kwargs))
-        return completion_from(
-            _body("text_completion", [{**_ending(a), "text": a["text"] or ""} for a in answers])
-        )
-
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokenCompletions:
-        asked = _asked.get()
-        recording = (asked and asked.recording) or _recording()
-        prompt_tokens = kwargs.get("input_ids")
-        prompt = (asked and asked.messages) or kwargs.get("messages") or kwargs.get("prompt")
+    async def answer(self, request: PolicyRequest) -> list[PolicyAnswer]:
+        recording = request.answerer or _recording()
+        prompt, prompt_tokens = request.messages or request.prompt, request.prompt_ids
         if prompt is None:
             raise recording.fail("it asks with token ids alone, and the file has texts")
-        if prompt_tokens is None and "messages" not in kwargs:
-            prompt_tokens = encode_prompt(self.tokenizer, str(prompt))
-        answers = recording.take(prompt, _n(kwargs))
-        turns = [self._turn(recording, prompt_tokens, prompt, answer) for answer in answers]
-        return TokenCompletions(
-            turns[0].prompt_tokens,
-            [turn.tokens for turn in turns],
-            [turn.logprobs for turn in turns],
-            [answer["finish_reason"] for answer in answers],
-        )
+        answers = recording.take(prompt, request.n)
+        if request.wants_tokens and prompt_tokens is None and request.messages is None:
+            prompt_tokens = encode_prompt(self._env.tokenizer, str(prompt))
+        made = []
+        for answer in answers:
+            turn = StoredTurn([], [], [])
+            if request.wants_tokens:
+                turn = self._turn(recording, prompt_tokens, prompt, answer)
+            calls = answer.get("tool_calls")
+            made.append(PolicyAnswer(answer["text"], answer["finish_reason"], *turn, calls))
+        return made
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
         raise _recording().fail("it asks for the logprobs of prompts, which the file does not hold")
@@ -447,7 +396,7 @@ class _RecordedServer(APIServer):
         self, recording: Recording, prompt_tokens: list[int] | None, prompt: Any, answer: Row
     ) -> StoredTurn:
         """Return an answer's tokens: the row's own, else those of its text, with logprobs of 0."""
-        text, tokenizer = answer["text"] or "", self.tokenizer
+        text, tokenizer = answer["text"] or "", self._env.tokenizer
         turn = recording.sampled(
             prompt_tokens,
             text,
@@ -495,15 +444,13 @@ class _Made:
 def _replace_servers(env: BaseEnv) -> None:
     for name, server in [*vars(env).items()]:  # a judge or a teacher has its own
         if isinstance(server, ServerManager):
-            server.proxy_url = None
-            server.servers = [_RecordedServer(env)]
-            server.session_class = _Session
+            _RecordedPolicy(env).serve(server)
         elif isinstance(server, HttpPeer):
             setattr(env, name, _NoPeer())
 
 
 def _recording() -> Recording:
-    recording = _playing.get()
+    recording: Recording | None = answerer.get()
     if recording is None:
         raise ConfigError("a completion was asked for outside of an item, for example in setup")
     return recording
@@ -537,29 +484,6 @@ def _turn_starts(masks: Sequence[int]) -> list[int]:
         for i, label in enumerate(masks)
         if label != IGNORE_INDEX and (i == 0 or masks[i - 1] == IGNORE_INDEX)
     ]
-
-
-def _n(kwargs: Row) -> int:
-    return int(kwargs.get("n") or 1)
-
-
-def _body(kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "id": "replay",
-        "object": kind,
-        "created": 0,
-        "model": "replay",
-        "choices": [{"index": i, **choice} for i, choice in enumerate(choices)],
-    }
-
-
-def _ending(answer: Row) -> dict[str, Any]:
-    return {"finish_reason": answer["finish_reason"], "logprobs": None}
-
-
-def _message(answer: Row) -> dict[str, Any]:
-    message = {"role": "assistant", "content": answer["text"]}
-    return {**message, "tool_calls": answer["tool_calls"]} if "tool_calls" in answer else message
 
 
 # Today's sequences and the stored ones.

@@ -167,6 +167,29 @@ async def test_requests_made_at_once_are_asked_one_by_one() -> None:
         assert end.group["overrides"] == [{"said": ["a", "b", "c."]}]
 
 
+async def test_tools_of_a_plain_chat_are_in_its_prompt() -> None:
+    class Describing(ByteTokenizer):
+        def apply_chat_template(self, messages: Any, *args: Any, **options: Any) -> Any:
+            tools = json.dumps(options.pop("tools", None))
+            return tools + str(super().apply_chat_template(messages, *args, **options))
+
+    class Tooled(Chatty):
+        def load_tokenizer(self) -> Any:
+            return Describing()
+
+        async def collect_trajectory(self, item: str) -> Any:
+            asked = [{"role": "user", "content": item}]
+            await self.server.chat_completion(messages=asked, tools=[{"name": "look"}])
+
+    async with SteppedEnv(Tooled(*Tooled.config_init())) as env:
+        episode = env.episode()
+        request = await episode.reset()
+        assert isinstance(request, Request)
+        assert request.prompt.startswith('[{"name": "look"}]<user>one')
+        assert TOKENIZER.decode(request.prompt_ids) == request.prompt
+        await episode.close()
+
+
 async def test_a_reset_abandons_the_episode_before() -> None:
     env = SteppedEnv(Chatty(*Chatty.config_init()))
     async with env:

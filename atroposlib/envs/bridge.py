@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.envs import bridge_child
+from atroposlib.envs.keeper import IS_LINUX
 from atroposlib.errors import EnvError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class _Child:
     def kill(self) -> None:
         """Kill the child; on Linux its keeper does, together with what it started."""
         with contextlib.suppress(ProcessLookupError):
-            if bridge_child.HAS_KEEPER:
+            if IS_LINUX:
                 self.process.terminate()
             else:
                 os.killpg(self.process.pid, signal.SIGKILL)

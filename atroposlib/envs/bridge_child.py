@@ -6,70 +6,26 @@ Messages are JSON lines. Parent: the settings, then `{"id", "call", "arguments"}
 `{"ready": description}` or `{"failed": reason}`, then `{"id", "result"}` or `{"id", "error"}`. Output of the file's own
 code goes to stderr.
 
-On Linux it is two processes: a server, which does this, and its keeper. The keeper adopts what the server starts,
-daemons included, and kills it all when the server ends, on SIGTERM, or when the parent closes the pipe or is killed.
+On Linux, `keeper.py` kills what the file starts, daemons included, when this process ends, on SIGTERM, or when the
+parent closes the pipe or is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import importlib.util
 import json
 import os
-import select
-import signal
-import subprocess
 import sys
 import threading
 import traceback
 from types import ModuleType
 from typing import IO, Any
 
-HAS_KEEPER = sys.platform == "linux"
-_PR_SET_CHILD_SUBREAPER = 36
-"""From linux/prctl.h."""
 _CLOSE_GRACE_S = 3.0
 """For the file's own cleanup, after the parent has closed the pipe."""
-
-
-def _keep(script: str) -> int:
-    """Run the server, then kill every process that it left; return its exit status."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    server = subprocess.Popen([sys.executable, __file__, "--serve", script])
-    signal.signal(signal.SIGTERM, lambda *_: server.kill())
-    # Only the server holds the reply pipe, so its end of file means that the server ended.
-    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    threading.Thread(target=_kill_after_hang_up, args=(server,), daemon=True).start()
-    status = server.wait()
-    while left := _children():
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        os.waitpid(-1, 0)
-    return status if status >= 0 else 128 - status
-
-
-def _kill_after_hang_up(server: subprocess.Popen[bytes]) -> None:
-    poll = select.poll()
-    # The server reads the pipe; a hang-up is reported without registering for it.
-    poll.register(0, 0)
-    poll.poll()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(_CLOSE_GRACE_S)
-    server.kill()
-
-
-def _children() -> list[int]:
-    """Return this process's children, unreaped dead ones included."""
-    found: list[int] = []
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
-            with open(f"/proc/self/task/{task}/children") as file:
-                found += map(int, file.read().split())
-    return found
 
 
 def _serve(script: str) -> None:
@@ -93,7 +49,7 @@ class _Server:
         settings = json.loads(self._requests.readline())
         async with contextlib.AsyncExitStack() as stack:
             try:
-                bridge = _load(script).bridge(**settings)
+                bridge = _load("atropos_bridge", script).bridge(**settings)
                 description, functions = await stack.enter_async_context(bridge)
             except Exception as error:  # noqa: BLE001 - the parent raises it
                 traceback.print_exc()
@@ -145,8 +101,8 @@ async def _call(functions: dict[str, Any], name: str, arguments: dict[str, Any])
     return await functions[name](**arguments)
 
 
-def _load(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("atropos_bridge", path)
+def _load(name: str, path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -159,6 +115,6 @@ def _described(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    if HAS_KEEPER and sys.argv[1] != "--serve":
-        sys.exit(_keep(sys.argv[1]))
-    _serve(sys.argv[-1])
+    # By its path: in this interpreter the package cannot be imported.
+    keeper = _load("atropos_keeper", os.path.join(os.path.dirname(__file__), "keeper.py"))
+    keeper.run_kept(functools.partial(_serve, sys.argv[1]), grace_s=_CLOSE_GRACE_S)

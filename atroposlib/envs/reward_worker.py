@@ -1,22 +1,18 @@
 """The worker process of `rewards.RewardWorkers`: calls scoring functions by name and replies in JSON lines.
 
-On Linux it is two processes: a child, which calls the function under a memory limit, and its keeper. The keeper adopts
-the processes that a call starts, daemons included, and kills them all when the child dies or the parent's end of the
-pipe is closed. `rewards.py` starts it and documents the protocol.
+`rewards.py` starts it and documents the protocol. It calls functions under a memory limit; `keeper.py` kills the
+processes that a call starts, daemons included, when the worker dies or the parent's end of the pipe is closed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import functools
 import importlib
 import importlib.util
 import json
 import logging
 import os
 import resource
-import select
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,99 +20,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
+from atroposlib.envs.keeper import IS_LINUX, children, run_kept
 from atroposlib.envs.sandbox import hide_this_process
 
 TAIL_BYTES = 4000
 """Limit of a traceback in a reply, and of the end of a worker's stderr that is kept."""
-IS_LINUX = sys.platform == "linux"
 MAX_LOGGED_LINES = 10
 """Limit of this library's warnings in one reply, and of those that a pool logs."""
 _MAX_CHILDREN = 16
 """A worker with more children after a call is replaced: the scoring code leaks processes."""
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-"""Both from linux/prctl.h."""
-
-
-def _work(settings: dict[str, Any]) -> None:
-    """Serve requests; on Linux in a child, with this process as its keeper."""
-    if not IS_LINUX:
-        _serve(settings)
-        return
-    keeper = os.getpid()
-    hide_this_process()
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # The parent may terminate the worker before the keeper has installed its handlers.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    child = os.fork()
-    if child == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        os.setpgid(0, 0)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == keeper:  # else the keeper died before prctl
-            _serve(settings)
-    else:
-        _keep(child)
-
-
-def _keep(child: int) -> None:
-    """Wait until the child dies or the parent closes its end of the pipe, then kill the child's descendants."""
-    null = os.open(os.devnull, os.O_RDWR)
-    # Only the child holds the reply pipe, so its end of file means that the child ended.
-    os.dup2(null, 1)
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    poll = select.poll()
-    # The child reads the requests; a hang-up is reported without registering for it.
-    poll.register(0, 0)
-    poll.register(woken, select.POLLIN)
-    status = _collect(child)
-    while status is None:
-        if any(fd == 0 for fd, _ in poll.poll()) or signal.SIGTERM in os.read(woken, 4096):
-            break
-        status = _collect(child)
-    with contextlib.suppress(ProcessLookupError):
-        # The whole group first: processes may fork faster than they can be listed.
-        os.killpg(child, signal.SIGKILL)
-    while (left := _children()) or status is None:
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        ended, code = os.waitpid(-1, 0)
-        status = code if ended == child else status
-    signal.set_wakeup_fd(-1)
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    os._exit(os.waitstatus_to_exitcode(status))
-
-
-def _collect(child: int) -> int | None:
-    """Reap dead children; return the exit status of `child` if it is among them."""
-    status = None
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == child:
-                status = ended[1]
-    return status
-
-
-def _children() -> list[int]:
-    """Return this process's children, unreaped dead ones included."""
-    found: list[int] = []
-    for task in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{task}/children") as file:
-                found += map(int, file.read().split())
-        except FileNotFoundError:  # a thread that has just ended, or a kernel without this file
-            continue
-    return found
 
 
 def _serve(settings: dict[str, Any]) -> None:
@@ -144,7 +56,7 @@ def _serve(settings: dict[str, Any]) -> None:
             warnings.texts.clear()
         if os.getpid() != server:
             os._exit(0)  # a process forked by the scoring code that returned here
-        if IS_LINUX and len(_children()) > _MAX_CHILDREN:
+        if IS_LINUX and len(children()) > _MAX_CHILDREN:
             reply["is_worn"] = True
         _reply(replies, reply)
 
@@ -230,4 +142,5 @@ def _describe(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    _work(json.loads(sys.argv[1]))
+    hide_this_process()
+    run_kept(functools.partial(_serve, json.loads(sys.argv[1])))

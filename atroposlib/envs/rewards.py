@@ -31,7 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
-from atroposlib.envs.reward_worker import IS_LINUX, MAX_LOGGED_LINES, TAIL_BYTES
+from atroposlib.envs.keeper import IS_LINUX
+from atroposlib.envs.reward_worker import MAX_LOGGED_LINES, TAIL_BYTES
 from atroposlib.envs.sandbox import hide_if_programs_share_the_user
 from atroposlib.errors import EnvError
 

@@ -91,8 +91,7 @@ class McpSession:
             if error.code == _CONNECTION_CLOSED:
                 raise EnvError(f"the MCP server {self._server} has ended") from error
             raise
-        texts = [getattr(block, "text", f"({block.type})") for block in result.content]
-        return McpResult("\n".join(texts), bool(result.is_error))
+        return McpResult("\n".join(map(_text_of, result.content)), bool(result.is_error))
 
     async def close(self) -> None:
         """Stop the server; safe to call twice."""
@@ -117,6 +116,11 @@ class McpSession:
                 await self._closing.wait()
             finally:
                 self._client = None
+
+
+def _text_of(block: Any) -> str:
+    """Return the text of a block or of the resource embedded in it; of other content its type, such as `(image)`."""
+    return str(getattr(getattr(block, "resource", block), "text", f"({block.type})"))
 
 
 async def _list_tools(client: Any) -> list[Any]:

@@ -114,7 +114,7 @@ def write(answer: AgentAnswer) -> dict[str, Any]:
                 "type": "tool_use",
                 "id": call["id"],
                 "name": function["name"],
-                "input": json.loads(function["arguments"] or "{}"),
+                "input": _input_of(function["arguments"]),
             }
         )
     return {
@@ -132,6 +132,15 @@ def write(answer: AgentAnswer) -> dict[str, Any]:
             "output_tokens": answer.completion_tokens,
         },
     }
+
+
+def _input_of(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments as an object, which Anthropic's SDK requires."""
+    try:
+        read = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        read = None
+    return read if isinstance(read, dict) else {"arguments": arguments}
 
 
 def stream(answer: AgentAnswer) -> Iterator[bytes]:

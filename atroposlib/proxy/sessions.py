@@ -17,10 +17,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from atroposlib.errors import EngineError
 from atroposlib.http_bodies import MAX_BODY_BYTES
@@ -31,7 +31,7 @@ from atroposlib.inference.servers.sampling_notes import noting_sampling, recorde
 from atroposlib.inference.sessions.managed_server import ManagedServer, Prompt
 from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.inference.tools.parsers import style_named
-from atroposlib.proxy.chat import DISTRIBUTION_KEPT, ENGINE_NAMES
+from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
 from atroposlib.proxy.errors import ProxyError, error_for, invalid, too_long
 from atroposlib.proxy.turn import AgentAnswer, AgentRequest, Choice, TokenLogprob, tool_call
 
@@ -83,6 +83,17 @@ class SessionOptions:
     owner_key: str | None = None
     """Required to read, drop or close the sequences, so that the agent, which has the uuid, cannot. None: the uuid is
     enough."""
+
+
+class _FixedSampling(EngineSampling):
+    model_config = ConfigDict(extra="forbid")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _Fixed(BaseModel):
+    """Checks `SessionOptions.sampling`."""
+
+    sampling: _FixedSampling
 
 
 class _Engine:
@@ -383,24 +394,24 @@ class Sessions:
         self.limits = limits or SessionLimits()
         self._clock = clock
         self._by_uuid: dict[str, Session] = {}
+        self._num_opening = 0
         self._expired: OrderedDict[str, str] = OrderedDict()
 
     async def open(self, options: SessionOptions | None = None) -> Session:
         """Open a session on an engine. Raises ProxyError for too many sessions or an unknown engine."""
         options = options or SessionOptions()
         await self.expire()
-        if len(self._by_uuid) >= self.limits.max_sessions:
-            raise ProxyError(
-                429, f"{len(self._by_uuid)} sessions are open", code="too_many_sessions"
-            )
-        if unknown := sorted(set(options.sampling or ()) - {*ENGINE_NAMES, "chat_template_kwargs"}):
-            known = ", ".join(ENGINE_NAMES)
-            raise invalid(f"sampling.{unknown[0]} is not one of {known}", param="sampling")
+        num_open = len(self._by_uuid) + self._num_opening
+        if num_open >= self.limits.max_sessions:
+            raise ProxyError(429, f"{num_open} sessions are open", code="too_many_sessions")
+        checked = _Fixed.model_validate({"sampling": dict(options.sampling or {})})
+        options = replace(options, sampling=checked.sampling.model_dump(exclude_none=True))
         if options.tool_parser is not None:
             style_named(options.tool_parser, tokenizer=self.tokenizer)
         if options.base_url is not None:
             self._check_engine(options.base_url)
         stack = AsyncExitStack()
+        self._num_opening += 1
         try:
             managed = await stack.enter_async_context(
                 self.manager.managed_server(
@@ -417,6 +428,8 @@ class Sessions:
         else:
             # The manager replaces None by its default.
             managed.tool_parser = options.tool_parser
+        finally:
+            self._num_opening -= 1
         session = Session(
             managed,
             uuid=str(uuid.uuid4()),

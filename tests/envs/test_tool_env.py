@@ -331,6 +331,7 @@ async def test_missing_mcp_package_names_the_extra(monkeypatch: pytest.MonkeyPat
 MCP_SERVER = """
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import EmbeddedResource, TextResourceContents
 
 server = MCPServer("numbers")
 
@@ -338,6 +339,11 @@ server = MCPServer("numbers")
 def double(number: int) -> int:
     "Twice the number."
     return 2 * number
+
+@server.tool()
+def quote() -> EmbeddedResource:
+    contents = TextResourceContents(uri="file:///poem.txt", text="so much depends")
+    return EmbeddedResource(type="resource", resource=contents)
 
 @server.tool()
 def refuse() -> str:
@@ -368,10 +374,10 @@ async def test_tools_of_an_mcp_server_are_called_like_any_other(tmp_path: Path) 
             ),
         )
 
-    env = make(call("double", number=4) + call("refuse"), "3", env_cls=OverMcp)
+    env = make(call("double", number=4) + call("quote") + call("refuse"), "3", env_cls=OverMcp)
     try:
         await env.setup()
-        assert list(env.tools_by_name) == ["add", "double", "refuse", "die"]
+        assert list(env.tools_by_name) == ["add", "double", "quote", "refuse", "die"]
         assert env.tools_by_name["double"].description == "Twice the number."
         rollout = (await env.roll_out(ROW, 1, split="train"))[0]
         # A server that ended fails the item: told to the model, it would go unnoticed.
@@ -382,11 +388,11 @@ async def test_tools_of_an_mcp_server_are_called_like_any_other(tmp_path: Path) 
         await env.close()
         assert list(env.tools_by_name) == ["add"]
         await env.setup()
-        assert list(env.tools_by_name) == ["add", "double", "refuse", "die"]
+        assert list(env.tools_by_name) == ["add", "double", "quote", "refuse", "die"]
     finally:
         await env.close()
-    doubled, refused = [m["content"] for m in rollout.messages if m["role"] == "tool"]
-    assert doubled == "8"
+    doubled, quoted, refused = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+    assert (doubled, quoted) == ("8", "so much depends")
     assert refused.startswith("Error: ")
     assert "not today" in refused
 

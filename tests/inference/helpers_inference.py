@@ -47,7 +47,7 @@ class StockVLLM(ScriptedEngine):
             "base_url": f"{self.url}/v1",
             "model_name": "tiny",
             "server_type": "vllm",
-            "health_wait_s": 1.0,
+            "health_wait_s": 20.0,
             **changes,
         }
         return APIServerConfig(**values)

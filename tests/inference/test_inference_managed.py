@@ -197,6 +197,21 @@ async def test_reset_clears_the_session_but_not_lists_obtained_before() -> None:
     assert len(nodes) == 1
 
 
+async def test_a_turn_in_flight_at_a_reset_is_dropped_and_later_turns_are_kept() -> None:
+    harness = ServerHarness(respond=echo)
+    managed = ManagedServer(harness)
+    first = await managed.chat_completion(messages=[user("one")])
+    messages = [user("one"), first.choices[0].message, user("two")]
+    async with managed.chat_turn(messages=messages) as second:
+        managed.reset()
+    assert managed.get_state() == {"nodes": []}
+    messages += [second.choices[0].message, user("three")]
+    third = await managed.chat_completion(messages=messages)
+    [node] = managed.get_state()["nodes"]
+    assert_aligned(node)
+    assert num_trained(node) == len(third.choices[0].message.content) + 1
+
+
 async def test_dummy_sessions_keep_the_text_and_say_that_their_tokens_are_made_up() -> None:
     harness = ServerHarness()
     harness.set_desired_response([user("one")], create_chat_completion("yes", n=2))

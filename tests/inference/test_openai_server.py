@@ -406,7 +406,10 @@ async def test_the_url_variable_of_the_openai_package_is_read_also_for_reasoning
         ("https://api.openai.com/v1", "", "env", "Bearer env"),
         ("https://api.openai.com/v1", "own", "env", "Bearer own"),
         ("", None, "env", "Bearer env"),
+        ("https://eu.api.openai.com/v1", "", "env", "Bearer env"),
         ("http://localhost:9001/v1", "", "env", None),
+        ("https://api.openai.com.example.org/v1", "", "env", None),
+        ("https://example.org/api.openai.com/v1", "", "env", None),
     ],
 )
 def test_the_key_variable_is_only_for_openai(

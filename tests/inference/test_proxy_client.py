@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
-from atroposlib.errors import EngineUnavailable
+from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.inference.manager import ServerManager
@@ -16,6 +16,7 @@ from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.inference.sessions.proxy_client import ProxyManagedServer, create_proxy_session
 from atroposlib.proxy.local import serve_locally
 from atroposlib.scored_data import Strictness, check_group
+from tests.inference.helpers_peer import Peer, Reply
 from tests.proxy.helpers_proxy import (
     ENGINE_URL,
     WEATHER,
@@ -114,6 +115,30 @@ async def test_reset_clears_the_client_and_the_proxy() -> None:
         assert len(managed.get_state()["nodes"]) == 1
         assert len(await proxy.nodes(managed.session_uuid)) == 1
         await managed.cleanup()
+
+
+async def test_a_reset_that_failed_is_sent_again() -> None:
+    async with Proxy() as proxy, serve_locally(proxy.app) as url:
+        managed = await create_proxy_session(url)
+        await managed.chat_completion(messages=HELLO)
+        managed.reset()
+        broken = ProxyManagedServer("http://127.0.0.1:9", managed.session_uuid)
+        managed._peer, working = broken._peer, managed._peer
+        with pytest.raises(EngineUnavailable):
+            await managed.fetch_state()
+        await broken._peer.close()
+        managed._peer = working
+        assert await managed.fetch_state() == {"nodes": []}
+        await managed.cleanup()
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"{}", b"[]", b'{"nodes": [{"tokens": 1}]}'])
+async def test_an_answer_without_sequences_is_an_error_of_the_protocol(body: bytes) -> None:
+    async with Peer({}, gets={"/u/nodes": Reply(body)}) as peer:
+        managed = ProxyManagedServer(peer.url, "u")
+        with pytest.raises(EngineProtocolError, match="/u/nodes"):
+            await managed.fetch_state()
+        await managed._peer.close()
 
 
 async def test_token_is_needed_and_comes_from_the_environment(

@@ -251,6 +251,15 @@ def test_message_has_blocks_and_a_stop_reason(
         assert whole["content"][-1]["input"] == {"city": "Oslo"}
 
 
+@pytest.mark.parametrize("arguments", ["a=1", "[1]", "3", '{"a": '])
+def test_arguments_that_are_no_object_reach_the_agent_as_text(arguments: str) -> None:
+    call = tool_call("c1", "weather", arguments)
+    whole = messages.write(
+        answer(Choice(content=None, tool_calls=[call], finish_reason="tool_calls"))
+    )
+    assert whole["content"][0]["input"] == {"arguments": arguments}
+
+
 def test_stream_of_a_message_rebuilds_it() -> None:
     events = events_of(b"".join(messages.stream(answer(CALLING))).decode())
     assert [event["type"] for event in events] == [

@@ -647,6 +647,15 @@ async def test_limits_of_sessions_sequences_and_bodies_are_kept() -> None:
         assert (await proxy.client.post(chat_url(uuid), json=long)).status_code == 413
 
 
+async def test_sessions_opened_at_the_same_time_keep_the_limit() -> None:
+    async with Proxy(limits=SessionLimits(max_sessions=10)) as proxy:
+        opening = [proxy.client.post("/sessions/create", json={}) for _ in range(30)]
+        statuses = [answer.status_code for answer in await asyncio.gather(*opening)]
+        assert sorted(statuses) == [200] * 10 + [429] * 20
+        await proxy.sessions.close_all()
+        assert await proxy.open()
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
@@ -715,6 +724,8 @@ async def test_sampling_of_the_session_replaces_the_agents() -> None:
     "body",
     [
         {"sampling": {"messages": []}},
+        {"sampling": {"temperature": "hot"}},
+        {"sampling": {"top_p": 2.0}},
         {"tool_parser": "hermse"},
         {"max_tokens": 0},
         {"split": "test"},
@@ -743,6 +754,13 @@ async def test_setup_replaces_the_engines_for_new_sessions() -> None:
         await proxy.post(chat_url(before), HELLO)
         assert len(proxy.engine.requests) == 1
         assert (await proxy.client.post("/setup", json={"model_name": "x"})).status_code == 400
+
+
+async def test_sampling_of_the_session_that_is_null_is_not_given() -> None:
+    async with Proxy() as proxy:
+        uuid = await proxy.open(sampling={"max_tokens": None}, max_context_tokens=40)
+        await proxy.post(chat_url(uuid), {**HELLO, "max_tokens": 3})
+        assert proxy.engine.requests[0]["max_tokens"] == 3
 
 
 async def test_tree_sessions_keep_every_turn_as_a_node() -> None:

@@ -11,11 +11,12 @@ import logging
 import os
 import re
 from typing import Any
+from urllib.parse import urlsplit
 
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai_routes import CallKeywords, OpenAIRoutesServer
-from atroposlib.inference.servers.reasoning import ReasoningConfig, is_official_openai
+from atroposlib.inference.servers.reasoning import ReasoningConfig
 
 __all__ = ["OPENAI_URL", "APIServerConfig", "OpenAIServer"]
 
@@ -57,7 +58,8 @@ class OpenAIServer(OpenAIRoutesServer):
         # The variables are those of the openai package, with its precedence.
         root = config.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
         api_key = config.api_key
-        if not api_key and is_official_openai(root):
+        host = urlsplit(root).hostname or ""
+        if not api_key and f".{host}".endswith(".api.openai.com"):
             api_key = os.environ.get("OPENAI_API_KEY")
         super().__init__(config, reasoning_config, root=root, api_key=api_key)
         self._limit_name: str | None = None

@@ -10,7 +10,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Self
 
-import msgspec
+from pydantic import BaseModel, ValidationError
 
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, HttpPeer, excerpt
@@ -33,6 +33,12 @@ OWNER_HEADER = "X-Atropos-Owner-Key"
 CALL_TIMEOUT_S = 3600.0
 """For one completion; the proxy's engine has its own timeouts."""
 CONTROL_TIMEOUT_S = 60.0
+
+
+class _Nodes(BaseModel):
+    """The answer to a request for a session's sequences."""
+
+    nodes: list[SequenceNode]
 
 
 class ProxyManagedServer:
@@ -95,9 +101,10 @@ class ProxyManagedServer:
         number = self._num_fetches
         answer = await self._ask_nodes(self._peer.get)
         try:
-            nodes = [SequenceNode(**node) for node in msgspec.json.decode(answer)["nodes"]]
-        except msgspec.DecodeError as e:
-            raise EngineProtocolError(f"{self.get_url()}: the nodes are not JSON: {e}") from e
+            nodes = _Nodes.model_validate_json(answer).nodes
+        except ValidationError as e:
+            url = f"{self.proxy_url}/{self.session_uuid}/nodes"
+            raise EngineProtocolError(f"{url} answered without sequences: {e}") from e
         if number > self._last_fetch:  # of concurrent fetches, the one sent last wins
             self._last_fetch, self._nodes = number, nodes
         return self.get_state()
@@ -146,7 +153,11 @@ class ProxyManagedServer:
     async def _send_reset(self) -> None:
         if self._has_pending_reset:
             self._has_pending_reset = False
-            await self._ask_nodes(self._peer.delete)
+            try:
+                await self._ask_nodes(self._peer.delete)
+            except BaseException:
+                self._has_pending_reset = True
+                raise
 
     async def _ask_nodes(self, send: Callable[..., Awaitable[tuple[int, bytes]]]) -> bytes:
         """Send a request about the session's sequences and return the body of the answer."""

@@ -169,6 +169,8 @@ class SequenceStore:
         self.clear()
 
     def clear(self) -> None:
+        """Remove all nodes; a turn that was prepared before is not stored later."""
+        self._num_cleared = self._num_calls
         self._tracked: list[_Tracked] = []
         self._matches: list[NodeMatch] = []
         """Every stage, with the node that it was added to; branches share the stages before them."""
@@ -259,6 +261,8 @@ class SequenceStore:
 
         Raises EngineProtocolError, and stores nothing, when tokens and logprobs differ in number.
         """
+        if turn.order <= self._num_cleared:
+            return
         grown = [self._grow(turn, i, completion) for i, completion in enumerate(completions)]
         added = grown
         parent = turn.parent

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.inference.servers.vllm_bodies import read_completions
+from atroposlib.inference.servers.vllm_bodies import read_choices
 from atroposlib.samples import group_advantages
 from atroposlib.scored_data import Strictness
 from atroposlib.wire import split_packed, unpack_group
@@ -140,7 +140,7 @@ def test_the_instant_engine_answers_what_vllm_answers() -> None:
     [answer] = sent
     head, _, content = answer.partition(b"\r\n\r\n")
     assert f"Content-Length: {len(content)}".encode() in head
-    found = read_completions(content, prompt_tokens=[5, 6, 7], label="instant")
+    found = read_choices(content, prompt_tokens=[5, 6, 7], where="instant").sampled
     assert [(each.tokens, each.logprobs) for each in found] == [([7, 8], [-0.5, -1.0])] * 3
 
 

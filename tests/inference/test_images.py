@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.scripted_engine import Script, ScriptedEngine
-from atroposlib.inference.servers.vllm_bodies import NoTokenIds, read_chat
 from atroposlib.inference.sessions.managed_server import ManagedServer
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
@@ -118,20 +116,3 @@ async def test_other_engines_are_refused_by_name(name: str) -> None:
     async with managed_by(name) as managed:
         with pytest.raises(NotImplementedError, match="no token ids of chats with images"):
             await managed.chat_completion(messages=[QUESTION], max_tokens=20)
-
-
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        ('{"choices": [{"token_ids": [5]}]}', NoTokenIds),
-        ('{"prompt_token_ids": [1], "choices": [{}]}', NoTokenIds),
-        ('{"prompt_token_ids": [1], "choices": [{"token_ids": [5]}]}', EngineProtocolError),
-        (
-            '{"prompt_token_ids": [1], "choices": [{"token_ids": [5], "logprobs": {"content": []}}]}',
-            EngineProtocolError,
-        ),
-    ],
-)
-def test_an_answer_without_tokens_is_no_answer(body: str, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"choices\[0\]"):
-        read_chat(body.encode(), label="vllm")

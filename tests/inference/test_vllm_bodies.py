@@ -12,11 +12,12 @@ from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.choices import part_of, split_n
 from atroposlib.inference.servers.vllm_bodies import (
     NoTokenIds,
+    PromptCompletions,
     completions_per_request,
-    read_completions,
+    fits_tokens_route,
+    read_choices,
     read_generated,
     read_prompt_logprobs,
-    read_tokens,
     tokens_request,
 )
 
@@ -67,6 +68,19 @@ def tokens_answer(**changes: Any) -> bytes:
     return encoded({"request_id": "r", "choices": [{**choice, **changes}]})
 
 
+def chat_answer(*, prompt: Any = PROMPT, **changes: Any) -> bytes:
+    """One choice of `/v1/chat/completions` as vLLM 0.32 writes it."""
+    content = [{"token": "a", "logprob": -0.5, "bytes": [97]}, {"token": "b", "logprob": -1}]
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "ab"},
+        "finish_reason": "stop",
+        "token_ids": [8, 9],
+        "logprobs": {"content": content},
+    }
+    return encoded({"id": "c", "choices": [{**choice, **changes}], "prompt_token_ids": prompt})
+
+
 @pytest.mark.parametrize(
     ("body", "parts"),
     [
@@ -93,6 +107,7 @@ def test_answers_that_would_be_too_large_are_requested_in_parts(
 
 def test_the_tokens_route_gets_sampling_parameters_apart_and_the_same_default_length() -> None:
     body = {"model": "m", "n": 2, "temperature": 0.5, "stop": ["x"], "priority": 1}
+    assert fits_tokens_route(body)
     assert tokens_request(PROMPT, body) == {
         "model": "m",
         "priority": 1,
@@ -103,72 +118,100 @@ def test_the_tokens_route_gets_sampling_parameters_apart_and_the_same_default_le
 
 @pytest.mark.parametrize("name", ["echo", "suffix", "response_format", "unheard_of"])
 def test_the_tokens_route_is_not_used_for_keywords_it_does_not_support(name: str) -> None:
-    assert tokens_request(PROMPT, {"max_tokens": 4, name: 1}) is None
+    assert not fits_tokens_route({"max_tokens": 4, name: 1})
 
 
-def test_completions_are_read_field_by_field() -> None:
-    spans = [{"weight_version": 7, "num_tokens": 2}]
-    answer = completions(weight_versions=spans)
-    [sampled] = read_completions(answer, prompt_tokens=PROMPT, label="x")
-    assert sampled == ([8, 9], [-0.5, -1.0], "stop", [("7", 2)])
-    assert [type(value) for value in sampled.logprobs] == [float, float]
+def read(answer: bytes, prompt_tokens: list[int] | None = PROMPT) -> PromptCompletions:
+    return read_choices(answer, where="x", prompt_tokens=prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    ("answer", "prompt_tokens", "sampled"),
+    [
+        (
+            completions(weight_versions=[{"weight_version": 7, "num_tokens": 2}]),
+            PROMPT,
+            ([8, 9], [-0.5, -1.0], "stop", [("7", 2)]),
+        ),
+        (tokens_answer(), PROMPT, ([8, 9], [-0.5, -1.0], "length", [("3", 1), ("4", 1)])),
+        (chat_answer(), None, ([8, 9], [-0.5, -1.0], "stop", None)),
+    ],
+)
+def test_choices_are_read_field_by_field(
+    answer: bytes, prompt_tokens: list[int] | None, sampled: Any
+) -> None:
+    found = read(answer, prompt_tokens)
+    assert found == (PROMPT, [sampled])
+    assert [type(value) for value in found.sampled[0].logprobs] == [float, float]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (completions(token_ids=[8]), r"x: choices\[0\]: 2 logprobs for 1 token ids"),
+        (completions(logprobs=None), r"choices\[0\] has no logprobs"),
+        (completions(prompt_token_ids=[5, 6]), "after 2 prompt tokens that are not the 3 sent"),
+        (completions(token_ids=[8, -9]), "token id -9 is negative"),
+        (
+            completions(logprobs={"token_logprobs": [-0.5, -9999.0]}),
+            "-9999.0 at token 1 stands for NaN",
+        ),
+        (
+            completions(weight_versions=[{"weight_version": "7", "num_tokens": 1}]),
+            "cover 1 tokens of 2",
+        ),
+        (completions(weight_versions=[{"start": 0}]), "no version or end"),
+        (tokens_answer(token_ids=[8, 7]), "2 logprobs are not those of the 2 token_ids"),
+        (tokens_answer(token_ids=[8]), "2 logprobs are not those of the 1 token_ids"),
+        (tokens_answer(logprobs=None), "has no logprobs"),
+        (
+            tokens_answer(weight_versions=[{"version": "3", "start": 0, "end": 1}]),
+            "cover 1 tokens of 2",
+        ),
+    ],
+)
+def test_choices_that_cannot_be_trained_on_are_refused(answer: bytes, message: str) -> None:
+    with pytest.raises(EngineProtocolError, match=message):
+        read(answer)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"token_ids": [8]}, r"x/completions: choices\[0\]: 2 logprobs for 1 token ids"),
-        ({"logprobs": None}, r"choices\[0\] has no logprobs.token_logprobs"),
-        ({"prompt_token_ids": [5, 6]}, "after 2 prompt tokens that are not the 3 sent"),
-        ({"token_ids": [8, -9]}, "token id -9 is negative"),
-        ({"logprobs": {"token_logprobs": [-0.5, -9999.0]}}, "-9999.0 at token 1 stands for NaN"),
-        ({"weight_versions": [{"weight_version": "7", "num_tokens": 1}]}, "cover 1 tokens of 2"),
-        ({"weight_versions": [{"start": 0}]}, "no version or end"),
+        ({"logprobs": None}, "has no logprobs"),
+        ({"logprobs": {"content": []}}, "0 logprobs for 2 token ids"),
     ],
 )
-def test_completions_that_cannot_be_trained_on_are_refused(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_chats_that_cannot_be_trained_on_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineProtocolError, match=message):
-        read_completions(completions(**changes), prompt_tokens=PROMPT, label="x")
+        read(chat_answer(**changes), None)
 
 
-def test_a_server_without_token_ids_raises_its_own_error() -> None:
+@pytest.mark.parametrize(
+    ("answer", "prompt_tokens"),
+    [
+        (completions(token_ids=None), PROMPT),
+        (chat_answer(token_ids=None), None),
+        (chat_answer(prompt=None), None),
+    ],
+)
+def test_a_server_without_token_ids_raises_its_own_error(
+    answer: bytes, prompt_tokens: list[int] | None
+) -> None:
     with pytest.raises(NoTokenIds, match="must support return_token_ids"):
-        read_completions(completions(token_ids=None), prompt_tokens=PROMPT, label="x")
+        read(answer, prompt_tokens)
 
 
 @pytest.mark.parametrize("value", ["null", '"-0.5"', "true", "-1e999"])
 def test_a_logprob_that_is_no_number_is_named_with_its_position(value: str) -> None:
     answer = completions().replace(b"-0.5, -1]", f"-0.5, {value}]".encode())
     with pytest.raises(msgspec.ValidationError, match=r"choices\[0\].logprobs.token_logprobs\[1\]"):
-        read_completions(answer, prompt_tokens=PROMPT, label="x")
-
-
-def test_tokens_come_with_the_versions_that_sampled_them() -> None:
-    [sampled] = read_tokens(tokens_answer(), label="x")
-    assert sampled == ([8, 9], [-0.5, -1.0], "length", [("3", 1), ("4", 1)])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"token_ids": [8, 7]}, "2 logprobs are not those of the 2 token_ids"),
-        ({"token_ids": [8]}, "2 logprobs are not those of the 1 token_ids"),
-        ({"logprobs": None}, "has no logprobs.content"),
-        ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, "cover 1 tokens of 2"),
-    ],
-)
-def test_tokens_that_cannot_be_trained_on_are_refused(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(EngineProtocolError, match=message):
-        read_tokens(tokens_answer(**changes), label="x")
+        read(answer)
 
 
 def test_the_originals_answer_is_read() -> None:
     answer = {"logprobs": [[[{"8": -0.5}], [{"9": -1}]], []], "finish_reasons": ["stop", "abort"]}
-    assert read_generated(encoded(answer), label="x") == [
+    assert read_generated(encoded(answer), where="x") == [
         ([8, 9], [-0.5, -1.0], "stop", None),
         ([], [], "abort", None),
     ]
@@ -186,7 +229,7 @@ def test_broken_answers_of_the_originals_route_are_refused(
     answer: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(EngineProtocolError, match=message):
-        read_generated(encoded(answer), label="x")
+        read_generated(encoded(answer), where="x")
 
 
 POSITIONS: list[Any] = [

@@ -7,7 +7,6 @@ reports them. Only text prompts need the tokenizer.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import msgspec
@@ -28,8 +27,6 @@ from atroposlib.inference.servers.token_ids import (
     gather,
     gather_top,
 )
-
-logger = logging.getLogger(__name__)
 
 EVERY_TOKEN = -1
 """SGLang's `top_k` for the whole vocabulary; it refuses vLLM's 0."""
@@ -130,12 +127,12 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
     with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0; for `/health_generate` they always do.
     """
 
+    engine_name = "SGLang"
     example_url = "http://localhost:30000/v1"
     reads_model_name = False
     version_paths = ("/model_info", "/get_weight_version")
     """Of newer and older servers."""
 
-    _warned_about_max_tokens = False
     _asks_version = True
     """Whether to ask for the version before sampling: false after answers with spans or without a version."""
 
@@ -145,13 +142,12 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
         request = read_request(kwargs, timeout_s=self.config.timeout)
         prompt_tokens = await self._take_prompt(request.body)
         body = generate_body(prompt_tokens, request.body)
-        if "max_new_tokens" not in body["sampling_params"] and not self._warned_about_max_tokens:
-            self._warned_about_max_tokens = True
-            logger.warning("No max_tokens given: SGLang stops after %d tokens", DEFAULT_MAX_TOKENS)
-        if "max_new_tokens" in body["sampling_params"]:
-            body["sampling_params"]["max_new_tokens"] = self._cut_to_context(
-                body["sampling_params"]["max_new_tokens"], num_prompt=len(prompt_tokens)
-            )
+        self._limit_tokens(
+            body["sampling_params"],
+            "max_new_tokens",
+            num_prompt=len(prompt_tokens),
+            default=DEFAULT_MAX_TOKENS,
+        )
         version_before = await self._ask_weight_version() if self._asks_version else None
         results = await self._generate(body, request)
         answer = gather(prompt_tokens, read_sampled(results, where=f"{self._label}/generate"))

@@ -72,6 +72,8 @@ class TokenServer(HttpServer):
     example_url: ClassVar[str]
     version_paths: tuple[str, ...] = ()
     """Routes that may return the current weight version; those that proved missing are removed."""
+    engine_name: ClassVar[str]
+    _warned_about_limit = False
 
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
@@ -112,10 +114,22 @@ class TokenServer(HttpServer):
             logger.debug("%s: no answer at %s: %s", self._label, path, e)
             return None
 
-    def _cut_to_context(self, max_tokens: int, *, num_prompt: int) -> int:
-        """Limit an answer to what the prompt leaves of the context: some engines refuse longer requests."""
-        room = (self.context_len or 0) - num_prompt
-        return min(max_tokens, room) if room > 0 else max_tokens
+    def _limit_tokens(
+        self, sampling: dict[str, Any], name: str, *, num_prompt: int, default: int
+    ) -> None:
+        """Cut the limit `name` to what the prompt leaves of the context: some engines refuse longer requests.
+
+        Without a limit, warn once that the engine stops after `default` tokens.
+        """
+        if name in sampling:
+            room = (self.context_len or 0) - num_prompt
+            if room > 0:
+                sampling[name] = min(sampling[name], room)
+        elif not self._warned_about_limit:
+            self._warned_about_limit = True
+            logger.warning(
+                "No max_tokens given: %s stops after %d tokens", self.engine_name, default
+            )
 
     async def _take_prompt(self, body: dict[str, Any]) -> list[int]:
         """Remove the prompt (`input_ids`, else the text `prompt`) from a body and return it as token ids."""

@@ -22,7 +22,7 @@ from atroposlib.inference.servers.api_server import (
     TokenCompletions,
     WeightSpan,
 )
-from atroposlib.inference.servers.choices import part_of
+from atroposlib.inference.servers.choices import RequestPart, part_of
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, excerpt
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
@@ -30,22 +30,17 @@ from atroposlib.inference.servers.openai_routes import (
     read_request,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.token_ids import (
-    SampledCompletion,
-    TokenServer,
-    check_count,
-    gather,
-)
+from atroposlib.inference.servers.token_ids import TokenServer, check_count, gather
 from atroposlib.inference.servers.vllm_bodies import (
     DEFAULT_MAX_TOKENS,
     NEUTRAL_SAMPLING,
     NoTokenIds,
+    PromptCompletions,
     completions_per_request,
-    read_chat,
-    read_completions,
+    fits_tokens_route,
+    read_choices,
     read_generated,
     read_prompt_logprobs,
-    read_tokens,
     rename_max_tokens,
     tokens_request,
 )
@@ -64,6 +59,7 @@ FORBIDDEN = 403
 class VLLMServer(TokenServer, OpenAIRoutesServer):
     """An engine with vLLM's routes."""
 
+    engine_name = "vLLM"
     example_url = "http://localhost:9001/v1"
     version_paths: tuple[str, ...] = ("/weight_info",)
 
@@ -79,7 +75,6 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
         """False once the route proved missing or refused a request."""
         self._uses_generate = False
         """Whether the server was found to have only the original's /generate route."""
-        self._warned_about_max_tokens = False
 
     # Sampling.
 
@@ -90,17 +85,24 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
         prompt_tokens = await self._take_prompt(request.body)
         body = {**NEUTRAL_SAMPLING, **rename_max_tokens(request.body)}
         body.setdefault("logprobs", 0)
-        if "max_tokens" not in body and not self._warned_about_max_tokens:
-            self._warned_about_max_tokens = True
-            logger.warning("No max_tokens given: vLLM stops after %d tokens", DEFAULT_MAX_TOKENS)
-        if "max_tokens" in body:
-            body["max_tokens"] = self._cut_to_context(
-                body["max_tokens"], num_prompt=len(prompt_tokens)
-            )
-        sampled = await self._sample_at_tokens_route(prompt_tokens, body, request)
-        if sampled is None and not self._uses_generate:
+        self._limit_tokens(
+            body, "max_tokens", num_prompt=len(prompt_tokens), default=DEFAULT_MAX_TOKENS
+        )
+        if await self._has_tokens_route() and fits_tokens_route(body):
+            form = functools.partial(tokens_request, prompt_tokens)
             try:
-                return await self._sample_at_completions(prompt_tokens, body, request)
+                return await self._sample(TOKENS_ROUTE, body, request, prompt_tokens, form=form)
+            except EngineHttpRejected as e:
+                if e.status != FORBIDDEN and not e.lacks_route:
+                    raise
+                logger.info("%s: not using %s (%s)", self._label, TOKENS_ROUTE, e)
+                self._uses_tokens_route = False
+        if not self._uses_generate:
+            asked = {**body, "prompt": prompt_tokens, "return_token_ids": True}
+            try:
+                return await self._with_version(
+                    lambda: self._sample("/v1/completions", asked, request, prompt_tokens)
+                )
             except (EngineHttpRejected, NoTokenIds) as e:
                 if isinstance(e, EngineHttpRejected) and not e.lacks_route:
                     raise
@@ -108,72 +110,49 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
                     raise
                 logger.info("%s: using %s (%s)", self._label, ORIGINAL_ROUTE, e)
                 self._uses_generate = True
-        if sampled is None:
-            sampled = await self._sample_at_generate(prompt_tokens, request)
-        return gather(prompt_tokens, sampled)
-
-    async def _sample_at_tokens_route(
-        self, prompt_tokens: list[int], body: dict[str, Any], request: CallKeywords
-    ) -> list[SampledCompletion] | None:
-        """Return completions with their policy versions; None if the server or the keywords do not allow it."""
-        if not self._uses_tokens_route:
-            return None
-        if not await self._offers(TOKENS_ROUTE, unless_known=False):
-            self._uses_tokens_route = False
-            return None
-        if tokens_request(prompt_tokens, body) is None:
-            return None
-
-        async def send(part: dict[str, Any]) -> list[SampledCompletion]:
-            read = functools.partial(read_tokens, label=self._label)
-            asked = tokens_request(prompt_tokens, part) or {}
-            return await self._send(TOKENS_ROUTE, asked, request, read)
-
-        try:
-            return await self._sample(body, send)
-        except EngineHttpRejected as e:
-            if e.status != FORBIDDEN and not e.lacks_route:
-                raise
-            logger.info("%s: not using %s (%s)", self._label, TOKENS_ROUTE, e)
-            self._uses_tokens_route = False
-            return None
-
-    async def _sample_at_completions(
-        self, prompt_tokens: list[int], body: dict[str, Any], request: CallKeywords
-    ) -> TokenCompletions:
-        async def send(part: dict[str, Any]) -> list[SampledCompletion]:
-            read = functools.partial(
-                read_completions, prompt_tokens=prompt_tokens, label=self._label
-            )
-            return await self._send("/v1/completions", part, request, read)
-
-        asked = {**body, "prompt": prompt_tokens, "return_token_ids": True}
-
-        async def sample() -> TokenCompletions:
-            return gather(prompt_tokens, await self._sample(asked, send))
-
-        return await self._with_version(sample)
+        return await self._sample_at_generate(prompt_tokens, request)
 
     async def _sample_at_chat(self, request: CallKeywords) -> TokenCompletions:
         """Sample answers to messages, which may contain images; the engine reports the ids of the prompt."""
-        prompts: list[list[int]] = []
-
-        async def send(part: dict[str, Any]) -> list[SampledCompletion]:
-            read = functools.partial(read_chat, label=self._label)
-            prompt_tokens, sampled = await self._send("/v1/chat/completions", part, request, read)
-            prompts.append(prompt_tokens)
-            return sampled
-
         body = {**NEUTRAL_SAMPLING, **rename_max_tokens(request.body)}
         body |= {"logprobs": True, "top_logprobs": 0, "return_token_ids": True}
+        return await self._with_version(
+            lambda: self._sample("/v1/chat/completions", body, request, None)
+        )
 
-        async def sample() -> TokenCompletions:
-            sampled = await self._sample(body, send)
-            if any(prompt != prompts[0] for prompt in prompts):
-                raise EngineProtocolError(f"{self._label}: one chat had several prompts in tokens")
-            return gather(prompts[0], sampled)
+    async def _sample(
+        self,
+        path: str,
+        body: dict[str, Any],
+        request: CallKeywords,
+        prompt_tokens: list[int] | None,
+        *,
+        form: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body,
+    ) -> TokenCompletions:
+        """Return exactly `n` completions, in requests of bounded size, also from servers that ignore `n`.
 
-        return await self._with_version(sample)
+        `form` makes the request's body of the keywords in `body`. `prompt_tokens` is None for a chat.
+        """
+        read = functools.partial(
+            read_choices, where=self._peer.root + path, prompt_tokens=prompt_tokens
+        )
+
+        async def send(part: RequestPart) -> PromptCompletions:
+            return await self._send(path, form(part_of(body, part)), request, read)
+
+        n = int(body.get("n", 1))
+        answers = await self._ask_for(
+            n,
+            send,
+            count=lambda answer: len(answer.sampled),
+            at_most=completions_per_request(body),
+        )
+        sampled = [each for answer in answers for each in answer.sampled]
+        check_count(sampled, n=n, what="choices", where=self._label)
+        prompt = answers[0].prompt_tokens
+        if any(answer.prompt_tokens != prompt for answer in answers[1:]):
+            raise EngineProtocolError(f"{self._label}: one chat had several prompts in tokens")
+        return gather(prompt if prompt_tokens is None else prompt_tokens, sampled)
 
     async def _with_version(
         self, sample: Callable[[], Awaitable[TokenCompletions]]
@@ -195,27 +174,14 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
 
     async def _sample_at_generate(
         self, prompt_tokens: list[int], request: CallKeywords
-    ) -> list[SampledCompletion]:
+    ) -> TokenCompletions:
         body = {**rename_max_tokens(request.body), "prompt": {"prompt_token_ids": prompt_tokens}}
         body.pop("model", None)
         body.setdefault("logprobs", 0)
-        read = functools.partial(read_generated, label=self._label)
+        read = functools.partial(read_generated, where=self._peer.root + ORIGINAL_ROUTE)
         sampled = await self._send(ORIGINAL_ROUTE, body, request, read)
         check_count(sampled, n=int(body.get("n", 1)), what="choices", where=self._label)
-        return sampled
-
-    async def _sample(self, body: dict[str, Any], send: Any) -> list[SampledCompletion]:
-        """Return exactly `n` completions, in requests of bounded size, also from servers that ignore `n`."""
-        n = int(body.get("n", 1))
-        parts = await self._ask_for(
-            n,
-            lambda part: send(part_of(body, part)),
-            count=len,
-            at_most=completions_per_request(body),
-        )
-        sampled = [each for part in parts for each in part]
-        check_count(sampled, n=n, what="choices", where=self._label)
-        return sampled
+        return gather(prompt_tokens, sampled)
 
     # Capabilities of the server.
 
@@ -224,6 +190,11 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
         asked = {**body, "return_token_ids": True}
         answer = await self._ask("/v1/completions", asked, _prompt_echo.decode)
         return answer.choices[0].prompt_token_ids if answer and answer.choices else None
+
+    async def _has_tokens_route(self) -> bool:
+        if self._uses_tokens_route:
+            self._uses_tokens_route = await self._offers(TOKENS_ROUTE, unless_known=False)
+        return self._uses_tokens_route
 
     async def _offers(self, path: str, *, unless_known: bool) -> bool:
         """Whether the server lists a route; `unless_known` if it has no list."""

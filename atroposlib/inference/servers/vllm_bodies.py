@@ -10,7 +10,7 @@ a float, so every decoded logprob is finite.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -99,11 +99,19 @@ _Position = dict[int, float | _TopLogprob]
 """Logprobs by token id at one position."""
 
 
+class _SampledToken(msgspec.Struct, gc=False):
+    logprob: float
+    token_id: int | None = None
+
+
 class _Logprobs(msgspec.Struct, gc=False):
     token_logprobs: list[float] | None = None
+    """Of `/v1/completions`."""
+    content: list[_SampledToken] | None = None
+    """Of the other routes."""
 
 
-class _CompletionChoice(msgspec.Struct, gc=False):
+class _Choice(msgspec.Struct, gc=False):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
@@ -111,47 +119,9 @@ class _CompletionChoice(msgspec.Struct, gc=False):
     weight_versions: list[_VllmSpan] | None = None
 
 
-class _Completions(msgspec.Struct, gc=False):
-    choices: list[_CompletionChoice]
-
-
-class _TokenLogprob(msgspec.Struct, gc=False):
-    token_id: int
-    logprob: float
-
-
-class _TokenLogprobs(msgspec.Struct, gc=False):
-    content: list[_TokenLogprob] | None = None
-
-
-class _ChatLogprob(msgspec.Struct, gc=False):
-    logprob: float
-
-
-class _ChatLogprobs(msgspec.Struct, gc=False):
-    content: list[_ChatLogprob] | None = None
-
-
-class _ChatChoice(msgspec.Struct, gc=False):
-    token_ids: list[int] | None = None
-    logprobs: _ChatLogprobs | None = None
-    finish_reason: Any = None
-
-
-class _Chat(msgspec.Struct, gc=False):
-    choices: list[_ChatChoice]
+class _Choices(msgspec.Struct, gc=False):
+    choices: list[_Choice]
     prompt_token_ids: list[int] | None = None
-
-
-class _TokensChoice(msgspec.Struct, gc=False):
-    token_ids: list[int]
-    logprobs: _TokenLogprobs | None = None
-    finish_reason: Any = None
-    weight_versions: list[_VllmSpan] | None = None
-
-
-class _Tokens(msgspec.Struct, gc=False):
-    choices: list[_TokensChoice]
 
 
 class _Generated(msgspec.Struct, gc=False):
@@ -170,9 +140,7 @@ class _PromptLogprobs(msgspec.Struct, gc=False):
     prompt_logprobs: list[_Position | list[_Position | None] | None] | None = None
 
 
-_completions = msgspec.json.Decoder(_Completions)
-_chat = msgspec.json.Decoder(_Chat)
-_tokens = msgspec.json.Decoder(_Tokens)
+_choices = msgspec.json.Decoder(_Choices)
 _generated = msgspec.json.Decoder(_Generated)
 _prompt_logprobs = msgspec.json.Decoder(_PromptLogprobs)
 
@@ -200,10 +168,13 @@ def completions_per_request(body: dict[str, Any]) -> int:
     return max(1, MAX_TOKENS_PER_ANSWER // max(1, int(body.get("max_tokens", DEFAULT_MAX_TOKENS))))
 
 
-def tokens_request(prompt_tokens: list[int], body: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the body of `/inference/v1/generate`; None if it does not support all keywords."""
-    if not body.keys() <= SAMPLING_FIELDS | REQUEST_FIELDS:
-        return None
+def fits_tokens_route(body: dict[str, Any]) -> bool:
+    """Whether `/inference/v1/generate` supports all keywords of a body."""
+    return body.keys() <= SAMPLING_FIELDS | REQUEST_FIELDS
+
+
+def tokens_request(prompt_tokens: list[int], body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of `/inference/v1/generate` for keywords that it supports."""
     sampling = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
     sampling.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
     rest = {name: value for name, value in body.items() if name in REQUEST_FIELDS}
@@ -213,81 +184,57 @@ def tokens_request(prompt_tokens: list[int], body: dict[str, Any]) -> dict[str, 
 # Answers.
 
 
-def read_completions(
-    answer: bytes, *, prompt_tokens: list[int], label: str
-) -> list[SampledCompletion]:
-    """Read token ids and sampled-token logprobs from a `/v1/completions` body.
+class PromptCompletions(NamedTuple):
+    """The completions in one answer."""
 
-    Raises `NoTokenIds` if the server does not support `return_token_ids`.
+    prompt_tokens: list[int]
+    sampled: list[SampledCompletion]
+
+
+def read_choices(
+    answer: bytes, *, where: str, prompt_tokens: list[int] | None = None
+) -> PromptCompletions:
+    """Read ids, logprobs and policy versions from `/v1/completions`, `/v1/chat/completions` or the tokens route.
+
+    `prompt_tokens` were sent; None for a chat, whose answer must hold them: every image is as many placeholder ids as
+    the model has positions for it. Raises `NoTokenIds` if the server does not support `return_token_ids`.
     """
-    found = []
-    for i, choice in enumerate(_completions.decode(answer).choices):
-        where = f"{label}/completions: choices[{i}]"
-        if choice.token_ids is None:
+    body = _choices.decode(answer)
+    sampled = []
+    for i, choice in enumerate(body.choices):
+        here = f"{where}: choices[{i}]"
+        prompt = choice.prompt_token_ids or body.prompt_token_ids or prompt_tokens
+        if choice.token_ids is None or prompt is None:
             raise NoTokenIds(
-                f"{where} has no token_ids; the server must support return_token_ids (vLLM >= 0.10.2)"
+                f"{here} has no token ids; the server must support return_token_ids (vLLM >= 0.10.2)"
             )
-        values = None if choice.logprobs is None else choice.logprobs.token_logprobs
+        if prompt_tokens is None:
+            prompt_tokens = prompt
+        elif prompt != prompt_tokens:
+            raise EngineProtocolError(
+                f"{here} was sampled after {len(prompt)} prompt tokens that are not the {len(prompt_tokens)} sent"
+            )
+        logprobs = choice.logprobs or _Logprobs()
+        values = logprobs.token_logprobs
+        if logprobs.content is not None:
+            values = [token.logprob for token in logprobs.content]
+            ids = [token.token_id for token in logprobs.content]
+            if any(token is not None for token in ids) and ids != choice.token_ids:
+                raise EngineProtocolError(
+                    f"{here}: {len(ids)} logprobs are not those of the {len(choice.token_ids)} token_ids"
+                )
         if values is None:
-            raise EngineProtocolError(f"{where} has no logprobs.token_logprobs")
-        echoed = choice.prompt_token_ids or prompt_tokens
-        if echoed != prompt_tokens:
-            raise EngineProtocolError(
-                f"{where} was sampled after {len(echoed)} prompt tokens that are not the {len(prompt_tokens)} sent"
-            )
-        found.append(
+            raise EngineProtocolError(f"{here} has no logprobs")
+        sampled.append(
             _checked(
-                choice.token_ids, values, choice.finish_reason, choice.weight_versions, where=where
+                choice.token_ids, values, choice.finish_reason, choice.weight_versions, where=here
             )
         )
-    return found
+    return PromptCompletions(prompt_tokens or [], sampled)
 
 
-def read_chat(answer: bytes, *, label: str) -> tuple[list[int], list[SampledCompletion]]:
-    """Read the prompt's ids and the completions from a `/v1/chat/completions` body.
-
-    In the prompt every image is as many placeholder ids as the model has positions for it. Raises `NoTokenIds` like
-    `read_completions`.
-    """
-    chat = _chat.decode(answer)
-    found = []
-    for i, choice in enumerate(chat.choices):
-        where = f"{label}/chat/completions: choices[{i}]"
-        if choice.token_ids is None or chat.prompt_token_ids is None:
-            raise NoTokenIds(
-                f"{where} has no token ids; the server must support return_token_ids (vLLM >= 0.10.2)"
-            )
-        if choice.logprobs is None or choice.logprobs.content is None:
-            raise EngineProtocolError(f"{where} has no logprobs.content")
-        values = [entry.logprob for entry in choice.logprobs.content]
-        found.append(_checked(choice.token_ids, values, choice.finish_reason, None, where=where))
-    return chat.prompt_token_ids or [], found
-
-
-def read_tokens(answer: bytes, *, label: str) -> list[SampledCompletion]:
-    """Read a `/inference/v1/generate` body: ids, their logprobs, and the policy versions they were sampled under."""
-    found = []
-    for i, choice in enumerate(_tokens.decode(answer).choices):
-        where = f"{label}/inference/v1/generate: choices[{i}]"
-        content = None if choice.logprobs is None else choice.logprobs.content
-        if content is None:
-            raise EngineProtocolError(f"{where} has no logprobs.content")
-        if choice.token_ids != [entry.token_id for entry in content]:
-            raise EngineProtocolError(
-                f"{where}: {len(content)} logprobs are not those of the {len(choice.token_ids)} token_ids"
-            )
-        values = [entry.logprob for entry in content]
-        found.append(
-            _checked(
-                choice.token_ids, values, choice.finish_reason, choice.weight_versions, where=where
-            )
-        )
-    return found
-
-
-def read_generated(answer: bytes, *, label: str) -> list[SampledCompletion]:
+def read_generated(answer: bytes, *, where: str) -> list[SampledCompletion]:
     """Read the original's `/generate` body: per sequence, per token, a list holding one `{"<id>": logprob}`."""
-    where = f"{label}/generate"
     generated = _generated.decode(answer)
     sequences, reasons = generated.logprobs, generated.finish_reasons
     if len(reasons) != len(sequences):

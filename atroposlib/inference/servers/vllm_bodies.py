@@ -99,9 +99,9 @@ _Position = dict[int, float | _TopLogprob]
 """Logprobs by token id at one position."""
 
 
-class _SampledToken(msgspec.Struct, gc=False):
-    logprob: float
+class _SampledToken(msgspec.Struct, gc=False, kw_only=True):
     token_id: int | None = None
+    logprob: float
 
 
 class _Logprobs(msgspec.Struct, gc=False):
